@@ -46,19 +46,17 @@ def how_to_go_faster(snapshot: StudySnapshot) -> list[str]:
     if winner is None or winner.measurement is None:
         return [*_why_nothing_fits(snapshot, ranking), *_retryable(snapshot)]
     return [
-        *_towards_speed(snapshot, ranking, winner, winner.measurement),
+        *_towards_speed(snapshot, ranking, winner),
         *_untried(ranking),
         *_suspect(ranking, winner.measurement),
         *_retryable(snapshot),
     ]
 
 
-def _towards_speed(
-    snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord, best: Measurement
-) -> Iterator[str]:
+def _towards_speed(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> Iterator[str]:
     if "tokens_per_second" not in ranking.objectives:
         return
-    yield from _too_large(snapshot, best)
+    yield from _too_large(snapshot, ranking, winner)
     yield from _edges(snapshot, winner)
     yield from _not_searched(snapshot.definition.space)
 
@@ -79,16 +77,19 @@ def _excess(record: TrialRecord, budget_bytes: int) -> str:
     return uncertainty.excess(need, budget_bytes=budget_bytes)
 
 
-def _too_large(snapshot: StudySnapshot, best: Measurement) -> Iterator[str]:
+def _too_large(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -> Iterator[str]:
     """Yield what more memory would buy, by expected speed; without any, what missed narrowly."""
     expected = [
         (record.prediction.tokens_per_second, record)
         for record in _out_of_memory(snapshot)
-        if record.prediction is not None and record.prediction.tokens_per_second is not None
+        if record.prediction is not None
+        and record.prediction.tokens_per_second is not None
+        and ranking.compares(winner, record)
     ]
     if not expected:
         yield from _nearest_to_fitting(snapshot)
-    faster = [(rate, record) for rate, record in expected if rate > best.tokens_per_second]
+    best = measured_of(winner).tokens_per_second
+    faster = [(rate, record) for rate, record in expected if rate > best]
     nearest = sorted(faster, key=lambda pair: (predicted_need(pair[1]) or 0, pair[1].number))
     for rate, record in nearest[:_NEAREST_SHOWN]:
         yield (
@@ -148,15 +149,10 @@ def _is_wide_enough(key: str, definition: StudyDefinition, winner: TrialRecord) 
     the space fixes, the model has no positions for it, or no row of the texts is as long.
     """
     if key != "seq_len":
-        return _is_whole_batch(definition.space, winner)
+        return definition.space.fixed.get("effective_batch_size") == winner.config.micro_batch_size
     is_uncut = winner.epoch is not None and winner.epoch.is_whole
     limit = ModelSpec.from_json(definition.model).max_positions
     return is_uncut or (limit is not None and winner.config.seq_len >= limit)
-
-
-def _is_whole_batch(space: SearchSpace, winner: TrialRecord) -> bool:
-    """Whether no larger micro-batch goes into the effective batch that the space fixes."""
-    return space.fixed.get("effective_batch_size") == winner.config.micro_batch_size
 
 
 def _untried(ranking: Ranking) -> Iterator[str]:

@@ -114,10 +114,10 @@ def confirmation_rows(snapshot: StudySnapshot) -> tuple[ConfirmationRow, ...]:
     """Return what was measured again, in the order of the answer; what gains are over among it."""
     ranking = rank_study(snapshot)
     listed = [r for r in ranking.ranked if ranking.is_measured_again(r)]
-    references = [ranking.baseline] if ranking.baseline is not None else []
-    others = [
-        r for r in references if ranking.is_measured_again(r) and r.number not in _numbers(listed)
-    ]
+    shown, base = {record.number for record in listed}, ranking.baseline
+    others: list[TrialRecord] = []
+    if base is not None and ranking.is_measured_again(base) and base.number not in shown:
+        others.append(base)
     fallen = [r for r in snapshot.records if r.number in ranking.fallen]
     return tuple(_row(r, ranking) for r in (*listed, *_recipe(ranking), *others, *fallen))
 
@@ -128,10 +128,6 @@ def _recipe(ranking: Ranking) -> Iterator[TrialRecord]:
     over = None if winner is None else ranking.reference_for(winner.config)
     if over is not None and over.purpose == "confirm":
         yield over
-
-
-def _numbers(records: list[TrialRecord]) -> set[int]:
-    return {record.number for record in records}
 
 
 def _row(record: TrialRecord, ranking: Ranking) -> ConfirmationRow:

@@ -19,11 +19,9 @@ import yaml
 
 from reports import confirmation, objectives, uncertainty, units
 from reports.advice import how_to_go_faster
-from reports.summary import answer, notes, offer_words
+from reports.summary import answer, in_words, notes, offer_words
 from reports.texts import epoch_words
-from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.gain import compare, gain_of
@@ -206,9 +204,11 @@ def _questions(
     yield CLASS, *_of_class(ranking, fastest)
     if snapshot.offer is not None:
         yield CHEAPEST, *_cheapest(snapshot, fastest, snapshot.offer)
-    limit = (1.0 - SPEED_LOSS) * measured_of(fastest[0]).tokens_per_second
-    quick = [r for r in fastest if measured_of(r).tokens_per_second >= limit]
-    frugal = min(quick, key=lambda r: measured_of(r).peak_allocated_bytes)
+    compared = ranking.compared(fastest)
+    limit = (1.0 - SPEED_LOSS) * measured_of(compared[0]).tokens_per_second
+    quick = {r.number for r in compared if measured_of(r).tokens_per_second >= limit}
+    alike = (r for r in fastest if r.number in quick)
+    frugal = min(alike, key=lambda r: measured_of(r).peak_allocated_bytes)
     yield MEMORY, f"at most {units.percent(SPEED_LOSS)} slower than the fastest", frugal
     yield CAPACITY, *_largest(ranking, fastest)
 
@@ -217,7 +217,8 @@ def _fastest_first(ranking: Ranking) -> Sequence[TrialRecord]:
     """Return what fits in the order of the answer where speed is what was asked for."""
     if ranking.objectives == ("tokens_per_second",):
         return ranking.ranked
-    return sorted(ranking.ranked, key=lambda r: -measured_of(r).tokens_per_second)
+    known = {record.number for record in ranking.ranked}
+    return [record for record in ranking.by_speed if record.number in known]
 
 
 def _of_class(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, TrialRecord | None]:
@@ -276,12 +277,13 @@ def _card(
     is_searched = bool(ranking.searched) and not ranking.is_measured_again(record)
     where = ", scaled from the search" if is_searched else ""
     beside = uncertainty.measured_beside(measured, target)
+    baseline = ranking.definition.space.baseline_config()
     return Card(
         title=title,
         meaning=meaning,
         number=record.number,
         capacity=uncertainty.capacity(record.config),
-        configuration=configuration_words(record.config, ranking),
+        configuration=in_words(record.config, baseline, has_capacity=False),
         speed=units.DASH if speed is None else units.rate(speed.tokens_per_second),
         unit=f"tokens/s on {target.gpu}",
         basis=_basis(speed) + (where if target.emulated_on is None else ""),
@@ -300,14 +302,6 @@ def _card(
         flags=uncertainty.flags_in_words(measured),
         recipes=recipes(snapshot, record),
     )
-
-
-def configuration_words(config: TrialConfig, ranking: Ranking) -> str:
-    """Return a configuration as its size and where, beside its capacity, it is not the baseline."""
-    changed = units.differing(config, ranking.definition.space.baseline_config())
-    named = {*SIZE_KEYS, *CAPACITY_KEYS}
-    rest = [units.phrase(key, value) for key, value in changed.items() if key not in named]
-    return ", ".join([units.size(config), *(rest or ["else as the baseline"])])
 
 
 def _basis(speed: TargetSpeed | None) -> str:

@@ -90,10 +90,12 @@ def _document(snapshot: StudySnapshot) -> dict[str, Any]:
     names = class_names(snapshot, ranking)
     space, target = snapshot.definition.space, snapshot.definition.target
     baseline, axes, unit = space.baseline_config(), _axes(snapshot.records), memory_unit(snapshot)
+    # What was measured again has the speed of those runs, the rest is scaled to them.
+    effective = {record.number: record for record in ranking.records}
     trials = [
         _trial(record, snapshot, ranking, names, baseline, unit)
         | {"at": [axis["values"].index(getattr(record.config, axis["key"])) for axis in axes]}
-        for record in effective_records(ranking, snapshot)
+        for record in (effective.get(r.number, r) for r in snapshot.records)
     ]
     columns = {
         key: asdict(column)
@@ -157,15 +159,6 @@ def no_document() -> dict[str, Any]:
     return {"study": "", "gpu": "", "budget": 0.0, "classes": [], "trials": [], **nothing}
 
 
-def effective_records(ranking: Ranking, snapshot: StudySnapshot) -> tuple[TrialRecord, ...]:
-    """Return every trial of the search in the order of the page, as the ranking takes it.
-
-    What was measured again has the speed of those runs, the rest is scaled to them.
-    """
-    known = {record.number: record for record in ranking.records}
-    return tuple(known.get(record.number, record) for record in snapshot.records)
-
-
 def named_trials(ranking: Ranking) -> dict[str, list[int]]:
     """Return the numbers of the trials that the page speaks of by name."""
     winner, baseline = ranking.winner, ranking.baseline
@@ -227,7 +220,7 @@ def _measured(
     measured: Measurement, snapshot: StudySnapshot, unit: units.MemoryUnit
 ) -> dict[str, Any]:
     low, high = measured.speed_interval or (None, None)
-    reserved = measured.peak_reserved_bytes
+    reserved, close = measured.peak_reserved_bytes, measured.faithfulness
     is_real = snapshot.definition.space.weights == "pretrained"
     return {
         "tokens_per_second": measured.tokens_per_second,
@@ -242,6 +235,9 @@ def _measured(
         **_quality(measured),
         "joules_per_token": measured.joules_per_token,
         "doubts": uncertainty.doubts(measured) or None,
+        "faithful": close
+        and f"gradients within {units.share(close.gradient_error)} of 16-bit compute "
+        f"(cosine {close.gradient_cosine:.4f})",
         "flags": list(measured.flags) or None,
     }
 

@@ -17,7 +17,7 @@ from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, Target
 from storage.epochs import epoch_cost
-from storage.gain import Comparison, compare
+from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank_study
 from storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord, Verdict
@@ -64,13 +64,8 @@ def _commands(snapshot: StudySnapshot, ranking: Ranking) -> tuple[str, ...]:
         # A surface is no study.
         return ()
     again = () if ranking.is_settled else (confirmation.measure_again(snapshot.name),)
-    return (*again, *next_commands(snapshot.name))
-
-
-def next_commands(study: str) -> tuple[str, ...]:
-    """Return the commands that go on from a study with a winner, quoted for a shell."""
-    name = shlex.quote(study)
-    return (f"sweep best {name} --json", f"sweep export {name} --format script")
+    name = shlex.quote(snapshot.name)
+    return (*again, f"sweep best {name} --json", f"sweep export {name} --format script")
 
 
 def notes(snapshot: StudySnapshot) -> tuple[str, ...]:
@@ -107,6 +102,7 @@ def _winner_sentence(snapshot: StudySnapshot, ranking: Ranking) -> str:
     front = f"{len(ranking.front)} are on the Pareto front." if len(ranking.front) > 1 else ""
     said = (
         answer(snapshot, ranking),
+        uncertainty.numerics_words(snapshot, ranking),
         confirmation.as_fast(ranking),
         front,
         *confirmation.sentences(snapshot, ranking),
@@ -149,32 +145,34 @@ def answer(snapshot: StudySnapshot, ranking: Ranking) -> str:
     )
     baseline = ranking.definition.space.baseline_config()
     is_baseline = canonical(winner.config) == canonical(baseline)
-    what = "the baseline itself" if is_baseline else in_words(winner.config, baseline)
+    named = in_words(winner.config, baseline)
+    what = f"the baseline itself, {named}" if is_baseline else named
     shown = ", ".join(filter(None, known))
-    return f"{best_words(ranking)} is trial {winner.number}, {what}: {shown}."
+    best = objectives.best(ranking.objectives, is_confirmed=ranking.is_settled)
+    return f"{best} is trial {winner.number}, {what}: {shown}."
 
 
-def in_words(config: TrialConfig, baseline: TrialConfig) -> str:
-    """Return the size and the capacity of a configuration, and what else it changes over the
-    baseline."""
-    changed = units.differing(config, baseline)
-    rest = (units.phrase(k, v) for k, v in changed.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
-    return ", ".join([units.size(config), uncertainty.capacity(config), *rest])
-
-
-def best_words(ranking: Ranking) -> str:
-    """Return what the winner is, as the beginning of a sentence."""
-    return objectives.best(ranking.objectives, is_confirmed=ranking.is_settled)
+def in_words(config: TrialConfig, baseline: TrialConfig, *, has_capacity: bool = True) -> str:
+    """Return the size, the capacity and the compute dtype of a configuration, and what else it
+    changes over the baseline."""
+    said = {"compute_dtype": config.compute_dtype} | units.differing(config, baseline)
+    rest = (units.phrase(k, v) for k, v in said.items() if k not in SIZE_KEYS + CAPACITY_KEYS)
+    capacity = [uncertainty.capacity(config)] if has_capacity else []
+    return ", ".join([units.size(config), *capacity, *rest])
 
 
 def gain_words(ranking: Ranking) -> str:
     """Return the winner's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
-    none is stated, and for the baseline itself."""
+    none is stated, and for the baseline itself. Where its class of numerics was chosen by what is
+    predicted of the target, it is named whose gain that is."""
     comparison, winner = compare(ranking), ranking.winner
     gain = None if comparison is None else comparison.gain
     if winner is None or gain is None or gain.value == 1:
         return ""
-    return uncertainty.gain(gain, uncertainty.reference_of(ranking, winner.config))
+    over, target = uncertainty.reference_of(ranking, winner.config), ranking.definition.target
+    if ranking.numerics_choice == "predicted" and target.emulated_on is not None:
+        over = f"{over} on the {units.gpu_name(target.emulated_on)}"
+    return uncertainty.gain(gain, over)
 
 
 def _facts(
@@ -260,7 +258,9 @@ def _gain(ranking: Ranking) -> Fact:
     there = "" if other is None else f" on {other}"
     reached = f"{uncertainty.speed(measured_of(over))}{there} ({units.shape(over.config)})"
     faster = uncertainty.faster_and_no_answer(ranking, winner)
-    own = _own_class(comparison, ranking, winner)
+    own = ""
+    if not ranking.is_in_baselines_class(winner):
+        own = f"{uncertainty.within_the_baselines_class(comparison)}; "
     what = f"{own}{named.removeprefix('the ')}: {reached}{f'; {faster}' if faster else ''}"
     if comparison.gain is None:
         wanted = uncertainty.reference_of(ranking, winner.config)
@@ -273,12 +273,6 @@ def _gain(ranking: Ranking) -> Fact:
     kind = "95 % interval" if comparison.gain.is_paired else "by single runs"
     interval = f"{kind} {ends}; " if ends else ""
     return Fact(factor, label, f"{sure}; {interval}{what}")
-
-
-def _own_class(comparison: Comparison, ranking: Ranking, winner: TrialRecord) -> str:
-    if ranking.is_in_baselines_class(winner):
-        return ""
-    return f"{uncertainty.within_the_baselines_class(comparison)}; "
 
 
 def _memory(measured: Measurement, target: Target) -> Fact:

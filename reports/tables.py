@@ -39,6 +39,8 @@ class ClassRow:
 
     lora_rank: str
     target_modules: str
+    compute: str
+    """Its class of numerics."""
     seq_len: str
     number: int
     changes: str
@@ -99,6 +101,7 @@ def _class_row(best: ClassBest, record: TrialRecord, *, baseline: TrialConfig) -
     return ClassRow(
         lora_rank=str(best.lora_rank),
         target_modules=targets_in_words(best.target_modules),
+        compute=best.numerics,
         seq_len=units.count(best.seq_len),
         number=best.number,
         changes=units.changes(record.config, baseline=baseline),

@@ -91,12 +91,10 @@ def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
     )
     if not epoch.rows_left_out:
         return cut
-    # Earlier versions counted their tokens among those cut off.
-    is_known = epoch.tokens_left_out > 0
-    tokens = f", {units.share(epoch.tokens_left_out)} of the tokens," if is_known else ""
+    tokens = f"{units.share(epoch.tokens_left_out)} of the tokens"
     what, them = ("row", "it") if epoch.rows_left_out == 1 else ("rows", "them")
     return (
-        f"{cut}; {epoch.rows_left_out:,}{' more' if epoch.rows_cut else ''} {what}{tokens} left "
+        f"{cut}; {epoch.rows_left_out:,}{' more' if epoch.rows_cut else ''} {what}, {tokens}, left "
         f"out: nothing to learn is left of {them}"
     )
 

@@ -97,6 +97,20 @@ def short_speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     return f"{rate} tokens/s predicted on {units.with_article(name)} ({own} on the {gpu})"
 
 
+def numerics_words(snapshot: StudySnapshot, ranking: Ranking) -> str:
+    """Return how fast the fastest with 16-bit compute is where the winner computes in 8 bits, and
+    that a run on the target has to decide between them where another GPU stood in; else nothing."""
+    winner, other, words = ranking.winner, ranking.fastest_with_16_bits, []
+    if other is not None:
+        speed = short_speed_on_target(snapshot, other)
+        words.append(f"Of 16-bit compute the fastest is trial {other.number}: {speed}.")
+    if winner is not None and ranking.numerics_choice == "predicted":
+        gpu = units.with_article(units.gpu_name(ranking.definition.target.gpu))
+        chosen = f"That {units.phrase('compute_dtype', winner.config.compute_dtype)} is the faster"
+        words.append(f"{chosen} is predicted, not measured: a run on {gpu} decides it.")
+    return " ".join(words)
+
+
 def flags_in_words(measured: Measurement) -> str:
     """Return what a measurement is marked with, in words, but for that another card stood in."""
     known = [_FLAGS.get(flag, flag.replace("_", " ")) for flag in measured.flags]

@@ -144,7 +144,7 @@ def wall_of(snapshot: StudySnapshot) -> Wall | None:
         panels=tuple(panels),
         first=sizes.index(max(sizes)),
         common=_common(records, knobs),
-        best_over=_labels(_varying(records, without=(*SIZE_KEYS, *knobs))),
+        best_over=tuple(KNOBS[k].label for k in _varying(records, without=(*SIZE_KEYS, *knobs))),
         nearest=tuple(
             _miss(record, snapshot) for record in nearest_to_fitting(records)[:NEAREST_SHOWN]
         ),
@@ -255,10 +255,6 @@ def _title(values: Values) -> str:
 def _common(records: Sequence[TrialRecord], knobs: Sequence[str]) -> tuple[str, ...]:
     alike = (key for key in PANEL_KNOBS if key not in knobs)
     return tuple(units.phrase(key, _value(records[0], key)) for key in alike)
-
-
-def _labels(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(KNOBS[key].label for key in keys)
 
 
 Band = tuple[int, int]
@@ -385,7 +381,7 @@ class _Cells:
     def _unfit(self, records: Sequence[TrialRecord], tried: int) -> Cell:
         """Return the cell of what did not fit: where a trial ran out a fact, else as foreseen."""
         real = [record for record in records if record.verdict is Verdict.OOM]
-        needs = [(self._need(record), record) for record in real or records]
+        needs = [(_need(record, self.budget_bytes), record) for record in real or records]
         need, nearest = min(needs, key=lambda pair: (pair[0].allocated_bytes, pair[1].number))
         sign = "≥ " if need.is_lower_bound else ""
         return Cell(
@@ -402,10 +398,11 @@ class _Cells:
         """Return bytes for a cell, which has no room for the unit."""
         return f"{count / self.unit.bytes:.1f}"
 
-    def _need(self, record: TrialRecord) -> Need:
-        need = need_of(record, budget_bytes=self.budget_bytes)
-        assert need is not None, "what did not fit has a need"
-        return need
+
+def _need(record: TrialRecord, budget_bytes: int) -> Need:
+    need = need_of(record, budget_bytes=budget_bytes)
+    assert need is not None, "what did not fit has a need"
+    return need
 
 
 def _band_of(value: int, bands: Sequence[Band]) -> Band:
@@ -414,8 +411,7 @@ def _band_of(value: int, bands: Sequence[Band]) -> Band:
 
 def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:
     budget_bytes = snapshot.definition.target.budget_bytes
-    need = need_of(record, budget_bytes=budget_bytes)
-    assert need is not None, "what did not fit has a need"
+    need = _need(record, budget_bytes)
     expected = None if record.prediction is None else record.prediction.tokens_per_second
     baseline = snapshot.definition.space.baseline_config()
     return Nearest(

@@ -153,14 +153,15 @@ class _Dimensions:
     def config(self, row: Row) -> TrialConfig | None:
         """Return a configuration with a row's values, and the first of every other dimension.
 
-        None where the row's batches do not go into each other: it is not in the space.
+        None where the row's batches do not go into each other, or it is left out of the space.
         """
         values = {key: (self._columns[key] or ())[position] for key, position in row.items()}
         params = {**self._first, **values}
         batches = (dict(zip(BATCHES, pair, strict=True)) for pair in self._space.batches)
-        for known in itertools.chain([params], batches):
+        others = ({**both, **row} for both in batches for row in self._space.together)
+        for known in itertools.chain([params], others):
             possible = {**params, **known, **values}
-            if self._space.holds_batches_of(possible):
+            if self._space.goes_together(possible):
                 return self._space.config(possible)
         return None
 

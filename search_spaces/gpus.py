@@ -15,14 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.documents import parse_yaml
 from search_spaces.errors import InputError, did_you_mean
-from search_spaces.knobs import ComputeDtype
+from search_spaces.knobs import ComputeDtype, Numerics
 from search_spaces.validation import validate
 
 GIB = 1024**3
 
 UNMEASURED_MATRIX_SHARE = 0.8
-"""Share of the dense peak that stands in for a matrix rate nobody measured: the median of those
-that were, power-limited cards apart, which are much lower."""
+"""Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
+were not measured either: the median of those that were, power-limited cards apart, which are much
+lower."""
 UNMEASURED_COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
 are at 0.75 (GDDR6 with error correction) to 0.9."""
@@ -133,6 +134,8 @@ class GpuSpec(BaseModel):
     device_uncertainty: float = Field(default=0.5, gt=0, lt=1)
     """How far a predicted step may be off as far as it waits for the card; the default is for a
     card of which next to no training was seen."""
+    measured_8bit: tuple[Numerics, ...] = ()
+    """The 8-bit types that trainings on it were measured in."""
     compute_capability: tuple[int, int]
     interconnect: Interconnect | None = None
     """With its neighbours in one host; None where that is not known."""
@@ -148,15 +151,23 @@ class GpuSpec(BaseModel):
         """How far a step predicted from this entry alone may be off."""
         return SpeedUncertainty(self.device_uncertainty, self.launch_seconds.uncertainty)
 
+    @property
+    def half(self) -> ComputeDtype:
+        """The 16-bit type that its matrix units multiply."""
+        return "bf16" if "bf16" in self.peak_flops else "fp16"
+
     def matrix_rate(self, dtype: ComputeDtype) -> float | None:
         """Return FLOP/s that large products sustain; None where the card has none for ``dtype``.
 
-        Measured, or else the usual share of the data sheet's peak.
+        Measured, or else the share of the data sheet's peak that 16-bit products reach: a power
+        limit holds for other types too.
         """
-        if dtype in self.matrix_flops:
-            return self.matrix_flops[dtype]
-        peak = self.peak_flops.get(dtype)
-        return None if peak is None else peak * UNMEASURED_MATRIX_SHARE
+        peak, half = self.peak_flops.get(dtype), self.half
+        if dtype in self.matrix_flops or peak is None:
+            return self.matrix_flops.get(dtype)
+        if half in self.matrix_flops:
+            return peak * self.matrix_flops[half] / self.peak_flops[half]
+        return peak * UNMEASURED_MATRIX_SHARE
 
     @property
     def copy_rate(self) -> float:

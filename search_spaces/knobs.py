@@ -29,14 +29,18 @@ from search_spaces import trainers
 from search_spaces.errors import listed, quote
 from search_spaces.trainers import TRAINERS, Trainer
 
-ComputeDtype = Literal["bf16", "fp16", "fp32"]
-Quantization = Literal["nf4", "fp4", "none"]
+ComputeDtype = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
+Quantization = Literal["nf4", "fp4", "fp8", "int8", "none"]
+Numerics = Literal["16-bit", "fp8", "int8"]
 AdapterDtype = Literal["fp32", "bf16"]
 Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Packing = Literal["none", "packed", "grouped"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
 Sharding = Literal["none", "fsdp"]
+EIGHT_BIT = ("fp8", "int8")
+"""What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
+FOUR_BIT = ("nf4", "fp4")
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
@@ -172,10 +176,6 @@ def _quantized_in_words(value: float) -> str:
     return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
 
 
-def _cards_in_words(value: int) -> str:
-    return "one card" if value == 1 else f"{value} cards"
-
-
 def _packing_in_words(value: str) -> str:
     return {"none": "rows not packed", "packed": "packed rows"}.get(value, "rows grouped by length")
 
@@ -306,28 +306,38 @@ class Knobs(BaseModel):
                 "axolotl": trainers.mixed_precision,
                 "llama-factory": trainers.mixed_precision,
             },
-            lost={"llama-factory": trainers.llama_factory_lost_precision},
+            lost={
+                **dict.fromkeys(TRAINERS, trainers.lost_8bit_compute),
+                "llama-factory": trainers.llama_factory_lost_precision,
+                "unsloth": trainers.lost_8bit_compute,
+            },
         ),
     ] = "bf16"
-    """Type of the matrix products."""
+    """Type of the matrix products. ``fp8`` and ``int8`` are those of the frozen layers, forward and
+    for their input's gradient, inputs and gradients rounded row by row; all else is in 16 bits."""
 
     quantization: Annotated[
         Quantization,
         Knob(
             label="quantization",
             phrase=lambda value: "16-bit base" if value == "none" else f"{value} base",
-            lean_first=("nf4", "fp4"),
+            lean_first=("nf4", "fp4", "fp8", "int8"),
             shapes_base=True,
             # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
-            traced=lambda value: "none" if value == "none" else "nf4",
+            traced=lambda value: "nf4" if value in FOUR_BIT else value,
             options={
                 "trl": trainers.trl_quantization,
                 "axolotl": trainers.axolotl_quantization,
                 "llama-factory": trainers.llama_factory_quantization,
             },
+            lost={
+                **dict.fromkeys(TRAINERS, trainers.lost_8bit_base),
+                "unsloth": trainers.unsloth_lost_quantization,
+            },
         ),
     ] = "nf4"
-    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, or ``none`` (16-bit)."""
+    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, 8 bits with a scale an output
+    feature (``fp8``: e4m3; ``int8``), or ``none`` (16-bit)."""
 
     double_quant: Annotated[
         StrictBool,
@@ -335,9 +345,9 @@ class Knobs(BaseModel):
             label="double quantization",
             phrase=lambda value: "double quantization" if value else "single quantization",
             help="Quantize the quantization constants too.",
-            # Without quantization there are none.
-            resolved=lambda config: config.double_quant and config.is_quantized,
-            applies=lambda config: config.is_quantized,
+            # Of 4-bit types alone.
+            resolved=lambda config: config.double_quant and config.is_4bit,
+            applies=lambda config: config.is_4bit,
             lean_first=(True,),
             shapes_base=True,
             traced=_same,
@@ -351,17 +361,17 @@ class Knobs(BaseModel):
         Knob(
             label="quantized layers",
             phrase=_quantized_in_words,
-            help="Share of layers held in 4 bits, 0 to 1.",
+            help="Share of layers that are quantized, 0 to 1.",
             # Without quantization there are none.
             resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
             applies=lambda config: config.is_quantized,
             shapes_base=True,
-            # Its structures are put together from those of 4-bit layers and of 16-bit ones.
+            # Its structures are put together from those of quantized layers and of 16-bit ones.
             traced=_same,
-            lost=dict.fromkeys(TRAINERS, trainers.lost_quantized_layers),
+            lost=dict.fromkeys((*TRAINERS, "unsloth"), trainers.lost_quantized_layers),
         ),
     ] = Field(default=1.0, ge=0.0, le=1.0)
-    """Share of decoder layers that are held in 4 bits; the others are in the compute dtype."""
+    """Share of decoder layers that are quantized; the others are in 16 bits."""
 
     adapter_dtype: Annotated[
         AdapterDtype,
@@ -376,7 +386,8 @@ class Knobs(BaseModel):
             lost={
                 "trl": trainers.trl_lost_adapter_dtype,
                 "axolotl": trainers.axolotl_lost_adapter_dtype,
-                "llama-factory": trainers.llama_factory_lost_adapter_dtype,
+                "llama-factory": trainers.lost_bf16_adapters,
+                "unsloth": trainers.lost_bf16_adapters,
             },
         ),
     ] = "fp32"
@@ -396,9 +407,8 @@ class Knobs(BaseModel):
                 "llama-factory": trainers.llama_factory_recomputation,
             },
             lost={
+                **dict.fromkeys((*TRAINERS, "unsloth"), trainers.lost_layers),
                 "trl": trainers.trl_lost_layers,
-                "axolotl": trainers.lost_layers,
-                "llama-factory": trainers.lost_layers,
             },
         ),
     ] = Field(default=1.0, ge=0.0, le=1.0)
@@ -417,8 +427,7 @@ class Knobs(BaseModel):
             tried=(True, False),
             options={"llama-factory": "upcast_layernorm"},
             lost={
-                "trl": trainers.trl_lost_upcast,
-                "axolotl": trainers.axolotl_lost_upcast,
+                **dict.fromkeys(("trl", "axolotl", "unsloth"), trainers.lost_upcast),
                 "llama-factory": trainers.llama_factory_lost_upcast,
             },
         ),
@@ -444,6 +453,7 @@ class Knobs(BaseModel):
             lost={
                 "trl": trainers.trl_lost_kernels,
                 "llama-factory": trainers.llama_factory_lost_kernels,
+                "unsloth": trainers.unsloth_lost_kernels,
             },
         ),
     ] = "hf"
@@ -550,7 +560,7 @@ class Knobs(BaseModel):
         StrictInt,
         Knob(
             label="cards",
-            phrase=_cards_in_words,
+            phrase=lambda value: "one card" if value == 1 else f"{value} cards",
             help="Cards that train one configuration together, each on rows of its own.",
             options=dict.fromkeys(TRAINERS, trainers.parallel),
             environment={"llama-factory": trainers.llama_factory_processes},
@@ -571,7 +581,7 @@ class Knobs(BaseModel):
             lean_first=("fsdp",),
             # What is sharded is stored in another type, and stays sharded.
             shapes_base=True,
-            lost=dict.fromkeys(TRAINERS, trainers.lost_sharding),
+            lost=dict.fromkeys((*TRAINERS, "unsloth"), trainers.lost_sharding),
         ),
     ] = "none"
     """What each of several cards holds: the whole model, or its share of every layer (``fsdp``:
@@ -604,8 +614,32 @@ class Knobs(BaseModel):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the frozen base is held in 4 bits."""
+        """Whether the frozen base is held in 4 or 8 bits."""
         return self.quantization != "none"
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether the frozen base is held in 4 bits."""
+        return self.quantization in FOUR_BIT
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a frozen weight, scales not counted."""
+        return 4 if self.is_4bit else 8 if self.is_quantized else 16
+
+    @property
+    def numerics(self) -> Numerics:
+        """The class of numerics of the frozen layers' products."""
+        match self.compute_dtype:
+            case "fp8" | "int8" as eight_bit:
+                return eight_bit
+            case _:
+                return "16-bit"
+
+    @property
+    def is_8bit_compute(self) -> bool:
+        """Whether the frozen layers multiply in 8 bits."""
+        return self.numerics != "16-bit"
 
     @property
     def is_paged(self) -> bool:

@@ -262,7 +262,8 @@ def parameters(model: ModelSpec) -> int | None:
     hidden = model.hidden_size
     embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
     linears = sum(rows * columns for rows, columns in shapes.values())
-    norms = hidden * (4 if kind in _FOUR_NORMS else 2) + _head_norms(model)
+    of_heads = 2 * int(model.config["head_dim"]) if kind in _NORMED_HEADS else 0
+    norms = hidden * (4 if kind in _FOUR_NORMS else 2) + of_heads
     per_layer = linears + _biases(model, shapes) + norms
     return embeddings + model.hidden_layers * per_layer + experts + hidden
 
@@ -307,7 +308,3 @@ def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
     if model.config.get("mlp_bias"):
         biased += ("gate_proj", "up_proj", "down_proj")
     return sum(shapes[name][1] for name in biased if name in shapes)
-
-
-def _head_norms(model: ModelSpec) -> int:
-    return 2 * int(model.config["head_dim"]) if model.model_type in _NORMED_HEADS else 0

@@ -32,7 +32,7 @@ def preset_name(typed: str) -> str | None:
 
     A path, or the name of a file that is there, is no preset unless it is written just like one.
     """
-    presets = _presets()
+    presets = preset_texts()
     if typed in presets:
         return typed
     wanted = typed.strip().lower()
@@ -47,7 +47,7 @@ def load_space(name_or_path: str) -> SearchSpace:
         InputError: neither a preset nor a file, or a file that does not describe a space.
         EnvironmentFault: the file is there and cannot be read.
     """
-    presets, preset = _presets(), preset_name(name_or_path)
+    presets, preset = preset_texts(), preset_name(name_or_path)
     if preset is not None:
         return parse_space(presets[preset], label=f"{preset}.yaml")
     path = home_expanded(name_or_path)
@@ -85,17 +85,13 @@ def _is_path(text: str, path: Path) -> bool:
     )
 
 
-def preset_texts() -> dict[str, str]:
-    """Return the YAML of every shipped preset, by name."""
-    return _presets()
-
-
 def shipped_presets() -> list[SearchSpace]:
     """Return the shipped presets by name."""
-    return [load_space(name) for name in sorted(_presets())]
+    return [load_space(name) for name in sorted(preset_texts())]
 
 
-def _presets() -> dict[str, str]:
+def preset_texts() -> dict[str, str]:
+    """Return the YAML of every shipped preset, by name."""
     with as_file(files("search_spaces") / "presets") as directory:
         paths = sorted(directory.glob("*.yaml"))
         return {path.stem: path.read_text(encoding="utf-8") for path in paths}
@@ -113,7 +109,10 @@ def parse_space(text: str, *, label: str) -> SearchSpace:
     """
     document = parse_yaml(text, label=label)
     values = {"name": _name_of(label), **_without_empty(document)}
-    validate(_Written, values, document)
+    written = validate(_Written, values, document)
+    for at, entry in enumerate(written.leave_out):
+        for key, value in ((key, value) for key, of in entry.items() for value in of):
+            read_value(key, value, document=document, at=("leave_out", at, key))
     for section in ("fixed", "baseline"):
         values[section] = {
             key: read_value(key, value, document=document, at=(section, key))
@@ -222,20 +221,19 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
         effective=values.get("effective_batch_size"),
         cards=fixed.get("data_parallel", 1),
     )
-    declared = space.model_dump() | {"dimensions": free, "fixed": fixed, "baseline": baseline}
-    return validate(SearchSpace, declared, Document(f"space '{space.name}'"))
+    # What is typed is asked for, whatever the file leaves out.
+    left_out = [entry for entry in space.leave_out if not entry.keys() <= values.keys()]
+    changes = {"dimensions": free, "fixed": fixed, "baseline": baseline, "leave_out": left_out}
+    return space.changed(changes)
 
 
 def _needed(values: Mapping[str, Any], space: SearchSpace) -> dict[str, Any]:
     """Return what typed values need of knobs that are neither typed nor searched."""
-    needed = (NEEDED.get((key, value), {}) for key, value in values.items() if _is_word(value))
+    words = {key: value for key, value in values.items() if isinstance(value, str | int)}
+    needed = (NEEDED.get(pair, {}) for pair in words.items())
     return {
         key: value for each in needed for key, value in each.items() if key not in space.dimensions
     }
-
-
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str | int)
 
 
 def _with_whole_batch(

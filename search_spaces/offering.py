@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from search_spaces.dimensions import Choices
-from search_spaces.documents import Document
 from search_spaces.errors import InputError, in_percent, quote
 from search_spaces.knobs import Packing
 from search_spaces.space import SearchSpace
-from search_spaces.validation import validate
 
 PACKINGS: tuple[str, ...] = get_args(Packing)
 """How rows of texts are put into micro-batches; the first is the standard recipe's."""
@@ -69,14 +67,9 @@ def with_texts(
         fixed.pop("seq_len", None)
         dimensions["seq_len"] = Choices(choices=tuple(x.seq_len for x in lengths))
         notes.append(_lengths_words(space, lengths))
-    values = {
-        **space.model_dump(),
-        "dimensions": dimensions,
-        "fixed": fixed,
-        "baseline": {"packing": PACKINGS[0], **space.baseline},
-    }
-    offered = validate(SearchSpace, values, Document(f"space '{space.name}'"))
-    return Offered(offered, tuple(notes))
+    baseline = {"packing": PACKINGS[0], **space.baseline}
+    changes = {"dimensions": dimensions, "fixed": fixed, "baseline": baseline}
+    return Offered(space.changed(changes), tuple(notes))
 
 
 def _lengths_words(space: SearchSpace, lengths: Sequence[Length]) -> str:

@@ -118,8 +118,12 @@ def load_prices(
         label = str(user_file)
         documents.append(parse_yaml(read_text(user_file, label=label), label=label))
     own = _typed_prices(typed)
-    assumptions = _assumptions(documents)
-    return merge_prices(documents) | {
+    read = [(document, validate(_PriceFile, document.values, document)) for document in documents]
+    assumptions: dict[str, Any] = {}
+    for _, file in read:
+        if file.assumptions is not None:
+            assumptions |= file.assumptions.model_dump(exclude_unset=True)
+    return _merged(read, assumptions) | {
         gpu: (
             Offer(
                 gpu=gpu,
@@ -132,19 +136,6 @@ def load_prices(
         )
         for gpu, price in own.items()
     }
-
-
-def _assumptions(documents: Iterable[Document]) -> dict[str, Any]:
-    files = [validate(_PriceFile, document.values, document) for document in documents]
-    return _merged_assumptions(files)
-
-
-def _merged_assumptions(files: Iterable[_PriceFile]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for file in files:
-        if file.assumptions is not None:
-            merged |= file.assumptions.model_dump(exclude_unset=True)
-    return merged
 
 
 def _typed_prices(typed: Iterable[str]) -> dict[str, float]:
@@ -177,10 +168,10 @@ def _dollars(gpu: str, written: str) -> float:
     return price
 
 
-def merge_prices(documents: Iterable[Document]) -> dict[str, tuple[Offer, ...]]:
+def _merged(
+    read: Iterable[tuple[Document, _PriceFile]], assumptions: Mapping[str, Any]
+) -> dict[str, tuple[Offer, ...]]:
     """Return the offers of several price files by catalogue name; a later file's come first."""
-    read = [(document, validate(_PriceFile, document.values, document)) for document in documents]
-    assumptions = _merged_assumptions(file for _, file in read)
     offers: dict[tuple[str, str, bool], Offer] = {}
     for document, file in read:
         for index, terms in enumerate(file.offers or ()):

@@ -14,10 +14,8 @@ from typing import Literal
 from search_spaces.config import TrialConfig
 from search_spaces.errors import did_you_mean, in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE, Unquantized, unquantized
-from search_spaces.linears import (
-    known_linear_modules,
-    target_sets,
-)
+from search_spaces.knobs import EIGHT_BIT
+from search_spaces.linears import known_linear_modules, linear_shapes, target_sets
 from search_spaces.models import ModelSpec
 
 LIGER_MODEL_TYPES = frozenset(
@@ -77,7 +75,14 @@ WITHOUT_CHECKPOINTING = frozenset(
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 AMPERE = (8, 0)
+TURING = (7, 5)
 VOLTA = (7, 0)
+EIGHT_BIT_SINCE = {"fp8": (8, 9), "int8": TURING}
+"""Compute capability from which matrix units multiply the type."""
+EIGHT_BIT_MULTIPLE = 16
+"""Both widths of a matrix are multiples of it (cuBLASLt: 16 bytes)."""
+INT8_ROWS = 16
+"""`torch._int_mm` takes more rows than these."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +105,6 @@ class Setting:
     """Of the card; None on a CPU, or where it is not known."""
     has_texts: bool = False
     """Whether it would train on texts; on full-length random rows elsewhere."""
-    cards: int | None = None
-    """That one trial may have; None where that is not known, or as many as are asked for."""
 
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the card is known to be older than ``capability``."""
@@ -124,7 +127,6 @@ def violation(
     compute_capability: tuple[int, int] | None,
     device: Literal["cuda", "cpu"],
     has_texts: bool = False,
-    cards: int | None = None,
 ) -> Violation | None:
     """Return the first rule that forbids ``config`` on this model and device, or None.
 
@@ -134,9 +136,8 @@ def violation(
         compute_capability: of the card; None on a CPU, or where it is not known.
         device: where it would run.
         has_texts: whether it would train on texts, and not on full-length random rows.
-        cards: that one trial may have; None where that is not known.
     """
-    setting = Setting(model, device, compute_capability, has_texts, cards)
+    setting = Setting(model, device, compute_capability, has_texts)
     for name, rule in RULES.items():
         reason = rule(config, setting)
         if reason is not None:
@@ -165,6 +166,48 @@ def _adapters(config: TrialConfig, setting: Setting) -> str | None:
         return (
             f"bf16 needs compute capability 8.0 (Ampere), this card has {setting.capability}: "
             "use adapter_dtype fp32"
+        )
+    return None
+
+
+def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
+    """Return why 8-bit storage or compute is not to be had."""
+    compute, base = config.compute_dtype, config.quantization
+    asked = {"compute_dtype": compute, "quantization": base}
+    found = [(key, kind) for key, kind in asked.items() if kind in EIGHT_BIT]
+    for key, kind in found:
+        least = EIGHT_BIT_SINCE[kind]
+        if setting.older_than(least):
+            half = "fp16" if setting.older_than(AMPERE) else "bf16"
+            instead = half if key == "compute_dtype" else "nf4"
+            int8 = "" if setting.older_than(EIGHT_BIT_SINCE["int8"]) else "int8 or "
+            return (
+                f"{key} {kind} needs compute capability {least[0]}.{least[1]}, this GPU has "
+                f"{setting.capability}: use {int8}{instead}"
+            )
+    if len({kind for _, kind in found}) > 1:
+        return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
+    if config.is_8bit_compute and not config.is_quantized:
+        return (
+            f"compute_dtype {compute} multiplies by weights that are held in 4 or 8 bits: use "
+            f"quantization {compute} or nf4"
+        )
+    if found and config.quantized_fraction < 1:
+        return "every layer is in 8 bits or none is: use quantized_fraction 1"
+    return _odd_shape(config, setting) if config.is_8bit_compute else None
+
+
+def _odd_shape(config: TrialConfig, setting: Setting) -> str | None:
+    for name, shape in (linear_shapes(setting.model) or {}).items():
+        if any(width % EIGHT_BIT_MULTIPLE for width in shape):
+            return (
+                f"8-bit products need widths that are multiples of {EIGHT_BIT_MULTIPLE}, and "
+                f"'{name}' of {setting.model.name} is {shape[0]} x {shape[1]}: use bf16"
+            )
+    if config.compute_dtype == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
+        return (
+            f"int8 products need more than {INT8_ROWS} tokens in a micro-batch: use a larger "
+            "micro_batch_size"
         )
     return None
 
@@ -291,9 +334,9 @@ def _quantized(config: TrialConfig, setting: Setting) -> str | None:
         return None
     return (
         f"quantization {config.quantization} would hold {_portion(left)} of the matrices of model "
-        f"type '{setting.model.model_type}' in 4 bits: bitsandbytes replaces linear layers only, "
-        f"and {left.what}{_size(left)}. Use quantization none, which is what this would be, or a "
-        "model without such weights"
+        f"type '{setting.model.model_type}' in {config.weight_bits} bits: it "
+        f"replaces linear layers only, and {left.what}{_size(left)}. Use "
+        "quantization none, which is what this would be, or a model without such weights"
     )
 
 
@@ -302,7 +345,8 @@ def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
         return None
     return (
         f"quantized_fraction {config.quantized_fraction:g} holds none of "
-        f"{setting.model.hidden_layers} layers in 4 bits: use quantization none"
+        f"{setting.model.hidden_layers} layers in {config.weight_bits} bits: use quantization "
+        "none"
     )
 
 
@@ -346,16 +390,6 @@ def _packing(config: TrialConfig, setting: Setting) -> str | None:
     )
 
 
-def _cards(config: TrialConfig, setting: Setting) -> str | None:
-    if setting.cards is None or config.data_parallel <= setting.cards:
-        return None
-    there = "one" if setting.cards == 1 else f"{setting.cards}"
-    return (
-        f"data_parallel {config.data_parallel} trains on as many cards at once, and a trial has "
-        f"{there} here: use data_parallel {setting.cards} or fewer, or a machine with more"
-    )
-
-
 def _rows_of_many(config: TrialConfig, setting: Setting) -> str | None:
     if config.data_parallel == 1 or not setting.has_texts:
         return None
@@ -388,6 +422,8 @@ def _unsharded_kernels(config: TrialConfig) -> str | None:
         )
     if config.compute_dtype != "bf16":
         return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
+    if config.quantization in EIGHT_BIT:
+        return "sharding fsdp is tried with 4-bit and 16-bit bases alone: use quantization nf4"
     if config.quantized_fraction < 1 and config.is_quantized:
         return "sharding fsdp is tried with layers of one kind alone: use quantized_fraction 1"
     if config.adapter_dtype != "fp32" and config.is_quantized:
@@ -400,6 +436,7 @@ def _unsharded_kernels(config: TrialConfig) -> str | None:
 
 RULES: dict[str, Rule] = {
     "bf16-needs-ampere": _bf16,
+    "eight-bit": _eight_bit,
     "fp16-needs-cuda": _fp16,
     "bf16-adapters": _adapters,
     "kernels-need-triton": _triton,
@@ -417,7 +454,6 @@ RULES: dict[str, Rule] = {
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
     "packing-needs-texts": _packing,
-    "data-parallel-needs-cards": _cards,
     "data-parallel-on-texts": _rows_of_many,
     "sharding": _sharded,
 }

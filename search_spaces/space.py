@@ -10,17 +10,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictInt, field_validator, model_validator
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
 from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
+from search_spaces.documents import Document
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.gpus import match_product
-from search_spaces.knobs import BATCH_KEYS, KNOBS, Number
+from search_spaces.knobs import BATCH_KEYS, EIGHT_BIT, KNOBS, Number
 from search_spaces.texts import TextsChoice
-from search_spaces.validation import ContradictionError, known_key
+from search_spaces.validation import ContradictionError, known_key, validate
 
 MICRO_STEPS_TIMED = 2
 """Micro-steps of one optimizer step that a trial really runs, however long the accumulation.
@@ -49,6 +51,7 @@ def _name(name: str) -> str:
     return name
 
 
+Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 ConfigKey = Annotated[str, AfterValidator(partial(known_key, known=CONFIG_KEYS))]
 
 
@@ -131,6 +134,11 @@ class SearchSpace(Strict):
     dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]
     """What is searched; batches that do not go into any other are left out."""
     fixed: dict[ConfigKey, Any] = Field(default={})
+    numerics: Literal["any", "16-bit"] = "any"
+    """16-bit leaves compute in 8 bits out, and not a base that is stored in them."""
+    leave_out: tuple[Annotated[dict[ConfigKey, Values], Field(min_length=1)], ...] = ()
+    """What is not searched: a configuration that has one of the values of every setting that an
+    entry names."""
     baseline: dict[ConfigKey, Any] = Field(default={})
     """What the study's gain is reported over: a reference, which the space need not hold.
 
@@ -183,12 +191,25 @@ class SearchSpace(Strict):
                 "for does: fix it, or search for eval_loss too"
             )
             raise ContradictionError(message, "dimensions", "learning_rate")
+        if self.numerics == "16-bit" and self.baseline.get("compute_dtype") in EIGHT_BIT:
+            message = "numerics 16-bit leaves the baseline's compute_dtype out: name another"
+            raise ContradictionError(message, "baseline", "compute_dtype")
         self._leave_out_batches()
+        self._leave_something()
         if self.sampler == "grid" and self.size() is None:
             raise ContradictionError(
                 "sampler grid needs a step in every range of numbers", "sampler"
             )
         return self
+
+    def _leave_something(self) -> None:
+        if any(key in entry for entry in self.leave_out for key in BATCHES):
+            raise ContradictionError(f"leave_out cannot name {listed(BATCHES)}", "leave_out")
+        if not self.together:
+            key = "leave_out" if self.numerics == "any" else "numerics"
+            known = {k: self.values_of(k) for entry in self._left_out for k in entry}
+            got = ", ".join(f"{k} is {listed(map(quote, of))}" for k, of in known.items() if of)
+            raise ContradictionError(f"{key} leaves nothing to search: {got}", key)
 
     def _leave_out_batches(self) -> None:
         micro, cards, effective = (self.values_of(key) for key in BATCHES)
@@ -233,7 +254,8 @@ class SearchSpace(Strict):
     def columns(self) -> tuple[tuple[Mapping[str, Any], ...], ...] | None:
         """One part of each column makes a combination; None where a dimension is continuous.
 
-        A column is a dimension, or those of `BATCHES` together where only some go into each other.
+        A column is a dimension, or several together where only some of their values go together:
+        those of `BATCHES`, and those that `leave_out` names.
         """
         values = {key: dimension.values() for key, dimension in self.dimensions.items()}
         searched = [key for key in BATCHES if key in values]
@@ -245,9 +267,35 @@ class SearchSpace(Strict):
                 return None
             if key in searched and len(whole) < every:
                 columns[BATCHES[0]] = whole
+            elif key in self.together[0]:
+                columns["leave_out"] = self.together
             else:
                 columns[key] = tuple({key: value} for value in column)
         return tuple(columns.values())
+
+    @cached_property
+    def _left_out(self) -> tuple[Mapping[str, Sequence[Any]], ...]:
+        eight_bit = [{"compute_dtype": EIGHT_BIT}] if self.numerics == "16-bit" else []
+        entries = (*self.leave_out, *eight_bit)
+        return tuple({key: tuple(map(_written, of)) for key, of in e.items()} for e in entries)
+
+    @cached_property
+    def together(self) -> tuple[Mapping[str, Any], ...]:
+        """Values of the dimensions that anything is left out by, without what is left out."""
+        named = {key for entry in self._left_out for key in entry}
+        values = {key: v for key in self.dimensions if key in named and (v := self.values_of(key))}
+        rows = itertools.product(*values.values())
+        each = (dict(zip(values, row, strict=True)) for row in rows)
+        return tuple(row for row in each if not self.leaves_out(row))
+
+    def leaves_out(self, params: Mapping[str, Any]) -> bool:
+        """Whether the values of some dimensions are left out, whatever the others' are."""
+
+        def value(key: str) -> Any:
+            own = params[key] if key in params else next(iter(self.values_of(key)), None)
+            return _written(own)
+
+        return any(all(value(k) in of for k, of in entry.items()) for entry in self._left_out)
 
     def _batches_of(self, keys: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
         """Return the values of some of `BATCHES` that go into each other, each once."""
@@ -258,6 +306,25 @@ class SearchSpace(Strict):
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
         """Return whether the micro-batches of ``params`` go into their effective batch."""
         return _is_whole(*(params.get(key, self.values_of(key)[0]) for key in BATCHES))
+
+    def goes_together(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the space has the values of ``params`` together."""
+        return self.holds_batches_of(params) and not self.leaves_out(params)
+
+    def changed(
+        self, changes: Mapping[str, Any], *, names: Mapping[str, str] = MappingProxyType({})
+    ) -> SearchSpace:
+        """Return the space with other values of some keys.
+
+        Args:
+            changes: values by key.
+            names: what a person typed for a key, where that is not the key itself.
+
+        Raises:
+            InputError: what it comes to is no space.
+        """
+        document = Document(f"space '{self.name}'", names=names)
+        return validate(SearchSpace, {**self.model_dump(), **changes}, document)
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for one value of each dimension."""
@@ -326,6 +393,7 @@ class SearchSpace(Strict):
         is_as_written = all(
             getattr(config, key) == value for key, value in self._rest.items()
         ) and all(getattr(config, key) in values for key, values in self._declared.items())
+        is_as_written = is_as_written and not self.leaves_out(dict(config))
         return is_as_written or self.params_of(config) is not None
 
     @cached_property
@@ -333,10 +401,7 @@ class SearchSpace(Strict):
         """The values of each dimension, as a configuration writes them; of a continuous one none,
         so that `params_of` says."""
         return {
-            key: frozenset(
-                tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
-                for value in dimension.values() or ()
-            )
+            key: frozenset(map(_written, dimension.values() or ()))
             for key, dimension in self.dimensions.items()
         }
 
@@ -350,7 +415,7 @@ class SearchSpace(Strict):
 
     def _gives(self, params: Mapping[str, Any], wanted: TrialConfig) -> bool:
         try:
-            return canonical(self.config(params)) == wanted
+            return not self.leaves_out(params) and canonical(self.config(params)) == wanted
         except InputError:
             return False
 
@@ -378,18 +443,16 @@ def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> li
         number = resolved if value is None else value
         is_inside = isinstance(number, int | float) and dimension.low <= number <= dimension.high
         return [number] if is_inside else []
-    as_written = [known for known in declared if _same(known, value)]
+    as_written = [known for known in declared if _written(known) == value]
     depends = KNOBS[key].resolved is not None
     others = [
         known
         for known in declared
-        if known not in as_written and (depends or _same(known, resolved))
+        if known not in as_written and (depends or _written(known) == resolved)
     ]
     return as_written + others
 
 
-def _same(declared: Any, value: Any) -> bool:
-    """Whether a declared value is a configuration's value (which keeps lists sorted)."""
-    if isinstance(declared, list | tuple):
-        return bool(tuple(sorted(set(declared))) == value)
-    return bool(declared == value)
+def _written(value: Any) -> Any:
+    """Return a value as a configuration writes it: it keeps lists sorted."""
+    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value

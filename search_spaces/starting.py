@@ -17,7 +17,7 @@ from search_spaces.gpus import GIB, GpuSpec, find_gpu
 from search_spaces.linears import parameters
 from search_spaces.loading import parse_space, preset_texts, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import violation
+from search_spaces.rules import EIGHT_BIT_SINCE, violation
 from search_spaces.space import SearchSpace
 
 DEMO = "cpu-demo"
@@ -52,7 +52,7 @@ def starting_text(gpu: str, model: str | None) -> str:
         text = _with_budget(text, trained)
     if spec is not None:
         text = _with_sizes(text, spec, chosen, trained)
-        text = _with_dtype(text, spec, trained)
+        text = _with_dtype(_with_eight_bits(text, spec), spec, trained)
     parse_space(text, label="a new space")
     return text
 
@@ -144,6 +144,17 @@ def _with_sizes(text: str, spec: GpuSpec, chosen: str, model: ModelSpec) -> str:
     return re.sub(comments, f"{whose}\n", text, count=1, flags=re.MULTILINE)
 
 
+def _with_eight_bits(text: str, spec: GpuSpec) -> str:
+    """Return a space with the 8-bit types that the GPU multiplies, in place of its preset's."""
+    lists = re.compile(r"^( *[^ #].*?)(, )?(?:fp8, )?int8\]", flags=re.MULTILINE)
+    known = EIGHT_BIT_SINCE.items()
+    kinds = ", ".join(kind for kind, since in known if spec.compute_capability >= since)
+    if not kinds:
+        text = re.sub(r"^leave_out:\n(?:  - .*\n)+", "", text, flags=re.MULTILINE)
+        return lists.sub(r"\1]", text)
+    return lists.sub(rf"\1\g<2>{kinds}]", text)
+
+
 def _with_dtype(text: str, spec: GpuSpec, model: ModelSpec) -> str:
     """Return a space without bf16 where the card is too old for it."""
     broken = violation(
@@ -152,6 +163,7 @@ def _with_dtype(text: str, spec: GpuSpec, model: ModelSpec) -> str:
     if broken is None or broken.rule != "bf16-needs-ampere":
         return text
     said = "  # The card has no bf16; fp16 needs loss scaling. fp32 is there as well.\n"
-    dtypes = r"(?:^  #.*\n)*^  compute_dtype: \[.*\]$"
-    text = re.sub(dtypes, f"{said}  compute_dtype: [fp16]", text, count=1, flags=re.MULTILINE)
+    dtypes = r"(?:^  #.*\n)*^  compute_dtype: \[bf16, (.*)\]$"
+    own = rf"{said}  compute_dtype: [\1]"
+    text = re.sub(dtypes, own, text, count=1, flags=re.MULTILINE)
     return f"{text.rstrip()}\n  compute_dtype: fp16\n"

@@ -1,18 +1,19 @@
-"""Owns how other trainers spell a knob, where that is more than one option that takes its value.
+"""How other trainers spell a setting, where that is more than one option that takes its value.
 
-`search_spaces.knobs` says which of this belongs to which knob. Option names and what they do were
-read in TRL's configuration classes and its SFTTrainer, in axolotl's configuration schema and
-loaders, and in LLaMA-Factory's argument classes and loaders. Knows nothing of files.
+`search_spaces.knobs` says which of this belongs to which setting. Option names and what they do
+were read in TRL's configuration classes and its SFTTrainer, in axolotl's configuration schema and
+loaders, in LLaMA-Factory's argument classes and loaders, and in Unsloth's loaders.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
-Trainer = Literal["trl", "axolotl", "llama-factory"]
-TRAINERS: tuple[Trainer, ...] = get_args(Trainer)
+Trainer = Literal["trl", "axolotl", "llama-factory", "unsloth"]
+TRAINERS: tuple[Trainer, ...] = ("trl", "axolotl", "llama-factory")
+"""Those that read options from a file; Unsloth is called by a script."""
 
 
 class Trained(Protocol):
@@ -21,33 +22,31 @@ class Trained(Protocol):
     @property
     def config(self) -> Any:
         """What was measured: a value for each knob, by its key."""
-        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of matrix products, where none is in 8 bits; beside 8-bit ones, of all else."""
 
     @property
     def model_type(self) -> str:
         """What transformers calls the architecture."""
-        ...
 
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        ...
 
     @property
     def target_modules(self) -> tuple[str, ...] | None:
         """Names of the layers with an adapter; None for every linear layer of a model type whose
         layers' names nobody knows."""
-        ...
 
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Decoder layers whose activations are recomputed, in order."""
-        ...
 
     @property
     def texts_kind(self) -> str | None:
         """What the rows of the texts are; None where full random rows were trained on."""
-        ...
 
 
 Options = Callable[[Trained], Mapping[str, Any]]
@@ -109,34 +108,28 @@ def llama_factory_targets(trained: Trained) -> dict[str, Any]:
 
 
 def axolotl_adapter_dtype(trained: Trained) -> dict[str, Any]:
-    """PEFT leaves the adapters of a 4-bit base in fp32, whatever it is asked."""
+    """PEFT leaves the adapters of a quantized base in fp32, whatever it is asked."""
     if trained.config.adapter_dtype == "fp32" or trained.config.is_quantized:
         return {}
     return {"peft_autocast_adapter_dtype": False}
 
 
 def trl_lost_adapter_dtype(trained: Trained) -> str | None:
-    """TRL casts the adapters of a 4-bit base to bf16; PEFT widens those of a 16-bit one."""
-    match trained.config.adapter_dtype:
-        case "fp32" if trained.config.is_quantized:
-            return (
-                "Adapters: on a 4-bit base it keeps them in bf16; they were measured in fp32: less "
-                "memory than measured, and coarser updates."
-            )
-        case "bf16" if not trained.config.is_quantized:
-            return "Adapters: on a 16-bit base it keeps them in fp32; they were measured in bf16."
-        case _:
-            return None
-
-
-def axolotl_lost_adapter_dtype(trained: Trained) -> str | None:
-    """See `axolotl_adapter_dtype`."""
-    if trained.config.adapter_dtype == "fp32" or not trained.config.is_quantized:
+    """TRL casts the adapters of a quantized base to bf16; PEFT widens those of a 16-bit one."""
+    measured, is_quantized = trained.config.adapter_dtype, trained.config.is_quantized
+    kept = "bf16" if is_quantized else "fp32"
+    if measured == kept:
         return None
-    return "adapter_dtype bf16: on a 4-bit base it keeps them in fp32: more memory than measured."
+    base = "quantized" if is_quantized else "16-bit"
+    return f"Adapters: on a {base} base it keeps them in {kept}; they were measured in {measured}."
 
 
-llama_factory_lost_adapter_dtype = _says(
+axolotl_lost_adapter_dtype = _says(
+    "adapter_dtype bf16: on a quantized base it keeps them in fp32: more memory than measured.",
+    adapter_dtype="bf16",
+    is_quantized=True,
+)
+lost_bf16_adapters = _says(
     "adapter_dtype bf16: with mixed precision it keeps them in fp32: more memory than measured.",
     adapter_dtype="bf16",
 )
@@ -147,8 +140,7 @@ llama_factory_lost_adapter_dtype = _says(
 
 def mixed_precision(trained: Trained) -> dict[str, Any]:
     """Trainer, and all that build on it, share two switches."""
-    dtype = trained.config.compute_dtype
-    return {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+    return {"bf16": trained.dtype == "bf16", "fp16": trained.dtype == "fp16"}
 
 
 TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -157,20 +149,38 @@ TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32"
 
 def trl_precision(trained: Trained) -> dict[str, Any]:
     """The dtype in which the base is loaded is an option beside the two switches."""
-    return {"dtype": TORCH_DTYPES[trained.config.compute_dtype], **mixed_precision(trained)}
+    return {"dtype": TORCH_DTYPES[trained.dtype], **mixed_precision(trained)}
 
 
-llama_factory_lost_precision = _says(
-    "compute_dtype fp32: it cannot be asked for. Without bf16 and fp16 it infers a dtype from the "
-    "checkpoint and the card.",
-    compute_dtype="fp32",
+lost_8bit_compute = _says(
+    "compute_dtype: it has no 8-bit products forward and backward, so it is slower than measured "
+    "and rounds otherwise. Format script computes as measured.",
+    is_8bit_compute=True,
+)
+
+
+def llama_factory_lost_precision(trained: Trained) -> str | None:
+    """It has no option for fp32."""
+    if trained.config.compute_dtype != "fp32":
+        return lost_8bit_compute(trained)
+    return (
+        "compute_dtype fp32: it cannot be asked for. Without bf16 and fp16 it infers a dtype from "
+        "the checkpoint and the GPU."
+    )
+
+
+lost_8bit_base = _says(
+    "quantization: it has bitsandbytes' LLM.int8() in place of the measured 8 bits: weights in "
+    "int8, as many bytes, products in int8 forward, with outliers apart, and in 16 bits backward: "
+    "other rounding, and another speed. Format script does as measured.",
+    weight_bits=8,
 )
 
 
 def trl_quantization(trained: Trained) -> dict[str, Any]:
     """TRL hands its own names to bitsandbytes."""
-    if not trained.config.is_quantized:
-        return {"load_in_4bit": False}
+    if not trained.config.is_4bit:
+        return {"load_in_4bit": False, "load_in_8bit": trained.config.is_quantized}
     return {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": trained.config.quantization,
@@ -180,8 +190,9 @@ def trl_quantization(trained: Trained) -> dict[str, Any]:
 
 def axolotl_quantization(trained: Trained) -> dict[str, Any]:
     """QLoRA is a kind of adapter, and what bitsandbytes is told a dictionary."""
-    if not trained.config.is_quantized:
-        return {"adapter": "lora", "load_in_4bit": False}
+    if not trained.config.is_4bit:
+        is_8bit = trained.config.is_quantized
+        return {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": is_8bit}
     details = {
         "bnb_4bit_quant_type": trained.config.quantization,
         "bnb_4bit_use_double_quant": trained.config.double_quant,
@@ -193,6 +204,8 @@ def llama_factory_quantization(trained: Trained) -> dict[str, Any]:
     """An option that is left out means a 16-bit base."""
     if not trained.config.is_quantized:
         return {}
+    if not trained.config.is_4bit:
+        return {"quantization_method": "bnb", "quantization_bit": 8}
     return {
         "quantization_method": "bnb",
         "quantization_bit": 4,
@@ -212,14 +225,9 @@ def lost_quantized_layers(trained: Trained) -> str | None:
     )
 
 
-trl_lost_upcast = _says(
-    "upcast_fp32 true: it has no such step, so norms, embeddings and head stay in the compute "
-    "dtype: less memory than measured, and faster.",
-    upcast_fp32=True,
-)
-axolotl_lost_upcast = _says(
-    "upcast_fp32 true: it puts norms, embeddings and head back to the compute dtype: less memory "
-    "than measured, and faster.",
+lost_upcast = _says(
+    "upcast_fp32 true: norms, embeddings and head are in the compute dtype: less memory than "
+    "measured, and faster.",
     upcast_fp32=True,
 )
 llama_factory_lost_upcast = _says(
@@ -449,7 +457,7 @@ def axolotl_lost_packing(trained: Trained) -> str | None:
     else:
         rows = "packing packed: it fills rows by another rule than the one measured."
     config = trained.config
-    if config.attention != "sdpa" or config.compute_dtype != "bf16":
+    if config.attention != "sdpa" or trained.dtype != "bf16":
         return rows
     return f"{rows} On cards before Hopper it warns that sdpa in bf16 may then give a loss of 0."
 
@@ -500,6 +508,41 @@ def lost_sharding(trained: Trained) -> str | None:
         "sharding fsdp: the file does not ask for it, so every card holds the whole model: far "
         "more memory than measured, and it may not fit. Add fsdp_version 2 with 4-bit weights "
         "stored in the compute dtype (bnb_4bit_quant_storage), as bitsandbytes documents it."
+    )
+
+
+# Unsloth
+
+
+def unsloth_loading(trained: Trained) -> dict[str, bool]:
+    """It has a switch for each kind of base, and takes 4 bits where they are not switched off."""
+    kinds = {"none": "load_in_16bit", "fp8": "load_in_fp8", "int8": "load_in_8bit"}
+    chosen = kinds.get(trained.config.quantization, "load_in_4bit")
+    # It makes FP8 only where a name may also stand for a copy of its own.
+    return {"load_in_4bit": False, chosen: True, "use_exact_model_name": chosen != "load_in_fp8"}
+
+
+def unsloth_lost_quantization(trained: Trained) -> str | None:
+    """It has nf4 with double quantization, FP8 by torchao, and LLM.int8()."""
+    config = trained.config
+    if config.quantization == "fp8":
+        return (
+            "quantization fp8: its FP8 is for the forward pass, and for the gradient it decodes "
+            "the weights. It needs torchao 0.15 and compute capability 9.0, and of a hub id it may "
+            "take an FP8 copy of its own: name a directory."
+        )
+    if not config.is_4bit or (config.quantization == "nf4" and config.double_quant):
+        return lost_8bit_base(trained)
+    return "4 bits: it has nf4 with double quantization alone, so that here."
+
+
+def unsloth_lost_kernels(trained: Trained) -> str:
+    """It patches a model when it loads it."""
+    config = trained.config
+    return (
+        f"kernels {config.kernels}, attention {config.attention}, compile {config.compile}: it has "
+        "kernels of its own, takes the attention that is installed, compiles what it chooses, and "
+        "joins padded rows without their padding: memory and speed differ from what was measured."
     )
 
 

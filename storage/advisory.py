@@ -31,7 +31,7 @@ _GRACE_SECONDS = 1.0
 # Several applications may take such locks in one database: keys that are no study's are dropped.
 _LOCKS = sqlalchemy.text(
     "SELECT CAST(l.classid AS bigint) AS high, CAST(l.objid AS bigint) AS low, "
-    "a.application_name, a.backend_start, a.pid "
+    "a.application_name, a.pid "
     "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -133,10 +133,7 @@ def holders(connection: sqlalchemy.Connection, studies: Iterable[str]) -> dict[s
     """
     locks = _locks(connection)
     found = {study: locks[key] for study in studies if (key := _key(study)) in locks}
-    return {
-        study: holder_of(row.application_name or "", row.backend_start)
-        for study, row in found.items()
-    }
+    return {study: holder_of(row.application_name or "") for study, row in found.items()}
 
 
 def _locks(connection: sqlalchemy.Connection) -> dict[int, Any]:

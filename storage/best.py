@@ -31,6 +31,8 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
     knee of their ``front``. ``tied`` were measured side by side with it and are statistically
     indistinguishable. ``gain`` is over the baseline, for another capacity class over the baseline's
     recipe in that class, with its 95 % interval; where it is null, ``no_gain`` says why.
+    ``numerics_choice`` is ``predicted`` where another GPU stood in and several classes of numerics
+    fit: what is predicted of the target chose between them.
     """
     records, target = snapshot.records, snapshot.definition.target
     ranking = rank_study(snapshot)
@@ -67,6 +69,7 @@ def best_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "tied": list(ranking.tied),
         "confirmed": ranking.is_confirmed,
         "confirmation": _confirmation(ranking),
+        "numerics_choice": None if winner is None else ranking.numerics_choice,
         "fastest_by_class": [asdict(best) for best in ranking.fastest_by_class],
     }
 

@@ -77,40 +77,29 @@ def patiently(
     Raises:
         Interrupted: somebody asked to stop meanwhile.
     """
+    pause, is_again = 0.1, False
     try:
-        return _persist(action, patience, before_retry, storage, passes)
+        while True:
+            try:
+                if is_again:
+                    if storage is not None:
+                        close(storage)
+                    before_retry()
+                return action()
+            except failures() as error:
+                if not passes(error):
+                    raise
+                patience.begin(state(error))
+                if patience.waited_seconds() + pause > patience.seconds:
+                    raise
+            patience.pause(pause)
+            pause, is_again = min(2 * pause, _PAUSE_MOST_SECONDS), True
     finally:
         patience.end()
 
 
-def _persist(
-    action: Callable[[], T],
-    patience: Patience,
-    before_retry: Callable[[], None],
-    storage: RDBStorage | None,
-    passes: Callable[[BaseException], bool],
-) -> T:
-    pause, attempt = 0.1, 0
-    while True:
-        try:
-            if attempt:
-                _renew(storage)
-                before_retry()
-            return action()
-        except failures() as error:
-            if not passes(error):
-                raise
-            patience.begin(state(error))
-            if patience.waited_seconds() + pause > patience.seconds:
-                raise
-        patience.pause(pause)
-        pause, attempt = min(2 * pause, _PAUSE_MOST_SECONDS), attempt + 1
-
-
-def _renew(storage: RDBStorage | None) -> None:
-    """Let go of a session and of connections that a failure may have left in any state."""
-    if storage is None:
-        return
+def close(storage: RDBStorage) -> None:
+    """Let go of a session and of all connections, in whatever state a failure has left them."""
     try:
         storage.remove_session()
     except failures():
@@ -149,30 +138,21 @@ def open_for_writing(
     return storage
 
 
-def open_for_reading(url: DatabaseUrl, *, patience: Patience | None = None) -> RDBStorage | None:
+def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
     """Open the database without ever writing to it; None where it holds no studies yet.
-
-    Args:
-        url: of the database.
-        patience: how long each answer of a server is waited for.
 
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    options = _reader(url, patience or replace(READER))
-    if options is None:
-        return None
-    with opening(url):
-        if _schema(url, options) is None:
-            return None
-        return _storage_for_reading(url, options)
-
-
-def _storage_for_reading(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
     from optuna.storages import RDBStorage
 
-    storage = RDBStorage(_optuna_text(url), engine_kwargs=dict(options), skip_table_creation=True)
-    _read_at_once(storage.engine)
+    with opening(url):
+        options = _reader(url)
+        if options is None:
+            return None
+        text = _optuna_text(url)
+        storage = RDBStorage(text, engine_kwargs=dict(options), skip_table_creation=True)
+        _read_at_once(storage.engine)
     return storage
 
 
@@ -186,7 +166,10 @@ def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
         EnvironmentFault: the file or the server is not to be had.
     """
     with opening(url):
-        engine = _engine_for_reading(url)
+        options = _reader(url)
+        engine = None if options is None else _plain_engine(url, options)
+        if engine is not None:
+            _read_at_once(engine)
     try:
         with faults(url):
             yield engine
@@ -195,35 +178,25 @@ def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
             engine.dispose()
 
 
-def _engine_for_reading(url: DatabaseUrl) -> sqlalchemy.Engine | None:
-    options = _reader(url, replace(READER))
-    if options is None or _schema(url, options) is None:
-        return None
-    engine = _plain_engine(url, options)
-    _read_at_once(engine)
-    return engine
-
-
-def _reader(url: DatabaseUrl, patience: Patience) -> dict[str, Any] | None:
-    """Return how an engine is made that never writes; None where there is no file."""
+def _reader(url: DatabaseUrl) -> dict[str, Any] | None:
+    """Return how an engine is made that never writes; None where there are no studies yet."""
+    options: dict[str, Any]
     match url:
         case SqliteUrl():
-            return {"creator": lambda: _connect(url, is_reader=True)} if _is_file(url) else None
+            if not _is_file(url):
+                return None
+            options = {"creator": lambda: _connect(url, is_reader=True)}
         case PostgresUrl():
             execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
-            connect = _connector(url, patience, is_reader=True)
-            return {"execution_options": execution, "creator": connect}
+            connect = _connector(url, replace(READER), is_reader=True)
+            options = {"execution_options": execution, "creator": connect}
+    return None if _schema(url, options) is None else options
 
 
 def _read_at_once(engine: sqlalchemy.Engine) -> None:
     if engine.dialect.name == "sqlite":
         # One snapshot per session, so that a trial's state and its attributes belong together.
         _begin_with(engine, "BEGIN")
-
-
-def close(storage: RDBStorage) -> None:
-    """Close every connection of a storage."""
-    _renew(storage)
 
 
 def connect_apart(
@@ -439,11 +412,8 @@ def _storage_of_any_version(url: DatabaseUrl, options: dict[str, Any]) -> RDBSto
 
 
 def _plain_engine(url: DatabaseUrl, options: dict[str, Any]) -> sqlalchemy.Engine:
-    return sqlalchemy.create_engine(_plain_text(url), poolclass=NullPool, **options)
-
-
-def _plain_text(url: DatabaseUrl) -> str:
-    return url.text if isinstance(url, PostgresUrl) else "sqlite://"
+    text = url.text if isinstance(url, PostgresUrl) else "sqlite://"
+    return sqlalchemy.create_engine(text, poolclass=NullPool, **options)
 
 
 def _passes_at_first(error: BaseException) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from search_spaces.config import TrialConfig
 from search_spaces.prices import Offer
@@ -50,53 +50,6 @@ class StudyDefinition(BaseModel):
     target: Target
     texts: TextsSummary | None = None
     """What was found in the texts that its trials train on; None where their rows are random."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_cost_as_speed(cls, stored: Any) -> Any:
-        """Read ``cost``, once an objective, as speed: on one card at one price they rank alike."""
-        if not names_cost(stored):
-            return stored
-        old = stored["space"]["objectives"]
-        speeds = ["tokens_per_second" if name == "cost" else name for name in old]
-        asked = [name for place, name in enumerate(speeds) if name not in speeds[:place]]
-        return {**stored, "space": {**stored["space"], "objectives": asked}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_inherited_batch(cls, stored: Any) -> Any:
-        """Write out the effective batch that an earlier version gave a baseline's micro-batch.
-
-        It was the multiple nearest to the inherited one; a space is refused for it by now.
-        """
-        space = _stored_space(stored)
-        baseline, fixed = space.get("baseline"), space.get("fixed")
-        if not (isinstance(baseline, dict) and isinstance(fixed, dict)):
-            return stored
-        micro, effective = baseline.get("micro_batch_size"), fixed.get("effective_batch_size")
-        if "effective_batch_size" in baseline or not (_is_count(micro) and _is_count(effective)):
-            return stored
-        if effective % micro == 0:
-            return stored
-        whole = max(1, (effective + micro // 2) // micro) * micro
-        resolved = {**baseline, "effective_batch_size": whole}
-        return {**stored, "space": {**space, "baseline": resolved}}
-
-
-def names_cost(stored: Any) -> bool:
-    """Whether a stored definition names ``cost``, which earlier versions had as an objective."""
-    objectives = _stored_space(stored).get("objectives")
-    return isinstance(objectives, list) and "cost" in objectives
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0
-
-
-def _stored_space(stored: Any) -> dict[str, Any]:
-    """Return the space of a stored definition as JSON values; nothing of any other value."""
-    space = stored.get("space") if isinstance(stored, dict) else None
-    return space if isinstance(space, dict) else {}
 
 
 def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
@@ -161,7 +114,7 @@ def _model(definition: StudyDefinition) -> str:
 
 def _compared(definition: StudyDefinition) -> dict[str, Any]:
     space = definition.space.model_dump(mode="json")
-    flat = {key: space[key] for key in ("weights", "objectives")}
+    flat = {key: space[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     # What is neither searched nor fixed is the recipe's: a knob that a later version writes out
     # changes nothing.
     rest = {key: value for key, value in _RECIPE.items() if key not in definition.space.dimensions}
@@ -191,7 +144,7 @@ class RunningTrial:
     series: int = 0
     """Which confirmation of the study it belongs to; 0 for a trial of the search."""
     attempt_id: str | None = None
-    """Of this one try; None where an earlier version began it."""
+    """Of this one try; None where it was asked for and never begun."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from storage.database import close, faults, open_for_writing, reader_of
 from storage.files import make_directory, open_reading, replace
 from storage.identity import HOST, look_beside
 from storage.lease import lease_for
-from storage.reading import read_study
+from storage.reading import identity_in, read_study
 from storage.rows import copy_rows
-from storage.stored import stored_identity
 from storage.urls import DatabaseUrl, SqliteUrl, parse_url
 
 _NOTE_BYTES_MAX = 4096
@@ -43,7 +42,7 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
     if noted == host:
         return
     of = "this machine" if noted is None else noted
-    if _identity(parse_url(url), name) or look_beside(home / name).strangers(None):
+    if identity_in(parse_url(url), name) or look_beside(home / name).strangers(None):
         raise InputError(
             f"study '{name}' is here already, of {of}: choose another name for that of {host} "
             "with --study"
@@ -68,7 +67,7 @@ def take_in(
         EnvironmentFault: a database or the directory is not to be had, or somebody drives it here.
     """
     here, there = parse_url(url), SqliteUrl(database.resolve())
-    if _identity(there, name) is None:
+    if identity_in(there, name) is None:
         return
     with _leased(name, here) as engine:
         # What is looked at can no longer change: whoever goes on with it here needs the lease.
@@ -102,10 +101,10 @@ def _leased(name: str, url: DatabaseUrl) -> Iterator[sqlalchemy.Engine]:
 
 def _refuse_loss(name: str, *, here: DatabaseUrl, there: DatabaseUrl, home: Path) -> None:
     """Raise where what is here would be lost to what was fetched."""
-    known = _identity(here, name)
+    known = identity_in(here, name)
     if known is None:
         return
-    if known != _identity(there, name):
+    if known != identity_in(there, name):
         raise InputError(
             f"study '{name}' is here already, and is another than the one that was fetched: choose "
             "another name with --study"
@@ -126,11 +125,6 @@ def _attempts(name: str, url: DatabaseUrl, home: Path) -> set[tuple[int, str | N
 
 def _text(url: DatabaseUrl) -> str:
     return str(url) if isinstance(url, SqliteUrl) else url.text
-
-
-def _identity(url: DatabaseUrl, name: str) -> str | None:
-    with reader_of(url) as engine:
-        return None if engine is None else stored_identity(engine, name)
 
 
 def _noted(directory: Path) -> str | None:

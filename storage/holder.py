@@ -6,6 +6,7 @@ Knows nothing of locks.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import time
@@ -16,9 +17,8 @@ from search_spaces.errors import EnvironmentFault
 
 _NAME_LIMIT = 63
 """PostgreSQL cuts an application name here."""
-_PREFIX = "sweep "
-_TIME_DIGITS, _OWN_DIGITS = 8, 6
-"""Hexadecimal ones: the second in which a driver took its lease, and what tells it from others."""
+_NAMED = re.compile(r"sweep (\S+) ([0-9a-f]{8})[0-9a-f]{6}")
+"""Who drives, the second in which it took its lease, and what tells it from others."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Holder:
     who: str
     """``host:pid``."""
     since: str | None = None
-    """UTC, ISO 8601; None where the database does not tell."""
+    """UTC, ISO 8601; None where that is not known."""
 
     def __str__(self) -> str:
         return self.who if self.since is None else f"{self.who} since {self.since}"
@@ -45,35 +45,19 @@ def session_name() -> str:
     Two containers may well have a host's name and a process in common. When the session began is no
     measure of since when it drives: a pooler's may be older than its client.
     """
-    own = f"{int(time.time()):0{_TIME_DIGITS}x}{secrets.token_hex(_OWN_DIGITS // 2)}"
-    room = _NAME_LIMIT - len(_PREFIX) - 1 - len(own)
+    own = f"{int(time.time()):08x}{secrets.token_hex(3)}"
+    room = _NAME_LIMIT - len(f"sweep  {own}")
     # A name of many letters loses its first ones; bytes are what is counted.
     who = this_driver().encode()[-room:].decode(errors="ignore")
-    return f"{_PREFIX}{who} {own}"
+    return f"sweep {who} {own}"
 
 
-def holder_of(session: str, began: datetime | None) -> Holder:
-    """Return who holds a lease, by what the server knows of the session that has it.
-
-    Args:
-        session: its name.
-        began: when the server began it, which is what an earlier version's name leaves to go by;
-            None where another user's is not shown.
-    """
-    words = session.removeprefix(_PREFIX).split()
-    who = words[0] if session.startswith(_PREFIX) and words else "another process"
-    taken = _taken_at(words[1]) if len(words) == 2 else None
-    since = taken or began
-    return Holder(who, None if since is None else _iso(since))
-
-
-def _taken_at(own: str) -> datetime | None:
-    if len(own) != _TIME_DIGITS + _OWN_DIGITS:
-        return None
-    try:
-        return datetime.fromtimestamp(int(own[:_TIME_DIGITS], 16), UTC)
-    except ValueError:
-        return None
+def holder_of(session: str) -> Holder:
+    """Return who holds a lease, by the name of the session that has it."""
+    found = _NAMED.match(session)
+    if found is None:
+        return Holder("another process")
+    return Holder(found[1], _iso(datetime.fromtimestamp(int(found[2], 16), UTC)))
 
 
 def _iso(moment: datetime) -> str:

@@ -135,11 +135,8 @@ def _what(
     of = "of another study" if identity is not None else "of a study that is not there any more"
     known = beside.file
     where = f", driven in {known.database}" if known is not None and NAME in names else ""
-    return f"study '{study}' in {database}: {files} in {beside.directory} {_are(names)} {of}{where}"
-
-
-def _are(names: tuple[str, ...]) -> str:
-    return "are" if len(names) > 1 else "is"
+    are = "are" if len(names) > 1 else "is"
+    return f"study '{study}' in {database}: {files} in {beside.directory} {are} {of}{where}"
 
 
 def _advice(beside: Beside) -> str:
@@ -163,7 +160,8 @@ def note_identity(directory: Path, ours: StudyFile) -> None:
     there, is_unreadable = _read(path)
     try:
         data = json.dumps(ours.to_json()).encode()
-        if is_unreadable or (there is not None and _is_outdated(there, json.loads(data))):
+        known = there if there is not None and there.identity == ours.identity else None
+        if is_unreadable or (known is not None and known.to_json() != json.loads(data)):
             replace(path, data)
         elif there is None:
             make_directory(directory)
@@ -177,11 +175,6 @@ def note_identity(directory: Path, ours: StudyFile) -> None:
     if there is not None:
         beside = Beside(directory, there)
         refuse_strangers(beside, study=ours.name, identity=ours.identity, database=ours.database)
-
-
-def _is_outdated(there: StudyFile, values: dict[str, Any]) -> bool:
-    """Whether the file is of this study, and what it says of it has changed."""
-    return there.identity == values["study"] and there.to_json() != values
 
 
 def read_identity(directory: Path) -> StudyFile | None:

@@ -33,24 +33,19 @@ _SHOWN = 12
 """So many trials are named in a warning."""
 
 
-def how_begun(frozen: FrozenTrial) -> RunningTrial | None:
-    """Return how a trial was begun; None where another version did that, in words of its own."""
+def how_begun(frozen: FrozenTrial) -> RunningTrial:
+    """Return how a trial was begun."""
     from storage import mapping
 
-    try:
-        errand = mapping.errand_of(frozen)
-        config = mapping.config_of(frozen)
-    except ValidationError:
-        return None
-    started = frozen.user_attrs.get(mapping.STARTED_AT)
+    errand = mapping.errand_of(frozen)
     return RunningTrial(
         frozen.number,
-        config,
-        started if isinstance(started, str) else None,
+        mapping.config_of(frozen),
+        frozen.user_attrs.get(mapping.STARTED_AT),
         errand.purpose,
         errand.confirms,
         errand.series,
-        mapping.attempt_of(frozen),
+        frozen.user_attrs.get(mapping.ATTEMPT),
     )
 
 
@@ -64,8 +59,6 @@ def has_result(stored: FrozenTrial, record: TrialRecord) -> bool:
         return False
     if there is None or there.attempt_id != record.attempt_id:
         return False
-    if record.attempt_id is None:
-        return there == record
     return there.verdict is record.verdict
 
 
@@ -82,15 +75,11 @@ class Unsettled:
 
 
 def is_of(record: TrialRecord, trial: RunningTrial) -> bool:
-    """Whether a result is of the very attempt that a trial was begun as.
-
-    An earlier version named no attempt: there number, start and configuration must agree.
-    """
+    """Whether a result is of the very attempt that a trial was begun as."""
     return (
         record.number == trial.number
         and record.attempt_id == trial.attempt_id
         and record.config == trial.config
-        and (trial.attempt_id is not None or record.started_at == trial.started_at)
     )
 
 
@@ -110,8 +99,7 @@ def unsettled(
         is_driven: whether somebody else may have begun and spooled a trial between the two reads.
     """
     known = tuple(records)
-    unnamed = {(r.number, r.started_at): r for r in known if r.attempt_id is None}
-    contents = spool.look(known=_settled_attempts(known), unnamed=unnamed)
+    contents = spool.look(known=_settled_attempts(known))
     open_trials = {trial.number: trial for trial in begun}
     waiting = tuple(
         r for r in contents.records if (t := open_trials.get(r.number)) is not None and is_of(r, t)
@@ -120,33 +108,28 @@ def unsettled(
     if is_driven:
         newest = max((*(r.number for r in known), *open_trials), default=-1)
         rest = [r for r in rest if r.number <= newest and r.number not in open_trials]
-    kept = kept_among(rest, known, spool.study_id)
+    kept = kept_among(rest, known)
     return Unsettled(waiting, kept, contents.problems)
 
 
 def kept_among(
-    spooled: Iterable[TrialRecord], known: Sequence[TrialRecord], study_id: str
+    spooled: Iterable[TrialRecord], known: Sequence[TrialRecord]
 ) -> tuple[TrialRecord, ...]:
     """Return which spooled results a study lacks, and nothing else has told it meanwhile.
 
     Args:
         spooled: read from a spool of the study.
         known: every record that the database has of it.
-        study_id: its identity.
     """
     attempts = _settled_attempts(known)
     candidates = [r for r in spooled if r.verdict in WORTH_KEEPING and r.attempt_id not in attempts]
     if not candidates:
         return ()
-    settled = {_legacy_key(r, study_id) for r in known if r.verdict is not Verdict.LOST}
     concluded = {
         canonical(r.config) for r in known if r.purpose == "search" and r.verdict in WORTH_KEEPING
     }
     return tuple(
-        r
-        for r in candidates
-        if (r.attempt_id is not None or _legacy_key(r, study_id) not in settled)
-        and (r.purpose != "search" or canonical(r.config) not in concluded)
+        r for r in candidates if r.purpose != "search" or canonical(r.config) not in concluded
     )
 
 
@@ -160,14 +143,6 @@ def _settled_attempts(known: Iterable[TrialRecord]) -> frozenset[str]:
 def has_settled(record: TrialRecord, known: Iterable[TrialRecord]) -> bool:
     """Whether the database has a result of this attempt."""
     return record.attempt_id in _settled_attempts(known)
-
-
-def _legacy_key(record: TrialRecord, study_id: str) -> tuple[object, ...]:
-    """Return what tells one attempt of an earlier version from another."""
-    carried = record.carried
-    is_own = carried is not None and carried.identity == study_id
-    number = carried.number if carried is not None and is_own else record.number
-    return number, record.started_at, record.config.key()
 
 
 def unsettled_words(
@@ -196,13 +171,9 @@ def kept_words(kept: Sequence[TrialRecord], *, study: str, path: Path) -> str:
     """Return that results are in the spool alone, and the command that takes them over."""
     return (
         f"{_results_of(kept)} kept in {path} alone: in the database those trials ended otherwise "
-        f"or are gone; take them over with `{take_over_command(study=study, path=path)}`"
+        f"or are gone; take them over with `sweep run SPACE --study {shlex.quote(study)} --from "
+        f"{shlex.quote(str(path))}`"
     )
-
-
-def take_over_command(*, study: str, path: Path) -> str:
-    """Return what to type; the space is the one that the study was started with."""
-    return f"sweep run SPACE --study {shlex.quote(study)} --from {shlex.quote(str(path))}"
 
 
 def _results_of(records: Sequence[TrialRecord]) -> str:

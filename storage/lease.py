@@ -36,19 +36,15 @@ class Lease(Protocol):
 
     def acquire(self) -> None:
         """Take the lease. Raises `EnvironmentFault` naming the holder where another has it."""
-        ...
 
     def is_held(self) -> bool:
         """Whether it is still ours; a connection may drop, a lock file may be deleted."""
-        ...
 
     def release(self) -> None:
         """Give it up. Idempotent."""
-        ...
 
     def holder(self) -> Holder | None:
         """Return who has it now, ourselves included; None where nobody does. Creates nothing."""
-        ...
 
 
 def lease_for(url: DatabaseUrl, study: str, *, patience: Patience | None = None) -> Lease:

@@ -201,12 +201,6 @@ def errand_of(trial: FrozenTrial) -> Errand:
     return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
 
 
-def attempt_of(trial: FrozenTrial) -> str | None:
-    """Return the identity of a begun trial's attempt; None where an earlier version began it."""
-    identity = trial.user_attrs.get(ATTEMPT)
-    return identity if isinstance(identity, str) else None
-
-
 def config_of(trial: FrozenTrial) -> TrialConfig | None:
     """Return the configuration that a trial began with; None where it never began."""
     values = trial.user_attrs.get(CONFIG)

@@ -21,8 +21,8 @@ from optuna.exceptions import ExperimentalWarning
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
 from storage.advisory import AdvisoryLease
-from storage.database import close, faults, open_for_writing, opening, patiently, reader_of
-from storage.definition import StudyDefinition, differences, names_cost
+from storage.database import close, faults, open_for_writing, opening, patiently
+from storage.definition import StudyDefinition, differences
 from storage.failures import is_passing_at_first
 from storage.files import sweep_temporary
 from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
@@ -30,11 +30,11 @@ from storage.keys import DEFINITION, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
 from storage.lease import Lease, lease_for
 from storage.names import check_name
 from storage.patience import PATIENCE, Patience
-from storage.reading import understood
+from storage.reading import identity_in, understood
 from storage.sampler_view import SearchStorage
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
-from storage.stored import refuse_unreadable, stored_identity
+from storage.stored import refuse_unreadable
 from storage.study import OpenStudy
 from storage.urls import DatabaseUrl, parse_url
 
@@ -78,7 +78,9 @@ def open_study(
             study = _created(name, definition, sampler, storage, patience)
             agree = partial(_check_agreement, study, definition, database)
             was_resumed = patiently(agree, patience=patience, storage=storage)
-            note = partial(_note_run, study, definition, _this_run(environment))
+            started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            run = {"started_at": started_at, "environment": dict(environment)}
+            note = partial(_note_run, study, definition, run)
             identity = patiently(note, patience=patience, storage=storage)
             beside = StudyFile(
                 identity, name, str(database), definition.model_dump(mode="json"), dict(environment)
@@ -159,14 +161,8 @@ def _refuse_strangers(name: str, database: DatabaseUrl, home: Path) -> None:
     """Raise where the study's directory holds files of a study that the database does not have."""
     beside = look_beside(home / name)
     if beside.strangers(None):
-        identity = _stored_identity(name, database)
+        identity = identity_in(database, name)
         refuse_strangers(beside, study=name, identity=identity, database=str(database))
-
-
-def _stored_identity(name: str, database: DatabaseUrl) -> str | None:
-    """Return the identity of the database's study; None where it has none of that name."""
-    with reader_of(database) as engine:
-        return None if engine is None else stored_identity(engine, name)
 
 
 def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
@@ -176,12 +172,6 @@ def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: Data
         if study.get_trials(deepcopy=False):
             raise InputError(f"{named} is not one of sweep's; choose another --study")
         return False
-    if names_cost(stored):
-        # Its trials' values are dollars, smaller the better: speeds cannot be told beside them.
-        raise InputError(
-            f"{named} was started with the objective cost, which is no objective any more; it can "
-            "still be read, but not gone on with: start a new study with --study and another name"
-        )
     lines = differences(StudyDefinition.model_validate(stored), definition)
     if lines:
         raise InputError(
@@ -190,11 +180,6 @@ def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: Data
             + "\nStart a new study with --study and another name, or go on as it was started."
         )
     return True
-
-
-def _this_run(environment: Mapping[str, Any]) -> dict[str, Any]:
-    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return {"started_at": started_at, "environment": dict(environment)}
 
 
 def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str, Any]) -> str:

@@ -30,12 +30,6 @@ def server_process(connection: sqlalchemy.Connection) -> int:
     return int(connection.execute(_PROCESS).scalar_one())
 
 
-def is_pooled(connection: sqlalchemy.Connection) -> bool:
-    """Whether something in between greeted us: it names a process that is none of the server's."""
-    greeted_by: int = _driver(connection).info.backend_pid
-    return server_process(connection) != greeted_by
-
-
 def refuse_shared_sessions(
     connection: sqlalchemy.Connection, url: PostgresUrl, *, another: Callable[[], Any]
 ) -> None:
@@ -54,9 +48,10 @@ def refuse_shared_sessions(
         EnvironmentFault: it is shared, or the pooler has no three of them, as many as a driver
             needs to create the tables.
     """
-    if not is_pooled(connection):
-        return
     process, channel = server_process(connection), f"sweep_{secrets.token_hex(8)}"
+    # What greets us in between names a process that is none of the server's.
+    if process == _driver(connection).info.backend_pid:
+        return
     # Not taken back where the session is shared: whose it would be by then nobody knows.
     connection.exec_driver_sql(f"LISTEN {channel}")
     try:
@@ -66,7 +61,11 @@ def refuse_shared_sessions(
                 second.execute(_NOTIFY, {"channel": channel})
     except SQLAlchemyError as error:
         if is_pool_spent(error):
-            raise _spent(url) from None
+            raise EnvironmentFault(
+                f"database {url}: a connection pooler that has no three connections to the server "
+                "for us, which a driver needs while it starts: raise its pool size "
+                "(default_pool_size, pool_size), or name the server itself"
+            ) from None
         raise
     if is_shared or not _hears(connection, channel):
         raise EnvironmentFault(
@@ -87,14 +86,6 @@ def _hears(connection: sqlalchemy.Connection, channel: str) -> bool:
             if notice.relname == channel.encode():
                 return True
     return False
-
-
-def _spent(url: PostgresUrl) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"database {url}: a connection pooler that has no three connections to the server for "
-        "us, which a driver needs while it starts: raise its pool size (default_pool_size, "
-        "pool_size), or name the server itself"
-    )
 
 
 def _driver(connection: sqlalchemy.Connection) -> Any:

@@ -17,6 +17,10 @@ not hold in them does not fit. What was not measured again comes after them, unl
 fastest of the search. Its speed is scaled by the fastest that ran in both, as speeds of two
 processes do not compare as those of one do.
 
+Where another GPU stands in for the target, its measured speeds compare within one class of numerics
+(16-bit, FP8 or INT8 compute). Classes compare by what is predicted of the fastest of each on the
+target, where that is known of all: no two GPUs have units for 8 bits that are alike.
+
 The fastest is recommended; of a tie, one that never made the allocator give memory back. Only what
 was measured side by side is a tie: where the interval of the ratio of the two holds 1.
 """
@@ -26,14 +30,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.knobs import Numerics
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.confirmations import Confirmations, Ratio, scaled
-from storage.definition import StudyDefinition, StudySnapshot
+from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from storage.objectives import (
     by_number,
     distance_to_the_corner,
@@ -52,10 +59,11 @@ from storage.records import Measured, Measurement, TrialRecord, Verdict
 
 @dataclass(frozen=True)
 class ClassBest:
-    """The fastest trial of one capacity class at one length."""
+    """The fastest trial of one capacity class and one class of numerics at one length."""
 
     lora_rank: int
     target_modules: str | tuple[str, ...]
+    numerics: Numerics
     seq_len: int
     number: int
     tokens_per_second: float
@@ -78,6 +86,8 @@ class Ranking:
     fallen: Mapping[int, TrialRecord] = field(default_factory=dict)
     """Trials that fitted in the search and did not hold, by number, each with the run that says
     so."""
+    target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
+    """What is predicted of the target where another GPU stood in, by trial number."""
     scale: float = 1.0
     """Speed in the confirmation over speed in the search, of the fastest of the space that ran in
     both."""
@@ -110,26 +120,78 @@ class Ranking:
         Of several objectives the front comes first, and in both parts what is nearest to the best
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
-        fits = fitting(self.of_space)
-        # A fit without the held-out loss that was asked for says nothing of that.
-        candidates = tuple(r for r in fits if is_judged(measured_of(r), self.objectives))
         if self.objectives == ("tokens_per_second",):
-            # They are in that order already, and the front is whatever is as fast as the first.
-            return tuple(sorted(candidates, key=self._outran_the_confirmed(candidates)))
+            # The front is whatever is as fast as the first.
+            return self.by_speed
+        # A fit without the held-out loss that was asked for says nothing of that.
+        judged = (r for r in self.by_speed if is_judged(measured_of(r), self.objectives))
+        candidates = self.compared(judged)
         front = pareto_front(candidates, self.objectives)
         distance = distance_to_the_corner(front, self.objectives)
         on_front = {record.number for record in front}
 
-        outran = self._outran_the_confirmed(candidates)
-
-        def order(record: TrialRecord) -> tuple[int, bool, float, tuple[float, ...]]:
+        def order(record: TrialRecord) -> tuple[bool, float, tuple[float, ...]]:
             merits = tuple(-merit for merit in merits_of(record, self.objectives))
-            return outran(record), record.number not in on_front, distance(record), merits
+            return record.number not in on_front, distance(record), merits
 
-        return tuple(sorted(candidates, key=order))
+        ordered = sorted(candidates, key=order)
+        measured = {record.number: record for record in self.by_speed}
+        return tuple(measured[record.number] for record in ordered)
+
+    @cached_property
+    def by_speed(self) -> tuple[TrialRecord, ...]:
+        """The trials of the space that fit, each configuration once, fastest first."""
+        fits = {record.number: record for record in fitting(self.of_space)}
+        compared = self.compared(fits.values())
+        place = self._outran_the_confirmed(compared, self._class_factors)
+        return tuple(fits[record.number] for record in sorted(compared, key=place))
+
+    def compared(self, records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+        """Return measured trials with speeds that compare between classes of numerics, fastest
+        first."""
+        factors = self._class_factors
+        if not factors:
+            return tuple(records)
+        return fastest_first(
+            _with(r, scaled(measured_of(r), factors[r.config.numerics])) for r in records
+        )
+
+    @cached_property
+    def _fastest(self) -> Mapping[Numerics, TrialRecord]:
+        """The fastest trial of the space of each class of numerics."""
+        classes: dict[Numerics, list[TrialRecord]] = {}
+        for record in fitting(self.of_space):
+            classes.setdefault(record.config.numerics, []).append(record)
+        return {n: min(of, key=self._outran_the_confirmed(of, {})) for n, of in classes.items()}
+
+    @cached_property
+    def _class_factors(self) -> Mapping[Numerics, float]:
+        """By class of numerics, what is predicted of its fastest on the target over what the GPU
+        that stood in reached; nothing where measured speeds compare as they are."""
+        factors: dict[Numerics, float] = {}
+        if self.definition.target.emulated_on is None or len(self._fastest) == 1:
+            return factors
+        for numerics, record in self._fastest.items():
+            speed = self.target_speeds.get(record.number)
+            if speed is None:
+                return {}
+            factors[numerics] = speed.tokens_per_second / measured_of(record).tokens_per_second
+        return factors
+
+    @property
+    def numerics_choice(self) -> Literal["measured", "predicted"]:
+        """How the winner's class of numerics was chosen: by what is predicted of the target where
+        another GPU stood in and several classes fit."""
+        return "predicted" if self._class_factors else "measured"
+
+    @cached_property
+    def fastest_with_16_bits(self) -> TrialRecord | None:
+        """The fastest trial with 16-bit compute, where the winner computes in 8 bits."""
+        is_8bit = self.winner is not None and self.winner.config.is_8bit_compute
+        return self._fastest.get("16-bit") if is_8bit else None
 
     def _outran_the_confirmed(
-        self, candidates: Sequence[TrialRecord]
+        self, candidates: Sequence[TrialRecord], factors: Mapping[Numerics, float]
     ) -> Callable[[TrialRecord], int]:
         """Return what puts a trial before (0), among (1) or after (2) those measured again.
 
@@ -137,7 +199,7 @@ class Ranking:
         is only one, and all are taken as they are.
         """
         searched = [
-            self.searched[r.number].tokens_per_second * self.scale
+            self.searched[r.number].tokens_per_second * factors.get(r.config.numerics, 1.0)
             for r in candidates
             if self.is_measured_again(r)
         ]
@@ -147,7 +209,8 @@ class Ranking:
         def place(record: TrialRecord) -> int:
             if self.is_measured_again(record):
                 return 1
-            return 0 if measured_of(record).tokens_per_second > max(searched) else 2
+            limit = self.scale * max(searched)
+            return 0 if measured_of(record).tokens_per_second > limit else 2
 
         return place
 
@@ -156,7 +219,8 @@ class Ranking:
         """Of several objectives, the trials that none beats, the knee first; of one, none."""
         if len(self.objectives) == 1:
             return ()
-        front = {record.number for record in pareto_front(self.ranked, self.objectives)}
+        compared = self.compared(self.ranked)
+        front = {record.number for record in pareto_front(compared, self.objectives)}
         return tuple(record for record in self.ranked if record.number in front)
 
     @property
@@ -177,7 +241,7 @@ class Ranking:
         others = [o for o in self.objectives if o != "tokens_per_second"]
         if len(others) < len(self.objectives):
             both = self.is_measured_again(best) and self.is_measured_again(record)
-            if not (both and self.ratio(best, record).is_open):
+            if not (both and self.compares(best, record) and self.ratio(best, record).is_open):
                 return False
         return all(is_tied(o, measured_of(best), measured_of(record)) for o in others)
 
@@ -191,8 +255,13 @@ class Ranking:
         return tuple(
             record
             for record in self.ranked[1:]
-            if all(is_tied(o, best, self._as_searched(record)) for o in self.objectives)
+            if self.compares(self.winner, record)
+            and all(is_tied(o, best, self._as_searched(record)) for o in self.objectives)
         )
+
+    def compares(self, one: TrialRecord, other: TrialRecord) -> bool:
+        """Whether the measured speeds of two trials say which is the faster on the target."""
+        return not self._class_factors or one.config.numerics == other.config.numerics
 
     def _as_searched(self, record: TrialRecord) -> Measurement:
         """Return what the search measured of a trial, on the scale of what was measured again."""
@@ -312,25 +381,36 @@ class Ranking:
     @cached_property
     def fastest_of_baselines_class(self) -> TrialRecord | None:
         """The fastest trial of the space whose speed compares with that of the baseline."""
-        candidates = fitting(self.of_space)
-        place = self._outran_the_confirmed(candidates)
-        return min(filter(self.is_in_baselines_class, candidates), key=place, default=None)
+        return next(filter(self.is_in_baselines_class, self.by_speed), None)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
-        """The fastest trial of the space per rank, target modules and length, in that order.
+        """The fastest trial of the space per rank, target modules, numerics and length, in that
+        order.
 
         Where nothing of a class was measured to the end, its fastest partial measurement stands for
         it, marked as such.
         """
         stopped = (r for r in self.of_space if r.verdict is Verdict.PRUNED_SLOW)
-        best: dict[tuple[CapacityClass, int], ClassBest] = {}
+        best: dict[tuple[CapacityClass, Numerics, int], ClassBest] = {}
         for record in (*fitting(self.of_space), *fastest_first(stopped)):
-            key = self.capacity_class(record.config), record.config.seq_len
-            best.setdefault(key, _class_best(record))
-        return tuple(
-            sorted(best.values(), key=lambda b: (b.lora_rank, str(b.target_modules), b.seq_len))
-        )
+            config = record.config
+            key = self.capacity_class(config), config.numerics, config.seq_len
+            found = ClassBest(
+                config.lora_rank,
+                config.target_modules,
+                config.numerics,
+                config.seq_len,
+                record.number,
+                measured_of(record).tokens_per_second,
+                is_partial=record.verdict is Verdict.PRUNED_SLOW,
+            )
+            best.setdefault(key, found)
+
+        def order(known: ClassBest) -> tuple[int, str, str, int]:
+            return known.lora_rank, str(known.target_modules), known.numerics, known.seq_len
+
+        return tuple(sorted(best.values(), key=order))
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""
@@ -374,6 +454,7 @@ def rank(
     records: Iterable[TrialRecord],
     definition: StudyDefinition,
     confirmations: Iterable[TrialRecord] = (),
+    target_speeds: Mapping[int, TargetSpeed] = MappingProxyType({}),
 ) -> Ranking:
     """Return the order of ``records`` by what the study's space asks for.
 
@@ -381,11 +462,13 @@ def rank(
         records: trials of the search.
         definition: the study's.
         confirmations: what measured some of them again.
+        target_speeds: what is predicted of the target by number, where another GPU stands in.
     """
     records = tuple(records)
     known = Confirmations(tuple(by_number(rankable(confirmations))))
     if not known.records:
-        return Ranking(definition, tuple(by_number(rankable(records))))
+        found = tuple(by_number(rankable(records)))
+        return Ranking(definition, found, known, {}, {}, target_speeds)
     if "eval_loss" in definition.space.objectives:
         records = _with_qualities(records, known.records)
     effective: list[TrialRecord] = []
@@ -401,7 +484,9 @@ def rank(
         elif pooled is not None:
             mine = searched[record.number] = measured_of(record)
             effective.append(_with(record, pooled.model_copy(update={"quality": mine.quality})))
-    return _on_one_scale(Ranking(definition, tuple(effective), known, searched, fallen))
+    return _on_one_scale(
+        Ranking(definition, tuple(effective), known, searched, fallen, target_speeds)
+    )
 
 
 def _on_one_scale(ranking: Ranking) -> Ranking:
@@ -451,8 +536,8 @@ _RANKINGS: WeakKeyDictionary[StudySnapshot, Ranking] = WeakKeyDictionary()
 def rank_study(snapshot: StudySnapshot) -> Ranking:
     """Return the order of a study's trials as it stands, the same value each time."""
     if snapshot not in _RANKINGS:
-        ranking = rank(snapshot.records, snapshot.definition, snapshot.confirmations)
-        _RANKINGS[snapshot] = ranking
+        known = snapshot.records, snapshot.definition, snapshot.confirmations
+        _RANKINGS[snapshot] = rank(*known, target_speeds=snapshot.target_speeds)
     return _RANKINGS[snapshot]
 
 
@@ -460,15 +545,3 @@ def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
     """Return the number of trials of every verdict, zero included."""
     verdicts = [record.verdict for record in records]
     return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
-
-
-def _class_best(record: TrialRecord) -> ClassBest:
-    config = record.config
-    return ClassBest(
-        config.lora_rank,
-        config.target_modules,
-        config.seq_len,
-        record.number,
-        measured_of(record).tokens_per_second,
-        is_partial=record.verdict is Verdict.PRUNED_SLOW,
-    )

@@ -38,6 +38,7 @@ from storage.stored import (
     newer_words,
     read_all_stored,
     read_stored,
+    stored_identity,
     stored_names,
     unreadable_words,
 )
@@ -67,6 +68,13 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
     if isinstance(found, UnreadableStudy):
         raise InputError(unreadable_words(found))
     return _snapshot(found, database, home, driven.get(name))
+
+
+def identity_in(database: DatabaseUrl, name: str) -> str | None:
+    """Return the identity of a study; None where the database has none of that name. Raises as
+    `read_study`."""
+    with reader_of(database) as engine:
+        return None if engine is None else stored_identity(engine, name)
 
 
 def count_trials(name: str, *, url: str) -> int:
@@ -158,7 +166,6 @@ def _snapshot(
         driven_since=None if holder is None else holder.since,
         warnings=(
             *_newer_format(study),
-            *_former_objective(study),
             *_version_changes(study.environments),
             *(_beside(study, holder, home, str(database)) if has_files else ()),
             *study.damaged,
@@ -192,15 +199,6 @@ def _newer_format(study: StoredStudy) -> tuple[str, ...]:
     if study.format <= FORMAT_WRITTEN:
         return ()
     return (f"{newer_words(study.format)}: what is shown may lack what this one does not know",)
-
-
-def _former_objective(study: StoredStudy) -> tuple[str, ...]:
-    if not study.named_cost:
-        return ()
-    return (
-        "it was started with the objective cost, which is no objective any more: it is ranked by "
-        "speed, as on one card at one price cost is 1 / speed",
-    )
 
 
 def _version_changes(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.redaction import redact
@@ -36,15 +36,13 @@ class Verdict(StrEnum):
     LOST = "lost"
 
 
-_INTERRUPTED_WORDING = "interrupted"
-"""What earlier versions said of a trial that somebody ended."""
 RETRYABLE = frozenset({Verdict.TIMED_OUT, Verdict.CRASHED, Verdict.LOST})
 OUT_OF_MEMORY = frozenset({Verdict.OOM, Verdict.PREDICTED_OOM, Verdict.DOMINATED_OOM})
 
 Stage = Literal["load", "forward", "backward", "optimizer"]
 """Where a training step was when memory ran out."""
 
-Phase = Literal["start", "build", "attach", "warmup", "measure", "detach", "quality"]
+Phase = Literal["start", "build", "attach", "warmup", "measure", "compare", "detach", "quality"]
 """Where a worker is, in the order in which it gets there; each phase has its own deadline."""
 
 CrashCause = Literal[
@@ -57,10 +55,6 @@ the card, was used up; it could open no further file."""
 Purpose = Literal["search", "confirm", "soak", "quality"]
 """Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
 what it learns with another seed."""
-
-
-STEPS_FOR_INTERVAL = 6
-"""The fewest samples whose order statistics bound their median at 95 %: 2 x 0.5**6 is 3 %."""
 
 
 class _Frozen(BaseModel):
@@ -109,6 +103,20 @@ class QualityReport(_Frozen):
     """Of all runs where this stands for several, whose mean loss it then has."""
     eval_loss_ci95: tuple[float, float] | None = None
     """Student's 95 % interval of that mean over the seeds; null of a single run."""
+
+
+class Faithfulness(_Frozen):
+    """How close 8-bit compute is to 16-bit compute of the same base, on the same examples and
+    adapters. Errors are relative."""
+
+    loss_error: float
+    gradient_error: float
+    """Of the gradients of all adapters together."""
+    gradient_cosine: float
+    accepted_gradient_error: float
+    """What rounding the weights to NF4 once more does to them, which is the bound."""
+    accepted_loss_error: float
+    """The same of the loss."""
 
 
 class Measurement(_Frozen):
@@ -171,22 +179,10 @@ class Measurement(_Frozen):
     """Whether the texts of a packed row were seen not to see each other; null where none are."""
     batch_wait_share: float | None = None
     """Share of the measured time in which the host got its next micro-batch; null without texts."""
+    faithfulness: Faithfulness | None = None
+    """Of 8-bit compute alone."""
     quality: QualityReport | None = None
     """What it learned, where that was asked for; of a study on texts alone."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_interval_of_few_steps(cls, values: Any) -> Any:
-        """Drop what earlier versions stored as the interval of fewer steps: their extremes."""
-        steps = values.get("steps_measured") if isinstance(values, dict) else None
-        if isinstance(steps, int) and steps < STEPS_FOR_INTERVAL:
-            return {**values, "step_seconds_ci95": None}
-        return values
-
-    @property
-    def tokens_per_second_per_card(self) -> float:
-        """Tokens per second of each card."""
-        return self.tokens_per_second / self.cards
 
     @property
     def speed_interval(self) -> tuple[float, float] | None:
@@ -291,7 +287,7 @@ class Crashed(_Frozen):
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
     cause: CrashCause | None = None
-    """None where an earlier version stored it, or where nobody knows."""
+    """None where nobody knows."""
     detail: Detail = ""
 
 
@@ -306,16 +302,8 @@ class Lost(_Frozen):
     """Whether it was ended from outside, by a driver that lived to say so: that was no attempt of
     its configuration, which is tried again however often it happens."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _marked(cls, values: Any) -> Any:
-        """Mark what earlier versions told by its wording alone."""
-        if isinstance(values, dict) and values.get("detail") == _INTERRUPTED_WORDING:
-            return {"is_interrupted": True, **values}
-        return values
 
-
-INTERRUPTED = Lost(detail=_INTERRUPTED_WORDING, is_interrupted=True)
+INTERRUPTED = Lost(detail="interrupted", is_interrupted=True)
 """Of a trial that was cancelled."""
 
 Outcome = Annotated[
@@ -359,7 +347,7 @@ class EpochRecord(_Frozen):
     """That are read, cut; without pads."""
     tokens_cut: float
     """Share of the texts' tokens that are cut off the rows that are trained on, 0 to 1."""
-    tokens_left_out: float = 0.0
+    tokens_left_out: float
     """Share of the texts' tokens that are in rows that are left out, 0 to 1."""
     padded_tokens: int
     """That are computed, pads among them."""
@@ -421,7 +409,7 @@ class TrialRecord(Errand):
     attempt: int = 1
     """1 for the first try; a retry of a lost, crashed or timed-out trial counts on."""
     attempt_id: str | None = None
-    """Of this one try, whatever its number; None where an earlier version began it."""
+    """Of this one try, whatever its number; None where it was never begun here."""
     started_at: str | None = None
     """UTC, ISO 8601."""
     wall_seconds: float = 0.0
@@ -479,15 +467,12 @@ def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     return tuple(reversed(kept))
 
 
-def over_budget(
-    peak_bytes: int, *, budget_bytes: int, stage: Stage, step: int = 0
-) -> OutOfMemory | None:
+def over_budget(peak_bytes: int, *, budget_bytes: int, stage: Stage) -> OutOfMemory | None:
     """Return out of memory where a measured peak is above the budget; None where it is within."""
     if peak_bytes <= budget_bytes:
         return None
     return OutOfMemory(
         stage=stage,
-        step=step,
         peak_allocated_bytes=peak_bytes,
         detail=f"measured {peak_bytes:,} bytes, over the budget of {budget_bytes:,} bytes",
     )

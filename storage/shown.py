@@ -6,11 +6,10 @@ What they look for is put where they find it. Knows nothing of any such tool but
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Never
 
-from optuna.distributions import BaseDistribution
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.study._frozen import FrozenStudy
@@ -46,6 +45,10 @@ def shown_storage(name: str, *, url: str) -> Iterator[ShownStorage]:
         yield ShownStorage(storage, name)
     finally:
         close(storage)
+
+
+def _refuse(*_: Any, **__: Any) -> Never:
+    raise EnvironmentFault("the study is only shown: nothing of it can be changed here")
 
 
 class ShownStorage(BaseStorage):
@@ -127,62 +130,16 @@ class ShownStorage(BaseStorage):
                 yield self._storage.get_trial(trial_id)
 
     # What would write
-
-    def create_new_study(
-        self, directions: Sequence[StudyDirection], study_name: str | None = None
-    ) -> int:
-        """Refuse."""
-        _refuse()
-
-    def delete_study(self, study_id: int) -> None:
-        """Refuse."""
-        _refuse()
-
-    def set_study_user_attr(self, study_id: int, key: str, value: Any) -> None:
-        """Refuse."""
-        _refuse()
-
-    def set_study_system_attr(self, study_id: int, key: str, value: Any) -> None:
-        """Refuse."""
-        _refuse()
-
-    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-        """Refuse."""
-        _refuse()
-
-    def set_trial_param(
-        self,
-        trial_id: int,
-        param_name: str,
-        param_value_internal: float,
-        distribution: BaseDistribution,
-    ) -> None:
-        """Refuse."""
-        _refuse()
-
-    def set_trial_state_values(
-        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
-    ) -> bool:
-        """Refuse."""
-        _refuse()
-
-    def set_trial_intermediate_value(
-        self, trial_id: int, step: int, intermediate_value: float
-    ) -> None:
-        """Refuse."""
-        _refuse()
-
-    def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Refuse."""
-        _refuse()
-
-    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """Refuse."""
-        _refuse()
-
-
-def _refuse() -> Never:
-    raise EnvironmentFault("the study is only shown: nothing of it can be changed here")
+    create_new_study = _refuse
+    delete_study = _refuse
+    set_study_user_attr = _refuse
+    set_study_system_attr = _refuse
+    create_new_trial = _refuse
+    set_trial_param = _refuse
+    set_trial_state_values = _refuse
+    set_trial_intermediate_value = _refuse
+    set_trial_user_attr = _refuse
+    set_trial_system_attr = _refuse
 
 
 def _is_of_search(trial: FrozenTrial) -> bool:

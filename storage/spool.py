@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,11 +30,6 @@ BYTES_READ_MAX = 256 * 1024 * 1024
 
 _HEAD = re.compile(rb'\{"study": "[^"\\]*", "attempt": "([^"\\]+)", ')
 """How a line begins, so that one whose result is known elsewhere need not be read to its end."""
-
-
-Start = tuple[int, str | None]
-"""Number and start of a trial: what tells the attempts of earlier versions apart."""
-_NONE: Mapping[Start, TrialRecord] = {}
 
 
 @dataclass(frozen=True)
@@ -78,16 +73,13 @@ class Spool:
         """Return this study's results in the order they were spooled; a torn line is none."""
         return self.look().records
 
-    def look(
-        self, *, known: Container[str] = frozenset(), unnamed: Mapping[Start, TrialRecord] = _NONE
-    ) -> Contents:
+    def look(self, *, known: Container[str] = frozenset()) -> Contents:
         """Return what stands in it. Never raises.
 
         Args:
             known: identities of attempts whose results are known elsewhere: they are left out.
-            unnamed: what is known of attempts that an earlier version began, which named none.
         """
-        records: dict[tuple[object, ...], TrialRecord] = {}
+        records: dict[str | None, TrialRecord] = {}
         unreadable, first_reason, problems = 0, "", list[str]()
         try:
             for line in _lines(self.path, problems):
@@ -95,14 +87,14 @@ class Spool:
                 if head is not None and head[1].decode(errors="replace") in known:
                     continue
                 try:
-                    _, record = _parse(line, self.study_id, unnamed)
+                    _, record = _parse(line, self.study_id)
                 except _UnreadableError as reason:
                     unreadable, first_reason = unreadable + 1, first_reason or str(reason)
                     continue
                 if record is not None and record.attempt_id not in known:
                     # Popped first, so that the last of an attempt stands in its own place.
-                    records.pop(_key(record), None)
-                    records[_key(record)] = record
+                    records.pop(record.attempt_id, None)
+                    records[record.attempt_id] = record
         except FileNotFoundError:
             return Contents()
         except OSError as error:
@@ -125,21 +117,12 @@ def newest_study(path: Path) -> str | None:
     return None
 
 
-def _key(record: TrialRecord) -> tuple[object, ...]:
-    """Return what two lines of one attempt have in common."""
-    if record.attempt_id is not None:
-        return (record.attempt_id,)
-    return record.number, record.started_at, record.config.key()
-
-
 class _UnreadableError(Exception):
     """A line that is no result, with the reason in a few words."""
 
 
-def _parse(
-    line: bytes, study_id: str, unnamed: Mapping[Start, TrialRecord] = _NONE
-) -> tuple[str, TrialRecord | None]:
-    """Return which study a line is of, and its result where that is ours and not known.
+def _parse(line: bytes, study_id: str) -> tuple[str, TrialRecord | None]:
+    """Return which study a line is of, and its result where that is ours.
 
     Raises:
         _UnreadableError: it is none.
@@ -151,29 +134,13 @@ def _parse(
         study = entry["study"]
         if not isinstance(study, str):
             raise TypeError
-        if study != study_id or _is_known(entry, unnamed):
+        if study != study_id:
             return study, None
         return study, TrialRecord.from_json(entry["record"])
     except ValidationError:
         raise _UnreadableError("perhaps of a later version of sweep") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _UnreadableError("no result") from None
-
-
-def _is_known(entry: Any, unnamed: Mapping[Start, TrialRecord]) -> bool:
-    """Whether a line is of an attempt that an earlier version began, and whose result is known.
-
-    As plain values, which takes a tenth of the time: a study may have had thousands.
-    """
-    values = entry["record"]
-    if not unnamed or values.get("attempt_id") is not None:
-        return False
-    record = unnamed.get((values["number"], values.get("started_at")))
-    return (
-        record is not None
-        and values["outcome"]["verdict"] == record.verdict
-        and values["config"] == record.config.model_dump(mode="json")
-    )
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:

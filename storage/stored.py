@@ -34,7 +34,6 @@ from storage.definition import (
     StudyDefinition,
     Unreadable,
     UnreadableStudy,
-    names_cost,
 )
 from storage.records import SEARCH, Errand, TrialRecord
 
@@ -105,8 +104,6 @@ class StoredStudy:
     ended: dict[str, Any] | None = None
     format: int = 0
     """How it is stored; 0 by versions that did not say."""
-    named_cost: bool = False
-    """Whether it was started with an objective that there is no more."""
     damaged: tuple[str, ...] = ()
     """What else is stored of it and cannot be read, in words."""
 
@@ -334,7 +331,7 @@ def _limited(text: sqlalchemy.ColumnElement[Any], most: int) -> sqlalchemy.Colum
 
 def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | UnreadableStudy:
     try:
-        definition, named_cost = _definition(texts)
+        definition = _definition(texts)
     except _UnreadableError as error:
         return UnreadableStudy(name, str(error), len(rows))
     damaged: list[str] = []
@@ -355,7 +352,6 @@ def _study(name: str, texts: _Texts, rows: Sequence[_Row]) -> StoredStudy | Unre
         wall_seconds=attribute(keys.WALL_SECONDS, _SECONDS, 0.0),
         ended=attribute(keys.ENDED, _END, None),
         format=attribute(keys.FORMAT, _COUNT, 0),
-        named_cost=named_cost,
         damaged=tuple(damaged),
     )
 
@@ -654,8 +650,8 @@ def _value(kind: TypeAdapter[T], key: str, text: Any) -> T:
         raise _UnreadableError(_reason(error, key)) from None
 
 
-def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
-    """Return what a study is about, and whether it named an objective that there is no more."""
+def _definition(texts: _Texts) -> StudyDefinition:
+    """Return what a study is about."""
     if keys.DEFINITION not in texts:
         raise _UnreadableError("it has no definition")
     values = _value(_OBJECT, keys.DEFINITION, texts[keys.DEFINITION])
@@ -671,4 +667,4 @@ def _definition(texts: _Texts) -> tuple[StudyDefinition, bool]:
     budget = definition.target.budget_bytes
     if not 0 < budget < _INTEGER_END:
         raise _UnreadableError(f"its definition has a budget of {quote(budget)} bytes")
-    return definition, names_cost(values)
+    return definition

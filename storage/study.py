@@ -26,7 +26,6 @@ from storage.database import close, faults, patiently
 from storage.definition import RunningTrial, StudyDefinition
 from storage.kept import (
     WORTH_KEEPING,
-    Unsettled,
     has_result,
     has_settled,
     how_begun,
@@ -137,7 +136,8 @@ class OpenStudy:
         left = tuple(self._left())
         for ended in left:
             self._keep_what_was_left(ended)
-        found = self._unsettled()
+        begun = self._patiently(self._running)
+        found = unsettled(self._spool, records=self.ledger.all, begun=begun)
         waiting = {record.number: record for record in found.waiting}
         for frozen in self._patiently(lambda: self._trials(TrialState.RUNNING)):
             record = waiting.get(frozen.number) or self._unseen(frozen, left)
@@ -164,7 +164,7 @@ class OpenStudy:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         begun = self._patiently(self._running)
         open_anyway = (r for r in spooled if not any(is_of(r, trial) for trial in begun))
-        return kept_among(tuple(open_anyway), self.ledger.all, self.identity)
+        return kept_among(tuple(open_anyway), self.ledger.all)
 
     def ask(
         self,
@@ -448,16 +448,13 @@ class OpenStudy:
         for words in unreadable_in_words(trials.unreadable):
             self._warn(words)
         self.ledger = Ledger(trials.records)
-        self._storage.record_of = self._known
+        self._storage.record_of = self.ledger.record
         self._wall_seconds = self._card_seconds = None
-
-    def _known(self, number: int) -> TrialRecord | None:
-        return self.ledger.record(number)
 
     def _write(self, trial: Trial, record: TrialRecord) -> bool:
         """Tell a result; return whether the database has it now, and nobody else's instead."""
         try:
-            is_told = self._patiently(partial(self._stored, trial, record))
+            is_told = self._patiently(partial(self._store, trial, record))
         except _CLOSED:
             is_told = self._patiently(lambda: self._is_there(record))
         if is_told:
@@ -473,37 +470,34 @@ class OpenStudy:
             # One was deleted: without another in its place a number would come twice.
             self.study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
 
-    def _stored(self, trial: Trial, record: TrialRecord) -> bool:
-        with self._storage.together():
-            return self._store(trial, record)
-
     def _store(self, trial: Trial, record: TrialRecord) -> bool:
         """Write what is not there yet, the state last, where the trial is what the result is of."""
-        stored = self._storage.get_trial(self._id(trial))
-        if stored.state.is_finished():
-            return has_result(stored, record)
-        if not self._is_its_trial(stored, record):
-            return False
-        result = mapping.to_optuna(
-            record,
-            objectives=self.definition.space.objectives,
-            budget_bytes=self.definition.target.budget_bytes,
-        )
-        for key, value in result.attributes.items():
-            trial.set_user_attr(key, value)
-        if mapping.CONSTRAINT not in stored.constraints:
-            trial.set_constraint(mapping.CONSTRAINT, result.violation)
-        if result.intermediate is not None and not stored.intermediate_values:
-            step, value = result.intermediate
-            trial.report(value, step)
-        try:
-            self.study.tell(trial, values=result.values, state=result.state)
-        except ValueError:
-            # Closed since it was looked at, which Optuna says in no other way.
-            if not self._storage.get_trial(self._id(trial)).state.is_finished():
-                raise
-            return self._is_there(record)
-        return True
+        with self._storage.together():
+            stored = self._storage.get_trial(self._id(trial))
+            if stored.state.is_finished():
+                return has_result(stored, record)
+            if not self._is_its_trial(stored, record):
+                return False
+            result = mapping.to_optuna(
+                record,
+                objectives=self.definition.space.objectives,
+                budget_bytes=self.definition.target.budget_bytes,
+            )
+            for key, value in result.attributes.items():
+                trial.set_user_attr(key, value)
+            if mapping.CONSTRAINT not in stored.constraints:
+                trial.set_constraint(mapping.CONSTRAINT, result.violation)
+            if result.intermediate is not None and not stored.intermediate_values:
+                step, value = result.intermediate
+                trial.report(value, step)
+            try:
+                self.study.tell(trial, values=result.values, state=result.state)
+            except ValueError:
+                # Closed since it was looked at, which Optuna says in no other way.
+                if not self._storage.get_trial(self._id(trial)).state.is_finished():
+                    raise
+                return self._is_there(record)
+            return True
 
     def _is_there(self, record: TrialRecord) -> bool:
         """Whether the database has this very result, which may have gone through unheard."""
@@ -515,20 +509,15 @@ class OpenStudy:
     def _is_its_trial(self, stored: FrozenTrial, record: TrialRecord) -> bool:
         """Whether an open trial is the attempt that a result is of; what never began is any."""
         trial = how_begun(stored)
-        if trial is None or trial.attempt_id != record.attempt_id:
+        if trial.attempt_id != record.attempt_id:
             return False
         return trial.config is None or is_of(
             record.model_copy(update={"started_at": record.started_at or trial.started_at}), trial
         )
 
-    def _unsettled(self) -> Unsettled:
-        begun = self._patiently(self._running)
-        return unsettled(self._spool, records=self.ledger.all, begun=begun)
-
     def _running(self) -> list[RunningTrial]:
-        """Return how the open trials were begun; nothing of what this version cannot read."""
-        trials = map(how_begun, self._trials(TrialState.RUNNING))
-        return [trial for trial in trials if trial is not None]
+        """Return how the open trials were begun."""
+        return list(map(how_begun, self._trials(TrialState.RUNNING)))
 
     def _unseen(self, frozen: FrozenTrial, left: Iterable[TrialRecord]) -> TrialRecord | None:
         """Return the record of a trial that its driver did not see the end of.
@@ -536,12 +525,6 @@ class OpenStudy:
         What its worker left on disk, or that it was lost; None where it had no whole configuration.
         """
         trial = how_begun(frozen)
-        if trial is None:
-            self._warn(
-                f"trial {frozen.number} was begun by another version of sweep, and cannot be read: "
-                "it is closed"
-            )
-            return None
         for found in left:
             if is_of(found, trial):
                 return found

@@ -198,6 +198,7 @@ def plan(
     gpu: str | None = None,
     model: str | None = None,
     data: Data = None,
+    numerics: str | None = None,
     exact: bool = False,
     study: str | None = None,
     storage: str | None = None,
@@ -210,6 +211,7 @@ def plan(
         gpu: of the catalogue; None for the space's own, or the one that is here.
         model: a shipped architecture, a directory or a hub id.
         data: the dataset that would be trained on.
+        numerics: ``16-bit`` leaves compute in 8 bits out.
         exact: whether one configuration is asked about: what is not set is the standard recipe's.
         study: whose trials correct the predictions.
         storage: URL of that study's database.
@@ -228,6 +230,7 @@ def plan(
         gpus=() if gpu is None else (gpu,),
         model=model,
         configuration=settings,
+        numerics=numerics,
         is_exact=exact,
         work=AskedWork(has_texts=data is not None),
         data=_data(data),
@@ -255,6 +258,7 @@ def tune(
     time_budget_seconds: float | None = None,
     max_dollars: float | None = None,
     sampler: str | None = None,
+    numerics: str | None = None,
     seed: int | None = None,
     confirm: bool = True,
     progress: bool = False,
@@ -279,6 +283,7 @@ def tune(
         time_budget_seconds: after which this call stops.
         max_dollars: that the study may cost, at the price of its GPU.
         sampler: ``guided``, ``tpe``, ``gp``, ``random`` or ``grid``.
+        numerics: ``16-bit`` leaves compute in 8 bits out.
         seed: of sampling, weights and tokens.
         confirm: whether the winner is measured again, as the space says.
         progress: whether the study is shown on stderr as `sweep run` shows it. Nothing is printed
@@ -294,12 +299,13 @@ def tune(
     from sweep.study.events import StopReason
     from sweep.terminal import driving
 
-    about = {"gpu": gpu, "model": model, "data": _data(data), "sampler": sampler, "seed": seed}
+    about = {"gpu": gpu, "model": model, "data": _data(data)}
+    search = {"sampler": sampler, "numerics": numerics, "seed": seed}
     limits = {"trials": trials, "max_dollars": max_dollars, "confirm": None if confirm else False}
     quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read_texts": _read_texts}
     prepared, reason = driving.tune(
         os.fspath(space),
-        overrides={**about, **limits, "time_budget_seconds": time_budget_seconds},
+        overrides={**about, **search, **limits, "time_budget_seconds": time_budget_seconds},
         held=settings,
         study=study,
         url=storage_url(storage),

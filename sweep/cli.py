@@ -107,6 +107,7 @@ def run(
     max_dollars: opt.MaxDollarsOption = None,
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
+    numerics: opt.NumericsOption = None,
     on: opt.OnOption = None,
     cards: opt.CardsOption = None,
     ray: opt.RayOption = None,
@@ -135,6 +136,7 @@ def run(
         "confirm": False if no_confirm else _soak(soak),
         "seed": seed,
         "sampler": sampler,
+        "numerics": numerics,
     }
     from sweep.study.asked import refuse_mistakes
 
@@ -343,6 +345,7 @@ def plan(
     space: opt.SpaceOrCardArgument = None,
     gpu: opt.GpusOption = None,
     model: opt.ModelOption = None,
+    numerics: opt.NumericsOption = None,
     exact: opt.ExactOption = False,
     from_file: opt.FromFileOption = None,
     data: opt.DataOption = None,
@@ -382,6 +385,7 @@ def plan(
         gpus=tuple(gpu or ()),
         model=model,
         configuration=configuration,
+        numerics=numerics,
         is_exact=exact,
         from_file=from_file,
         work=AskedWork(steps, samples, tokens, dataset_samples, epochs, has_texts=data is not None),
@@ -554,8 +558,8 @@ def merge(
 ) -> int:
     """Merge an adapter into its 16-bit base, shard by shard.
 
-    The merged model's logits are compared with those of base and adapter. Merging into 4-bit
-    weights would make another model, and is not offered.
+    The merged model's logits are compared with those of base and adapter. Merging into
+    quantized weights would make another model, and is not offered.
     """
     from sweep.terminal import merging
 

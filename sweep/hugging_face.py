@@ -35,16 +35,19 @@ from sweep.training.compiling import compile_each
 from sweep.training.device import open_device
 from sweep.training.model import build_base, decoder_layers, loading_arguments
 
-_NOT_LOADED = ("upcast_fp32", "checkpoint_fraction", "compile", "sharding")
+_NOT_LOADED = ("compute_dtype", "upcast_fp32", "checkpoint_fraction", "compile", "sharding")
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
-_LOST_IN_FILES = ("quantized_fraction", "lora_alpha")
-"""Settings that a file of TRL's cannot say, and these objects can."""
+_LOST_IN_FILES = ("quantization", "compute_dtype", "quantized_fraction", "lora_alpha")
+"""Settings that a file of TRL's cannot say, and a model that is handed to it has."""
 _patched: list[contextlib.ExitStack] = []
 """What would undo Liger's patches of modules, which models still need."""
 
 
 def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     """See `sweep.api.Winner.model_kwargs`."""
+    if recipe.config.weight_bits == 8:
+        kind = recipe.config.quantization
+        raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
     lost = _lost(recipe, _NOT_LOADED)
     if (adapters := KNOBS["adapter_dtype"].lost["llama-factory"](recipe)) is not None:
         lost.append(adapters)

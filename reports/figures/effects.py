@@ -195,9 +195,9 @@ def _drawing(effects: Sequence[Effect], quantity: Quantity, memory: units.Memory
             if (change := _of(effect, quantity)) is not None and change.basis == basis
         ]
         if chosen:
-            figure.add_scatter(
-                **_trace(chosen, quantity, memory), name=name, marker=_marker(symbol)
-            )
+            colour = MARKS[Verdict.FITS].colour
+            marker = {"symbol": symbol, "size": 10, "color": colour}
+            figure.add_scatter(**_trace(chosen, quantity, memory), name=name, marker=marker)
     neutral = 1.0 if quantity == "speed" else 0.0
     figure.add_vline(x=neutral, line={"color": LIMIT_COLOUR, "width": 1, "dash": "dash"})
     figure.update_layout(
@@ -214,10 +214,6 @@ def _drawing(effects: Sequence[Effect], quantity: Quantity, memory: units.Memory
         },
     )
     return figure
-
-
-def _marker(symbol: str) -> dict[str, Any]:
-    return {"symbol": symbol, "size": 10, "color": MARKS[Verdict.FITS].colour}
 
 
 def _trace(

@@ -70,7 +70,8 @@ def front_drawing(document: Mapping[str, Any], candidates: Sequence[int]) -> dic
     scale = MemoryScale.of(document)
     lanes = lanes_of(trials)
     is_measured = y in document["columns"]
-    names = [lane_label(trials, lane) for lane in lanes]
+    counts = [len(_rows_of(trials, verdict, is_measured=False)) for verdict in lanes]
+    names = [f"{MARKS[v].lane}: {n:,}" for v, n in zip(lanes, counts, strict=True)]
     layout = panels(lanes=names, tall=MAIN_PIXELS if is_measured else _EMPTY_PIXELS)
     layout["xaxis"] |= scale.axis()
     if is_measured:
@@ -128,7 +129,8 @@ def front_controls(document: Mapping[str, Any], candidates: Sequence[int]) -> di
         "y": _speed_of(document),
         "memory": MEMORY,
         "measured": {
-            _name_of(verdict): _measured_rows(document["trials"], verdict) for verdict in _MEASURED
+            _name_of(verdict): _rows_of(document["trials"], verdict, is_measured=True)
+            for verdict in _MEASURED
         },
         "symbols": {str(verdict): MARKS[verdict].symbol for verdict in _MEASURED},
         "memory_axis": scale.axis(),
@@ -220,7 +222,7 @@ def _measured_traces(trials: Sequence[Trial], view: View, *, y: str) -> Iterator
     """Yield what was measured: the others stand back, the front is joined and stands out."""
     place = (f"@{MEMORY}", f"@{y}")
     for verdict in _MEASURED:
-        rows = _measured_rows(trials, verdict)
+        rows = _rows_of(trials, verdict, is_measured=True)
         marker = {"color": FADED_COLOUR, "symbol": MARKS[verdict].symbol, "size": 7}
         if rows:
             others = [row for row in rows if row not in view.rows]
@@ -243,11 +245,12 @@ def _whiskers(trials: Sequence[Trial], view: View) -> dict[str, Any]:
     return whiskers([speed for _, speed in measured], ends)
 
 
-def _measured_rows(trials: Sequence[Trial], verdict: Verdict) -> list[int]:
+def _rows_of(trials: Sequence[Trial], verdict: Verdict, *, is_measured: bool) -> list[int]:
+    """Return the trials of a verdict that have a speed, or those that have none."""
     return [
         row
         for row, trial in enumerate(trials)
-        if trial["verdict"] == verdict and "tokens_per_second" in trial
+        if trial["verdict"] == verdict and (MEASURED_SPEED in trial) == is_measured
     ]
 
 
@@ -269,25 +272,15 @@ def _named_traces(document: Mapping[str, Any], *, y: str) -> Iterator[dict[str, 
 
 def lanes_of(trials: Sequence[Trial]) -> tuple[Verdict, ...]:
     """Return how the trials without a speed ended, in the order of `Verdict`."""
-    ended = {trial["verdict"] for trial in trials if "tokens_per_second" not in trial}
+    ended = {trial["verdict"] for trial in trials if MEASURED_SPEED not in trial}
     return tuple(verdict for verdict in Verdict if verdict in ended)
-
-
-def lane_label(trials: Sequence[Trial], verdict: Verdict) -> str:
-    """Return what heads a lane: how its trials ended, and how many of them there are."""
-    count = sum(t["verdict"] == verdict and "tokens_per_second" not in t for t in trials)
-    return f"{MARKS[verdict].lane}: {count:,}"
 
 
 def _lane_trace(
     trials: Sequence[Trial], verdict: Verdict, lane: int, scale: MemoryScale
 ) -> dict[str, Any]:
     """Return a lane's trials, side by side where they need the same; an arrow where it is more."""
-    rows = [
-        row
-        for row, trial in enumerate(trials)
-        if trial["verdict"] == verdict and "tokens_per_second" not in trial
-    ]
+    rows = _rows_of(trials, verdict, is_measured=False)
     needs = [need_of(trials[row]) for row in rows]
     bounds = [trials[row].get("need_is_lower_bound", False) for row in rows]
     mark = MARKS[verdict]

@@ -52,11 +52,9 @@ MARKS: Mapping[Verdict, Mark] = {
 }
 
 
-def lanes_of(
-    records: Iterable[TrialRecord], *, without: Iterable[Verdict] = ()
-) -> tuple[Verdict, ...]:
-    """Return the verdicts that occur, in the order of `Verdict`, less those drawn elsewhere."""
-    wanted = {record.verdict for record in records} - set(without)
+def lanes_of(records: Iterable[TrialRecord]) -> tuple[Verdict, ...]:
+    """Return the verdicts that occur, in the order of `Verdict`."""
+    wanted = {record.verdict for record in records}
     return tuple(verdict for verdict in Verdict if verdict in wanted)
 
 

@@ -102,12 +102,9 @@ def _summary(known: Trust) -> str:
         for one in (known.memory, known.speed)
         if one is not None
     ]
-    parts.append(f"{units.duration(_device_seconds(known.course))} of device time")
+    spent = known.course.confirming_seconds + sum(s.device_seconds for s in known.course.spent)
+    parts.append(f"{units.duration(spent)} of device time")
     return ", ".join(parts)
-
-
-def _device_seconds(course: Course) -> float:
-    return course.confirming_seconds + sum(spent.device_seconds for spent in course.spent)
 
 
 def accuracy_words(known: Accuracy) -> str:

@@ -1,17 +1,17 @@
-"""Owns the formats of an export by name. The way into this package."""
+"""The formats of an export by name: the way into this package."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.surfaces import surface_text
 from sweep.export.documents import PEFT_LOST, json_document, peft, yaml_document
 from sweep.export.recipe import Recipe, recipe_of
-from sweep.export.script import script, script_lost
-from sweep.export.trainer_files import axolotl, llama_factory, lost, trl
+from sweep.export.script import kernels_beside, script, script_lost
+from sweep.export.trainer_files import axolotl, llama_factory, lost, trl, unsloth
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Export:
     """Of one file."""
     lost: tuple[str, ...] = ()
     """What the format cannot say of what was measured, and what its file does instead."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Texts of files that it needs in its directory, by their names."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,19 @@ class _Format:
     text: Callable[[Recipe], str]
     endings: tuple[str, ...]
     lost: Callable[[Recipe], tuple[str, ...]] = lambda _: ()
+    beside: Callable[[Recipe], Mapping[str, str]] = lambda _: {}
 
 
-_JSON, _YAML = (".json",), (".yaml", ".yml")
+_JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
 _FORMATS: dict[str, _Format] = {
-    "script": _Format(script, (".py",), script_lost),
+    "script": _Format(script, _PYTHON, script_lost, kernels_beside),
     "json": _Format(json_document, _JSON),
     "yaml": _Format(yaml_document, _YAML),
     "peft": _Format(peft, _JSON, lambda _: PEFT_LOST),
     "axolotl": _Format(axolotl, _YAML, lambda recipe: lost(recipe, "axolotl")),
     "llama-factory": _Format(llama_factory, _YAML, lambda recipe: lost(recipe, "llama-factory")),
     "trl": _Format(trl, _YAML, lambda recipe: lost(recipe, "trl")),
+    "unsloth": _Format(unsloth, _PYTHON, lambda recipe: lost(recipe, "unsloth")),
 }
 
 SURFACE = "surface"
@@ -88,4 +92,4 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
     recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
-    return Export(chosen.text(recipe), chosen.lost(recipe))
+    return Export(chosen.text(recipe), chosen.lost(recipe), chosen.beside(recipe))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,8 @@ from reports.summary import emulation_note
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
+from search_spaces.gpus import match_product
+from search_spaces.knobs import KNOBS
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.space import Objective
@@ -150,6 +152,14 @@ class Recipe:
         return None if self.texts is None else self.texts.summary.kind
 
     @property
+    def dtype(self) -> str:
+        """Of matrix products, where none is in 8 bits; beside 8-bit ones, of all else."""
+        if not self.config.is_8bit_compute:
+            return self.config.compute_dtype
+        target = match_product(self.target.gpu)
+        return "bf16" if target is None else target.half
+
+    @property
     def model_type(self) -> str:
         """What transformers calls the architecture."""
         return self.model.model_type
@@ -202,15 +212,26 @@ class Recipe:
 
     def facts(self) -> tuple[str, ...]:
         """Return what was measured, of what and on what, a sentence or two each."""
+        begun = "At a time that is not recorded" if self.date is None else f"Begun {self.date}"
+        known = [
+            f"{name} {self._versions[name]}" for name in _LIBRARIES if self._versions.get(name)
+        ]
+        kinds = [
+            KNOBS[k].phrase(getattr(self.config, k)) for k in ("quantization", "compute_dtype")
+        ]
+        role = "One of the configurations that fit, not the best"
+        if self.is_best:
+            role = objectives.best(self.objectives, is_confirmed=self.is_confirmed)
         return (
             f"{WRITTEN_BY}.",
-            f"{self._role}, of study {quote(self.study)}: "
+            f"{role}, of study {quote(self.study)}: "
             f"trial {self.number}{f', {self.certainty}' if self.certainty else ''}.",
             _numbers(self.measurement),
             emulation_note(self.target) or f"Measured on {self._device()}.",
-            f"{self._when()}, by {self._sweep()}, with {self._driver()}.",
+            f"{begun}, by {self._sweep()}, with {self._driver()}.",
             self.comparison.words(),
-            f"Model: {self.model.name}. Libraries: {self._libraries()}.",
+            f"Model: {self.model.name}, {', '.join(kinds)}. "
+            f"Libraries: {', '.join(known) or 'not recorded'}.",
             self._rows(),
         )
 
@@ -241,9 +262,6 @@ class Recipe:
     def _versions(self) -> dict[str, Any]:
         return dict(self.environment.get("versions") or {})
 
-    def _when(self) -> str:
-        return "At a time that is not recorded" if self.date is None else f"Begun {self.date}"
-
     def _sweep(self) -> str:
         version, commit = self._versions.get(_OURS), self.environment.get("commit")
         return f"qlora-sweep {version or 'of no known version'} (commit {commit or 'not recorded'})"
@@ -263,21 +281,10 @@ class Recipe:
             f"{summary.fingerprint}), {in_percent(self.texts.eval_fraction)} of the rows held out."
         )
 
-    @property
-    def _role(self) -> str:
-        if self.is_best:
-            return objectives.best(self.objectives, is_confirmed=self.is_confirmed)
-        return "One of the configurations that fit, not the best"
-
     def _device(self) -> str:
         if self.target.device == "cpu":
             return "a CPU"
         return str(self.environment.get("gpu") or self.target.gpu)
-
-    def _libraries(self) -> str:
-        versions = self.environment.get("versions") or {}
-        known = [f"{name} {versions[name]}" for name in _LIBRARIES if versions.get(name)]
-        return ", ".join(known) or "not recorded"
 
 
 def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
@@ -297,6 +304,9 @@ def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
         )
     is_best = best is not None and chosen.number == best.number
     again = ranking.is_measured_again(chosen)
+    gain, reason = gain_of(ranking, chosen)
+    baseline = ranking.reference_for(chosen.config) or ranking.baseline
+    is_baseline = baseline is not None and baseline.number == chosen.number
     return Recipe(
         study=snapshot.name,
         number=chosen.number,
@@ -312,7 +322,7 @@ def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
         else f"{'' if again else 'not '}measured again",
         is_best=is_best,
         date=chosen.started_at,
-        comparison=_comparison(ranking, chosen),
+        comparison=GainOver(baseline, gain, reason, is_baseline),
         texts=_texts(snapshot),
     )
 
@@ -322,13 +332,6 @@ def _resolved(config: TrialConfig, model: ModelSpec) -> dict[str, Any]:
     names = resolve_targets(config, model)
     targets = _EVERY_LINEAR if _EVERY_LINEAR in names else list(names)
     return {**canonical(config).model_dump(mode="json"), "target_modules": targets}
-
-
-def _comparison(ranking: Ranking, chosen: TrialRecord) -> GainOver:
-    gain, reason = gain_of(ranking, chosen)
-    baseline = ranking.reference_for(chosen.config) or ranking.baseline
-    is_baseline = baseline is not None and baseline.number == chosen.number
-    return GainOver(baseline, gain, reason, is_baseline)
 
 
 def _texts(snapshot: StudySnapshot) -> RecipeTexts | None:
@@ -394,16 +397,12 @@ def comment(paragraphs: Iterable[str]) -> str:
 
     A paragraph that begins with ``- `` is a list item.
     """
-    return "\n".join(line for text in paragraphs for line in _commented(text))
-
-
-def _commented(text: str) -> Iterator[str]:
-    hanging = "  " if text.startswith("- ") else ""
-    lines = textwrap.wrap(
-        printable(text), _COMMENT_WIDTH, subsequent_indent=hanging, break_on_hyphens=False
-    )
-    for line in lines or [""]:
-        yield f"# {line}".rstrip()
+    wrapper = textwrap.TextWrapper(_COMMENT_WIDTH, break_on_hyphens=False)
+    lines: list[str] = []
+    for text in paragraphs:
+        wrapper.subsequent_indent = "  " if text.startswith("- ") else ""
+        lines += wrapper.wrap(printable(text)) or [""]
+    return "\n".join(f"# {line}".rstrip() for line in lines)
 
 
 def printable(text: str) -> str:

@@ -143,6 +143,18 @@ def _trl_loss(texts: RecipeTexts) -> dict[str, Any]:
             return {"assistant_only_loss": False}
 
 
+def _lost_instruction(texts: RecipeTexts) -> str:
+    return (
+        "instruction: it reads no such columns. Write each row as prompt (the instruction in "
+        "Alpaca's words) and completion."
+    )
+
+
+def _unsloth_lost_chats(texts: RecipeTexts) -> str:
+    loss = ", and every token carries loss" if texts.summary.completions_only else ""
+    return f"Chats: it takes messages with the roles user, assistant and tool alone{loss}."
+
+
 def _trl_lost_conversations(texts: RecipeTexts) -> str:
     loss = " and loss on every token" if texts.summary.completions_only else ""
     return (
@@ -185,18 +197,14 @@ def _axolotl_rows(texts: RecipeTexts) -> dict[str, Any]:
             return {"type": {**fields, **prompt}}
         case kind:
             names = ("from", "value") if kind == "conversations" else ("role", "content")
+            roles = {role: [other] for other, role in ROLES_OF_OTHERS.items()}
             return {
                 "type": "chat_template",
                 "field_messages": kind,
                 "message_property_mappings": dict(zip(("role", "content"), names, strict=True)),
                 # Of ShareGPT's it knows human and gpt alone.
-                **({"roles": _roles()} if kind == "conversations" else {}),
+                **({"roles": roles} if kind == "conversations" else {}),
             }
-
-
-def _roles() -> dict[str, list[str]]:
-    """Return the roles of chat templates, each with those of others that stand for it."""
-    return {role: [other] for other, role in ROLES_OF_OTHERS.items()}
 
 
 def _axolotl_lost_text(texts: RecipeTexts) -> str:
@@ -256,13 +264,8 @@ def _llama_factory_rows(texts: RecipeTexts) -> dict[str, Any]:
         case "conversations":
             return {"formatting": "sharegpt", "columns": {"messages": "conversations"}}
         case _:
-            tags = {
-                "role_tag": "role",
-                "content_tag": "content",
-                "user_tag": "user",
-                "assistant_tag": "assistant",
-                "system_tag": "system",
-            }
+            tagged = ("role", "content", "user", "assistant", "system")
+            tags = {f"{name}_tag": name for name in tagged}
             return {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
 
 
@@ -305,11 +308,12 @@ _OPTIONS: Mapping[Trainer, Callable[[Recipe], dict[str, Any]]] = {
 }
 _LOST: Mapping[Trainer, Mapping[str, Callable[[RecipeTexts], str]]] = {
     "trl": {
-        "instruction": lambda _: (
-            "instruction: it reads no such columns. Write each row as prompt (the instruction in "
-            "Alpaca's words) and completion."
-        ),
+        "instruction": _lost_instruction,
         "conversations": _trl_lost_conversations,
+    },
+    "unsloth": {
+        **dict.fromkeys(("messages", "conversations"), _unsloth_lost_chats),
+        "instruction": _lost_instruction,
     },
     "axolotl": {"text": _axolotl_lost_text},
     "llama-factory": {

@@ -1,20 +1,20 @@
-"""Owns the training script of a recipe, which needs transformers, PEFT and bitsandbytes alone.
-
-Knows nothing of studies. The script does what `sweep.training` measured, in Trainer's words.
-"""
+"""The training script of a recipe, which does what `sweep.training` measured in Trainer's words."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from search_spaces.knobs import EIGHT_BIT
 from search_spaces.trainers import (
     TORCH_DTYPES,
     allocator_settings,
     liger_kernels,
     lost_sharding,
 )
+from storage.outputs import WRITTEN_BY
 from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
 from sweep.export.recipe import (
@@ -26,6 +26,9 @@ from sweep.export.recipe import (
     plain_number,
 )
 
+KERNELS = "eight_bit.py"
+"""What lies beside a script that stores or computes in 8 bits."""
+_OF_THE_BASE = ("quantization", "double_quant", "quantized_fraction")
 TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2 and TRL 1.15 to 1.16."
 
 
@@ -36,17 +39,17 @@ def script(recipe: Recipe) -> str:
     is_whole = config.quantized_count(recipe.layers) == recipe.layers
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
-    return _template().render(
+    return template("script.py.j2").render(
         header=f"{comment((*recipe.facts(), TRIED, *script_lost(recipe)))}\n{record_line(recipe)}",
+        eight_bit=bool(kernels_beside(recipe)),
         config=config,
-        cards=config.data_parallel,
+        base={key: recipe.resolved[key] for key in _OF_THE_BASE},
         measurement=recipe.measurement,
         weights=recipe.weights,
         alpha=plain_number(config.alpha),
         target_modules=recipe.targets,
-        dtype=TORCH_DTYPES[config.compute_dtype],
+        dtype=TORCH_DTYPES[recipe.dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
-        is_quantized=config.is_quantized,
         is_quantized_whole=is_whole,
         peft_imports=", ".join(imports),
         liger=liger_kernels(config.kernels),
@@ -60,11 +63,18 @@ def script(recipe: Recipe) -> str:
         marks_turns=_marks_turns(recipe),
         is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
         output=recipe.output_directory("script"),
-        learning_rate=config.learning_rate,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
         schedule=SCHEDULE,
     )
+
+
+def kernels_beside(recipe: Recipe) -> dict[str, str]:
+    """Return the file that a recipe's script imports from its directory, by its name."""
+    if not {recipe.config.compute_dtype, recipe.config.quantization} & set(EIGHT_BIT):
+        return {}
+    source = (files("sweep.training") / KERNELS).read_text(encoding="utf-8")
+    return {KERNELS: f"# {WRITTEN_BY}, for the scripts beside it.\n{source}"}
 
 
 def script_lost(recipe: Recipe) -> tuple[str, ...]:
@@ -99,7 +109,8 @@ _MARKS = (
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """Return a template of a script."""
     environment = Environment(
         loader=PackageLoader("sweep.export"),
         # What it writes is Python, not markup; every text of people's goes through `python`.
@@ -110,7 +121,7 @@ def _template() -> Template:
         keep_trailing_newline=True,
     )
     environment.filters["python"] = _literal
-    return environment.get_template("script.py.j2")
+    return environment.get_template(name)
 
 
 def _literal(value: object) -> str:

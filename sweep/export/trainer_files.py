@@ -1,7 +1,7 @@
-"""Owns a recipe as each trainer's file: YAML under a comment that hides nothing.
+"""A recipe as each trainer's file: options or a script under a comment that hides nothing.
 
-How a trainer spells each knob is declared with the knob (`search_spaces.trainers`), how it is told
-of texts in `rows`; here is what is not searched. Knows nothing of studies.
+How a trainer spells each setting is declared with it (`search_spaces.trainers`), how it is told of
+texts in `rows`; here is what is not searched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from search_spaces.knobs import KNOBS
-from search_spaces.trainers import Trainer
-from sweep.export.documents import record_line
+from search_spaces.trainers import TORCH_DTYPES, Trainer, unsloth_loading
+from sweep.export.documents import lora_options, record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
     SCHEDULE,
@@ -24,6 +24,7 @@ from sweep.export.recipe import (
     comment,
 )
 from sweep.export.rows import DATA_FILE, dataset_info, dataset_options, lost_rows
+from sweep.export.script import template
 
 _NON_BLOCKING: Mapping[str, Any] = {"accelerator_config": {"non_blocking": True}}
 _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_BLOCKING}
@@ -50,9 +51,10 @@ class TriedWith:
     versions: str
     pins: str
     """What those versions want of others, by their own metadata."""
+    how: str = "Tried with"
 
     def __str__(self) -> str:
-        return f"Tried with {self.name} {self.versions}, {self.pins}."
+        return f"{self.how} {self.name} {self.versions}, {self.pins}."
 
 
 TRIED: Mapping[Trainer, TriedWith] = {
@@ -72,6 +74,9 @@ TRIED: Mapping[Trainer, TriedWith] = {
         "0.9.5",
         "which wants transformers up to 5.6.0, peft 0.18.0 to 0.18.1, accelerate up to 1.11.0 and "
         "trl up to 0.24.0",
+    ),
+    "unsloth": TriedWith(
+        "Unsloth", "2026.8 to 2026.10", "which no test runs, as it needs a GPU", how="Written for"
     ),
 }
 
@@ -141,6 +146,29 @@ def llama_factory(recipe: Recipe) -> str:
     )
 
 
+_NO_ARGUMENTS = (
+    *("lora_", "load_in_", "bnb_", "use_bnb_", "dtype", "attn_", "use_liger_", "liger_"),
+    *("gradient_checkpointing_kwargs", "datasets", "test_split_", "dataset_text_", "assistant_"),
+)
+"""What TRL's options begin with that are of the model, the examples, or not Unsloth's."""
+
+
+def unsloth(recipe: Recipe) -> str:
+    """Return a script that trains a recipe by Unsloth, with TRL's options for the rest."""
+    options, lora = trl_options(recipe), lora_options(recipe)
+    return template("unsloth.py.j2").render(
+        header=_header(recipe, trainer="unsloth", command="python FILE"),
+        recipe=recipe,
+        data=options["datasets"][0],
+        held_out=options.get("test_split_size"),
+        dtype=TORCH_DTYPES[recipe.dtype],
+        loading={"max_seq_length": recipe.config.seq_len, **unsloth_loading(recipe)},
+        # The others Unsloth writes itself.
+        adapters={key: lora[key] for key in lora if key not in ("task_type", "use_dora")},
+        options={k: v for k, v in options.items() if not k.startswith(_NO_ARGUMENTS)},
+    )
+
+
 def lost(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
     """Return what a trainer cannot express of what was measured, and what its file does instead."""
     knobs = (knob.lost[trainer](recipe) for knob in KNOBS.values() if trainer in knob.lost)
@@ -168,14 +196,13 @@ def _to_fill_in(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
 
 
 def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[str, Any]) -> str:
-    """Return the text of a trainer's file.
+    """Return the text of a trainer's file, with these options in it."""
+    body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
+    return f"{_header(recipe, trainer=trainer, command=command)}\n\n{body}"
 
-    Args:
-        recipe: what was measured.
-        trainer: whose file it is.
-        command: how to start it; ``FILE`` stands for the file.
-        options: the file's content.
-    """
+
+def _header(recipe: Recipe, *, trainer: Trainer, command: str) -> str:
+    """Return the comment over a trainer's file; ``FILE`` stands for it in the command."""
     tried = TRIED[trainer]
     edits = tuple(_to_fill_in(recipe, trainer))
     paragraphs = (
@@ -190,10 +217,9 @@ def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[st
         f"Where {tried.name} cannot do what was measured:",
         *_items(lost(recipe, trainer) or ("nothing known: every knob is below",)),
     )
-    body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
     # A line each, to be taken as it is: in a paragraph a long path would be broken.
     info = f"{_INFO}{json.dumps(dataset_info(recipe))}\n" if trainer == "llama-factory" else ""
-    return f"{comment(paragraphs)}\n{info}{record_line(recipe)}\n\n{body}"
+    return f"{comment(paragraphs)}\n{info}{record_line(recipe)}"
 
 
 _INFO = "# dataset_info.json: "

@@ -46,13 +46,14 @@ def model_card(
     # Whoever trains nothing does not wait for it.
     from huggingface_hub import ModelCard, ModelCardData
 
-    spec = job.spec
+    spec, config = job.spec, job.config
+    kind = "qlora" if config.is_4bit else f"lora-{config.weight_bits}bit"
     data = ModelCardData(
         library_name="peft",
         pipeline_tag="text-generation",
         base_model=spec.name if spec.source == "hub" else None,
         datasets=[texts.source] if texts is not None and is_hub_id(texts.source) else None,
-        tags=["lora", "qlora" if job.config.is_quantized else "lora-16bit", "qlora-sweep"],
+        tags=["lora", kind, "qlora-sweep"],
     )
     body = "\n\n".join(
         _sections(job, result, texts=texts, subject=subject, environment=environment)

@@ -45,6 +45,7 @@ from sweep.finetuning.wire import (
 from sweep.training.adapters import Attached
 from sweep.training.device import Device, open_device
 from sweep.training.model import BaseModel as Base
+from sweep.training.model import compute_type
 
 OBSERVED_STEPS = 2
 """The first makes the optimizer's state, the second has it from the start; the widest rows are in
@@ -106,7 +107,7 @@ class Run(TrainerCallback):
         self._course = Course(
             self._device,
             _steps_of(self._checkpoint),
-            checks_gradients=self._job.config.compute_dtype != "fp16",
+            checks_gradients=compute_type(self._job.config) != torch.float16,
             compilation=attachment.compilation,
         )
         self._trainer = MeasuredTrainer(

@@ -29,6 +29,7 @@ from sweep.finetuning import checkpoints
 from sweep.finetuning.course import Course
 from sweep.finetuning.rows import EpochOrder, Rows
 from sweep.finetuning.wire import TrainingJob
+from sweep.training.model import compute_type
 from sweep.training.step import MAX_GRAD_NORM, evaluating, make_optimizer
 
 EVALUATED_ON_THE_WAY = 64
@@ -38,14 +39,15 @@ EVALUATED_ON_THE_WAY = 64
 def arguments(job: TrainingJob) -> TrainingArguments:
     """Return what Trainer is told: the settings that were measured."""
     config, is_on_cpu = job.config, job.device == "cpu"
+    dtype = compute_type(config)
     return TrainingArguments(
         output_dir=job.output,
         max_steps=job.max_steps or -1,
         num_train_epochs=job.epochs,
         per_device_train_batch_size=config.micro_batch_size,
         gradient_accumulation_steps=config.accumulation_steps,
-        bf16=config.compute_dtype == "bf16",
-        fp16=config.compute_dtype == "fp16",
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         max_grad_norm=MAX_GRAD_NORM,
         lr_scheduler_type="linear",
         remove_unused_columns=False,

@@ -1,7 +1,6 @@
-"""Owns the proof of a merge: the merged model's logits beside those of base plus adapter.
+"""The proof of a merge: the merged model's logits beside those of base plus adapter.
 
-One model is in memory at a time. Runs in a child, as it needs torch. Knows nothing of how weights
-are merged.
+One model is in memory at a time. Runs in a child, as it needs torch.
 """
 
 from __future__ import annotations
@@ -17,9 +16,14 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.errors import words_of
-from sweep.merging.report import Comparison, FourBit
+from sweep.merging.report import Comparison, Trained
+from sweep.training.eight_bit import TYPES, to_8_bits
+
+Quantization = tuple[str, bool]
+"""Of a base: its kind, and whether the constants of 4-bit weights are quantized too."""
 
 _ROW_TOKENS = 64
 _CHEAP_BYTES = 2 * 10**9
@@ -40,7 +44,6 @@ class Models:
     dtype: torch.dtype
     nbytes: int
     """Of the merged weights."""
-    attention: str = "sdpa"
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +62,7 @@ def compare(
     """
     device = models.device
     tokens = _tokens(models.merged, rows)
-    quantization = _trained_on(models.adapter, models.dtype)
+    quantization = _trained_on(models.adapter)
     if device.type == "cpu" and models.nbytes > _CHEAP_BYTES:
         quantization = None
     looks = 2 if quantization is None else 3
@@ -68,9 +71,9 @@ def compare(
     on_step(1, looks)
     found = _merged(models, tokens, device)
     on_step(2, looks)
-    four_bit, failed = None, None
+    trained, failed = None, None
     if quantization is not None:
-        four_bit, failed = _four_bit_or_why_not(models, quantization, tokens, found, device=device)
+        trained, failed = _trained_or_why_not(models, quantization, tokens, found, device=device)
     difference = (found - reference).abs()
     return Comparison(
         rows=rows,
@@ -81,8 +84,8 @@ def compare(
         argmax_agreement=_agreement(found, reference),
         logits_spread=float(reference.std()),
         adapter_mean_abs=float((reference - without).abs().mean()),
-        four_bit=four_bit,
-        four_bit_failed=failed,
+        trained=trained,
+        trained_failed=failed,
     )
 
 
@@ -105,61 +108,47 @@ def _merged(models: Models, tokens: torch.Tensor, device: torch.device) -> torch
         return _logits(merged, tokens, device)
 
 
-def _four_bit_or_why_not(
+def _trained_or_why_not(
     models: Models,
-    quantization: BitsAndBytesConfig,
+    quantization: Quantization,
     tokens: torch.Tensor,
     merged: torch.Tensor,
     *,
     device: torch.device,
-) -> tuple[FourBit | None, str | None]:
-    """Return what `_four_bit` does, or why that cannot be told: the merge is proved without it."""
+) -> tuple[Trained | None, str | None]:
+    """Return how far the merged model is from what was trained, or why that cannot be told: the
+    merge is proved without it."""
+    kind, double_quant = quantization
     try:
-        return _four_bit(models, quantization, tokens, merged, device=device), None
+        with _loaded(models.base, models, device, quantization) as base:
+            peft = PeftModel.from_pretrained(base, models.adapter).eval()
+            trained = _logits(peft, tokens, device)
     except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
         return None, words_of(error)
-
-
-def _four_bit(
-    models: Models,
-    quantization: BitsAndBytesConfig,
-    tokens: torch.Tensor,
-    merged: torch.Tensor,
-    *,
-    device: torch.device,
-) -> FourBit:
-    """Return how far the merged model is from what was trained."""
-    with _loaded(models.base, models, device, quantization_config=quantization) as base:
-        trained = _logits(PeftModel.from_pretrained(base, models.adapter).eval(), tokens, device)
     difference = (merged - trained).abs()
-    return FourBit(
-        quantization=quantization.bnb_4bit_quant_type,
-        double_quant=quantization.bnb_4bit_use_double_quant,
+    found = Trained(
+        quantization=kind,
+        double_quant=double_quant,
         max_abs=float(difference.max()),
         mean_abs=float(difference.mean()),
         argmax_agreement=_agreement(merged, trained),
     )
+    return found, None
 
 
-def _trained_on(adapter: Path, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+def _trained_on(adapter: Path) -> Quantization | None:
     """Return how the base was quantized in training, as `training.json` says, and as QLoRA does it
     where there is none; None for a base that was in 16 bits, if only in part.
     """
     try:
-        config = json.loads((adapter / "training.json").read_text(encoding="utf-8"))["config"]
+        text = (adapter / "training.json").read_text(encoding="utf-8")
+        config = dict(json.loads(text)["config"])
     except (OSError, ValueError, KeyError, TypeError):
-        config = {}
-    if not isinstance(config, dict):
         config = {}
     kind = config.get("quantization", "nf4")
     if kind == "none" or config.get("quantized_fraction", 1.0) < 1.0:
         return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=config.get("double_quant", True),
-        bnb_4bit_compute_dtype=dtype,
-    )
+    return kind, kind not in TYPES and config.get("double_quant", True)
 
 
 def _tokens(directory: Path, rows: int) -> torch.Tensor:
@@ -171,20 +160,30 @@ def _tokens(directory: Path, rows: int) -> torch.Tensor:
 
 @contextmanager
 def _loaded(
-    directory: Path, models: Models, device: torch.device, **options: Any
+    directory: Path, models: Models, device: torch.device, quantization: Quantization | None = None
 ) -> Iterator[torch.nn.Module]:
     """Yield a model; what is left of the one before it, which refers to itself, goes first."""
+    kind, double_quant = quantization or ("none", False)
+    options: dict[str, Any] = {"device_map": {"": "cpu" if kind in TYPES else device}}
+    if quantization is not None and kind not in TYPES:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=double_quant,
+            bnb_4bit_compute_dtype=models.dtype,
+        )
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model = AutoModelForCausalLM.from_pretrained(
         str(directory),
         dtype=models.dtype,
-        device_map={"": device},
-        attn_implementation=models.attention,
+        attn_implementation="sdpa",
         trust_remote_code=False,
         **options,
     )
+    if kind in TYPES:
+        to_8_bits(model, kind, left=get_keys_to_not_convert(model), device=device)
     yield model.eval()
 
 

@@ -271,7 +271,7 @@ def _write_card(directory: Path, adapter: Adapter, base: str, dtype: MergedDtype
             "",
             f"Weights in {dtype}, worked out in fp32 from the 16-bit base. The adapter was perhaps "
             "trained on that base",
-            "in 4 bits: this model is then near what was trained, and not the same.",
+            "in 4 or 8 bits: this model is then near what was trained, and not the same.",
             "",
         ]
     )

@@ -31,8 +31,8 @@ class MergeOrder(_Value):
     """To compare on; 0 compares nothing."""
 
 
-class FourBit(_Value):
-    """The merged model beside the 4-bit base with the adapter, which is what was trained."""
+class Trained(_Value):
+    """The merged model beside the quantized base with the adapter, which is what was trained."""
 
     quantization: str
     double_quant: bool
@@ -55,9 +55,9 @@ class Comparison(_Value):
     """Standard deviation of the logits, to hold the differences against."""
     adapter_mean_abs: float
     """By which the adapter itself moves the base's logits."""
-    four_bit: FourBit | None = None
-    four_bit_failed: str | None = None
-    """Why the 4-bit base could not be looked at, where it was to be; None where it was, or not."""
+    trained: Trained | None = None
+    trained_failed: str | None = None
+    """Why the quantized base could not be looked at, where it was to be; else None."""
 
     @property
     def is_near(self) -> bool:

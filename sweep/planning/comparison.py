@@ -7,7 +7,7 @@ of two bills the speeds' uncertainty allows to claim, is `sweep.predict.cost`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -106,7 +106,10 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     if shared is None:
         return {}
     own = {plan.gpu.name: survey.fastest_by_class[shared] for plan, survey in surveys}
-    for whole in _effective_batches([forecast.config for forecast in own.values()]):
+    steps = [forecast.config.samples_per_step for forecast in own.values()]
+    # The largest step of any of them hardly accumulates; what all their micro-batches go into
+    # leaves each with its fastest configuration.
+    for whole in (max(steps), math.lcm(*steps)):
         chosen = {
             plan.gpu.name: own[plan.gpu.name]
             if own[plan.gpu.name].config.samples_per_step == whole
@@ -131,16 +134,6 @@ def _shared_class(surveys: Sequence[Survey]) -> ClassKey | None:
     fastest = surveys[0].fastest_by_class
     best = preferred(fastest[key] for key in common if key[0] == capacity)
     return None if best is None else class_of(best.config, model)
-
-
-def _effective_batches(fastest: Sequence[TrialConfig]) -> Iterator[int]:
-    """Yield effective batches that the cards may have in common, the better ones first.
-
-    The largest step of any of them hardly accumulates; what all their micro-batches go into leaves
-    each with its fastest configuration.
-    """
-    yield max(config.samples_per_step for config in fastest)
-    yield math.lcm(*(config.samples_per_step for config in fastest))
 
 
 def _accumulating(

@@ -132,7 +132,7 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
         "space_kind": plan.asked.kind,
         "held": dict(plan.asked.held),
         "table": None if plan.table is None else _table(plan.table),
-        **({} if plan.survey is None else _survey(plan.survey)),
+        **({} if plan.survey is None else _survey(plan, plan.survey)),
         "what_ifs": [_what_if(change) for change in plan.what_ifs],
         "bills": [bill.to_json() for bill in plan.bills],
         **epoch,
@@ -191,7 +191,7 @@ def _table(table: ShapeTable) -> dict[str, Any]:
     }
 
 
-def _survey(survey: Survey) -> dict[str, Any]:
+def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
     counts, seconds = survey.counts, survey.study_seconds()
     return {
         "space": survey.space.name,
@@ -214,9 +214,19 @@ def _survey(survey: Survey) -> dict[str, Any]:
             {**forecast.config.capacity(), "seq_len": forecast.config.seq_len, **_brief(forecast)}
             for forecast in survey.fastest_by_class.values()
         ],
+        "fastest_by_numerics": [
+            {"numerics": numerics, **_gain(plan, forecast), **_brief(forecast)}
+            for numerics, forecast in survey.fastest_by_numerics.items()
+        ],
         "trials": survey.trials,
         "study_seconds": None if seconds is None else list(seconds),
     }
+
+
+def _gain(plan: CardPlan, forecast: Forecast) -> dict[str, Any]:
+    """Return how many times as fast as the fastest in 16 bits a forecast is."""
+    times, *ends = plan.times_16_bit(forecast) or (None,)
+    return {"times_16_bit": times, "times_16_bit_range": ends or None}
 
 
 def _brief(forecast: Forecast) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.memory.predictor import Residuals
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.calibration import Calibration, calibrate
+from sweep.predict.speed.phases import refusal
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,11 @@ def _calibration(
     observations = [
         (record.config, record.measurement.step_seconds)
         for record in records
-        if record.measurement is not None and not record.measurement.is_noisy
+        if record.measurement is not None
+        and not record.measurement.is_noisy
+        and refusal(record.config, model=model, gpu=gpu) is None
     ]
     if shapes is not None:
         # What full sequences would take that a step on texts stands for.
         observations = [(shapes.for_speed(c), shapes.full_seconds(c, s)) for c, s in observations]
-    try:
-        return calibrate(observations, model=model, gpu=gpu) if observations else None
-    except InputError:
-        # The architecture has no speed prediction, which the forecast says itself.
-        return None
+    return calibrate(observations, model=model, gpu=gpu) if observations else None

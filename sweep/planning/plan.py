@@ -13,6 +13,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, quote
+from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
@@ -26,6 +27,8 @@ from sweep.planning.table import ShapeTable, shape_table
 from sweep.planning.whatif import WhatIf, single_changes, what_ifs
 from sweep.predict.cost import Bill, Workload, bill
 from sweep.predict.on_texts import ShapesOnTexts
+from sweep.predict.speed.calibration import NINE_IN_TEN
+from sweep.predict.speed.log_factors import ratio_spread
 
 STEPS = 1000
 """Optimizer steps where nothing else is asked."""
@@ -180,10 +183,36 @@ class CardPlan:
         """Whether anything fits, by the best guess."""
         return self.shown is not None and bool(self.shown.fits)
 
+    def times_16_bit(self, forecast: Forecast) -> tuple[float, float, float] | None:
+        """Return how many times as fast as the fastest in 16 bits a forecast of the space is, and
+        between what nine in ten such ratios are; None where either has no prediction."""
+        wide = None if self.survey is None else self.survey.fastest_by_numerics.get("16-bit")
+        if wide is None or wide.speed is None or forecast.speed is None:
+            return None
+        times = forecast.speed.tokens_per_second / wide.speed.tokens_per_second
+        spread = ratio_spread(forecast.config, wide.config, model=self.model, gpu=self.gpu)
+        doubt = math.exp(NINE_IN_TEN * spread)
+        return times, times / doubt, times * doubt
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing, and why."""
-        return (*self.evidence.notes, *(self.shown.notes if self.shown is not None else ()))
+        shown = self.obstacles if self.shown is None else self.shown.notes
+        return (*self.evidence.notes, *shown)
+
+    @property
+    def obstacles(self) -> tuple[str, ...]:
+        """Why the space has no configuration that the model and the GPU can run, where that is."""
+        if self.survey is None or self.survey.least_bytes is not None:
+            return ()
+        broken = obstacles(
+            self.survey.space,
+            model=self.model,
+            compute_capability=self.gpu.compute_capability,
+            device="cuda",
+            has_texts=self.shapes is not None,
+        )
+        return tuple(violation.reason for violation in broken)
 
 
 def plan_space(

@@ -62,6 +62,8 @@ class PlanRequest:
     """What was typed of texts, by the keys of a space's section about them."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a configuration: held fixed while the rest of the space is searched."""
+    numerics: str | None = None
+    """That of the space, where it was typed."""
     is_exact: bool = False
     """Whether one configuration is asked about: what is not typed is the standard recipe's."""
     from_file: str | None = None
@@ -167,14 +169,18 @@ class Question:
         elif gpu.name == space.gpu:
             del target["gpu"]
         texts = {"data" if key == "texts" else key: v for key, v in self.request.data.items()}
-        options = _typed({**target, **texts, **self.request.configuration})
+        numerics = {"numerics": self.request.numerics}
+        options = _typed({**target, **texts, **numerics, **self.request.configuration})
         return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
     def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
         """Return the space of a GPU, and where it comes from."""
-        if self.space is None or self.has_own_spaces:
-            return own_space(gpu.name, self.request.model)
-        return self.space, self.kind
+        space, kind = self.space, self.kind
+        if space is None or self.has_own_spaces:
+            space, kind = own_space(gpu.name, self.request.model)
+        if self.request.numerics is None:
+            return space, kind
+        return space.changed({"numerics": self.request.numerics}), kind
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
         """Return what answers for one card."""

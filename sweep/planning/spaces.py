@@ -54,10 +54,13 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
     """
     others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
     batches = _batches(space)
-    for values in _row_values(others, batches=len(batches), seed=space.seed):
+    # Rows that are left out are not counted.
+    kept = len(space.together) / math.prod(len(space.values_of(key)) for key in space.together[0])
+    for values in _row_values(others, kept=kept, batches=len(batches), seed=space.seed):
         params = dict(zip(others, values, strict=True))
-        row = [{**params, **batch} for batch in batches]
-        yield [space.config(params) for params in row if space.holds_batches_of(params)]
+        if not space.leaves_out(params):
+            row = [{**params, **batch} for batch in batches]
+            yield [space.config(params) for params in row if space.holds_batches_of(params)]
 
 
 def structures(space: SearchSpace, **size: int) -> list[TrialConfig]:
@@ -93,28 +96,24 @@ def evenly_spaced(values: Iterable[Any], *, most: int) -> list[Any]:
 
 
 def _row_values(
-    dimensions: Mapping[str, Dimension], *, batches: int, seed: int
+    dimensions: Mapping[str, Dimension], *, kept: float, batches: int, seed: int
 ) -> Iterator[tuple[Any, ...]]:
     columns = [dimension.values() for dimension in dimensions.values()]
     known = [column for column in columns if column is not None]
     most = min(ROWS_MAX, CONFIGURATIONS_MAX // batches)
-    if len(known) == len(columns) and math.prod(map(len, known)) <= most:
+    if len(known) == len(columns) and kept * math.prod(map(len, known)) <= most:
         yield from itertools.product(*known)
         return
-    drawn = {
-        key: _few(dimension) if key == "seq_len" else dimension
-        for key, dimension in dimensions.items()
-    }
+    drawn = dict(dimensions)
+    if "seq_len" in drawn:
+        # So few lengths that each has many rows, and a place in the table.
+        lengths = evenly_spaced(drawn["seq_len"].values() or (), most=VALUES_SHOWN)
+        drawn["seq_len"] = Choices(choices=tuple(lengths))
     lean = list(_leanest(drawn))
     yield from lean
     draw = random.Random(seed)
     for _ in range(min(ROWS_SAMPLED, most) - len(lean)):
         yield tuple(_drawn(dimension, draw) for dimension in drawn.values())
-
-
-def _few(dimension: Dimension) -> Dimension:
-    """Return so few lengths that each has many rows, and a place in the table."""
-    return Choices(choices=tuple(evenly_spaced(dimension.values() or (), most=VALUES_SHOWN)))
 
 
 def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:

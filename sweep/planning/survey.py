@@ -17,6 +17,7 @@ from functools import cached_property
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.knobs import Numerics
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
@@ -27,6 +28,7 @@ from sweep.planning.recommendation import (
     certainty_of,
     nearest_capacity,
     preferred,
+    speed_order,
 )
 from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
 from sweep.planning.table import FitRow, ShapeTable, Size, fastest_table, fit_row
@@ -92,7 +94,8 @@ class Survey:
     counts: Counts
     """Of the configurations looked at: all, or a sample where there are too many."""
     candidates: Mapping[ClassKey, Sequence[Forecast]]
-    """Of each class, the fastest that surely fits and the fastest of those that are less sure."""
+    """Of each class, the fastest that surely fits and the fastest of those that are less sure, of
+    every class of numerics."""
     table: ShapeTable | None
     """The fastest at each size of the space; None where nothing may fit at any."""
     least_bytes: int | None
@@ -119,6 +122,14 @@ class Survey:
     def capacity(self) -> CapacityClass | None:
         """The capacity class that is recommended from: the standard one, or the nearest to it."""
         return nearest_capacity({capacity for capacity, _ in self.candidates}, model=self.model)
+
+    @cached_property
+    def fastest_by_numerics(self) -> Mapping[Numerics, Forecast]:
+        """The one to prefer of each class of numerics, of that capacity, the fastest first."""
+        able = sorted(self._able(), key=speed_order, reverse=True)
+        classes = dict.fromkeys(forecast.config.numerics for forecast in able)
+        chosen = {n: preferred(f for f in able if f.config.numerics == n) for n in classes}
+        return {numerics: best for numerics, best in chosen.items() if best is not None}
 
     @property
     def recommended(self) -> Forecast | None:
@@ -224,10 +235,10 @@ class _Tally:
     unpredicted: Counter[str] = field(default_factory=Counter)
     refused: InputError | None = None
     """Why the first of those rows was not predicted, of which nothing can be."""
-    best: dict[ClassKey, dict[Certainty, tuple[SpeedOrder, TrialConfig]]] = field(
+    best: dict[ClassKey, dict[tuple[Numerics, Certainty], tuple[SpeedOrder, TrialConfig]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    """Of each class, the fastest at every certainty."""
+    """Of each class, the fastest of each class of numerics at every certainty."""
     sizes: dict[Size, TrialConfig] = field(default_factory=dict)
     """A configuration of each size, whatever becomes of it."""
     least_bytes: int | None = None
@@ -294,10 +305,11 @@ class _Tally:
     def _keep(self, config: TrialConfig, forecaster: Forecaster) -> None:
         # Counting the row asked for all that decides; a forecast in doubt would replay the step.
         is_measured = forecaster.evidence.trial(config) is not None
-        level = certainty_of(
+        certainty = certainty_of(
             forecaster.fit(config),
             uncertainty=0.0 if is_measured else forecaster.memory_uncertainty(config),
         )
+        level = config.numerics, certainty
         order = forecaster.tokens_per_second(config) or 0.0, config.tokens_per_micro_batch
         best = self.best[class_of(config, forecaster.model)]
         if level not in best or order > best[level][0]:

@@ -7,7 +7,7 @@ the fastest of many structures at each. Knows nothing of prices or terminals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -17,7 +17,7 @@ from sweep.predict.memory.predictor import Fit
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096)
-"""Rows and columns where nothing else is asked."""
+"""Rows and columns of the table of one structure."""
 
 
 @dataclass(frozen=True)
@@ -224,22 +224,16 @@ def _sized(configurations: Sequence[TrialConfig], batch: int) -> TrialConfig | N
     return next((c for c in configurations if c.micro_batch_size == batch), None)
 
 
-def shape_table(
-    forecaster: Forecaster,
-    base: TrialConfig,
-    *,
-    batches: Iterable[int] = BATCHES,
-    lengths: Iterable[int] = LENGTHS,
-) -> ShapeTable:
+def shape_table(forecaster: Forecaster, base: TrialConfig) -> ShapeTable:
     """Return ``base`` at every size; its own size is among them.
 
     Lengths beyond the model's positions are left out, as are micro-batches that the effective batch
     is no multiple of. Batches end with the first one that fits at no length.
     """
-    positions = forecaster.model.max_positions or max(base.seq_len, *lengths)
-    columns = sorted({base.seq_len, *(length for length in lengths if length <= positions)})
+    positions = forecaster.model.max_positions or max(base.seq_len, *LENGTHS)
+    columns = sorted({base.seq_len, *(length for length in LENGTHS if length <= positions)})
     allowed = _allowed_batches(base)
-    rows = sorted(batch for batch in {base.micro_batch_size, *batches} if batch in allowed)
+    rows = sorted(batch for batch in {base.micro_batch_size, *BATCHES} if batch in allowed)
     cells: dict[tuple[int, int], Forecast] = {}
     shown: list[int] = []
     for batch in rows:

@@ -17,7 +17,7 @@ from functools import cached_property
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu
 from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot, TargetSpeed
+from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from storage.records import Measurement, TrialRecord
 from sweep.predict.speed.arrays import StepTimes
 
@@ -27,16 +27,23 @@ def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
 
     Nothing is added where the target ran itself, or is a card that the catalogue does not know.
     """
-    target = snapshot.definition.target
+    records = (*snapshot.records, *snapshot.confirmations)
+    return replace(snapshot, target_speeds=target_speeds(snapshot.definition, records))
+
+
+def target_speeds(
+    definition: StudyDefinition, records: Sequence[TrialRecord]
+) -> Mapping[int, TargetSpeed]:
+    """Return what is predicted of a study's trials on the GPU it is for, by number; nothing where
+    that GPU ran itself, or is not in the catalogue."""
+    target = definition.target
     if target.emulated_on is None:
-        return snapshot
+        return {}
     try:
         gpu = find_gpu(target.gpu)
     except InputError:
-        return snapshot
-    model = ModelSpec.from_json(snapshot.definition.model)
-    records = (*snapshot.records, *snapshot.confirmations)
-    return replace(snapshot, target_speeds=PredictedSpeeds(records, model=model, gpu=gpu))
+        return {}
+    return PredictedSpeeds(records, model=ModelSpec.from_json(definition.model), gpu=gpu)
 
 
 class PredictedSpeeds(Mapping[int, TargetSpeed]):

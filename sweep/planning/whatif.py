@@ -23,8 +23,9 @@ WORTH_MEMORY = 0.01
 """Nor is a smaller saving of memory, relative to the peak."""
 SHOWN_OF_EACH = 4
 """Changes of one use that are worth a line."""
-TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout")
-"""Knobs that change what is trained, which is a matter of the task and no advice about a card."""
+TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout", "compute_dtype")
+"""Settings that change what is trained, or the class of numerics, which is a matter of the task and
+no advice about a GPU."""
 
 
 class Use(IntEnum):

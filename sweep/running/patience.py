@@ -37,6 +37,8 @@ class Deadlines:
     warmup: float = 300.0
     """The first step compiles kernels, or whole layers."""
     measure: float = 120.0
+    compare: float = 300.0
+    """Eager passes in 16 bits, of which each recomputes every layer."""
     detach: float = 120.0
     quality: float = 300.0
     """The first step of this training compiles anew, as that of the warm-up does."""

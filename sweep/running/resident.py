@@ -15,11 +15,12 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.records import NEIGHBOUR, Ineffective, Invalid, Outcome, OutOfMemory
+from storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome, OutOfMemory
 from sweep.nvml import card_at
 from sweep.running.wire import WorkerSettings
 from sweep.training.compiling import forget_compiled
 from sweep.training.device import Device, open_device
+from sweep.training.eight_bit import half_dtype
 from sweep.training.exceptions import requested_bytes
 from sweep.training.meter import CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
@@ -52,6 +53,7 @@ class Resident:
         self._settings = settings
         self._spec = ModelSpec.from_json(settings.model)
         self.base: BaseModel | None = None
+        self._compared: dict[TrialConfig, Faithfulness] = {}
         self.device: Device = open_device(settings.device)
         self.card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
         self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
@@ -166,6 +168,7 @@ class Resident:
             seed=self._settings.seed,
             peak_flops=self._settings.peak_flops.get(config.compute_dtype),
             is_emulated=self._settings.is_emulated,
+            compared=self._compared,
             **changes,
         )
 
@@ -176,7 +179,7 @@ class Resident:
             seq_len=16,
             checkpoint_fraction=1.0,
             attention="sdpa",
-            compute_dtype="bf16" if _has_bf16(self._settings.device) else "fp16",
+            compute_dtype="bf16" if half_dtype() == torch.bfloat16 else "fp16",
         )
         base = build_base(
             config,
@@ -188,10 +191,6 @@ class Resident:
         steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
         self.trial(base, config, steps).run()
         base.close()
-
-
-def _has_bf16(device: str) -> bool:
-    return device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _pci_bus_id() -> str:

@@ -101,11 +101,15 @@ class Encoding:
         return {key: getattr(config, key) for key in part}
 
     def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
-        """Return ``params`` with other batches where these do not go into each other.
+        """Return ``params`` with other batches where these do not go into each other, and with
+        others of what `leave_out` names where these are left out.
 
         A sampler draws them one by one, and only some of them together are in the space. The
         micro-batch stays, and so do the cards where any effective batch goes with both.
         """
+        if self.space.leaves_out(self.decode(params)):
+            others = self.encode(draw.choice(self.space.together))
+            params = params | {key: value for key, value in others.items() if key in self.free}
         if self.space.holds_batches_of(params):
             return params
         whole = [dict(zip(BATCHES, values, strict=True)) for values in self.space.batches]

@@ -38,6 +38,8 @@ class Foreseen:
     """Whether the allocator may fail below the budget, as free memory is in pieces."""
     trainable_parameters: Array | None = None
     """Of the adapters; None where that is not known."""
+    target: Physics | None = None
+    """Predicts their steps on the target, where another GPU stands in for it; else None."""
     tokens_per_step: Array | None = None
     """That carry loss; None where rows are full and all do."""
 

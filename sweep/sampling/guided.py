@@ -22,6 +22,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
+from storage.confirmations import scaled
 from storage.objectives import measured_of, merits_of, objective_value
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.sampling.belief import (
@@ -268,8 +269,9 @@ class GuidedSampler(BaseSampler):
         world = self._seen(trials)
         left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
         rows = slice(0, len(world.candidates))
-        speeds = np.exp(self._speed(world, trials).mean[rows])
-        promised = np.where(left, speeds * self._fit(world, trials)[rows], -np.inf)
+        speed, fit = self._speed(world, trials), self._fit(world, trials)
+        speeds = np.exp(speed.mean + _class_offsets(world, speed, fit))
+        promised = np.where(left, speeds[rows] * fit[rows], -np.inf)
         row = self._first_acceptable(world, promised)
         return None if row is None else world.candidates[row].config
 
@@ -388,10 +390,13 @@ class GuidedSampler(BaseSampler):
         """Return what each candidate promises; nothing of what was tried."""
         speed = self._speed(world, trials)
         fit = self._fit(world, trials)
+        offsets = _class_offsets(world, speed, fit)
+        compared = replace(speed, means=speed.means + offsets)
         goal = Goal.of(
-            self._objectives, foreseen=world.foreseen, speed=speed, rows=len(world.configs)
+            self._objectives, foreseen=world.foreseen, speed=compared, rows=len(world.configs)
         )
-        best = [self._values(r) for r, _ in trials.measured if self._may_win(world, r)]
+        able = [r for r, _ in trials.measured if self._may_win(world, r)]
+        best = [self._values(r, offsets[world.rows[identity(r.config)]]) for r in able]
         gains, chances = expected_gains(goal, best)
         # Without a forecast there is nothing to be bold about.
         share = 1.0 if world.foreseen.physics is None else BOLDNESS
@@ -416,8 +421,8 @@ class GuidedSampler(BaseSampler):
             is_inside or not self._candidates.is_listed
         )
 
-    def _values(self, record: TrialRecord) -> list[float]:
-        measured = measured_of(record)
+    def _values(self, record: TrialRecord, offset: float) -> list[float]:
+        measured = scaled(measured_of(record), float(np.exp(offset)))
         return [objective_value(objective, measured) for objective in self._objectives]
 
     def _speed(self, world: _World, trials: _Trials) -> Mixture:
@@ -480,6 +485,26 @@ class _Weighed:
     """Of fitting and being better."""
     seconds: Array
     """Of the device that a trial is expected to take."""
+
+
+def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
+    """Return what is added to each log speed, so that classes of numerics compare.
+
+    Where another GPU stands in for the target, the most promising of each class gets the speed that
+    is predicted of it there, and the rest of its class keeps its distance to that.
+    """
+    target, offsets = world.foreseen.target, np.zeros(len(world.configs))
+    if target is None:
+        return offsets
+    classes = np.array([config.numerics for config in world.configs])
+    log_seconds = target.log_seconds(np.zeros(len(target.spread)), slice(None))
+    there = np.log(world.tokens_per_step) - log_seconds
+    promising = np.exp(speed.mean) * fit
+    promising[len(world.candidates) :] = 0.0
+    for of_class in (classes == numerics for numerics in np.unique(classes)):
+        best = np.argmax(np.where(of_class, promising, -1.0))
+        offsets[of_class] = there[best] - speed.mean[best]
+    return offsets
 
 
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:

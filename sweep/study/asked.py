@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.documents import Document, exists, home_expanded
+from search_spaces.documents import exists, home_expanded
 from search_spaces.errors import InputError, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS, as_options
@@ -21,7 +21,6 @@ from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import load_model_spec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
-from search_spaces.validation import validate
 from storage.names import NAME_MAX, check_name, is_file_name
 from sweep.data.choice import typed_texts
 from sweep.data.files import is_on_hub
@@ -136,10 +135,8 @@ def overridden(
         if value is not None and value != getattr(declared, key)
     }
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
-    values = {**declared.model_dump(), "budget_gib": budget, **changed}
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
-    document = Document(f"space '{declared.name}'", names=names)
-    return validate(SearchSpace, values, document), changed
+    return declared.changed({"budget_gib": budget, **changed}, names=names), changed
 
 
 def as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
@@ -198,7 +195,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     data = changed.get("data")
     if isinstance(data, TextsChoice):
         parts.append(Path(data.texts).stem)
-    settings = {key: changed[key] for key in KNOBS if key in changed}
+    settings = {key: changed[key] for key in (*KNOBS, "numerics") if key in changed}
     told = json.dumps(settings, sort_keys=True)
     digest = f"-{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}" if settings else ""
     whole = unicodedata.normalize("NFC", "-".join(parts))

@@ -106,7 +106,7 @@ def carry_over(
         mark = record.carried or Carried(
             study=source.name, identity=source.identity, number=record.number
         )
-        if known.has(record, mark) or not is_valid(record.config):
+        if known.has(record) or not is_valid(record.config):
             continue
         is_searched = record.purpose == "search"
         params = encoding.params_of(record.config) if is_searched else None
@@ -134,7 +134,6 @@ class _Known:
     """What a study needs not take over, as it has it."""
 
     def __init__(self, study: OpenStudy) -> None:
-        self._marks: set[Carried | None] = set()
         self._attempts: set[str | None] = set()
         self._tried: set[TrialConfig] = set()
         for record in (*study.records(), *study.confirmations()):
@@ -143,17 +142,13 @@ class _Known:
     def add(self, record: TrialRecord) -> None:
         if record.verdict in RETRYABLE:
             return
-        self._marks.add(record.carried)
         self._attempts.add(record.attempt_id)
         if record.purpose == "search":
             self._tried.add(canonical(record.config))
 
-    def has(self, record: TrialRecord, mark: Carried) -> bool:
-        """Whether a result is there, under its own identity or as where it was measured."""
+    def has(self, record: TrialRecord) -> bool:
+        """Whether a result is there, or of the search one of its configuration."""
         if record.attempt_id is not None and record.attempt_id in self._attempts:
-            return True
-        # A number may stand for two attempts, in a database that was restored from a copy.
-        if record.attempt_id is None and mark in self._marks:
             return True
         return record.purpose == "search" and canonical(record.config) in self._tried
 

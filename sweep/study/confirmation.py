@@ -34,6 +34,7 @@ from storage.records import (
 )
 from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
+from sweep.planning.target_speed import target_speeds
 from sweep.running.runner import Progress, Runner
 from sweep.study.events import (
     ConfirmationStarted,
@@ -204,18 +205,6 @@ class Plan:
         gain = self.ranking.ratio(winner, over)
         return gain.low is None or gain.value > GAIN_WITHIN * gain.low
 
-    def lacks_its_recipe(self, run: NextRun) -> bool:
-        """Whether what is to be run is a recipe that this series came to its end without."""
-        winner, known = self.ranking.winner, self.ranking.confirmations
-        is_new = run.errand.confirms is None and all(
-            canonical(r.config) != canonical(run.config) for r in self._of("confirm")
-        )
-        return (
-            is_new
-            and winner is not None
-            and known.soak(winner.config, series=self.series) is not None
-        )
-
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
         if not budget.soak_seconds or not self.ranking.is_measured_again(winner):
@@ -284,6 +273,13 @@ class Plan:
 
 def _contender(record: TrialRecord) -> Contender:
     return Contender(record.config, record.number)
+
+
+def ranking_of(study: OpenStudy) -> Ranking:
+    """Return the order of a study's trials as it stands, the same that every reader sees."""
+    records = study.records()
+    speeds = target_speeds(study.definition, records)
+    return rank(records, study.definition, study.confirmations(), target_speeds=speeds)
 
 
 def confirm(
@@ -408,22 +404,16 @@ class _Confirming:
         return self._ask(run)
 
     def _plan(self, series: int, since: int) -> Plan:
-        study = self.study
-        ranking = rank(study.records(), study.definition, study.confirmations())
-        return Plan(ranking, self.budget, series, since)
+        return Plan(ranking_of(self.study), self.budget, series, since)
 
     def _series(self, since: int, is_anew: bool) -> int:
         """Return which series goes on, or is begun: after a further search, or anew."""
         known = Confirmations(self.study.confirmations())
         if not known.newest:
             return 1
-        plan = self._plan(known.newest, since)
-        run = plan.next_run()
+        run = self._plan(known.newest, since).next_run()
         if run is None:
             return known.newest + is_anew
-        if plan.lacks_its_recipe(run):
-            # Of an earlier version, at its end: another hour's speeds do not compare with its own.
-            return known.newest + 1
         if run.errand.purpose != "quality" and self._was_elsewhere(known):
             return known.newest + 1
         searched = max(record.number for record in self.study.records())

@@ -162,6 +162,7 @@ class Preflight:
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
+        target_speed: of the target, where another GPU stands in for it.
         shapes: of the study's texts; None where rows are random.
         is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
         warn: told once of each reason why something is not predicted; the study goes on without.
@@ -175,6 +176,7 @@ class Preflight:
         violation: Callable[[TrialConfig], Violation | None],
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
+        target_speed: SpeedModel | None = None,
         shapes: ShapesOnTexts | None = None,
         is_cut_up: bool = True,
         warn: Callable[[str], None] = lambda _: None,
@@ -186,6 +188,7 @@ class Preflight:
             predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
         )
         self._speed = speed
+        self._target_speed = target_speed
         self._shapes = shapes
         self._epochs = None if shapes is None else shapes.epochs
         self._is_cut_up = is_cut_up
@@ -226,6 +229,7 @@ class Preflight:
         )
         return Foreseen(
             physics=None if self._speed is None else self._speed.physics(configs),
+            target=None if self._target_speed is None else self._target_speed.physics(configs),
             peak_bytes=None if np.isnan(peaks).all() else peaks,
             uncertainty=whole.uncertainty,
             budget_bytes=self.budget_bytes,

@@ -84,17 +84,22 @@ class Rivals:
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
         interval beats nobody for sure. What is of the baseline's capacity class is stopped by its
-        like alone: the fastest of that class is asked for though smaller adapters are faster.
+        like alone: the fastest of that class is asked for though smaller adapters are faster. Where
+        another GPU stands in for the target, speeds compare within a class of numerics alone.
         """
         if self._kept is None:
             self._kept = {}
             for record in self._last.values():
                 self._keep(record, self._kept)
-        is_of_class = self._space.is_of_baselines_class
-        among = (r for rivals in self._kept.values() for r in rivals)
-        if not is_of_class(config):
-            return tuple(among)
-        return tuple(rival for rival in among if is_of_class(rival.config))
+        is_own = self._space.is_of_baselines_class(config)
+        is_target = self._definition.target.emulated_on is None
+        return tuple(
+            rival
+            for rivals in self._kept.values()
+            for rival in rivals
+            if (is_target or rival.config.numerics == config.numerics)
+            and (not is_own or self._space.is_of_baselines_class(rival.config))
+        )
 
     def _take(self, record: TrialRecord) -> None:
         if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
@@ -113,9 +118,9 @@ class Rivals:
         if rival is None:
             return
         objectives, config = self._definition.space.objectives, record.config
-        kind: Hashable = self._space.is_of_baselines_class(config)
+        kind: Hashable = self._space.is_of_baselines_class(config), config.numerics
         if "trainable_parameters" in objectives:
-            kind = self._space.is_of_baselines_class(config), *map(str, config.capacity().items())
+            kind = kind, *map(str, config.capacity().items())
         like = kept.setdefault(kind, [])
         if not any(_stops_as_much(other, rival, objectives) for other in like):
             like[:] = [r for r in like if not _stops_as_much(rival, r, objectives)]

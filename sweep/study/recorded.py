@@ -54,6 +54,7 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
     values = space.model_dump() | {
         "name": f"{space.name}-recorded",
         "confirm": None,
+        "leave_out": [],
         "dimensions": {key: {"choices": _ordered(values)} for key, values in free.items()},
         "fixed": {key: values[0] for key, values in known.items() if key not in free},
     }

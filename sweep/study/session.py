@@ -534,6 +534,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
         rule = only_recorded(prepared.surface)
     # Speed is that of the card that really runs, where it has a data sheet.
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
+    aim = None if target.emulated_on is None else match_product(target.gpu)
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     return Preflight(
         model=model,
@@ -541,6 +542,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
         violation=rule,
         predictor=memory,
         speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
+        target_speed=None if aim is None else SpeedForecast(model=model, gpu=aim, shapes=shapes),
         shapes=shapes,
         is_cut_up=is_on_card,
         warn=warn,

@@ -12,6 +12,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.knobs import EIGHT_BIT
 from search_spaces.prices import load_prices
 from search_spaces.space import SearchSpace
 from storage.ranking import Ranking
@@ -22,7 +23,7 @@ from sweep.study.events import StopReason
 
 SECONDS_PER_HOUR = 3600.0
 CLASS_TRIALS_MAX = 2
-"""Of the baseline's class, where another wins and nothing of it was measured to the end."""
+"""Of a class that is owed a trial, where nothing of it was measured to the end."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +87,35 @@ class Stopping:
 
         Whoever asked with a rank and target modules in mind wants the fastest of them, though those
         of less capacity are faster: the most promising of the baseline's class is measured, or a
-        second one where that came to nothing.
+        second one where that came to nothing. So is that of each class of numerics where another
+        GPU stands in for the target: which of them is faster there is not measured here.
         """
-        winner = ranking.winner
-        is_about_speed = self.space.objectives == ("tokens_per_second",)
-        if winner is None or not is_about_speed or ranking.is_of_baselines_class(winner.config):
+        winner, searched = ranking.winner, [r for r in ranking.of_space if not r.is_baseline]
+        if winner is None or self.space.objectives != ("tokens_per_second",):
             return None
-        tried = [
-            record
-            for record in ranking.of_space
-            if not record.is_baseline and ranking.is_of_baselines_class(record.config)
-        ]
-        is_measured = any(record.verdict is Verdict.FITS for record in tried)
-        if is_measured or len(tried) >= CLASS_TRIALS_MAX:
-            return None
-        return self.fastest_of(ranking.is_of_baselines_class)
+        wanted: list[Callable[[TrialConfig], bool]] = []
+        if not ranking.is_of_baselines_class(winner.config):
+            wanted.append(ranking.is_of_baselines_class)
+        if ranking.definition.target.emulated_on is not None:
+            others = sorted({"16-bit", *EIGHT_BIT} - {winner.config.numerics})
+            wanted += map(_computing_in, others)
+        for is_wanted in wanted:
+            tried = [record for record in searched if is_wanted(record.config)]
+            is_measured = any(record.verdict is Verdict.FITS for record in tried)
+            if is_measured or len(tried) >= CLASS_TRIALS_MAX:
+                continue
+            if (owed := self.fastest_of(is_wanted)) is not None:
+                return owed
+        return None
 
     def _is_little_left(self, besides: int | None) -> bool:
         """Whether too little is to be gained by what the trials say, one of them apart."""
         outlook = self.outlook(besides) if self.space.stop_below_gain > 0 else None
         return outlook is not None and outlook.gain < self.space.stop_below_gain
+
+
+def _computing_in(numerics: str) -> Callable[[TrialConfig], bool]:
+    return lambda config: config.numerics == numerics
 
 
 def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, Any]:

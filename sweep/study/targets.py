@@ -83,7 +83,7 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
 def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     """Return what the weights take at the very least; None where the architecture is not known.
 
-    Half a byte for each weight of a 4-bit linear layer, two for one that is not quantized, as
+    Half a byte for each weight of a 4-bit linear layer, one in 8 bits, two not quantized, as
     embeddings and head never are, nor experts that are one tensor a layer. Constants, norms and
     everything that trains come on top.
     """
@@ -92,7 +92,8 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         return 2 * (experts + model.vocab_size * model.hidden_size)
     if shapes is None:
         return None
-    halves = 4 if set(space.values_of("quantization")) == {"none"} else 1
+    kinds = space.values_of("quantization")
+    halves = min({"none": 4, "fp8": 2, "int8": 2}.get(str(kind), 1) for kind in kinds)
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
     return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size

@@ -16,7 +16,6 @@ from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault, words_of
-from storage.ranking import Ranking, rank
 from storage.records import (
     Attempt,
     Outcome,
@@ -29,7 +28,7 @@ from storage.study import OpenStudy
 from sweep.running.lanes import Ended, Lane, Lanes
 from sweep.running.runner import Progress, Runner
 from sweep.sampling.encoding import Encoding, Frontier, identity
-from sweep.study.confirmation import closing_what_never_ran, confirm
+from sweep.study.confirmation import closing_what_never_ran, confirm, ranking_of
 from sweep.study.events import (
     LaneLost,
     Listener,
@@ -256,7 +255,7 @@ class _Driver:
             spent, is_exhausted=self._is_exhausted, records=self.study.ledger.records
         )
         if reason is StopReason.GAIN_SPENT and not self._running:
-            self._owed = self.stopping.still_owed(self._ranking())
+            self._owed = self.stopping.still_owed(ranking_of(self.study))
         return reason if self._owed is None else None
 
     def _spent(self) -> Spent:
@@ -540,10 +539,6 @@ class _Driver:
             )
         )
         return trial
-
-    def _ranking(self) -> Ranking:
-        study = self.study
-        return rank(study.records(), study.definition, study.confirmations())
 
     def _is_foreseen(self, *, is_first: bool) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""

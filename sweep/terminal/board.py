@@ -22,6 +22,7 @@ from storage.gain import compare
 from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
 from storage.records import Phase, TrialRecord
+from sweep.planning.target_speed import target_speeds
 from sweep.running.runner import Progress
 from sweep.study.confirmation import Plan
 from sweep.study.events import (
@@ -222,7 +223,8 @@ class Board:
     @property
     def _ranking(self) -> Ranking:
         if self._ranked is None:
-            self._ranked = rank(self.records, self.definition, self.confirmations)
+            known, speeds = self.records, target_speeds(self.definition, self.records)
+            self._ranked = rank(known, self.definition, self.confirmations, target_speeds=speeds)
         return self._ranked
 
     @property

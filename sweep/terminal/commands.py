@@ -19,7 +19,7 @@ from reports.page import (
     write_page,
 )
 from search_spaces.documents import parse_object, read_text
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import InputError, listed, quote
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
 from storage.names import is_file_name
@@ -174,14 +174,22 @@ def export(
     snapshot = read(study, url=storage_url(storage))
     warn_of_unreadable(snapshot)
     export = formats.exported(snapshot, format=format, number=trial)
-    text = export.text
-    for sentence in export.lost:
+    lost = list(export.lost)
+    if path is None and export.beside:
+        lost.append(f"it needs {listed(export.beside)} beside it, which -o FILE writes too.")
+    for sentence in lost:
         note(folded(f"{format}: {sentence}", width_of(sys.stderr) or _NOTES_WIDTH, indent=2))
     if path is None:
-        say_as_is(text.removesuffix("\n"))
-    else:
-        write_output(path, text.encode("utf-8"))
-        say(str(path))
+        say_as_is(export.text.removesuffix("\n"))
+        return DONE
+    beside = {path.with_name(name): text for name, text in export.beside.items()}
+    if path in beside:
+        raise InputError(f"--output: {path.name} is what this file imports: name it otherwise")
+    for other in beside:
+        checked_output(str(other), what=other.name, endings=endings, is_forced=is_forced)
+    for each, text in {path: export.text, **beside}.items():
+        write_output(each, text.encode("utf-8"))
+        say(str(each))
     return DONE
 
 

@@ -73,6 +73,7 @@ def _found(snapshot: StudySnapshot) -> Iterator[str]:
     if winner is not None:
         measured = measured_of(winner)
         known = (
+            units.phrase("compute_dtype", winner.config.compute_dtype),
             f"{units.rate(measured.tokens_per_second)} tokens/s",
             units.gib(measured.peak_allocated_bytes),
             gain_words(rank_study(snapshot)).partition(" (")[0],

@@ -240,8 +240,8 @@ def _gpu_row(spec: GpuSpec) -> tuple[str, ...]:
         units.gib(spec.memory_bytes),
         units.gib(spec.budget_bytes),
         f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
-        f"{max(spec.peak_flops.values()) / 1e12:,.0f}",
-        f"{max(spec.matrix_flops.values()) / 1e12:,.0f}" if spec.matrix_flops else "-",
+        f"{spec.peak_flops[spec.half] / 1e12:,.0f}",
+        f"{spec.matrix_flops[spec.half] / 1e12:,.0f}" if spec.matrix_flops else "-",
         units.percent(spec.device_uncertainty),
     )
 

@@ -53,6 +53,7 @@ _PHASES: dict[Phase, str] = {
     "attach": "attaching the adapters",
     "warmup": "warming up",
     "measure": "measuring",
+    "compare": "comparing with 16-bit compute",
     "detach": "cleaning up",
     "quality": "training for the loss",
 }

@@ -12,7 +12,7 @@ from reports import units
 from search_spaces.errors import InputError, did_you_mean, quote
 from sweep.merging.job import MergeRequest, merge
 from sweep.merging.plan import MergedDtype
-from sweep.merging.report import Comparison, FourBit, MergeReport
+from sweep.merging.report import Comparison, MergeReport, Trained
 from sweep.terminal.console import note, say, say_json
 from sweep.terminal.working import working
 
@@ -73,21 +73,21 @@ def _comparison_lines(compared: Comparison | None, reason: str | None) -> list[s
         f"Logits beside base and adapter, {compared.rows} rows of {compared.tokens_per_row} random "
         f"tokens ({compared.device}): {_difference(compared)}; the adapter itself moves them by "
         f"{compared.adapter_mean_abs:.2g} on average.",
-        _four_bit_line(compared),
+        _trained_line(compared),
     ]
 
 
-def _four_bit_line(compared: Comparison) -> str:
-    four_bit, failed = compared.four_bit, compared.four_bit_failed
-    words = "An adapter trained on a 4-bit base knows that base: this is near it, not the same"
-    if four_bit is None:
-        why = f" The 4-bit base could not be looked at: {failed}." if failed else ""
-        return f"{words}, and merging into the 4-bit weights would round once more.{why}"
-    kind = f"{four_bit.quantization}{', double-quantized' if four_bit.double_quant else ''}"
-    return f"{words}. Beside the 4-bit base ({kind}) and adapter: {_difference(four_bit)}."
+def _trained_line(compared: Comparison) -> str:
+    trained, failed = compared.trained, compared.trained_failed
+    words = "An adapter trained on a quantized base knows that base: this is near it, not the same"
+    if trained is None:
+        why = f" The quantized base could not be looked at: {failed}." if failed else ""
+        return f"{words}, and merging into the quantized weights would round once more.{why}"
+    kind = f"{trained.quantization}{', double-quantized' if trained.double_quant else ''}"
+    return f"{words}. Beside the quantized base ({kind}) and adapter: {_difference(trained)}."
 
 
-def _difference(found: Comparison | FourBit) -> str:
+def _difference(found: Comparison | Trained) -> str:
     return (
         f"{found.mean_abs:.2g} apart on average, {found.max_abs:.2g} at most, the likeliest token "
         f"is the same at {units.share(found.argmax_agreement)}"

@@ -179,6 +179,10 @@ CardsOption = Annotated[
         help="Trials at a time on cards of this machine: all, how many (2), or which (0,2); 1.",
     ),
 ]
+NumericsOption = Annotated[
+    str | None,
+    typer.Option("--numerics", help="16-bit leaves compute in 8 bits out; any does not."),
+]
 OnOption = Annotated[
     str | None,
     typer.Option(
@@ -446,7 +450,7 @@ FormatOption = Annotated[
     str,
     typer.Option(
         "--format",
-        help="script, trl, axolotl, llama-factory, peft, json, yaml or surface.",
+        help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.",
     ),
 ]
 FigureOption = Annotated[

@@ -86,6 +86,8 @@ def _winner_facts(
     peak = units.gib(measured.peak_allocated_bytes)
     yield "memory", f"{peak} of {units.gib(target.budget_bytes)} ({share})"
     yield "gain", _gain(ranking)
+    if numerics := uncertainty.numerics_words(snapshot, ranking):
+        yield "compute", numerics
     cost = snapshot.usd_per_million_tokens(winner)
     if cost is not None and snapshot.offer is not None:
         hour = f"{snapshot.offer.label} at ${snapshot.offer.usd_per_hour:.2f} an hour"
@@ -175,10 +177,10 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     if summary.configuration:
         lines += _section("Configuration", [summary.configuration])
     classes = [
-        (row.lora_rank, row.target_modules, row.seq_len, f"{row.number}", row.tokens_per_second)
-        for row in tables.class_rows(snapshot)
+        (r.lora_rank, r.target_modules, r.compute, r.seq_len, f"{r.number}", r.tokens_per_second)
+        for r in tables.class_rows(snapshot)
     ]
-    header = ("rank", "target modules", "length", "trial", "tokens/s")
+    header = ("rank", "target modules", "compute", "length", "trial", "tokens/s")
     shown = [table(header, classes, width=width)] if classes else []
     lines += _section(f"Fastest of each capacity class{there}", shown)
     lines += _section(advice_title(snapshot), _bullets(how_to_go_faster(snapshot)))

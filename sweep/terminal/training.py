@@ -20,7 +20,6 @@ from search_spaces.documents import read_json
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
 from search_spaces.space import Weights
 from storage.definition import StudySnapshot
-from storage.reading import read_study
 from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
 from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
@@ -50,7 +49,7 @@ from sweep.finetuning.wire import (
     TrainingResult,
     Unable,
 )
-from sweep.paths import runs_directory, storage_url
+from sweep.paths import storage_url
 from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import (
@@ -62,6 +61,7 @@ from sweep.terminal.console import (
     table,
     width_of,
 )
+from sweep.terminal.listings import read
 from sweep.terminal.texts import prepared as read_texts
 from sweep.terminal.working import Rhythm
 
@@ -156,7 +156,7 @@ def _warn(text: str) -> None:
 
 
 def _study(name: str, storage: str | None) -> StudySnapshot:
-    return read_study(name, url=storage_url(storage), home=runs_directory())
+    return read(name, url=storage_url(storage), warn=_warn)
 
 
 def _words(prepared: PreparedTraining) -> str:

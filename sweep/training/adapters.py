@@ -157,13 +157,23 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
 @contextlib.contextmanager
 def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
     """Recompute the chosen layers only, and count each time that one really does."""
-    model = base.model
-    recompute(model, attachment.layers, attachment.checkpointed)
     layer: Any
-    for index, layer in enumerate(attachment.layers):
-        layer._gradient_checkpointing_func = _counted(
-            layer._gradient_checkpointing_func, attachment, index
-        )
+    with recomputed(base.model, attachment.layers, attachment.checkpointed):
+        for index, layer in enumerate(attachment.layers):
+            layer._gradient_checkpointing_func = _counted(
+                layer._gradient_checkpointing_func, attachment, index
+            )
+        yield
+
+
+@contextlib.contextmanager
+def recomputed(
+    model: PreTrainedModel, layers: Sequence[torch.nn.Module], chosen: Collection[int]
+) -> Iterator[None]:
+    """Recompute the activations of the chosen layers for a while."""
+    # Hooks that were there would never be taken off again.
+    model.disable_input_require_grads()
+    recompute(model, layers, chosen)
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch._dynamo.callback import callback_handler
 
+from sweep.training.attributes import changed
+
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
 
@@ -107,17 +109,9 @@ def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor"
         layer.compile(backend=backend, dynamic=False, fullgraph=True)
 
 
-@contextlib.contextmanager
-def eager(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+def eager(layers: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Run layers as they are without the compiler, which would take seconds for each new shape."""
-    calls = [layer._compiled_call_impl for layer in layers]
-    for layer in layers:
-        layer._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for layer, call in zip(layers, calls, strict=True):
-            layer._compiled_call_impl = call
+    return changed((layer, "_compiled_call_impl", None) for layer in layers)
 
 
 def forget_compiled() -> None:

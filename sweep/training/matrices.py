@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from sweep.training.eight_bit import EightBitLinear
+
 _LINEAR = (torch.nn.Linear, Conv1D)
 _NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 
@@ -29,7 +31,7 @@ class Matrix:
     """The parameter's, in the model."""
     weights: int
     is_packed: bool
-    """Whether they are in 4 bits."""
+    """Whether they are in 4 or 8 bits."""
 
 
 def matrices(model: PreTrainedModel) -> Iterator[Matrix]:
@@ -46,12 +48,12 @@ def matrices(model: PreTrainedModel) -> Iterator[Matrix]:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if _is_matrix(module, name, parameter, square):
-                packed = isinstance(module, bnb.nn.Linear4bit)
+                packed = isinstance(module, bnb.nn.Linear4bit | EightBitLinear)
                 yield Matrix(f"{path}.{name}", _weights(module, parameter), packed)
 
 
 def quantized_share(model: PreTrainedModel, *, left: Iterable[str] = ()) -> float:
-    """Return how many of the matrices' weights are in 4 bits, from 0 to 1.
+    """Return how many of the matrices' weights are in 4 or 8 bits, from 0 to 1.
 
     Args:
         model: a base without adapters.

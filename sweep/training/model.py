@@ -27,9 +27,21 @@ from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
 from search_spaces.space import Weights
 from search_spaces.trainers import liger_kernels
+from sweep.training.eight_bit import (
+    EightBitLinear,
+    UnfitWeightError,
+    compute_in_8_bits,
+    half_dtype,
+    to_8_bits,
+)
 from sweep.training.matrices import matrices, quantized_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compute_type(config: TrialConfig) -> torch.dtype:
+    """Return the type that a configuration computes in, beside what it multiplies in 8 bits."""
+    return half_dtype() if config.is_8bit_compute else DTYPES[config.compute_dtype]
 
 
 class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
@@ -51,7 +63,7 @@ class BaseModel:
     undo: contextlib.ExitStack
     """Takes back what the kernels patched outside the instance."""
     quantized_share: float | None = None
-    """Of the weights that QLoRA means to hold in 4 bits, how many are; None for a 16-bit base."""
+    """Of the weights that are to be in 4 or 8 bits, how many are; None for a 16-bit base."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -68,14 +80,20 @@ def build_base(
     Raises:
         torch.OutOfMemoryError: the base alone passes the budget.
         OSError, ValueError: transformers cannot read or build it.
+        InputError: weights that 8 bits cannot hold.
         Unavailable: the attention or the kernels are not installed.
     """
     undo = contextlib.ExitStack()
     with undo:
         torch.manual_seed(seed)
         build = _builder(config, weights)
-        with _needing("attention", is_own=config.attention == "flash_attention_2"):
-            model = build(config, spec=spec, device=device)
+        try:
+            with _needing("attention", is_own=config.attention == "flash_attention_2"):
+                model = build(config, spec=spec, device=device)
+            if config.is_8bit_compute:
+                compute_in_8_bits(model, config.compute_dtype)
+        except UnfitWeightError as error:
+            raise InputError(f"model '{spec.name}': {error}") from error
         model.config.use_cache = False
         if config.upcast_fp32:
             upcast(model, config)
@@ -88,7 +106,7 @@ def build_base(
             spec=spec,
             model=model,
             undo=undo.pop_all(),
-            quantized_share=share_in_4_bits(model, config),
+            quantized_share=share_quantized(model, config),
         )
 
 
@@ -131,9 +149,9 @@ def unquantized_layers(model: PreTrainedModel, config: TrialConfig) -> list[str]
     return [name for name, module in model.named_modules() if id(module) in left]
 
 
-def share_in_4_bits(model: PreTrainedModel, config: TrialConfig) -> float | None:
-    """Return how many are in 4 bits of the weights that the configuration means to be; None where
-    it means none."""
+def share_quantized(model: PreTrainedModel, config: TrialConfig) -> float | None:
+    """Return how many are in 4 or 8 bits of the weights that the configuration means to be; None
+    where it means none."""
     if not config.is_quantized:
         return None
     return quantized_share(model, left=unquantized_layers(model, config))
@@ -147,20 +165,20 @@ def _kept_modules(model: PreTrainedModel, config: TrialConfig) -> list[str]:
 
 
 def bnb_config(config: TrialConfig, *, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
-    """Return how transformers quantizes this base; None for a 16-bit one.
+    """Return how transformers quantizes this base; None for one of 8 or 16 bits.
 
     Args:
         config: of the base.
         kept: patterns of what stays in 16 bits; None leaves it to transformers.
     """
-    if not config.is_quantized:
+    if not config.is_4bit:
         return None
     return BitsAndBytesConfig(
         llm_int8_skip_modules=kept,
         load_in_4bit=True,
         bnb_4bit_quant_type=config.quantization,
         bnb_4bit_use_double_quant=config.double_quant,
-        bnb_4bit_compute_dtype=DTYPES[config.compute_dtype],
+        bnb_4bit_compute_dtype=compute_type(config),
         bnb_4bit_quant_storage=storage_dtype(config),
     )
 
@@ -184,23 +202,29 @@ def _shapes_alone(config: TrialConfig, *, spec: ModelSpec, device: torch.device)
 def _load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
+    is_8bit = config.weight_bits == 8
+    # What is rounded to 8 bits goes to the device layer by layer.
+    placed = {"device_map": {"": "cpu"}} if is_8bit else {}
+    model = AutoModelForCausalLM.from_pretrained(
         str(spec.path) if spec.path is not None else spec.name,
-        **loading_arguments(config, spec=spec, device=device),
+        **{**loading_arguments(config, spec=spec, device=device), **placed},
         trust_remote_code=False,
     )
+    if is_8bit:
+        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
+    return model
 
 
 def loading_arguments(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> dict[str, Any]:
-    """Return what `from_pretrained` is told to load the base as the configuration has it."""
+    """Return what `from_pretrained` is told to load the base, one of 8 bits in 16."""
     kept = None
     if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config)
     return {
         "quantization_config": bnb_config(config, kept=kept),
-        "dtype": DTYPES[config.compute_dtype],
+        "dtype": compute_type(config),
         "device_map": {"": device},
         "attn_implementation": config.attention,
     }
@@ -211,6 +235,9 @@ def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             quantize_random(module, config=config, device=device)
+        elif isinstance(module, EightBitLinear):
+            module.hold(_random_weight(module, config=config, device=device))
+            _zero_bias(module, config=config, device=device)
         elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
             module.to_empty(device=device, recurse=False)
             fill_module(model, module)
@@ -243,6 +270,8 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
                 model, modules_to_not_convert=kept, quantization_config=quantization
             )
         _mark_quantized(model, quantization)
+    if config.weight_bits == 8:
+        to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model))
     return model
 
 
@@ -254,7 +283,7 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             architecture,
-            dtype=DTYPES[config.compute_dtype],
+            dtype=compute_type(config),
             attn_implementation=config.attention,
             trust_remote_code=False,
         )
@@ -303,7 +332,7 @@ def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
 
 def storage_dtype(config: TrialConfig) -> torch.dtype:
     """Return as what type 4-bit weights lie in memory: bytes, or what FSDP can move."""
-    return DTYPES[config.compute_dtype] if config.is_sharded else torch.uint8
+    return compute_type(config) if config.is_sharded else torch.uint8
 
 
 def quantize_random(
@@ -312,21 +341,28 @@ def quantize_random(
     """Give a linear layer random 16-bit weights and quantize them at once, so that only one is ever
     wide.
     """
-    dtype = DTYPES[config.compute_dtype]
-    shape = (module.out_features, module.in_features)
-    wide = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, 0.02)
     module.weight = bnb.nn.Params4bit(
-        wide,
+        _random_weight(module, config=config, device=device),
         requires_grad=False,
         compress_statistics=config.double_quant,
         quant_type=config.quantization,
         quant_storage=storage_dtype(config),
         module=module,
     ).to(device)
+    _zero_bias(module, config=config, device=device)
+
+
+def _random_weight(
+    module: torch.nn.Linear, *, config: TrialConfig, device: torch.device
+) -> torch.Tensor:
+    shape = (module.out_features, module.in_features)
+    return torch.empty(shape, device=device, dtype=compute_type(config)).normal_(0.0, 0.02)
+
+
+def _zero_bias(module: torch.nn.Linear, *, config: TrialConfig, device: torch.device) -> None:
     if module.bias is not None:
-        module.bias = torch.nn.Parameter(
-            torch.zeros(module.out_features, device=device, dtype=dtype), False
-        )
+        bias = torch.zeros(module.out_features, device=device, dtype=compute_type(config))
+        module.bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
 @contextlib.contextmanager

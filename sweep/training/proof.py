@@ -26,7 +26,9 @@ from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Ineffective
 from sweep.data.epoch import is_flattened
 from sweep.training.adapters import Attached, held_share, local
-from sweep.training.model import DTYPES
+from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
+from sweep.training.eight_bit import EightBitLinear
+from sweep.training.model import DTYPES, compute_type
 from sweep.training.step import TrainingLoop
 from sweep.training.team import Look, fingerprint, group_size
 
@@ -35,8 +37,21 @@ _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention
 _FAST_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention")
 _FLASH_ATTN = "flash_attn"
 """What flash-attn's own operators are called, and no operator of torch is."""
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "gemm_4bit": 0}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "gemm_4bit": 0,
+    "_scaled_mm": 0,
+    "_int_mm": 0,
+}
 """Operators that multiply matrices, and which argument is the left one."""
+_PROFILED_TYPES = {"c10::Float8_e4m3fn": torch.float8_e4m3fn, "signed char": torch.int8}
+"""What torch's profiler calls 8-bit types."""
+_LEAST_8_BIT_SHARE = 0.6
+"""Of the frozen layers' products: those of a step forward are half, and layers before the first
+adapter have none for their input's gradient."""
 _DROPOUTS = ("native_dropout", "bernoulli_")
 _ADAPTER = "default"
 _SHARE_SLACK = 0.05
@@ -75,6 +90,27 @@ class KernelWatch(TorchDispatchMode):
             self.has_scores = self.has_scores or args[0].dim() > 2
 
 
+class ProductWatch:
+    """Notes the matrix products of a step where layers are compiled, by torch's profiler."""
+
+    def __init__(self) -> None:
+        self.product_work: Counter[torch.dtype | None] = Counter()
+        """Multiplications by the 8-bit type of what was multiplied; of None in all others."""
+        cpu = torch.profiler.ProfilerActivity.CPU
+        self._profile: Any = torch.profiler.profile(activities=[cpu], record_shapes=True)
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)
+        for event in self._profile.profiler.kineto_results.events():
+            left = _PRODUCTS.get(event.name().partition("::")[2].partition(".")[0])
+            if left is not None:
+                kind, shapes = _PROFILED_TYPES.get(event.dtypes()[left]), event.shapes()
+                self.product_work[kind] += math.prod(shapes[left]) * shapes[left + 1][-1]
+
+
 @dataclass(frozen=True)
 class StepEvidence:
     """What the first steps of a configuration left behind."""
@@ -83,6 +119,8 @@ class StepEvidence:
     loop: TrainingLoop
     watch: KernelWatch | None
     """None where nothing could watch, as inside a compiled graph."""
+    product_work: Mapping[Any, int] | None = None
+    """Multiplications by the type of what was multiplied; None where nothing watched."""
     others: Sequence[Look] = ()
     """What each of the other cards showed, where several train together."""
 
@@ -123,11 +161,13 @@ def ineffective(
     *,
     attached: Attached,
     loop: TrainingLoop,
-    watch: KernelWatch | None,
+    watch: KernelWatch | ProductWatch | None,
     others: Sequence[Look] = (),
 ) -> Ineffective | None:
     """Return the first knob that had no effect in the steps done so far; None where all had."""
-    evidence = StepEvidence(attached, loop, watch, others)
+    kernels = watch if isinstance(watch, KernelWatch) else None
+    work = None if watch is None else watch.product_work
+    evidence = StepEvidence(attached, loop, kernels, work, others)
     for knob, proof in PROOFS.items():
         detail = proof(config, evidence)
         if detail is not None:
@@ -147,35 +187,37 @@ def _four_bit_states(evidence: StepEvidence) -> list[Any]:
 
 @proves("quantization")
 def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    states = _four_bit_states(evidence)
+    kinds = {getattr(state, "quant_type", None) for state in _four_bit_states(evidence)}
+    modules = evidence.attached.model.modules()
+    kinds |= {module.kind for module in modules if isinstance(module, EightBitLinear)}
     if not config.is_quantized:
-        return "4-bit layers are left" if states else None
-    if not states:
-        return "no layer is in 4 bits: use quantization none"
-    if any(state is None or state.quant_type != config.quantization for state in states):
+        return "quantized layers are left" if kinds else None
+    if not kinds:
+        return f"no layer is in {config.weight_bits} bits: use quantization none"
+    if kinds != {config.quantization}:
         return f"a layer is not {config.quantization}"
     share = evidence.attached.quantized_share
     if share is not None and share < LEAST_QUANTIZED_SHARE:
         return (
-            f"only {in_percent(share)} of the matrices' weights are in 4 bits, the others in 16: "
-            "use quantization none"
+            f"only {in_percent(share)} of the matrices' weights are in {config.weight_bits} bits, "
+            "the others in 16: use quantization none"
         )
     return None
 
 
 @proves("quantized_fraction")
 def _quantized_layers(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """Each layer that is to be in 4 bits has such a matrix, and none of the others has one."""
+    """Each layer that is to be quantized has such a matrix, and none of the others has one."""
     layers = evidence.attached.layers
     quantized = {
         index
         for index, layer in enumerate(layers)
-        if any(isinstance(module, bnb.nn.Linear4bit) for module in layer.modules())
+        if any(isinstance(m, bnb.nn.Linear4bit | EightBitLinear) for m in layer.modules())
     }
     asked = config.quantized_layers(len(layers))
     if quantized == asked:
         return None
-    return f"{len(quantized)} layers are in 4 bits, not {len(asked)}, or others than those"
+    return f"{len(quantized)} layers are quantized, not {len(asked)}, or others than those"
 
 
 @proves("double_quant")
@@ -221,7 +263,7 @@ def _accumulation(config: TrialConfig, evidence: StepEvidence) -> str | None:
     # no gradient in it.
     updates = max((int(s["step"]) for _, s in evidence.states(from_elements=1)), default=0)
     # fp16 skips its first updates while the loss scale settles.
-    if config.compute_dtype != "fp16" and updates != loop.micro_step // loop.micro_steps:
+    if compute_type(config) != torch.float16 and updates != loop.micro_step // loop.micro_steps:
         return f"{loop.micro_step} micro-batches made {updates} updates"
     return None
 
@@ -431,7 +473,7 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
     Said of nothing that need not move: fp16 skips its first updates while the loss scale settles,
     and a dropout of 1 leaves nothing to learn from.
     """
-    if config.compute_dtype == "fp16" or config.lora_dropout == 1:
+    if compute_type(config) == torch.float16 or config.lora_dropout == 1:
         return None
     if not evidence.loop.optimizer.state:
         return None
@@ -450,14 +492,29 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
 @proves("compute_dtype")
 def _compute_dtype(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Most of the multiplying is in the compute type; rotary angles and the like are not."""
-    if evidence.watch is None:
+    work = evidence.product_work
+    if work is None:
         return None
-    if not evidence.watch.product_work:
+    if not work:
         return "no matrix was multiplied"
-    ((mostly, _),) = evidence.watch.product_work.most_common(1)
-    if mostly == DTYPES[config.compute_dtype]:
-        return None
-    return f"most products are in {_plain(mostly)}"
+    if config.is_8bit_compute:
+        share = _eight_bit_share(config, evidence, work)
+        is_whole = share > _LEAST_8_BIT_SHARE
+        return None if is_whole else f"{in_percent(share)} of the products are in 8 bits"
+    mostly = max(work, key=lambda kind: work[kind])
+    asked = compute_type(config)
+    return None if mostly == asked else f"most products are in {_plain(mostly)}"
+
+
+def _eight_bit_share(config: TrialConfig, evidence: StepEvidence, work: Mapping[Any, int]) -> float:
+    """Return how much of the frozen layers' products was in 8 bits, forward and backward."""
+    # On a CPU the reference multiplies in float what was rounded to 8 bits.
+    is_on_gpu = evidence.attached.model.device.type == "cuda"
+    kind = EIGHT_BIT_TYPES[config.compute_dtype] if is_on_gpu else torch.float32
+    frozen = (m for m in evidence.attached.model.modules() if hasattr(m, "row_scales"))
+    weights = sum(m.in_features * m.out_features for m in frozen)
+    tokens = math.prod(evidence.loop.batch_shape) * evidence.loop.micro_steps
+    return work.get(kind, 0) / (2 * weights * tokens)
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -34,6 +34,7 @@ from storage.records import Stage
 from sweep.data.batches import Batch
 from sweep.training.adapters import Attached, local
 from sweep.training.data import endless, random_token_loader
+from sweep.training.model import compute_type
 from sweep.training.sharding import forget_sharding, fsdp_plugin, shard_on_cpu
 from sweep.training.team import ALONE, Place
 from sweep.training.texts import TextsRound, loader_of
@@ -47,7 +48,7 @@ _BUCKETS = DistributedDataParallelKwargs(
     # Every adapter has a gradient in every step.
     find_unused_parameters=False,
 )
-_MIXED_PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+_MIXED_PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,20 @@ class TrainingLoop:
         context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
         return context
 
+    def next_batch(self) -> Batch:
+        """Return the micro-batch that is next, on the device."""
+        batch = next(self._batches)
+        batch.pop(WEIGHT, None)
+        return batch
+
+    def add_gradients(self, batch: Batch, *, weight: float) -> float:
+        """Add a micro-batch's gradients, times a weight, to the adapters', and to nobody else's;
+        return its loss times the weight."""
+        with self._accelerator.no_sync(self._model), self._precision():
+            loss = self._model(**batch).loss * weight
+        self._accelerator.backward(loss)
+        return float(loss.detach())
+
     def largest_batch(self) -> dict[str, torch.Tensor]:
         """Return one of the largest micro-batches, on the device."""
         return next(endless(self._largest))
@@ -331,7 +346,7 @@ def _accelerator(
     plugin = fsdp_plugin(attached.layers) if config.is_sharded else None
     accelerator = Accelerator(
         cpu=is_on_cpu,
-        mixed_precision=_MIXED_PRECISION[config.compute_dtype],
+        mixed_precision=_MIXED_PRECISION[compute_type(config)],
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=micro_steps,
             # The loader is cycled, so its end says nothing about accumulation.

@@ -17,6 +17,7 @@ from search_spaces.errors import InputError
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
     Diverged,
+    Faithfulness,
     Ineffective,
     Invalid,
     Measured,
@@ -30,10 +31,11 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
+from sweep.training.faithful import compared, unfaithful
 from sweep.training.flops import flops_per_step
 from sweep.training.meter import CardReader, Meter, NeighbourWatch, StepWork, fastest_median
 from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.proof import KernelWatch, ProductWatch, ineffective
 from sweep.training.queued import SILENCE_SECONDS, StepQueue
 from sweep.training.soak import INTERLUDE_BATCHES, Interlude
 from sweep.training.step import TrainingLoop
@@ -74,6 +76,7 @@ class Trial:
         texts: what it trains on; None for full-length random rows.
         is_soak: whether it trains until its budget is spent, and does on the way what a training
             does now and then.
+        compared: what is known by now of configurations' 8-bit compute.
         team: who trains it together with this process; None where nobody does.
         phase: where the trial is.
     """
@@ -90,6 +93,7 @@ class Trial:
     texts: Texts | None = None
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
+    compared: dict[TrialConfig, Faithfulness] = field(default_factory=dict)
     team: Team | None = None
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
@@ -258,10 +262,14 @@ class Trial:
     def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
         """Do the steps that are not the steady rate; return an outcome only where they end the
         trial."""
-        watch = None if self.config.compile else KernelWatch()
+        watch: KernelWatch | ProductWatch | None = None if self.config.compile else KernelWatch()
+        if self.config.compile and self.config.is_8bit_compute:
+            watch = ProductWatch()
+        # Of compiled layers the second step, without what the compiler itself tries out.
+        watched = int(self.config.compile)
         with self.device.observed():
             for index in range(_OBSERVED_STEPS):
-                with watch if watch is not None and index == 0 else contextlib.nullcontext():
+                with watch if watch and index == watched else contextlib.nullcontext():
                     self._queue(loop, steps=1)
                     diverged = self._take_in()
                 if diverged is not None:
@@ -313,7 +321,23 @@ class Trial:
         )
         if self._is_slow:
             return PrunedSlow(measurement=measurement)
-        return Measured(measurement=measurement)
+        return self._faithful(measurement, attachment, loop)
+
+    def _faithful(
+        self, measurement: Measurement, attachment: Attached, loop: TrainingLoop
+    ) -> Measured | Ineffective:
+        """Return what was measured, where 8 bits compute nearly what 16 do; once for each
+        configuration that this process trains."""
+        if not self.config.is_8bit_compute:
+            return Measured(measurement=measurement)
+        if self.config not in self.compared:
+            self._enter("compare")
+            self.compared[self.config] = compared(attachment, loop)
+        found = self.compared[self.config]
+        detail = unfaithful(found)
+        if detail is not None:
+            return Ineffective(knob="compute_dtype", detail=detail)
+        return Measured(measurement=measurement.model_copy(update={"faithfulness": found}))
 
     def _is_over(self, begun: float) -> bool:
         """Whether no further step is needed; a soak goes on until its interlude was played."""

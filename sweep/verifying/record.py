@@ -184,6 +184,8 @@ def _kind_of(path: Path, text: str, typed: str) -> Kind:
             ast.parse(text)
         except SyntaxError as error:
             raise InputError(f"{typed}: line {error.lineno}: {error.msg}") from error
+        if "\nfrom unsloth import" in text:
+            raise InputError(f"{typed}: Unsloth's script is not verified: verify the study")
         return "script"
     values = _yaml(text, label=typed)
     keys = set(values) if isinstance(values, dict) else set()

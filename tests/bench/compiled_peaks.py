@@ -1,6 +1,7 @@
-"""Measure again the committed configurations with compiled layers, most of which surfaces hold too.
+"""Measure again committed configurations: with compiled layers, most of which surfaces hold too, or
+in 8 bits.
 
-    python tests/bench/compiled_peaks.py OUT.jsonl [--seconds 540]
+    python tests/bench/compiled_peaks.py OUT.jsonl [--seconds 540] [--rows eight_bit_h200.jsonl]
 
 What was measured by an earlier call is kept; it exits with `OUT_OF_TIME` where some are left.
 """
@@ -24,8 +25,8 @@ from sweep.running.supervisor import SupervisedRunner
 from tests.bench.record_surface import STEPS
 from tests.bench.stamp import OUT_OF_TIME
 
-COMMITTED = Path(__file__).parents[1] / "data" / "compiled_h200.jsonl"
-NUMBERS = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds")
+DATA = Path(__file__).parents[1] / "data"
+NUMBERS = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "faithfulness")
 
 Row = dict[str, Any]
 
@@ -49,7 +50,8 @@ def measure(rows: list[Row], out: Path, *, deadline: float) -> bool:
                     return False
                 outcome = runner.run(parse_config(row["config"]), steps=STEPS)
                 assert isinstance(outcome, Measured), outcome
-                numbers = {key: getattr(outcome.measurement, key) for key in NUMBERS}
+                numbers = outcome.measurement.model_dump(include=set(NUMBERS), mode="json")
+                numbers = {key: value for key, value in numbers.items() if value is not None}
                 print(json.dumps({**row, **numbers}), file=file, flush=True)
     return True
 
@@ -59,9 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--rows", default="compiled_h200.jsonl", help="of tests/data")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
-    left = read(COMMITTED)[len(read(arguments.out)) :]
+    left = read(DATA / arguments.rows)[len(read(arguments.out)) :]
     if not measure(left, arguments.out, deadline=deadline):
         raise SystemExit(OUT_OF_TIME)
 

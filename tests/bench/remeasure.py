@@ -88,6 +88,12 @@ PRODUCERS: dict[str, Producer] = {
         DATA / "compiled_h200.jsonl",
         lambda out, seconds: [_bench("compiled_peaks.py", out, "--seconds", seconds)],
     ),
+    "eight_bit": Producer(
+        DATA / "eight_bit_h200.jsonl",
+        lambda out, seconds: [
+            _bench("compiled_peaks.py", out, "--seconds", seconds, "--rows", "eight_bit_h200.jsonl")
+        ],
+    ),
     "new_models": Producer(
         DATA / "new_models_h200.jsonl",
         lambda out, seconds: [_bench("new_models.py", "-o", out, "--seconds", seconds)],

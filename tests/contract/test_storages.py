@@ -335,33 +335,6 @@ def test_the_best_in_the_list_of_studies_is_by_what_each_asked_for(url: str, hom
     assert (summary.best_number, summary.objectives) == (1, ("peak_memory",))
 
 
-@pytest.mark.parametrize(
-    ("stored", "read"),
-    [
-        (["cost"], ("tokens_per_second",)),
-        (["tokens_per_second", "cost"], ("tokens_per_second",)),
-        (["peak_memory", "cost"], ("peak_memory", "tokens_per_second")),
-    ],
-)
-def test_a_study_of_the_time_when_cost_was_an_objective_is_read_as_one_of_speed(
-    url: str, home: Path, stored: list[str], read: tuple[str, ...]
-) -> None:
-    with open_it(url, home) as study:
-        told = run_one(study, fits(100.0), batch=1), run_one(study, fits(200.0), batch=2)
-        definition = study.study.user_attrs["definition"]
-        old = definition | {"space": definition["space"] | {"objectives": stored}}
-        study.study.set_user_attr("definition", old)
-    snapshot = read_study("study", url=url, home=home)
-    assert (snapshot.definition.space.objectives, snapshot.records) == (read, told)
-    (warning,) = snapshot.warnings
-    assert "cost" in warning
-    (summary,) = list_studies(url, home)
-    assert summary.objectives == read
-    # Its values are dollars: speeds cannot be told beside them.
-    with pytest.raises(InputError, match=r"objective cost.* --study"):
-        open_it(url, home)
-
-
 def test_an_unknown_study_is_refused_with_the_nearest_name(url: str, home: Path) -> None:
     open_it(url, home, name="mistral-a10").close()
     with pytest.raises(InputError, match="did you mean 'mistral-a10'"):

@@ -86,7 +86,7 @@ def test_each_question_has_its_own_answer() -> None:
     assert (own.dollars, own.dollars_detail) == ("$0.0625", "$0.0619–0.0631")
     assert (own.peak, own.margin) == ("20.00 GiB", "of 21.50 GiB, 1.50 GiB left")
     assert own.memory_share == pytest.approx(20 / 21.5)
-    assert own.configuration == "10 x 512, else as the baseline"
+    assert own.configuration == "10 x 512, bf16 compute"
     assert decision.price == "a10 Lender at $3.60 an hour, as of 2026-07-01"
 
 
@@ -177,6 +177,18 @@ def test_the_cheapest_is_another_only_where_its_predicted_speed_is_clearly_highe
     decision = decision_of(on_another_card(BASE, OWN, SMALL, speeds=speeds))
     found = of(decision).get(CHEAPEST) or 1
     assert found == cheapest
+
+
+def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_target() -> None:
+    rounded = TrialConfig(micro_batch_size=8, compute_dtype="int8")
+    fast = fits(1, 12_000.0, rounded, peak_allocated_bytes=19 * GIB)
+    lean = fits(2, 16_000.0, TrialConfig(micro_batch_size=4), peak_allocated_bytes=5 * GIB)
+    dimensions = SPACE["dimensions"] | {"compute_dtype": {"choices": ["bf16", "int8"]}}
+    speeds = {0: 800.0, 1: 1_600.0, 2: 1_000.0}
+    records = BASE, fast, lean
+    found = decision_of(on_another_card(*records, speeds=speeds, space={"dimensions": dimensions}))
+    (line,) = (line for line in found.lines if line.title == MEMORY)
+    assert line.text.startswith("trial 1 as well")
 
 
 def test_without_a_prediction_only_what_was_measured_is_said() -> None:

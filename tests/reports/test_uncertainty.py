@@ -54,7 +54,7 @@ def test_a_gain_of_single_runs_says_so() -> None:
         ({"flags": ("emulated", "throttled")}, "8,000 tokens/s"),
         ({"flags": ("emulated", "noisy")}, "8,000 tokens/s (7,921–8,081, noisy)"),
         ({"flags": ("neighbour",)}, "8,000 tokens/s (7,921–8,081, neighbour)"),
-        ({"steps_measured": 2}, "8,000 tokens/s (no interval)"),
+        ({"step_seconds_ci95": None}, "8,000 tokens/s (no interval)"),
     ],
 )
 def test_a_noisy_speed_is_never_said_without_its_interval(

@@ -48,7 +48,10 @@ def test_changes_are_told_from_another_configuration() -> None:
         ({"lora_alpha": "lots"}, "lora_alpha must be a number, got 'lots'"),
         ({"lora_dropout": 1.5}, "lora_dropout must be at most 1.0, got 1.5"),
         ({"checkpoint_fraction": True}, "checkpoint_fraction must be a number, got true"),
-        ({"compute_dtype": "bf8"}, "compute_dtype must be one of 'bf16', 'fp16' or 'fp32'"),
+        (
+            {"compute_dtype": "bf8"},
+            "compute_dtype must be one of 'bf16', 'fp16', 'fp32', 'fp8' or 'int8'",
+        ),
         ({"upcast_fp32": 1}, "upcast_fp32 must be true or false, got 1"),
         ({"target_modules": []}, "target_modules must list at least one module name, none empty"),
         ({"target_modules": 3}, "target_modules must be a name or a list of module names, got 3"),

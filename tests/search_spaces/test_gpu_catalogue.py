@@ -75,6 +75,21 @@ def test_peaks_are_dense_and_bf16_needs_ampere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOXES)
+def test_8_bit_rates_are_two_or_four_times_those_of_16_bits(name: str) -> None:
+    spec = find_gpu(name)
+    assert "fp8" not in spec.peak_flops or spec.compute_capability >= (8, 9)
+    assert "int8" not in spec.peak_flops or spec.compute_capability >= (7, 5)
+    ratios = [
+        spec.peak_flops[t] / spec.peak_flops[spec.half]
+        for t in ("fp8", "int8")
+        if t in spec.peak_flops
+    ]
+    # GeForce GPUs halve products with fp32 accumulation, and integers have none.
+    assert all(round(ratio, 1) in (2.0, 4.0) for ratio in ratios)
+    assert set(spec.measured_8bit) <= set(spec.peak_flops)
+
+
+@pytest.mark.parametrize("name", BOXES)
 def test_measured_rates_are_below_the_data_sheet_and_have_a_source(name: str) -> None:
     spec = find_gpu(name)
     assert set(spec.matrix_flops) <= set(spec.peak_flops)
@@ -93,6 +108,8 @@ def test_a_rate_that_nobody_measured_is_the_usual_share_of_the_data_sheet() -> N
     assert unmeasured.matrix_rate("bf16") == UNMEASURED_MATRIX_SHARE * a10.peak_flops["bf16"]
     assert unmeasured.copy_rate == UNMEASURED_COPY_SHARE * a10.bandwidth_bytes_per_second
     assert a10.matrix_rate("bf16") == a10.matrix_flops["bf16"]
+    # A type that was not measured is held to the share that 16 bits reach.
+    assert a10.matrix_rate("int8") == 2 * a10.matrix_flops["bf16"]
     assert find_gpu("t4").matrix_rate("bf16") is None
 
 

@@ -88,6 +88,7 @@ def allowed_values() -> set[str]:
     words = {*get_args(Objective), *get_args(SamplerName), *get_args(Weights), *TARGET_SETS}
     for field in TrialConfig.model_fields.values():
         words |= {word for word in get_args(field.annotation) if isinstance(word, str)}
+    words |= set(get_args(SearchSpace.model_fields["numerics"].annotation))
     return words | {"auto", "cpu"}
 
 

@@ -76,7 +76,7 @@ WRONG = [
     LEAST + "fixed: {lora_rnk: 8}",
     LEAST + "fixed: {lora_rank: 0}",
     LEAST + "fixed: {lora_alpha: -1}",
-    LEAST + "fixed: {quantization: int8}",
+    LEAST + "fixed: {quantization: int5}",
     LEAST + "fixed: {upcast_fp32: 'yes'}",
     LEAST + "fixed: {target_modules: everything}",
     LEAST + "baseline: {kernels: fast}",

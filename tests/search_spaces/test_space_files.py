@@ -14,6 +14,7 @@ from search_spaces.config import CONFIG_KEYS
 from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.documents import BYTES_MAX
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space, parse_duration, parse_space, shipped_presets
 from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
@@ -43,7 +44,7 @@ def test_a_file_that_is_there_comes_before_a_preset_written_otherwise(
     monkeypatch.chdir(tmp_path)
     Path("A10").write_text(SMALL)
     assert load_space("A10").size() == 3
-    assert load_space("a10").size() == 20_736
+    assert load_space("a10").size() == 22_464
 
 
 def test_the_short_forms_of_a_dimension_are_choices_and_ranges() -> None:
@@ -140,7 +141,8 @@ def test_a_space_survives_its_own_json() -> None:
         ),
         pytest.param(
             SMALL + "  quantization: [nf4, no]\n",
-            "a10.yaml: line 4: quantization must be one of 'nf4', 'fp4' or 'none', got false; "
+            "a10.yaml: line 4: quantization must be one of 'nf4', 'fp4', 'fp8', 'int8' or 'none', "
+            "got false; "
             'YAML reads an unquoted no or off as false: write a word in quotes, "none"',
             id="YAML's no",
         ),
@@ -556,12 +558,13 @@ def test_the_shipped_presets_are_listed_with_what_they_are_for() -> None:
 @pytest.mark.parametrize("name", ["a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200"])
 def test_no_combination_of_a_gpu_preset_breaks_a_rule(name: str) -> None:
     space = load_space(name)
-    model = load_model_spec(space.model)
-    for key, dimension in space.dimensions.items():
-        for value in dimension.values() or ():
-            config = space.config({key: value})
-            found = violation(config, model=model, compute_capability=(8, 0), device="cuda")
-            assert found is None
+    model, capability = load_model_spec(space.model), find_gpu(space.gpu).compute_capability
+    one_by_one = [{key: v} for key, d in space.dimensions.items() for v in d.values() or ()]
+    # A compiled Liger, and one 8-bit type on the other, are listed and refused.
+    for params in (*itertools.filterfalse(space.leaves_out, one_by_one), *space.together):
+        config = space.config(params)
+        found = violation(config, model=model, compute_capability=capability, device="cuda")
+        assert found is None or found.rule in ("compile-breaks-on-liger", "eight-bit")
 
 
 def test_no_combination_of_the_demo_breaks_a_rule() -> None:
@@ -603,3 +606,31 @@ def test_of_many_faults_some_are_told_and_the_others_counted() -> None:
     text = "model: demo\n" + "".join(f"wrong{number}: 1\n" for number in range(7))
     with pytest.raises(InputError, match=r"line 2: unknown key 'wrong0'.*And 2 more$"):
         parse_space(text, label="mine.yaml")
+
+
+@pytest.mark.parametrize("entry", ["{}", "{compute_dtype: []}"])
+def test_an_entry_that_leaves_nothing_out_is_refused(entry: str) -> None:
+    text = f"dimensions:\n  micro_batch_size: [1, 2]\nleave_out: [{entry}]\n"
+    with pytest.raises(InputError, match="line 3: leave_out"):
+        parse_space(text, label="mine.yaml")
+
+
+def test_a_baseline_in_8_bits_is_no_reference_for_16() -> None:
+    text = "dimensions:\n  micro_batch_size: [1, 2]\nnumerics: 16-bit\n"
+    with pytest.raises(InputError, match="the baseline's compute_dtype"):
+        parse_space(f"{text}baseline: {{compute_dtype: int8}}\n", label="mine.yaml")
+
+
+def test_a_list_of_modules_is_left_out_however_it_is_written() -> None:
+    text = """\
+dimensions:
+  target_modules: [attention, [v_proj, q_proj]]
+  compute_dtype: [bf16, int8]
+leave_out: [{target_modules: [[q_proj, v_proj]], compute_dtype: [int8]}]
+"""
+    space = parse_space(text, label="a")
+    made = [space.config(params) for params in space.combinations()]
+    assert space.size() == len(made) == 3
+    assert all(map(space.holds, made))
+    left = space.config({"target_modules": ["q_proj", "v_proj"], "compute_dtype": "int8"})
+    assert not space.holds(left)

@@ -61,7 +61,7 @@ def test_sizes_suit_the_memory_that_a_model_leaves() -> None:
 
 def test_a_card_without_bf16_starts_without_it() -> None:
     space = parse_space(starting_text("t4", None), label="mine.yaml")
-    assert space.values_of("compute_dtype") == ("fp16",)
+    assert space.values_of("compute_dtype") == ("fp16", "int8")
     assert space.baseline_config().compute_dtype == "fp16"
     assert TrialConfig().compute_dtype == "bf16"
 

@@ -49,7 +49,7 @@ QWEN3_30B = of_type(
     moe_intermediate_size=768,
 )
 
-TURING, AMPERE, PASCAL = (7, 5), (8, 0), (6, 0)
+TURING, AMPERE, PASCAL, HOPPER = (7, 5), (8, 0), (6, 0), (9, 0)
 FSDP = {
     "data_parallel": 2,
     "sharding": "fsdp",
@@ -62,6 +62,38 @@ FSDP = {
     ("values", "model", "card", "rule", "words"),
     [
         ({}, MISTRAL, TURING, "bf16-needs-ampere", "this card has 7.5: use compute_dtype fp16"),
+        ({"compute_dtype": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or bf16"),
+        ({"compute_dtype": "fp8"}, MISTRAL, TURING, "eight-bit", "7.5: use int8 or fp16"),
+        ({"quantization": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or nf4"),
+        ({"compute_dtype": "int8"}, MISTRAL, PASCAL, "eight-bit", "7.5, this GPU has 6.0"),
+        (
+            {"compute_dtype": "int8", "quantization": "none"},
+            MISTRAL,
+            AMPERE,
+            "eight-bit",
+            "quantization int8 or nf4",
+        ),
+        (
+            {"compute_dtype": "int8", "quantization": "fp8"},
+            MISTRAL,
+            HOPPER,
+            "eight-bit",
+            "computes in fp8 or in 16 bits",
+        ),
+        (
+            {"quantization": "int8", "quantized_fraction": 0.5},
+            MISTRAL,
+            AMPERE,
+            "eight-bit",
+            "use quantized_fraction 1",
+        ),
+        (
+            {"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16},
+            MISTRAL,
+            AMPERE,
+            "eight-bit",
+            "more than 16 tokens",
+        ),
         ({"compute_dtype": "fp16"}, MISTRAL, None, "fp16-needs-cuda", "bf16 or fp32"),
         ({"kernels": "liger"}, MISTRAL, None, "kernels-need-triton", "use kernels hf"),
         ({"kernels": "fused-loss"}, MISTRAL, None, "kernels-need-triton", "fused-loss"),
@@ -232,8 +264,8 @@ def test_what_cannot_run_is_forbidden_with_a_reason(
 
 def test_every_rule_is_in_the_table_above() -> None:
     table = test_what_cannot_run_is_forbidden_with_a_reason.pytestmark[0].args[1]
-    # What is asked of these is more than a model and a card; each has a test of its own below.
-    elsewhere = {"data-parallel-needs-cards", "data-parallel-on-texts"}
+    # What is asked of it is more than a model and a card; it has a test of its own below.
+    elsewhere = {"data-parallel-on-texts"}
     assert {row[3] for row in table} | elsewhere == set(RULES)
 
 
@@ -379,16 +411,6 @@ def test_configurations_that_train_the_same_way_are_one(
     one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     assert (canonical(parse_config(one)) == canonical(parse_config(other))) is same
-
-
-@pytest.mark.parametrize(("cards", "is_allowed"), [(None, True), (2, True), (1, False)])
-def test_more_cards_than_a_trial_may_have_are_refused(cards: int | None, is_allowed: bool) -> None:
-    config = parse_config({"data_parallel": 2})
-    found = violation(config, model=MISTRAL, compute_capability=AMPERE, device="cuda", cards=cards)
-    assert (found is None) == is_allowed
-    if found is not None:
-        assert found.rule == "data-parallel-needs-cards"
-        assert "a trial has one here: use data_parallel 1" in found.reason
 
 
 def test_rows_of_texts_are_dealt_out_to_one_card_alone() -> None:

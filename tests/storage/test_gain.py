@@ -95,7 +95,7 @@ def test_the_gain_of_what_was_not_measured_again_is_that_of_the_search(again: li
 
 
 def test_without_intervals_a_gain_has_none() -> None:
-    few = {"steps_measured": 2}
+    few = {"step_seconds_ci95": None}
     records = searched((fits(100.0), {}), (fits(250.0, **few), {"micro_batch_size": 2}))
     found = compare(rank(records, a_definition(**SPACE)))
     assert found is not None
@@ -103,7 +103,9 @@ def test_without_intervals_a_gain_has_none() -> None:
 
 
 def test_runs_of_a_few_steps_have_a_gain_where_they_agree() -> None:
-    found = compared((fits(100.0), {}), (fits(250.0, steps_measured=5), {"micro_batch_size": 2}))
+    found = compared(
+        (fits(100.0), {}), (fits(250.0, step_seconds_ci95=None), {"micro_batch_size": 2})
+    )
     assert found is not None
     assert found.gain is not None
     assert found.gain.value == pytest.approx(2.5)

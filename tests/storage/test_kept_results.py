@@ -208,51 +208,10 @@ def test_the_same_configuration_under_the_same_number_is_still_another_attempt(
         assert [r.verdict for r in study.records()] == [Verdict.LOST]
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
-        ({}, Verdict.FITS),
-        ({"started_at": "2024-12-31T00:00:00+00:00"}, Verdict.LOST),
-        ({"config": TrialConfig(micro_batch_size=2)}, Verdict.LOST),
-        ({"number": 1}, Verdict.LOST),
-        ({"attempt_id": "of a later version"}, Verdict.LOST),
-    ],
-)
-def test_without_identities_number_start_and_configuration_must_agree(
-    home: Path, url: str, changes: dict[str, Any], verdict: Verdict
-) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study)
-        study._spool.append(record.model_copy(update={"attempt_id": None, **changes}))
-        spool = study._spool.path
-    execute(url, "DELETE FROM trial_user_attributes WHERE key = 'attempt'")
-    # As an earlier version wrote it.
-    entry = json.loads(spool.read_text())
-    entry["record"] = {k: v for k, v in entry["record"].items() if v or k != "attempt_id"}
-    kept = ("study", "record") if "attempt_id" not in entry["record"] else tuple(entry)
-    spool.write_text(json.dumps({key: entry[key] for key in kept}) + "\n")
-    with open_it(url, home) as study:
-        study.recover()
-        assert [r.verdict for r in study.records()] == [verdict]
-
-
 def test_what_was_told_is_never_said_to_be_kept(home: Path, url: str) -> None:
     with open_it(url, home) as study:
         for outcome in (fits(), OutOfMemory(stage="forward"), Crashed(phase="build")):
             run_one(study, outcome)
-        spool = study._spool.path
-    assert read_study("study", url=url, home=home).warnings == ()
-    # As an earlier version wrote them: without identities, in the database and in the spool.
-    execute(
-        url,
-        "UPDATE trial_user_attributes SET value_json = "
-        "json_remove(value_json, '$.attempt_id') WHERE key = 'record'",
-    )
-    entries = [json.loads(line) for line in spool.read_text().splitlines()]
-    for entry in entries:
-        entry["record"].pop("attempt_id")
-    lines = [json.dumps({key: entry[key] for key in ("study", "record")}) for entry in entries]
-    spool.write_text("\n".join(lines) + "\n")
     assert read_study("study", url=url, home=home).warnings == ()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage.definition import StudySnapshot
+from storage.definition import StudySnapshot, TargetSpeed
 from storage.objectives import pareto_front
 from storage.ranking import Ranking, rank, rank_study, verdict_counts
 from storage.records import (
@@ -192,7 +193,7 @@ def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -
 
 
 def test_a_speed_without_an_interval_is_close_to_nothing() -> None:
-    few = {"steps_measured": 2}
+    few = {"step_seconds_ci95": None}
     ranking = ranked(
         a_record(0, fits(1000.0, spread=0.02), batch=1),
         a_record(1, fits(999.0, spread=0.5, **few), batch=2),
@@ -371,3 +372,81 @@ def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
     own_recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
     assert ranked(base, other, own_recipe, **space).reference_for(other.config) == own_recipe
     assert ranked(**space).recipe is None
+
+
+NUMERICS = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "compute_dtype": {"choices": ["bf16", "fp8", "int8"]},
+    "quantization": {"choices": ["nf4"]},
+}
+PREDICTED = {
+    number: TargetSpeed(speed, None, None, "predicted")
+    for number, speed in {0: 500.0, 1: 550.0, 2: 900.0, 3: 800.0}.items()
+}
+BOTH_CLASSES = (
+    classed(0, fits(100.0, spread=0.01)),
+    classed(1, fits(200.0, spread=0.01), micro_batch_size=8),
+    classed(2, fits(150.0, spread=0.01), compute_dtype="int8"),
+    classed(3, fits(190.0, spread=0.01), compute_dtype="int8", micro_batch_size=8),
+)
+
+
+def for_a_target(
+    *records: TrialRecord,
+    emulated_on: str | None = "NVIDIA H200",
+    runs: tuple[TrialRecord, ...] = (),
+    speeds: Mapping[int, TargetSpeed] = PREDICTED,
+    **space: Any,
+) -> Ranking:
+    definition = a_definition(**({"dimensions": NUMERICS} | space))
+    target = definition.target.model_copy(update={"emulated_on": emulated_on})
+    definition = definition.model_copy(update={"target": target})
+    return rank(records, definition, runs, target_speeds=speeds)
+
+
+def test_the_target_itself_measures_which_class_of_numerics_is_faster() -> None:
+    ranking = for_a_target(*BOTH_CLASSES, emulated_on=None)
+    assert numbers(ranking.ranked) == [1, 3, 2, 0]
+    assert ranking.numerics_choice == "measured"
+    assert ranking.fastest_with_16_bits is None
+    found = [(b.numerics, b.number) for b in ranking.fastest_by_class]
+    assert found == [("16-bit", 1), ("int8", 3)]
+
+
+def test_where_another_gpu_stands_in_the_target_is_predicted_between_classes() -> None:
+    # The best of each was measured: 200 on the stand-in is 550 on the target, and 190 is 800. That
+    # trial 2 is predicted to be faster there than trial 3 does not count: both were measured.
+    ranking = for_a_target(*BOTH_CLASSES)
+    assert numbers(ranking.ranked) == [3, 2, 1, 0]
+    assert ranking.numerics_choice == "predicted"
+    assert ranking.winner is not None
+    assert ranking.winner.measurement == BOTH_CLASSES[3].measurement
+    assert ranking.fastest_with_16_bits == BOTH_CLASSES[1]
+    # Overlapping intervals on the stand-in say nothing of the target.
+    assert ranking.close == ()
+
+
+def test_a_class_without_a_prediction_is_compared_as_measured() -> None:
+    ranking = for_a_target(*BOTH_CLASSES, speeds={1: PREDICTED[1]})
+    assert numbers(ranking.ranked) == [1, 3, 2, 0]
+    assert ranking.numerics_choice == "measured"
+
+
+def test_confirming_the_predicted_class_leaves_the_answer_as_it_was() -> None:
+    winner, baseline = BOTH_CLASSES[3], BOTH_CLASSES[0]
+    ranking = for_a_target(*BOTH_CLASSES, runs=confirmed(baseline, winner))
+    # Trial 1 outran the baseline, which was measured again, and stays the best of its class.
+    assert numbers(ranking.ranked)[0] == 3
+    assert ranking.is_confirmed
+    assert ranking.tied == ()
+    assert ranking.fastest_with_16_bits is not None
+    assert ranking.fastest_with_16_bits.number == 1
+
+
+def test_several_objectives_weigh_speed_as_it_is_predicted_between_classes() -> None:
+    records = (
+        classed(1, fits(200.0, peak=9 * GIB), micro_batch_size=8),
+        classed(3, fits(190.0, peak=9 * GIB), compute_dtype="int8", micro_batch_size=8),
+    )
+    ranking = for_a_target(*records, objectives=SPEED_AND_MEMORY)
+    assert numbers(ranking.front) == [3]

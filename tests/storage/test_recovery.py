@@ -7,7 +7,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.ledger import Ledger
-from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut, TrialRecord
+from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
 from storage.recovery import attempts, next_number
 from storage.spool import Spool
 from tests.storage.builders import a_record, fits
@@ -19,9 +19,10 @@ def spool(tmp_path: Path) -> Spool:
 
 
 def test_a_spool_gives_back_what_it_was_given(spool: Spool) -> None:
-    spool.append(a_record(0))
-    spool.append(a_record(1, Lost()))
-    assert spool.read() == (a_record(0), a_record(1, Lost()))
+    records = a_record(0, attempt_id="a"), a_record(1, Lost(), attempt_id="b")
+    for record in records:
+        spool.append(record)
+    assert spool.read() == records
 
 
 def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) -> None:
@@ -33,11 +34,11 @@ def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) ->
 def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next_result(
     spool: Spool, torn: bytes
 ) -> None:
-    spool.append(a_record(0))
+    spool.append(a_record(0, attempt_id="a"))
     with spool.path.open("ab") as file:
         file.write(torn)
     assert [record.number for record in spool.read()] == [0]
-    spool.append(a_record(1))
+    spool.append(a_record(1, attempt_id="b"))
     assert [record.number for record in spool.read()] == [0, 1]
 
 
@@ -102,14 +103,6 @@ def test_what_was_interrupted_is_no_attempt_however_often_and_however_early(seco
     records = [a_record(number, INTERRUPTED, device_seconds=seconds) for number in range(9)]
     assert attempts(records, records[0].config) == 0
     assert Ledger(records).to_retry(since=next_number(records)) == (records[0].config,)
-
-
-def test_what_an_earlier_version_said_was_interrupted_is() -> None:
-    stored = {"verdict": "lost", "detail": "interrupted"}
-    assert Lost.model_validate(stored).is_interrupted
-    assert not Lost.model_validate({"verdict": "lost", "detail": "the driver ended"}).is_interrupted
-    again = a_record(0, Lost(detail="the card", is_interrupted=True))
-    assert TrialRecord.from_json(again.to_json()) == again
 
 
 def test_numbers_go_on_where_the_records_end() -> None:

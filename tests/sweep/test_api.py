@@ -52,6 +52,12 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_numerics_are_refused_where_a_space_refuses_them() -> None:
+    for ask in (plan, tune):
+        with pytest.raises(InputError, match="numerics must be one of 'any' or '16-bit'"):
+            ask("a10", numerics="8-bit")
+
+
 def test_a_study_and_its_winner_are_what_the_command_prints(
     simulate: Simulate, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +105,6 @@ def test_what_tokens_cost_is_shown_at_the_users_own_price(
     out = capsys.readouterr().out
     assert "per million tokens" in out
     assert "a10 Me at $0.04 an hour, as of 2026-11-21" in out
-
-
-@pytest.mark.parametrize(
-    "command", [["best"], ["best", "--json"], ["status"], ["report", "-o", "-"]]
-)
-def test_a_study_of_the_time_when_cost_was_an_objective_can_be_read(
-    study: str, home: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    with closing(sqlite3.connect(home / "runs" / "sweep.db")) as database, database:
-        database.execute(
-            "UPDATE study_user_attributes SET value_json = "
-            "json_set(value_json, '$.space.objectives', json('[\"cost\"]')) "
-            "WHERE key = 'definition'"
-        )
-    assert main([command[0], study, *command[1:]]) == 0
-    out = capsys.readouterr().out
-    assert ("tokens_per_second" if "--json" in command else "was started with") in out
 
 
 def test_a_price_list_that_is_not_right_hides_the_cost_and_nothing_else(

@@ -105,7 +105,6 @@ def test_an_interrupt_ends_the_trial_at_once_and_the_same_command_finishes_the_s
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - asked < TRIAL_SECONDS * 2 / 3, said
     assert process.returncode == 130
-    assert "stopping now" in err
     assert "the same command goes on" in err
     assert "sweep best two" in out
     assert (tmp_path / "runs" / "two" / "report.html").exists()

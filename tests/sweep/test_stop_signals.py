@@ -57,12 +57,12 @@ def test_what_comes_while_an_object_is_freed_is_heard_a_moment_later(
         with stop_signals.heard():
             freed = Freed()
             del freed
-            time.sleep(5)
+            time.sleep(60)
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30
     assert capsys.readouterr().err == ""
 
 

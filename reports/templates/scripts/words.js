@@ -51,6 +51,7 @@ report.words = (() => {
     isKnown(trial.step_seconds) && ["a step", number(trial.step_seconds, "seconds")],
     isKnown(trial.predicted_peak) && ["predicted peak", number(trial.predicted_peak, "memory")],
     isKnown(trial.joules_per_token) && ["energy of a token", `${Number((1000 * trial.joules_per_token).toPrecision(3))} mJ`],
+    trial.faithful && ["8-bit compute", trial.faithful],
     trial.flags && ["flags", trial.flags.join(", ")],
     trial.error && ["why", trial.error],
   ].filter(Boolean);

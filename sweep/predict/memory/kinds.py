@@ -32,7 +32,9 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
         if key in _KIND_OF
     }
     for row in itertools.product(*kinds.values()):
-        yield space.config({**params, **dict(zip(kinds, row, strict=True))})
+        each = {**params, **dict(zip(kinds, row, strict=True))}
+        if space.goes_together(each):
+            yield space.config(each)
 
 
 def _of_layers(share: float) -> tuple[bool, bool]:

@@ -78,7 +78,8 @@ class _Process:
         self._child = Child(
             [*command, str(os.getpid())],
             stderr=subprocess.PIPE,
-            environment=child_environment(),
+            # It walks shapes: the GPU's memory is the trials'.
+            environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
         )
         process = self._child.process
         assert process.stdin is not None

@@ -15,12 +15,9 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.between import parallel_doubt
-from sweep.predict.speed.calibration import FACTORS, Calibration, in_order
+from sweep.predict.speed.calibration import EIGHT_BIT_DOUBT, FACTORS, Calibration, Factor, in_order
 from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.phases import StepPhases
-
-_LAUNCH = FACTORS.index("launch")
-_ATTENTION = FACTORS.index("attention")
 
 
 class StepTimes:
@@ -38,6 +35,8 @@ class StepTimes:
     def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
         self.phases = StepPhases.of(configs, model=model, gpu=gpu)
         self._card = gpu.speed_uncertainty
+        self._numerics = [config.numerics for config in configs]
+        self._known = frozenset(("16-bit", *gpu.measured_8bit))
         doubts = [_attention_doubt(config) for config in configs]
         self._attention_doubts: NDArray[np.float64] = np.array(doubts, np.float64)
         cards = [parallel_doubt(config) for config in configs]
@@ -60,9 +59,7 @@ class StepTimes:
 
         By that many per cent the step is longer where a launch costs one per cent more.
         """
-        factors = _factors(calibration)
-        launch = self.phases.slopes(factors)[:, _LAUNCH] * factors[_LAUNCH]
-        return np.asarray(launch / self.phases.seconds(factors))
+        return self._shares("launch", calibration)
 
     def uncertainty(self, calibration: Calibration | None) -> NDArray[np.float64]:
         """Return how far each step may be off, relative: nine in ten take its seconds times 1 -
@@ -70,19 +67,24 @@ class StepTimes:
 
         The card's own, between what it is for time that the card takes and for time that the host's
         launches take; smaller after trials on the card, for further steps of the same study.
-        Of packed rows attention's share is unsure beside that, and so is a step of several cards.
+        Of packed rows attention's share is unsure beside that, so are 8-bit products where no
+        training in such was measured, and a step of several GPUs.
         """
         known = self._card if calibration is None else calibration.uncertainty(self._card)
         launches = self.launch_shares(calibration)
         stated = np.asarray(launches * known.launch + (1.0 - launches) * known.device)
-        attention = self._attention_shares(calibration) * self._attention_doubts
-        return stated + attention + self._parallel_doubts
+        attention = self._shares("attention", calibration) * self._attention_doubts
+        seen = self._known if calibration is None else self._known | calibration.numerics
+        doubts = [0.0 if numerics in seen else EIGHT_BIT_DOUBT for numerics in self._numerics]
+        eight_bit = self._shares("eight_bit", calibration) * np.array(doubts)
+        # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
+        return np.asarray(np.hypot(stated, eight_bit) + attention + self._parallel_doubts)
 
-    def _attention_shares(self, calibration: Calibration | None) -> NDArray[np.float64]:
-        """Return the share of each step that goes with attention."""
-        factors = _factors(calibration)
-        attention = self.phases.slopes(factors)[:, _ATTENTION] * factors[_ATTENTION]
-        return np.asarray(attention / self.phases.seconds(factors))
+    def _shares(self, factor: Factor, calibration: Calibration | None) -> NDArray[np.float64]:
+        """Return the share of each step that goes with a factor."""
+        factors, column = _factors(calibration), FACTORS.index(factor)
+        part = self.phases.slopes(factors)[:, column] * factors[column]
+        return np.asarray(part / self.phases.seconds(factors))
 
 
 def _attention_doubt(config: TrialConfig) -> float:

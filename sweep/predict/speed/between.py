@@ -62,7 +62,7 @@ def _gathering_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Size
     cards, layers = layout.cards, layout.model.hidden_layers
     missing = (cards - 1.0) / cards / link_rate(gpu)
     weights = sum(rows * columns for rows, columns in layout.linears.values())
-    layer = weights * np.where(layout.is_quantized, 0.5, layout.compute) * missing
+    layer = weights * np.where(layout.is_4bit, 0.5, layout.compute) * missing
     layer = layer + COLLECTIVE_SECONDS
     ends = layout.hidden * layout.model.vocab_size * layout.compute * missing
     waited = layer + np.maximum(0.0, layers * layer - backward)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
+from search_spaces.knobs import Numerics
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.phases import StepPhases, refusal
 from sweep.predict.speed.work import TERMS, Term
@@ -24,10 +25,23 @@ from sweep.predict.speed.work import TERMS, Term
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
 
+NINE_IN_TEN = 1.645
+"""Standard deviations to either side that hold nine in ten."""
 CARD_SPREAD = 0.3
 """How far a whole card may be from its catalogue entry's rates: clocks, power limit, cooling."""
+EIGHT_BIT_SPREAD = 0.34
+"""How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
+
+Measured over implied: of FP8 1.01 on a B200, 0.99 (in a training) and 0.92 on an H200, 0.96 on an
+H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0.70 on an H200 and
+0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
+`docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
+"""
+EIGHT_BIT_DOUBT = NINE_IN_TEN * EIGHT_BIT_SPREAD
+"""How far 8-bit products may be off, relative, where no training in such was measured."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
+    "eight_bit": EIGHT_BIT_SPREAD,
     "lora": 0.3,
     "attention": 0.3,
     "dequant": 0.3,
@@ -64,6 +78,8 @@ class Calibration:
     factors: dict[Factor, float]
     relative_error: float
     """Median relative error over those trials; an optimistic view of new ones."""
+    numerics: frozenset[Numerics] = frozenset()
+    """Classes of numerics among them."""
 
     def uncertainty(self, card: SpeedUncertainty) -> SpeedUncertainty:
         """Return how far steps of the same study may be off: never more than ``card`` says."""
@@ -110,7 +126,8 @@ def calibrate(
     factors = _fitted(steps, measured)
     errors = np.abs(steps.seconds(factors) / measured - 1.0)
     by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
-    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)))
+    classes = frozenset(config.numerics for config in configs)
+    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
 
 
 def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -118,7 +135,9 @@ def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.floa
     # Only a fit needs it, and it takes longer to import than a plan takes to make.
     from scipy.optimize import nnls
 
-    prior, targets = _prior(), np.full(len(measured), 1.0 / STEP_NOISE)
+    # What weighs factors against the catalogue's rates, a row for each direction.
+    prior = np.linalg.cholesky(np.linalg.inv(factor_covariance())).T
+    targets = np.full(len(measured), 1.0 / STEP_NOISE)
     wanted = np.concatenate([targets, prior.sum(axis=1)])
     factors = np.ones(len(FACTORS))
     for _ in range(ROUNDS):
@@ -128,14 +147,9 @@ def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.floa
     return factors
 
 
-def factor_covariance() -> NDArray[np.float64]:
+def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> NDArray[np.float64]:
     """Return how far the factors may be from the catalogue's rates, together: a covariance in the
     order of `FACTORS`."""
     on_card = np.array([float(factor in TERMS) for factor in FACTORS])
-    spreads = np.array([FACTOR_SPREAD[factor] for factor in FACTORS])
+    spreads = np.array([spread[factor] for factor in FACTORS])
     return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
-
-
-def _prior() -> NDArray[np.float64]:
-    """Return what weighs factors against the catalogue's rates, a row for each direction."""
-    return np.asarray(np.linalg.cholesky(np.linalg.inv(factor_covariance())).T)

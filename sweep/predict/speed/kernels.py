@@ -15,6 +15,18 @@ from sweep.predict.speed.layout import FP32_BYTES, Layout, Mask, Sizes
 
 PACKED_BYTES = 0.5
 """A 4-bit weight."""
+BYTE = 1.0
+"""An 8-bit weight, input or gradient."""
+SUM_BYTES = 8.0
+"""A sum of products of 8-bit integers, written in 32 bits and read."""
+EAGER_SUM_BYTES = 32.0
+"""The same where nothing is fused: made a float, multiplied twice by scales, and narrowed."""
+EAGER_LAUNCHES = 8.0
+"""Operations that the host takes as long over as over an 8-bit product that is not compiled; of one
+step of an H200, 4 x 512 in FP8."""
+FUSED_READ = 0.5
+"""Share of an 8-bit product's input that a compiled layer reads to round it: the kernel that makes
+the input often rounds it too. About half; not measured apart."""
 SCALE_BYTES = 4 / 64
 """Plain constants: one fp32 for 64 weights."""
 DOUBLE_SCALE_BYTES = (1 + 4 + 8 + 4) / 64
@@ -75,12 +87,34 @@ def product(layout: Layout, rows: int, columns: int) -> Amount:
     return Amount(2.0 * tokens * rows * columns, layout.compute * moved, 1)
 
 
-def dequantization(layout: Layout, rows: int, columns: int) -> Amount:
-    """One expansion of a 4-bit matrix, which every pass over it needs."""
-    is_double = layout.is_doubly_quantized
+def eight_bit_product(layout: Layout, rows: int, columns: int) -> Amount:
+    """The same in 8 bits, where that is asked for: the input is rounded row by row, and sums of
+    integers are brought back to 16 bits.
+
+    What is kept of a gated MLP in 8 bits is written a byte more and read a byte less.
+    """
+    tokens, is_int8, is_fused = layout.tokens, layout.is_int8_compute, layout.is_compiled
+    read = layout.compute * np.where(is_fused, FUSED_READ, 1.0)
+    made = layout.compute + np.where(is_fused, SUM_BYTES, EAGER_SUM_BYTES) * is_int8
+    moved = tokens * (rows * (read + 2 * BYTE) + columns * made) + rows * columns * BYTE
+    launches = np.where(is_fused, 2.0, EAGER_LAUNCHES) + is_int8
+    return Amount(2.0 * tokens * rows * columns, moved, launches) * layout.is_8bit_compute
+
+
+def dequantization(layout: Layout, rows: int, columns: int) -> Pair:
+    """One expansion of a quantized matrix, which every pass over it needs.
+
+    8-bit weights multiply as they are; going back a copy of them is transposed.
+    """
+    is_packed, is_rounded = layout.is_4bit, layout.is_8bit_compute
+    is_double = layout.is_doubly_quantized & is_packed
     scales = np.where(is_double, DOUBLE_SCALE_BYTES, SCALE_BYTES)
-    moved = rows * columns * (PACKED_BYTES + scales + layout.compute)
-    return Amount(bytes=moved, launches=np.where(is_double, 3.0, 1.0)) * layout.is_quantized
+    stored = np.where(is_packed, PACKED_BYTES + scales, BYTE)
+    moved = rows * columns * (stored + np.where(is_rounded, BYTE, layout.compute))
+    # 8-bit compute has a decoder of its own, in one kernel.
+    launches = np.where(is_double & ~is_rounded, 3.0, 1.0)
+    once = Amount(bytes=moved, launches=launches) * layout.is_quantized
+    return once * ~(is_rounded & ~is_packed), once
 
 
 def linear_casts(layout: Layout, name: str) -> Amount:
@@ -124,15 +158,15 @@ def _eager_adapter(layout: Layout, name: str) -> Pair:
     weights = Amount(launches=2) * (c != layout.trained)
     entry = _adapter_input(layout, rows, given)
     # PEFT copies what a 4-bit layer returns before it adds to it.
-    copy = Amount(bytes=tokens * 2 * returned * columns, launches=1) * layout.is_quantized
+    copy = Amount(bytes=tokens * 2 * returned * columns, launches=1) * layout.is_4bit
     backward = entry + weights + scale + merge + _cast(layout, columns, returned)
     return entry + weights + scale + add + copy, backward + Amount(launches=2)
 
 
 def _adapter_input(layout: Layout, width: int, given: Sizes) -> Amount:
-    """Dropout and casts of an adapter's input; beside a 16-bit layer PEFT casts it first."""
+    """Dropout and casts of an adapter's input; PEFT casts it first, but beside a 4-bit layer."""
     elements = layout.tokens * width
-    taken = np.where(layout.is_quantized, given, layout.trained)
+    taken = np.where(layout.is_4bit, given, layout.trained)
     is_other: Mask = taken != given
     cast = Amount(bytes=elements * (given + taken), launches=1) * is_other
     dropped = Amount(bytes=elements * (2 * taken + 1), launches=1) * layout.has_dropout

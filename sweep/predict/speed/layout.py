@@ -146,7 +146,7 @@ class Layout:
 
     @cached_property
     def compute(self) -> Sizes:
-        """Bytes of an element of the matrix products."""
+        """Bytes of an element of the matrix products; around 8-bit ones, of the 16-bit type."""
         return np.where(self.are(lambda c: c.compute_dtype == "fp32"), FP32_BYTES, HALF_BYTES)
 
     @cached_property
@@ -157,7 +157,7 @@ class Layout:
     @cached_property
     def projected(self) -> Sizes:
         """Bytes of what a linear layer returns: bitsandbytes casts back to its input's type."""
-        return np.where(self.is_quantized, self.stream, self.compute)
+        return np.where(self.is_4bit, self.stream, self.compute)
 
     @cached_property
     def trained(self) -> Sizes:
@@ -166,12 +166,27 @@ class Layout:
 
     @cached_property
     def is_quantized(self) -> Mask:
-        """Whether the base is held in 4 bits."""
+        """Whether the base is held in 4 or 8 bits."""
         return self.are(lambda config: config.is_quantized)
 
     @cached_property
+    def is_4bit(self) -> Mask:
+        """Whether bitsandbytes' layers hold the base in 4 bits."""
+        return self.are(lambda config: config.is_4bit)
+
+    @cached_property
+    def is_8bit_compute(self) -> Mask:
+        """Whether the frozen layers multiply in 8 bits."""
+        return self.are(lambda config: config.is_8bit_compute)
+
+    @cached_property
+    def is_int8_compute(self) -> Mask:
+        """Whether they multiply integers, whose products are sums of 32 bits."""
+        return self.are(lambda config: config.numerics == "int8")
+
+    @cached_property
     def packed_share(self) -> Sizes:
-        """Share of the decoder layers that are in 4 bits, where the base is."""
+        """Share of the decoder layers that are quantized, where the base is."""
         layers = self.model.hidden_layers
         counts = self.sizes(lambda config: config.quantized_count(layers))
         return np.where(self.is_quantized, counts / layers, 1.0)
@@ -213,4 +228,4 @@ class Layout:
 
     def output_bytes(self, name: str) -> Sizes:
         """Bytes of an element of what a linear layer returns."""
-        return np.where(self.is_quantized, self.input_bytes(name), self.compute)
+        return np.where(self.is_4bit, self.input_bytes(name), self.compute)

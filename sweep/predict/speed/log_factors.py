@@ -17,7 +17,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.speed.calibration import FACTORS, factor_covariance
+from sweep.predict.speed.calibration import FACTOR_SPREAD, FACTORS, factor_covariance
 from sweep.predict.speed.phases import StepPhases
 
 Array = NDArray[np.float64]
@@ -47,11 +47,13 @@ class LogFactors:
         median = known[np.argsort(seconds[known])[len(known) // 2]]
         stand_ins = np.where(np.isnan(seconds), median, np.arange(len(seconds)))
         self._phases = _part(phases, stand_ins)
+        eight_bit = FACTOR_SPREAD["matmul" if gpu.measured_8bit else "eight_bit"]
+        self._spreads = {**FACTOR_SPREAD, "eight_bit": eight_bit}
 
     @cached_property
     def spread(self) -> Array:
         """Covariance of the factors' logarithms before anything was measured."""
-        return factor_covariance()
+        return factor_covariance(self._spreads)
 
     @cached_property
     def launch_shares(self) -> Array:
@@ -67,6 +69,18 @@ class LogFactors:
         """Return by how much some configurations' log seconds rise with each log factor."""
         phases, factors = _part(self._phases, rows), np.exp(log_factors)
         return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
+
+
+def ratio_spread(
+    config: TrialConfig, other: TrialConfig, *, model: ModelSpec, gpu: GpuSpec
+) -> float:
+    """Return how far two configurations' speed ratio may be off: a logarithm's standard deviation.
+
+    What a GPU is off by as a whole is in both, and cancels. Errors are those of `LogFactors`.
+    """
+    steps = LogFactors([config, other], model=model, gpu=gpu)
+    own, others = steps.slopes(np.zeros(len(FACTORS)), slice(None))
+    return float(np.sqrt((own - others) @ steps.spread @ (own - others)))
 
 
 def _part(phases: StepPhases, rows: Rows) -> StepPhases:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.between import waiting_seconds
@@ -152,7 +152,7 @@ def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | Non
     """Return why the step of a configuration has no prediction; None where it has one."""
     dtype = config.compute_dtype
     if gpu.peak_flops.get(dtype) is None or gpu.matrix_rate(dtype) is None:
-        return f"{gpu.name} has no matrix rate for {dtype}{did_you_mean(dtype, gpu.peak_flops)}"
+        return f"{gpu.name} has no matrix rate for {dtype}: it has {', '.join(gpu.peak_flops)}"
     try:
         Layout.of([config], model)
     except InputError as error:
@@ -174,7 +174,9 @@ class _Rates:
     """What a card sustains for each step's work, per second, and what its host takes to launch."""
 
     matrix_flops: Sizes
-    """Not a number where the card has no rate for the compute type."""
+    """Of 16-bit and wider products; not a number where the GPU has no rate for the compute type."""
+    eight_bit_flops: Sizes
+    """Of those in 8 bits, where there are any."""
     memory_bytes: float
     """Of tensors that come from the card's memory."""
     elementwise_bytes: Sizes
@@ -187,12 +189,13 @@ class _Rates:
         memory = gpu.copy_rate * ELEMENTWISE_EFFICIENCY
         elementwise = np.full_like(stream_bytes, memory)
         if gpu.cache is not None:
-            # A kernel reads such a tensor and writes another.
-            held = _held_by_cache(2 * stream_bytes / gpu.cache.bytes)
+            # A kernel reads such a tensor and writes another; some of it stays in the cache.
+            held = np.clip(2.0 - 2 * stream_bytes / gpu.cache.bytes / CACHE_HOLDS, 0.0, 1.0)
             in_cache = max(memory, gpu.cache.bandwidth_bytes_per_second)
             elementwise = 1.0 / (held / in_cache + (1.0 - held) / memory)
-        matrix = layout.sizes(lambda config: gpu.matrix_rate(config.compute_dtype) or np.nan)
-        return cls(matrix, memory, elementwise, gpu.launch_seconds.typical)
+        own = layout.sizes(lambda config: gpu.matrix_rate(config.compute_dtype) or np.nan)
+        around = np.where(layout.is_8bit_compute, gpu.matrix_rate(gpu.half) or np.nan, own)
+        return cls(around, own, memory, elementwise, gpu.launch_seconds.typical)
 
     def seconds(self, work: Work) -> tuple[NDArray[np.float64], ...]:
         """Return the seconds of the matrix units and of the memory, by configuration and term, and
@@ -203,14 +206,10 @@ class _Rates:
         for column, term in enumerate(TERMS):
             amount = work.get(term, Amount())
             share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
-            compute[:, column] = amount.flops / (self.matrix_flops * share)
+            flops = self.eight_bit_flops if term == "eight_bit" else self.matrix_flops
+            compute[:, column] = amount.flops / (flops * share)
             is_elementwise = term in ("elementwise", "lora")
             rate = self.elementwise_bytes if is_elementwise else self.memory_bytes
             memory[:, column] = amount.bytes / rate
             launches += amount.launches
         return compute, memory, launches * self.launch_seconds
-
-
-def _held_by_cache(fill: Sizes) -> Sizes:
-    """Return the shares of tensors that stay in a cache they take up ``fill`` times."""
-    return np.clip(2.0 - fill / CACHE_HOLDS, 0.0, 1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,16 +22,10 @@ HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
 FOUR_NORM_TYPES = frozenset({"gemma2", "gemma3_text"})
 """Model types with a norm after each half of a layer as well as before it."""
 
-Term = Literal["matmul", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"]
-TERMS: tuple[Term, ...] = (
-    "matmul",
-    "lora",
-    "attention",
-    "dequant",
-    "elementwise",
-    "loss",
-    "optimizer",
-)
+Term = Literal[
+    "matmul", "eight_bit", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"
+]
+TERMS: tuple[Term, ...] = get_args(Term)
 COMPILED_LAUNCH = 0.4
 """A compiled layer launches from generated code, which costs less than an eager operation."""
 OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
@@ -118,8 +112,7 @@ def _layer(layout: Layout) -> tuple[Work, Work]:
 
 def _linear(layout: Layout, name: str) -> list[tuple[Term, Pair]]:
     """Return a linear layer's forward and backward, and its adapter's where it carries one."""
-    frozen, adapted = _frozen(layout, name), layout.adapted[name]
-    pairs: list[tuple[Term, Pair]] = [(term, (once, once)) for term, once in frozen.items()]
+    pairs, adapted = _frozen(layout, name), layout.adapted[name]
     if adapted.any():
         forward, backward = kernels.adapter_products(layout, name)
         pairs.append(("lora", (forward * adapted, backward * adapted)))
@@ -128,14 +121,20 @@ def _linear(layout: Layout, name: str) -> list[tuple[Term, Pair]]:
     return pairs
 
 
-def _frozen(layout: Layout, name: str) -> Work:
-    """Return one pass through a frozen linear layer; going back is another such."""
+def _frozen(layout: Layout, name: str) -> list[tuple[Term, Pair]]:
+    """Return both passes through a frozen linear layer."""
     rows, columns = layout.linears[name]
-    return {
-        "matmul": kernels.product(layout, rows, columns),
-        "dequant": kernels.dequantization(layout, rows, columns),
-        "elementwise": kernels.linear_casts(layout, name),
-    }
+    wide = kernels.product(layout, rows, columns) * ~layout.is_8bit_compute
+    narrow, back = (
+        kernels.eight_bit_product(layout, *widths) for widths in ((rows, columns), (columns, rows))
+    )
+    casts = kernels.linear_casts(layout, name)
+    return [
+        ("matmul", (wide, wide)),
+        ("eight_bit", (narrow, back)),
+        ("dequant", kernels.dequantization(layout, rows, columns)),
+        ("elementwise", (casts, casts)),
+    ]
 
 
 def _recomputation(layout: Layout, forward: Work) -> Work:
@@ -145,7 +144,8 @@ def _recomputation(layout: Layout, forward: Work) -> Work:
     linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
     """
     is_skipped = ~(layout.is_compiled | layout.adapted["down_proj"])
-    skipped = _times(_frozen(layout, "down_proj"), is_skipped)
+    last = _collect((term, forward) for term, (forward, _) in _frozen(layout, "down_proj"))
+    skipped = _times(last, is_skipped)
     return _sum([forward, _times(skipped, -1.0)])
 
 

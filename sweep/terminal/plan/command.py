@@ -93,7 +93,7 @@ def plan(request: PlanRequest, **seams: Any) -> int:
     with working("predicting") as progress:
         read_texts = partial(_read_texts, progress=progress)
         found = answer(request, read_texts=read_texts, progress=progress, **seams)
-    lines = "\n".join(map(_json, found.documents))
+    lines = "\n".join(json.dumps(redacted(d), allow_nan=False) for d in found.documents)
     say_as_is(lines if request.as_json else _text(found.view))
     return DONE if found.fits else NOTHING_FITS
 
@@ -303,10 +303,6 @@ def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> F
     if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
         raise InputError(f"{where}: {forecast.broken.reason}")
     return forecast
-
-
-def _json(document: Mapping[str, Any]) -> str:
-    return json.dumps(redacted(document), allow_nan=False)
 
 
 def _text(view: Any) -> str:

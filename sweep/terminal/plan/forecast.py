@@ -36,6 +36,7 @@ PART_MARKS = {
 FREE_MARK = "·"
 TERM_WORDS = {
     "matmul": "matrix products",
+    "eight_bit": "8-bit matrix products",
     "lora": "adapters",
     "attention": "attention",
     "dequant": "dequantization",

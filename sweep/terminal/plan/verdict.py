@@ -39,7 +39,7 @@ _SPACE_WORDS = {
 def screen(plan: CardPlan) -> Iterator[RenderableType]:
     """Yield the answer for one GPU: the recommendation, what decides, and what to do next."""
     yield Text(f"{_sentence(plan)}\n", style="bold")
-    yield facts([*_facts(plan), *_searched([plan]), *_next(plan)])
+    yield facts([*_facts(plan), *_numerics(plan), *_searched([plan]), *_next(plan)])
 
 
 def _sentence(plan: CardPlan) -> str:
@@ -58,9 +58,12 @@ def _sentence(plan: CardPlan) -> str:
 
 
 def what_words(config: TrialConfig) -> str:
-    """Return size and capacity: ``micro-batch 10, length 512, rank 16 on q,k,v,o``."""
+    """Return size and capacity: ``micro-batch 10, length 512, rank 16 on q,k,v,o, fp8 compute``."""
     size = f"micro-batch {config.micro_batch_size:,}, length {config.seq_len:,}"
-    return f"{size}, {uncertainty.capacity(config)}"
+    words = f"{size}, {uncertainty.capacity(config)}"
+    if config.is_8bit_compute:
+        words += f", {units.phrase('compute_dtype', config.compute_dtype)}"
+    return words
 
 
 def numbers_of(forecast: Forecast, budget_bytes: int, bill: Bill | None) -> str:
@@ -92,9 +95,11 @@ def offer_words(bill: Bill) -> str:
 
 
 def _too_small(plan: CardPlan) -> str:
-    least = None if plan.survey is None else plan.survey.least_bytes
+    assert plan.survey is not None, "of one configuration something is shown"
+    least = plan.survey.least_bytes
     if least is None:
-        return "every configuration is forbidden for this model and GPU"
+        what = "every configuration is forbidden for this model and GPU"
+        return ": ".join([what, *plan.obstacles])
     return (
         f"the smallest configuration needs {units.gib(least)}, and the budget is "
         f"{units.gib(plan.budget_bytes)}"
@@ -182,6 +187,19 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
             error = units.error(other.memory.uncertainty)
             peak = units.gib(other.memory.peak_allocated_bytes)
             yield "riskier", f"{words}, not surely faster; {peak} (within {error})"
+
+
+def _numerics(plan: CardPlan) -> Iterator[Fact]:
+    """Yield what 8 bits are expected to bring, where a space has several classes of numerics."""
+    classes = {} if plan.survey is None else plan.survey.fastest_by_numerics
+    gains = [(n, plan.times_16_bit(f)) for n, f in classes.items() if n != "16-bit"]
+    told = [f"{n} {of[0]:.2f} ({of[1]:.2f} to {of[2]:.2f})" for n, of in gains if of is not None]
+    if told:
+        wide = classes["16-bit"]
+        compute = units.phrase("compute_dtype", wide.config.compute_dtype)
+        speed = units.rate(wide.tokens_per_second)
+        wide_words = f"times {compute}'s {speed} tokens/s, predicted (--numerics 16-bit)"
+        yield "numerics", f"{', '.join(told)} {wide_words}"
 
 
 def _capacity_words(survey: Survey, best: Forecast, *, of: int) -> str:
@@ -328,10 +346,10 @@ def settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     words = {gpu: knobs(forecast.config) for gpu, forecast in chosen.items()}
     shared = next(iter(words.values())) if len(words) == 1 else shared_words([*words.values()])
     yield "settings", settings_words(shared)
-    for gpu, own in words.items():
-        more = ", ".join(word for word in own if word not in shared)
-        if more:
-            yield "", f"{gpu}: also {more}"
+    own = {gpu: [word for word in of if word not in shared] for gpu, of in words.items()}
+    more = "; ".join(f"{gpu}: also {', '.join(of)}" for gpu, of in own.items() if of)
+    if more:
+        yield "", more
 
 
 def comparison_facts(comparison: CardComparison) -> Iterator[Fact]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import UNMEASURED_COPY_SHARE, UNMEASURED_MATRIX_SHARE
+from search_spaces.gpus import UNMEASURED_COPY_SHARE
 from search_spaces.knobs import targets_in_words
 from search_spaces.linears import parameters
 from sweep.planning.comparison import CardComparison
@@ -221,8 +222,10 @@ def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
         return None
     if evidence.calibration is None:
         products, copies = "measured matrix products", "measured copies"
-        if forecast.config.compute_dtype not in plan.gpu.matrix_flops:
-            products = f"data sheet ({units.percent(UNMEASURED_MATRIX_SHARE)} of its FLOP/s)"
+        dtype = forecast.config.compute_dtype
+        if dtype not in plan.gpu.matrix_flops:
+            share = (plan.gpu.matrix_rate(dtype) or math.nan) / plan.gpu.peak_flops[dtype]
+            products = f"data sheet ({units.percent(share)} of its FLOP/s)"
         if plan.gpu.copy_bytes_per_second is None:
             copies = f"data sheet ({units.percent(UNMEASURED_COPY_SHARE)} of its bandwidth)"
         return (

@@ -18,6 +18,7 @@ from sweep.export.formats import format_names
 from sweep.running.replay import ReplayRunner
 from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
+from sweep.training import eight_bit
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
 TOO_LARGE = {"trials": 1, "baseline": {"micro_batch_size": 32, "checkpoint_fraction": 0.0}}
@@ -49,6 +50,27 @@ def test_the_winner_goes_to_stdout_or_to_a_file(
     assert main(["export", study, "--format", "axolotl", "-o", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}\n"
     assert yaml.safe_load(path.read_text())["base_model"].endswith(MODEL.name)
+
+
+def test_a_script_that_computes_in_8_bits_has_its_kernels_beside_it(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = finished_study(home, fixed={"compute_dtype": "fp8", "quantization": "fp8"})
+    path, kernels = home / "train.py", home / "eight_bit.py"
+    export = ["export", study, "-o", str(path)]
+    kernels.write_text("mine = 1\n")
+    assert main(export) == 2
+    assert "eight_bit.py is not sweep's to replace" in capsys.readouterr().err
+    assert not path.exists()
+    kernels.unlink()
+    assert main(export) == 0
+    assert capsys.readouterr().out == f"{path}\n{kernels}\n"
+    assert kernels.read_text().endswith(Path(eight_bit.__file__).read_text())
+    assert main(export) == 0, "both are sweep's to replace"
+    assert main([*export[:2], "-o", str(kernels)]) == 2
+    capsys.readouterr()
+    assert main(export[:2]) == 0
+    assert "needs eight_bit.py beside it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_another_trial_than_the_winner_is_exported_and_says_that_it_is_not_the_best(
@@ -125,7 +147,7 @@ def test_what_the_trainer_cannot_do_is_said_on_stderr(
     said = capsys.readouterr()
     assert "trl: kernels" in said.err
     assert max(map(len, said.err.splitlines())) <= 80
-    assert "less memory than measured" in " ".join(said.err.split())
+    assert "memory and speed differ a little from what was measured" in " ".join(said.err.split())
     assert "trl: kernels" not in said.out
     yaml.safe_load(said.out)
     assert main(["export", study, "--format", "json"]) == 0

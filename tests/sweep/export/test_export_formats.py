@@ -1,4 +1,4 @@
-"""A study's winner in the words of a script and of three trainers: nothing lost, nothing broken."""
+"""A study's winner in the words of a script and of four trainers: nothing lost, nothing broken."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ OTHER: dict[str, Any] = {
     "data_parallel": 2,
     "sharding": "fsdp",
 }
+EIGHT_BITS: dict[str, Any] = {"compute_dtype": "fp8", "quantization": "fp8"}
 CONFIGS = [
     TrialConfig(),
+    TrialConfig(compute_dtype="int8", upcast_fp32=False),
+    TrialConfig(**EIGHT_BITS),
     *(BASE.model_copy(update={key: value}) for key, value in OTHER.items()),
     TrialConfig(quantization="none", kernels="liger", compute_dtype="fp32", attention="eager"),
 ]
@@ -59,6 +62,15 @@ def read(text: str, *, format: str) -> dict[str, Any]:
     """Return what a file says, by the names it says it with."""
     if format in ("json", "peft"):
         return dict(json.loads(text))
+    if format == "unsloth":
+        compile(text, "unsloth.py", "exec")
+        return {
+            keyword.arg: ast.literal_eval(keyword.value)
+            for call in ast.walk(ast.parse(text))
+            if isinstance(call, ast.Call)
+            for keyword in call.keywords
+            if keyword.arg and isinstance(keyword.value, ast.Constant | ast.List | ast.Dict)
+        }
     if format != "script":
         return dict(yaml.safe_load(text))
     return {
@@ -166,6 +178,27 @@ def test_no_knob_is_silently_dropped(key: str, format: str) -> None:
             },
         ),
         (
+            "unsloth",
+            {
+                "load_in_4bit": True,
+                "use_exact_model_name": True,
+                "max_seq_length": 2048,
+                "r": 64,
+                "lora_alpha": 128,
+                "lora_dropout": 0.05,
+                "target_modules": ["q_proj", "v_proj"],
+                "use_gradient_checkpointing": True,
+                "max_length": 2048,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 8,
+                "bf16": False,
+                "fp16": True,
+                "optim": "paged_adamw_8bit",
+                "packing_strategy": "wrapped",
+                "warmup_steps": 0,
+            },
+        ),
+        (
             "script",
             {
                 "LORA_RANK": 64,
@@ -228,6 +261,7 @@ def test_the_header_says_what_was_measured_and_on_what(
     for fact in ("16,800 tokens/s", "20.00 GiB", "13,631,488", "trial 17", "torch 2.13.0", device):
         assert fact in header
     assert "trial 17, not confirmed: sweep confirm a10-mistral." in header
+    assert "mistral-7b-v0.3, nf4 base, bf16 compute." in header
 
 
 @pytest.mark.parametrize("format", ["script", *TRAINERS])
@@ -263,12 +297,67 @@ def test_the_header_says_that_a_winner_is_confirmed(format: str) -> None:
         ("trl", {"checkpoint_fraction": 0.3}, "checkpoint_fraction 0.3"),
         *((name, {"quantized_fraction": 0.5}, "quantized_fraction 0.5") for name in TRAINERS),
         ("trl", {"compile": True}, "it may not fit"),
+        *((name, EIGHT_BITS, "no 8-bit products forward and backward") for name in TRAINERS),
+        *((name, EIGHT_BITS, "LLM.int8() in place of") for name in TRAINERS),
+        ("llama-factory", {"compute_dtype": "int8"}, "no 8-bit products forward and backward"),
+        ("unsloth", EIGHT_BITS, "for the gradient it decodes the weights"),
+        ("unsloth", {"compute_dtype": "int8"}, "no 8-bit products forward and backward"),
+        ("unsloth", {"quantization": "int8"}, "LLM.int8() in place of"),
+        ("unsloth", {"double_quant": False}, "double quantization alone"),
+        ("unsloth", {"quantization": "fp4"}, "double quantization alone"),
+        ("unsloth", {"kernels": "liger"}, "kernels liger"),
+        ("unsloth", {"upcast_fp32": True}, "upcast_fp32"),
+        ("unsloth", {"adapter_dtype": "bf16"}, "adapter_dtype bf16"),
+        ("unsloth", {"checkpoint_fraction": 0.5}, "checkpoint_fraction 0.5"),
+        ("unsloth", {"quantized_fraction": 0.5}, "quantized_fraction 0.5"),
     ],
 )
 def test_what_a_trainer_cannot_express_is_named(
     format: str, change: dict[str, Any], named: str
 ) -> None:
     assert named in said(export(a_study(BASE.model_copy(update=change)), format=format))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "switch"),
+    [
+        ("nf4", "load_in_4bit"),
+        ("fp8", "load_in_fp8"),
+        ("int8", "load_in_8bit"),
+        ("none", "load_in_16bit"),
+    ],
+)
+def test_unsloth_loads_the_base_that_is_nearest(quantization: str, switch: str) -> None:
+    config = BASE.model_copy(update={"quantization": quantization})
+    values = read(export(a_study(config), format="unsloth"), format="unsloth")
+    assert [key for key in values if key.startswith("load_in_") and values[key]] == [switch]
+    # Asked for a name as it is, it would not make FP8 of it.
+    assert values["use_exact_model_name"] is (quantization != "fp8")
+
+
+@pytest.mark.parametrize("kind", ["text", "messages", "prompt-completion"])
+def test_unsloth_trains_on_the_texts_of_a_study(kind: Any) -> None:
+    study = a_study(TrialConfig(packing="packed"), texts=some_texts(kind, completions_only=True))
+    text = export(study, format="unsloth")
+    values = read(text, format="unsloth")
+    assert values["packing_strategy"] == "bfd"
+    assert 'load_dataset("json", data_files=typed.data, split="train")' in text
+    assert ("apply_chat_template" in text) is (kind == "messages")
+    assert ("tokenizer.eos_token" in text) is (kind == "text")
+    assert values.get("completion_only_loss") is (True if kind == "prompt-completion" else None)
+    assert ("every token carries loss" in said(text)) is (kind == "messages")
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("a10", "bf16"), ("t4", "fp16")])
+@pytest.mark.parametrize("format", [*TRAINERS, "unsloth"])
+def test_what_is_not_in_8_bits_is_in_the_types_that_the_gpu_has(
+    gpu: str, dtype: str, format: str
+) -> None:
+    study = a_study(TrialConfig(compute_dtype="int8", upcast_fp32=False))
+    target = study.definition.target.model_copy(update={"gpu": gpu})
+    study = replace(study, definition=study.definition.model_copy(update={"target": target}))
+    values = read(export(study, format=format), format=format)
+    assert (values["bf16"], values["fp16"]) == (dtype == "bf16", dtype == "fp16")
 
 
 @pytest.mark.parametrize(
@@ -391,9 +480,10 @@ def test_names_that_try_to_break_out_stay_data(format: str) -> None:
         "axolotl": lambda: values["lora_target_modules"],
         "llama-factory": lambda: [values["lora_target"].removeprefix("q_proj,"), "q_proj"],
         "trl": lambda: values["lora_target_modules"],
+        "unsloth": lambda: values["target_modules"],
     }[format]()
     assert set(modules) == {HOSTILE, "q_proj"}
-    if format == "script":
+    if format in ("script", "unsloth"):
         nodes = list(ast.walk(ast.parse(text)))
         assert HOSTILE in [node.value for node in nodes if isinstance(node, ast.Constant)]
         assert "__import__" not in [node.id for node in nodes if isinstance(node, ast.Name)]

@@ -28,8 +28,9 @@ from transformers import (
 
 from search_spaces.config import TrialConfig
 from storage.records import Measured
-from sweep.export.formats import export
+from sweep.export.formats import export, exported
 from sweep.export.recipe import WEIGHT_DECAY
+from sweep.training import eight_bit
 from sweep.training.adapters import attached
 from sweep.training.step import TrainingLoop
 from tests.sweep.export.studies import a_study, imported
@@ -67,6 +68,13 @@ def some_texts() -> list[dict[str, str]]:
     return [{"text": " ".join(WORDS * (1 + index % 5))} for index in range(40)]
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let scripts that are imported here find the kernels that `sweep export -o` puts beside them;
+    a process has their operators once."""
+    monkeypatch.setitem(sys.modules, "eight_bit", eight_bit)
+
+
 def script_of(config: TrialConfig, directory: Path) -> ModuleType:
     """Return the exported script as a module."""
     text = export(a_study(config, model=TINY), format="script")
@@ -79,6 +87,7 @@ def described(model: PreTrainedModel) -> dict[str, Any]:
         "tensors": {
             name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
         },
+        "products": {n: m.products for n, m in model.named_modules() if hasattr(m, "products")},
         "recomputed": [layer.gradient_checkpointing for layer in model.model.layers],
         "attention": model.config._attn_implementation,
         "cache": model.config.use_cache,
@@ -99,6 +108,10 @@ def described(model: PreTrainedModel) -> dict[str, Any]:
         {"checkpoint_fraction": 0.1, "quantization": "fp4", "double_quant": False},
         {"quantization": "none", "target_modules": ("up_proj",), "attention": "eager"},
         {"quantization": "none", "upcast_fp32": False, "compute_dtype": "fp32"},
+        {"quantization": "fp8", "compute_dtype": "fp8"},
+        {"quantization": "int8", "compute_dtype": "int8", "upcast_fp32": False},
+        {"quantization": "nf4", "compute_dtype": "int8", "target_modules": "all-linear"},
+        {"quantization": "fp8", "compute_dtype": "bf16"},
         {"quantized_fraction": 0.5},
         {"quantized_fraction": 0.75, "upcast_fp32": False, "target_modules": "all-linear"},
     ],
@@ -113,9 +126,15 @@ def test_the_script_builds_what_was_measured(
         assert described(built) == described(base.model)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_torch_fused"])
-def test_the_script_takes_the_steps_that_were_measured(optimizer: str, tmp_path: Path) -> None:
-    config = tiny_config(optimizer=optimizer, effective_batch_size=8, learning_rate=3e-4)
+@pytest.mark.parametrize(
+    ("optimizer", "compute"), [("adamw_8bit", "bf16"), ("adamw_torch_fused", "fp8")]
+)
+def test_the_script_takes_the_steps_that_were_measured(
+    optimizer: str, compute: str, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        optimizer=optimizer, effective_batch_size=8, learning_rate=3e-4, compute_dtype=compute
+    )
     arguments = script_of(config, tmp_path).training_arguments(str(tmp_path / "out"), 3)
     assert arguments.per_device_train_batch_size == config.micro_batch_size
     assert arguments.gradient_accumulation_steps == config.accumulation_steps
@@ -202,11 +221,20 @@ def test_the_first_steps_of_a_run_are_not_its_rate(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"quantization": "fp8", "compute_dtype": "fp8", "upcast_fp32": False},
+        {"quantization": "nf4", "compute_dtype": "int8"},
+    ],
+    ids=str,
+)
 def test_the_script_trains_and_its_numbers_are_the_measured_ones(
-    weights: Path, tmp_path: Path
+    settings: dict[str, Any], weights: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(
-        lora_rank=4, effective_batch_size=4, checkpoint_fraction=0.5, lora_dropout=0.1
+        lora_rank=4, effective_batch_size=4, checkpoint_fraction=0.5, lora_dropout=0.1, **settings
     )
     with tiny_base(config) as base:
         outcome = trial_on(base, config).run()
@@ -215,10 +243,12 @@ def test_the_script_trains_and_its_numbers_are_the_measured_ones(
     names = ("train.py", "adapter", "texts.jsonl", "metrics.json")
     script, output, texts, metrics = (tmp_path / name for name in names)
     texts.write_text("\n".join(map(json.dumps, some_texts())))
-    script.write_text(export(study, format="script"), encoding="utf-8")
+    found = exported(study, format="script")
+    for name, text in {"train.py": found.text, **found.beside}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     done = subprocess.run(
         [
-            *(sys.executable, "-P", str(script), "--model", str(weights), "--data", str(texts)),
+            *(sys.executable, str(script), "--model", str(weights), "--data", str(texts)),
             *("--output", str(output), "--max-steps", "5", "--metrics", str(metrics)),
         ],
         capture_output=True,
@@ -247,3 +277,5 @@ def test_the_script_trains_and_its_numbers_are_the_measured_ones(
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (4, 8, 0.1)
     assert set(adapter["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (output / "adapter_model.safetensors").stat().st_size > 4 * count
+    trained_on = json.loads((output / "training.json").read_text())["config"]
+    assert trained_on["quantization"] == config.quantization

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from search_spaces.config import TrialConfig
+from search_spaces.knobs import EIGHT_BIT
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export
 from tests.sweep.export.studies import a_study, some_texts
@@ -83,13 +84,14 @@ def test_trl_knows_every_key_and_reads_what_was_measured(number: int, tmp_path: 
     assert training.per_device_train_batch_size == config.micro_batch_size
     assert training.gradient_accumulation_steps == config.accumulation_steps
     assert (training.bf16, training.fp16) == (
-        config.compute_dtype == "bf16",
+        config.compute_dtype == "bf16" or config.is_8bit_compute,
         config.compute_dtype == "fp16",
     )
     assert (training.optim, training.learning_rate) == (config.optimizer, config.learning_rate)
     assert model.attn_implementation == config.attention
-    assert model.load_in_4bit is config.is_quantized
-    if config.is_quantized:
+    assert model.load_in_4bit is config.is_4bit
+    assert model.load_in_8bit is (config.quantization in EIGHT_BIT)
+    if config.is_4bit:
         assert model.bnb_4bit_quant_type == config.quantization
         assert model.use_bnb_nested_quant is config.double_quant
 

@@ -63,6 +63,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         ("grouped", 3, {"adapter_dtype": "bf16"}),
         # Adapters large enough that their optimizer's state is in eight bits.
         ("packed", 2, {"optimizer": "adamw_8bit", "lora_rank": 64}),
+        ("none", 1, {"quantization": "fp8", "compute_dtype": "fp8"}),
+        ("packed", 2, {"quantization": "nf4", "compute_dtype": "int8"}),
     ],
 )
 def test_a_training_that_was_stopped_and_resumed_ends_with_the_same_weights(

@@ -196,8 +196,9 @@ def test_a_merge_is_proved_by_its_logits_and_lies_whole_under_its_name(
     # Rounding, where the adapter does something.
     assert 0 < compared.mean_abs < 0.05 * compared.adapter_mean_abs
     assert compared.argmax_agreement > 0.9
-    assert compared.four_bit is not None
-    assert compared.four_bit.mean_abs > compared.mean_abs
+    assert compared.trained is not None
+    assert compared.trained.quantization == "nf4"
+    assert compared.trained.mean_abs > compared.mean_abs
     assert news[-1] == {"compared": 2, "of": 3}
     assert {path.name for path in output.iterdir()} >= {
         "README.md",
@@ -346,6 +347,22 @@ def test_one_model_is_in_memory_at_a_time_as_they_are_compared(
     assert alive == [0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
+    kind: str, base: Path, own_adapter: Path, tmp_path: Path
+) -> None:
+    merged = merged_here(own_adapter, base, tmp_path / "merged")
+    models = Models(base, own_adapter, merged, dtype=torch.bfloat16, nbytes=1)
+    in_4_bits = compare(models, rows=1).trained
+    (own_adapter / "training.json").write_text(json.dumps({"config": {"quantization": kind}}))
+    compared = compare(models, rows=1)
+    assert compared.trained is not None
+    assert in_4_bits is not None
+    assert compared.trained.quantization == kind
+    assert compared.mean_abs < compared.trained.mean_abs < in_4_bits.mean_abs
+    assert f"quantized base ({kind})" in _comparison_lines(compared, None)[-1]
+
+
 def test_a_4_bit_base_that_cannot_be_looked_at_costs_no_proof(
     base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +375,6 @@ def test_a_4_bit_base_that_cannot_be_looked_at_costs_no_proof(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", without_kernels)
     compared = compare(Models(base, adapter, base, dtype=torch.bfloat16, nbytes=1), rows=1)
-    assert compared.four_bit is None
-    assert compared.four_bit_failed == "shape '[64, 1]' is invalid for input of size 96"
+    assert compared.trained is None
+    assert compared.trained_failed == "shape '[64, 1]' is invalid for input of size 96"
     assert "could not be looked at: shape '[64, 1]'" in _comparison_lines(compared, None)[-1]

@@ -29,6 +29,7 @@ def read_rows(name: str) -> list[Row]:
 TABLE = read_rows("measurements_h200.jsonl")
 HELD_OUT = read_rows("held_out_h200.jsonl")
 COMPILED = read_rows("compiled_h200.jsonl")
+EIGHT_BIT = read_rows("eight_bit_h200.jsonl")
 PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
 SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")

@@ -60,7 +60,7 @@ def test_a_driver_killed_while_its_worker_starts_leaves_none_after_an_instant(de
         began = time.monotonic()
         # The pipe is closed when nothing of it is left, its guard included.
         assert killed.stdout.read() == ""
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15
     assert are_gone([worker])
 
 
@@ -72,7 +72,7 @@ def test_what_a_worker_started_ends_with_it_or_with_its_driver(how: str) -> None
         assert killed.stdout.readline() == "all\n"
         began = time.monotonic()
         assert killed.stdout.read() == ""
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15
         assert are_gone([worker, forked])
 
 

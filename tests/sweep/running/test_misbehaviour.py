@@ -300,7 +300,7 @@ def test_a_worker_that_goes_wrong_as_it_starts_ends_as_any(
     runner._settings = runner._settings.model_copy(update={"model": {"name": "x" * 300_000}})
     began = time.monotonic()
     runner.start()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     outcome = ran(runner, how.FINE)
     assert outcome.verdict == verdict
     assert getattr(outcome, "phase", "") == "start"

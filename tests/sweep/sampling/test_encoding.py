@@ -133,3 +133,19 @@ def test_what_no_effective_batch_goes_with_changes_the_cards_too() -> None:
     whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
     assert whole["micro_batch_size"] == 8
     assert encoding.config(whole).accumulation_steps >= 1
+
+
+def test_what_is_left_out_is_drawn_anew_and_whole_batches_stay() -> None:
+    choices = {"target_modules": ["qv", ["q_proj", "up_proj"]], "compute_dtype": ["bf16", "int8"]}
+    dimensions = {key: {"choices": values} for key, values in choices.items()}
+    left_out = [{"target_modules": [["up_proj", "q_proj"]], "compute_dtype": ["int8"]}]
+    space = a_space(dimensions=CARDS | dimensions, fixed={}, leave_out=left_out)
+    encoding = Encoding(space)
+    batches = {"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 16}
+    drawn = {**batches, "target_modules": '["q_proj", "up_proj"]', "compute_dtype": "int8"}
+    whole = encoding.with_whole_batches(drawn, draw=random.Random(0))
+    assert whole.items() >= batches.items()
+    assert not space.leaves_out(encoding.decode(whole))
+    allowed = drawn | {"compute_dtype": "bf16", "data_parallel": 4, "micro_batch_size": 8}
+    repaired = encoding.with_whole_batches(allowed, draw=random.Random(0))
+    assert repaired == allowed | {"effective_batch_size": 32}

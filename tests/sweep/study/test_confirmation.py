@@ -659,31 +659,6 @@ def test_a_recipe_that_crashes_is_given_up_for_this_run_and_keeps_nothing_from_a
         assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
 
 
-def test_a_study_that_ended_before_recipes_were_run_is_confirmed_anew(tmp_path: Path) -> None:
-    with opened(tmp_path, **LARGER) as study:
-        drive(study, a_runner(half))
-    with sqlite3.connect(tmp_path / "sweep.db") as database:
-        runs = database.execute(
-            "select trial_id, value_json from trial_user_attributes where key = 'record'"
-        ).fetchall()
-        for trial_id, value in runs:
-            record = json.loads(value)
-            if record["purpose"] == "confirm" and record["confirms"] is None:
-                record["config"]["lora_rank"] = 32
-                for key, written in (("record", record), ("config", record["config"])):
-                    database.execute(
-                        "update trial_user_attributes set value_json = ? "
-                        "where key = ? and trial_id = ?",
-                        (json.dumps(written), key, trial_id),
-                    )
-    with opened(tmp_path, **LARGER) as study:
-        assert compare(ranking_of(study)).reason == "not_measured"  # type: ignore[union-attr]
-        drive(study, a_runner(half))
-        again = [r for r in study.confirmations() if r.series == 2]
-        assert batches(tuple(again)) == [10, 4, 10, 4]
-        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("killed_at", range(6))
 def test_a_confirmation_with_a_recipe_goes_on_wherever_it_was_killed(
     tmp_path: Path, killed_at: int

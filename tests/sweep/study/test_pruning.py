@@ -98,7 +98,7 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
 
 def test_a_baseline_outside_the_space_stops_nothing_and_neither_does_a_speed_unsure() -> None:
     outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
-    unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, steps_measured=3)))
+    unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, step_seconds_ci95=None)))
     assert Rivals(a_definition(), [outside, unsure]).of(TrialConfig()) == ()
 
 

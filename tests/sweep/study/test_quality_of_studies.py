@@ -155,6 +155,7 @@ def an_epoch(loss_tokens: int) -> EpochRecord:
         rows=10,
         rows_cut=0,
         rows_left_out=0,
+        tokens_left_out=0,
         tokens=loss_tokens + 10,
         tokens_cut=0.0,
         padded_tokens=loss_tokens * 2,

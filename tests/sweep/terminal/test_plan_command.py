@@ -652,7 +652,7 @@ def test_several_cards_are_compared(answer: Plan, capsys: pytest.CaptureFixture[
     answer(**asked)
     first = capsys.readouterr().out.rstrip()
     assert first.startswith("Recommended for mistral-7b-v0.3: the h100-80gb at ")
-    assert "cheapest   h100-80gb: $" in first
+    assert "cheapest   h100-80gb" in first
     assert "fastest    h100-80gb (" in first
     answer(**asked, is_detailed=True)
     out = capsys.readouterr().out
@@ -743,6 +743,18 @@ def test_what_if_lines_are_the_useful_few_of_the_changes_that_json_lists(
         assert any("no fp32 upcast" in line and "+" in line for line in shown)
         keys = {"key", "value", "fits", "use", "speed_change", "peak_change_bytes", "config"}
         assert all(change.keys() >= keys for change in changes)
+
+
+def test_numerics_16_bit_leaves_compute_in_8_bits_out(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(space="a10", numerics="16-bit", as_json=True) == 0
+    (wide,) = json.loads(capsys.readouterr().out)["fastest_by_numerics"]
+    assert wide["numerics"] == "16-bit"
+    answer(space="a10", numerics="16-bit")
+    assert "`sweep run a10 --numerics 16-bit`" in capsys.readouterr().out
+    with pytest.raises(InputError, match="numerics must be one of 'any' or '16-bit'"):
+        answer(space="a10", numerics="8-bit")
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -1190,3 +1202,11 @@ def test_a_model_that_cannot_be_traced_is_bad_input(
     out, err = capsys.readouterr()
     assert out == ""
     assert "nonesuch" in err
+
+
+def test_a_space_that_a_gpu_cannot_run_says_why(
+    answer: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(gpus=("a10",), configuration={"compute_dtype": "fp8"})
+    told = " ".join(capsys.readouterr().out.split())
+    assert "every configuration is forbidden for this model and GPU: compute_dtype fp8" in told

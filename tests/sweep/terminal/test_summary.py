@@ -57,7 +57,7 @@ def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next(
     assert head.startswith(opening)
     names = [fact.split()[0] for fact in facts if fact]
     assert names == ["speed", "memory", "gain", "sure", "trials", "warning"]
-    assert "10 x 512, rank 16 on q,k,v,o, no fp32 upcast, Liger kernels" in text
+    assert "10 x 512, rank 16 on q,k,v,o, bf16 compute, no fp32 upcast, Liger kernels" in text
     assert "3 in 4 min 20 s: 2 fits, 1 ran out of memory" in text
     assert "sweep best night" in text
     assert "report: runs/night/report.html" in text

@@ -25,7 +25,7 @@ STUDY = a_study(CONFIG, model=load_model_spec("mistral-7b-v0.3"))
 
 
 def exported(directory: Path, format: str, *, name: str = "winner") -> Path:
-    suffix = {"script": "py", "json": "json"}.get(format, "yaml")
+    suffix = {"script": "py", "unsloth": "py", "json": "json"}.get(format, "yaml")
     path = directory / f"{name}.{suffix}"
     path.write_text(export(STUDY, format=format), encoding="utf-8")
     return path
@@ -93,9 +93,9 @@ def test_a_directory_is_the_export_in_it(tmp_path: Path) -> None:
         record_of_export(str(tmp_path))
 
 
-@pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
+@pytest.mark.parametrize("format", ["axolotl", "llama-factory", "unsloth"])
 def test_a_trainer_that_is_not_run_here_is_said(format: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="for this trainer, verify the study"):
+    with pytest.raises(InputError, match="verify the study"):
         record_of_export(str(exported(tmp_path, format)))
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import preset_texts
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import LengthQuantiles, TextsSummary
 from sweep.cli import main
+from sweep.export.formats import endings_of, exported
 from sweep.terminal.listings import read
 from sweep.verifying import runs
 from sweep.verifying.random_weights import write_random_weights
@@ -97,6 +99,22 @@ def test_an_export_is_run_as_it_is(
     assert "nothing counts a script's memory on a CPU" in differences
     # The study was measured here a moment ago.
     assert " -> " not in differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["script", "json"])
+def test_an_export_in_8_bits_is_run_as_it_was_measured(
+    format: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrialConfig(micro_batch_size=2, seq_len=32, compute_dtype="fp8", quantization="fp8")
+    study = a_study(config, model=DEMO)
+    target = study.definition.target.model_copy(update={"device": "cpu", "gpu": "cpu"})
+    study = replace(study, definition=study.definition.model_copy(update={"target": target}))
+    found = exported(study, format=format)
+    path = tmp_path / f"train{endings_of(format)[0]}"
+    for name, text in {path.name: found.text, **found.beside}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert verified(str(path), capsys)["steps"] == 8
 
 
 @pytest.mark.parametrize(

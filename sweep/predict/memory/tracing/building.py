@@ -19,7 +19,8 @@ import torch
 from search_spaces.config import TrialConfig
 from sweep.predict.memory.allocator import CachingAllocator
 from sweep.predict.memory.tracing.fourbit import Linear4bit, Params4bit
-from sweep.training.model import DTYPES, decoder_layers
+from sweep.training.eight_bit import EightBitLinear
+from sweep.training.model import compute_type, decoder_layers
 
 _FP32_BYTES = 4
 
@@ -41,7 +42,7 @@ def base_memory(
         positions: for each layer of the whole model, the layer of the excerpt that stands for it.
     """
     allocator = CachingAllocator()
-    width = DTYPES[config.compute_dtype].itemsize
+    width = compute_type(config).itemsize
     modules = list(_in_order(base, positions))
     narrow = _build(allocator, modules, width)
     _widen(allocator, modules, width, narrow)
@@ -60,12 +61,17 @@ def _build(allocator: CachingAllocator, modules: list[_LayerModule], width: int)
     addresses: _Addresses = {}
     twice: list[int] = []
     for layer, module in modules:
+        wide = None
         if isinstance(module, Linear4bit):
             _pack(allocator, module, width)
+        elif isinstance(module, EightBitLinear):
+            wide = allocator.allocate(module.weight.numel() * width)
         for tensor in _plain_tensors(module):
             address = allocator.allocate(tensor.numel() * _built_width(tensor, width))
             if addresses.setdefault((layer, id(tensor)), address) != address:
                 twice.append(address)
+        if wide is not None:
+            allocator.free(wide)
     # Tied weights are built apart and then tied.
     for address in twice:
         allocator.free(address)

@@ -9,7 +9,7 @@ What is copied from liger-kernel 0.8.5 is what each kernel keeps, takes and retu
 - RMSNorm keeps its input and one fp32 a row, and writes the input's gradient over the output's
   (except on the architectures where Liger itself does not).
 - SwiGLU (and GeGLU) keeps gate and up, recomputes the activation, and writes both gradients over
-  them.
+  them. (In 8 bits, where that is what layers multiply in: the compiler's kernel, not Liger's.)
 - RoPE rotates q and k in place, in both directions.
 
 Which modules Liger patches is copied as a rule rather than as its list of architectures: norms by
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+
+from sweep.training import eight_bit
 
 _NORM_WRITES_ANEW = frozenset(
     {
@@ -94,15 +96,24 @@ class _Norm(torch.autograd.Function):
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, products: str | None = None
+    ) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
+        ctx.products = products
+        if products is None:
+            ctx.save_for_backward(gate, up)
+        else:
+            rounded = eight_bit.rounded
+            ctx.save_for_backward(*rounded(gate, products), *rounded(up, products))
         return torch.empty_like(gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grads[0].contiguous()
-        return ctx.saved_tensors
+        if ctx.products is None:
+            return *ctx.saved_tensors, None
+        return torch.empty_like(grads[0]), torch.empty_like(grads[0]), None
 
 
 class _Rotation(torch.autograd.Function):
@@ -173,7 +184,12 @@ def _patch_layers(model: Any) -> None:
         return _Norm.apply(hidden, self.weight, is_in_place)
 
     def gated(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x)))
+        products = getattr(self, "products", None)
+        if products is None:
+            return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x)))
+        # The compiled program holds both until the last layer is done (H200, within 0.4 %).
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(_GatedProduct.apply(gate, up, products))
 
     def fused_gated(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(_GatedProduct.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))

@@ -23,7 +23,8 @@ from transformers import AutoConfig, PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.training.adapters import with_adapters
-from sweep.training.model import BaseModel, decoder_layers, share_in_4_bits, skeleton, upcast
+from sweep.training.eight_bit import compute_in_8_bits
+from sweep.training.model import BaseModel, decoder_layers, share_quantized, skeleton, upcast
 
 _DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
@@ -149,6 +150,8 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     attention = "eager" if config.attention == "eager" else "sdpa"
     traced = config.base().model_copy(update={"attention": attention})
     model = skeleton(traced, spec=spec)
+    if traced.is_8bit_compute:
+        compute_in_8_bits(model, traced.compute_dtype)
     model.config.use_cache = False
     if traced.upcast_fp32:
         upcast(model, traced)
@@ -158,7 +161,7 @@ def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
         spec=spec,
         model=model.train(),
         undo=contextlib.ExitStack(),
-        quantized_share=share_in_4_bits(model, traced),
+        quantized_share=share_quantized(model, traced),
     )
 
 

@@ -23,6 +23,7 @@ from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.profiles import Structure, Untraceable, is_masked_by_text
 from sweep.predict.memory.tracing import fourbit, liger
 from sweep.predict.memory.tracing.building import base_memory
+from sweep.predict.memory.tracing.eight_bit import standing_in
 from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
 from sweep.predict.memory.tracing.model import (
     Excerpt,
@@ -34,9 +35,8 @@ from sweep.predict.memory.tracing.model import (
 )
 from sweep.predict.memory.tracing.segments import accounts, tapes
 from sweep.predict.memory.tracing.walk import Walk, walk
-from sweep.training.model import BaseModel
+from sweep.training.model import BaseModel, compute_type
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 _FP16 = re.compile(r"(?<!b)float16|\.half\b")
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
 
@@ -52,6 +52,11 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         Untraceable: the model's code cannot be walked without data.
         InputError: the config cannot be built, or contradicts itself.
     """
+    with standing_in(is_compiled=structure.config.compile):
+        return _traced(spec, structure)
+
+
+def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     try:
         config, part = structure.config, excerpt(spec)
         is_whole = len(set(part.positions)) == len(part.positions)
@@ -117,8 +122,8 @@ def _check_quantized(base: BaseModel) -> None:
     share = base.quantized_share
     if share is not None and share < LEAST_QUANTIZED_SHARE:
         raise Untraceable(
-            f"only {in_percent(share)} of its matrices' weights would be in 4 bits, as "
-            "bitsandbytes replaces linear layers only: use quantization none"
+            f"only {in_percent(share)} of its matrices' weights would be in "
+            f"{base.config.weight_bits} bits, as linear layers alone are: use quantization none"
         )
 
 
@@ -143,11 +148,12 @@ def _module_names_fp16(name: str) -> bool:
 
 
 def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
+    computed_in = compute_type(structure.config)
     try:
         return walk(
             target,
             symbols=symbols,
-            autocast_dtype=_AUTOCAST[structure.config.compute_dtype],
+            autocast_dtype=None if computed_in == torch.float32 else computed_in,
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
             is_packed=is_masked_by_text(structure.config),

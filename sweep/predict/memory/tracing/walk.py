@@ -18,6 +18,7 @@ from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.tracing.cuda import Cuda
 from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.predict.memory.tracing.model import Traceable
+from sweep.training.attributes import changed
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,10 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
         layer.gradient_checkpointing = True
 
 
-@contextlib.contextmanager
-def _texts_in_rows(is_packed: bool) -> Iterator[None]:
+def _texts_in_rows(is_packed: bool) -> contextlib.AbstractContextManager[None]:
     """Let transformers find several texts in a packed row: its positions have no values to say."""
-    if not is_packed:
-        yield
-        return
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _texts_of_tokens
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
+    found = (masking_utils, "find_packed_sequence_indices", _texts_of_tokens)
+    return changed([found] if is_packed else [])
 
 
 def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from sweep.predict.memory.replay import runs_under
 from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
+    EIGHT_BIT,
     HELD_OUT,
     PACKED,
     SEVERAL_CARDS,
@@ -57,12 +58,17 @@ class Statement:
 
 
 def _rows(
-    *, compiled: bool, recomputed: bool | None = None, upcast: bool | None = None
+    *,
+    compiled: bool,
+    recomputed: bool | None = None,
+    upcast: bool | None = None,
+    eight_bit: bool = False,
 ) -> list[Row]:
     return [
         row
-        for row in (*TABLE, *HELD_OUT, *COMPILED, *PACKED)
+        for row in (*TABLE, *HELD_OUT, *COMPILED, *EIGHT_BIT, *PACKED)
         if is_compiled(row) is compiled
+        and (not compiled or config_of(row).is_8bit_compute is eight_bit)
         and recomputed in (None, is_recomputed(row))
         and upcast in (None, row["config"]["upcast_fp32"])
     ]
@@ -99,6 +105,10 @@ KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
     "compiled, upcast": (
         memory.COMPILED_UPCAST,
         _rows(compiled=True, recomputed=False, upcast=True),
+    ),
+    "compiled, 8 bits": (
+        memory.COMPILED_8_BIT,
+        _rows(compiled=True, recomputed=False, upcast=False, eight_bit=True),
     ),
     "sharded": (memory.SHARDED, [row for row in SEVERAL_CARDS if is_sharded(row)]),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),

@@ -343,4 +343,4 @@ def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> 
     predictor.predict(TrialConfig())
     seconds = time.perf_counter() - begun
     child.close()
-    assert seconds <= 20
+    assert seconds <= 90

