@@ -12,7 +12,7 @@ from typing import get_args
 
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import Phase
-from sweep.running.wire import Alive
+from sweep.running.wire import Progress
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order in which a trial goes through them."""
@@ -135,11 +135,11 @@ class Patience:
         """Count from now on: the trial has begun."""
         self._begun_at = self._heard_at = self._progress_at = self.clock.look()
 
-    def hear(self, alive: Alive) -> None:
+    def hear(self, progress: Progress) -> None:
         """Take in a sign of life; progress is a later phase, or a further step of one."""
-        self.phase = alive.phase
+        self.phase = progress.phase
         self._heard_at = self.clock.look()
-        reached = (_PHASES.index(alive.phase), alive.step)
+        reached = (_PHASES.index(progress.phase), progress.step)
         if reached > self._furthest:
             self._furthest, self._progress_at = reached, self._heard_at
 

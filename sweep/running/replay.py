@@ -22,8 +22,8 @@ from storage.records import (
     TrialRecord,
     over_budget,
 )
-from sweep.running.runner import Observer, Progress, keep_going
-from sweep.running.wire import QualityCommand
+from sweep.running.runner import Observer, keep_going
+from sweep.running.wire import Progress, QualityCommand, TrialRequest
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -74,29 +74,21 @@ class ReplayRunner:
         self.renewals = 0
         """How often a fresh process was asked for."""
 
-    def run(
-        self,
-        config: TrialConfig,
-        *,
-        steps: StepBudget,
-        observe: Observer = keep_going,
-        is_soak: bool = False,
-        attempt: Attempt | None = None,
-        quality: QualityCommand | None = None,
-    ) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
         if self._is_cancelled:
             return INTERRUPTED
+        config = request.config
         self.ran.append(config)
-        self.attempts.append(attempt)
-        self.qualities.append(quality)
-        if is_soak:
+        self.attempts.append(request.attempt)
+        self.qualities.append(request.quality)
+        if request.is_soak:
             self.soaked.append(config)
-        soaking = self._soaking if is_soak else None
+        soaking = self._soaking if request.is_soak else None
         answer = self._next_outcome if soaking is None else soaking
         outcome = self._within_budget(answer(config))
-        for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=steps):
+        for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=request.steps):
             self._pause()
             if self._is_cancelled:
                 return INTERRUPTED

@@ -7,29 +7,10 @@ Real: `supervisor.SupervisedRunner`, a child process that owns the device. Test:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, Self
 
-from search_spaces.config import TrialConfig
-from search_spaces.space import StepBudget
-from storage.records import Attempt, Outcome, Phase
-from sweep.running.wire import QualityCommand
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One sign of life from a running trial."""
-
-    phase: Phase
-    step: int = 0
-    """Optimizer steps done in this phase."""
-    tokens_per_second: float | None = None
-    """At the median measured step so far."""
-    tokens_per_second_high: float | None = None
-    """The most that the median step may still turn out to allow: by its 95 % interval, or by a
-    generous guess before there is one; None where nothing can be said."""
-    allocated_bytes: int | None = None
-
+from storage.records import Outcome
+from sweep.running.wire import Progress, TrialRequest
 
 Observer = Callable[[Progress], bool]
 """Called for each sign of life; returns True to stop the trial early as slow."""
@@ -50,28 +31,19 @@ class Runner(Protocol):
     told to the same budget, so that no runner can make a study say that such a trial fits.
     """
 
-    def run(
-        self,
-        config: TrialConfig,
-        *,
-        steps: StepBudget,
-        observe: Observer = keep_going,
-        is_soak: bool = False,
-        attempt: Attempt | None = None,
-        quality: QualityCommand | None = None,
-    ) -> Outcome:
-        """Train ``config`` for a few steps and say how that ended.
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
+        """Train a configuration for a few steps and say how that ended.
 
-        Whoever measures may leave the outcome on disk as that of the ``attempt`` (see
+        Whoever measures may leave the outcome on disk as that of the request's attempt (see
         `storage.outcome_file`), so that a death on the way to the caller loses nothing.
 
         A soak trains on however steady its steps are, until the steps or the seconds are spent,
         and on the way evaluates and saves a checkpoint as a training does; its measurement says
         what that took.
 
-        Where a runner has texts, ``quality`` lets a configuration that was measured to its end
-        train on from fresh adapters; its measurement then says what it learned. A loss that is not
-        finite there is `Diverged`, and memory that runs out in that training `OutOfMemory`.
+        Where a runner has texts, the request's ``quality`` lets a configuration that was measured
+        to its end train on from fresh adapters; its measurement then says what it learned. A loss
+        that is not finite there is `Diverged`, and memory that runs out there `OutOfMemory`.
         """
         ...
 

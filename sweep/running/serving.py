@@ -153,10 +153,10 @@ class _Answers:
 
 def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -> None:
     """Leave an outcome on disk, where it outlives this process and the tuner's."""
-    if command.attempt is None or outcomes is None:
+    if command.request.attempt is None or outcomes is None:
         return
     try:
-        outcomes.write(command.attempt, command.config, outcome)
+        outcomes.write(command.request.attempt, command.request.config, outcome)
     except EnvironmentFault as fault:
         # It is about to be told, which is what counts.
         print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log

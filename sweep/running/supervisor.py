@@ -12,15 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.gpus import match_product
 from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec
-from search_spaces.space import MICRO_STEPS_TIMED, StepBudget, Weights
+from search_spaces.space import MICRO_STEPS_TIMED, Weights
 from storage.definition import Target
 from storage.outcome_file import beside_log
-from storage.records import INTERRUPTED, Attempt, Outcome, Phase
+from storage.records import INTERRUPTED, Outcome, Phase
 from sweep.data.strata import STRATA_MAX
 from sweep.processes import End, oom_kills
 from sweep.running import ends
@@ -31,15 +30,15 @@ from sweep.running.child import (
     WorkerSilent,
 )
 from sweep.running.patience import AttentiveClock, Deadlines, Patience
-from sweep.running.runner import Observer, Progress, keep_going
+from sweep.running.runner import Observer, keep_going
 from sweep.running.wire import (
-    Alive,
     Finished,
-    QualityCommand,
+    Progress,
     Ready,
     RunCommand,
     StopCommand,
     TextsSettings,
+    TrialRequest,
     Unusable,
     WorkerMessage,
     WorkerSettings,
@@ -116,16 +115,7 @@ class SupervisedRunner:
         """When somebody asked to stop, by the clock."""
         self._lost: CardLost | None = None
 
-    def run(
-        self,
-        config: TrialConfig,
-        *,
-        steps: StepBudget,
-        observe: Observer = keep_going,
-        is_soak: bool = False,
-        attempt: Attempt | None = None,
-        quality: QualityCommand | None = None,
-    ) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `runner.Runner.run`.
 
         Raises:
@@ -136,15 +126,8 @@ class SupervisedRunner:
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        command = RunCommand(
-            config=config,
-            steps=steps,
-            is_soak=is_soak,
-            run_id=uuid.uuid4().hex,
-            attempt=attempt,
-            quality=quality,
-        )
-        return ends.storable(self._run(command, self._patience(steps, quality), observe))
+        command = RunCommand(request=request, run_id=uuid.uuid4().hex)
+        return ends.storable(self._run(command, self._patience(request), observe))
 
     def _run(self, command: RunCommand, patience: Patience, observe: Observer) -> Outcome:
         """Have a worker do what is told, and return how it ended, whatever became of the worker."""
@@ -185,16 +168,16 @@ class SupervisedRunner:
                     continue
                 raise
             match message:
-                case Alive() as alive:
-                    patience.hear(alive)
-                    self._phase = alive.phase
+                case Progress() as progress:
+                    patience.hear(progress)
+                    self._phase = progress.phase
                     if self._is_time_up(patience):
                         # Signs of life alone, however many, do not put it off.
                         raise WorkerSilent
-                    if observe(_progress(alive)) and not is_stopping:
+                    if observe(progress) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))
-                case Finished(run_id=command.run_id, config=command.config) as finished:
+                case Finished(run_id=command.run_id, config=command.request.config) as finished:
                     if finished.retire is not None:
                         self._discard()
                     has_killed = kills is not None and (oom_kills() or 0) > kills
@@ -317,16 +300,15 @@ class SupervisedRunner:
         return failure(self._phase, end, words=words)
 
     def _left_behind(self, command: RunCommand) -> Outcome | None:
-        if command.attempt is None:
-            return None
-        return self._outcomes.take(command.attempt.id, command.config)
+        attempt, config = command.request.attempt, command.request.config
+        return None if attempt is None else self._outcomes.take(attempt.id, config)
 
-    def _patience(self, steps: StepBudget, quality: QualityCommand | None) -> Patience:
-        has_texts = self._settings.texts is not None
+    def _patience(self, request: TrialRequest) -> Patience:
+        has_texts, quality = self._settings.texts is not None, request.quality
         return Patience(
             self._deadlines,
             self._clock,
-            steps,
+            request.steps,
             micro_steps=max(STRATA_MAX, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
             quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
         )
@@ -369,18 +351,8 @@ def _unasked(message: WorkerMessage) -> str:
             return "it answered what it was not asked"
         case Unusable(reason=reason):
             return f"it gave up the device in the middle of a trial: {reason}"
-        case Ready() | Alive():
+        case Ready() | Progress():
             return f"it said '{message.kind}' when nobody expected that"
-
-
-def _progress(alive: Alive) -> Progress:
-    return Progress(
-        phase=alive.phase,
-        step=alive.step,
-        tokens_per_second=alive.tokens_per_second,
-        tokens_per_second_high=alive.tokens_per_second_high,
-        allocated_bytes=alive.allocated_bytes,
-    )
 
 
 def _peak_flops(target: Target) -> dict[ComputeDtype, float]:

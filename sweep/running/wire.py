@@ -73,20 +73,26 @@ class QualityCommand(_Message):
     """Held-out tokens that carry loss and are looked at; all there are where those are fewer."""
 
 
-class RunCommand(_Message):
-    """Try this configuration."""
+class TrialRequest(_Message):
+    """What is asked of a trial, unchanged from the driver to the worker."""
 
-    kind: Literal["run"] = "run"
     config: TrialConfig
     steps: StepBudget
     is_soak: bool = False
     """Train until the budget is spent, with an evaluation pass and a checkpoint on the way."""
-    run_id: str = ""
-    """Of this command, for the answer to name."""
     attempt: Attempt | None = None
     """Under which its outcome is left on disk; None where it is nobody's to be kept."""
     quality: QualityCommand | None = None
     """What a configuration that fits is asked on top; None for its speed and memory alone."""
+
+
+class RunCommand(_Message):
+    """Run this trial."""
+
+    kind: Literal["run"] = "run"
+    request: TrialRequest
+    run_id: str = ""
+    """Of this command, for the answer to name."""
 
 
 class StopCommand(_Message):
@@ -105,14 +111,18 @@ class Ready(_Message):
     device_name: str
 
 
-class Alive(_Message):
-    """A sign of life."""
+class Progress(_Message):
+    """One sign of life from a running trial."""
 
-    kind: Literal["alive"] = "alive"
+    kind: Literal["progress"] = "progress"
     phase: Phase
     step: int = 0
+    """Optimizer steps done in this phase."""
     tokens_per_second: float | None = None
+    """At the median measured step so far."""
     tokens_per_second_high: float | None = None
+    """The most that the median step may still turn out to allow: by its 95 % interval, or by a
+    generous guess before there is one; None where nothing can be said."""
     allocated_bytes: int | None = None
 
 
@@ -136,7 +146,7 @@ class Unusable(_Message):
     reason: str
 
 
-WorkerMessage = Annotated[Ready | Alive | Finished | Unusable, Field(discriminator="kind")]
+WorkerMessage = Annotated[Ready | Progress | Finished | Unusable, Field(discriminator="kind")]
 
 LINE_BYTES_MAX = 256 * 1024
 """Of a message: a hundred times what the longest takes."""

@@ -29,11 +29,12 @@ from sweep.data.request import SUMMARY
 from sweep.running.followers import Followers
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.wire import (
-    Alive,
     Finished,
+    Progress,
     QualityCommand,
     RunCommand,
     TextsSettings,
+    TrialRequest,
     WorkerMessage,
     WorkerSettings,
 )
@@ -55,7 +56,7 @@ class Worker:
         self._settings = settings
         self._send = send
         self._resident = Resident(settings)
-        self._followers = Followers(settings, beat=lambda: self._send(Alive(phase=self.phase)))
+        self._followers = Followers(settings, beat=lambda: self._send(Progress(phase=self.phase)))
         self._speeds: dict[str, tuple[float, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
@@ -84,7 +85,7 @@ class Worker:
         """Run one trial on the right base and say whether this process can run another."""
         self._stop.clear()
         started = time.perf_counter()
-        config = command.config
+        request, config = command.request, command.request.config
         self.phase = "build"
         team, failed = self._gathered(config)
         failed = failed or self._ensure_base(config)
@@ -97,10 +98,10 @@ class Worker:
         self.phase = "attach"
         before = self._resident.device.allocated_bytes()
         base = self._resident.base
-        outcome = self._known_speed(command) or self._measured(command, base, started, team)
-        if command.quality is not None and isinstance(outcome, Measured):
-            self._speeds[_speed_key(command)] = config.learning_rate, outcome
-            outcome = self._with_quality(outcome, config, command.quality)
+        outcome = self._known_speed(request) or self._measured(request, base, started, team)
+        if request.quality is not None and isinstance(outcome, Measured):
+            self._speeds[_speed_key(request)] = config.learning_rate, outcome
+            outcome = self._with_quality(outcome, config, request.quality)
         retire = None if team is None else team.reason_to_retire
         return finished(command, outcome, retire=retire or self._resident.leak(config, before))
 
@@ -114,7 +115,7 @@ class Worker:
         if cards is not None and config.data_parallel > cards:
             detail = f"data_parallel {config.data_parallel}, and {cards} can be seen here"
             return None, Invalid(rule="data-parallel-needs-cards", detail=detail)
-        self._send(Alive(phase="build"))
+        self._send(Progress(phase="build"))
         self._followers.gather(config)
         return self._followers, None
 
@@ -123,28 +124,28 @@ class Worker:
         return torch.cuda.device_count() if self._settings.device == "cuda" else None
 
     def _measured(
-        self, command: RunCommand, base: BaseModel, started: float, team: Followers | None
+        self, request: TrialRequest, base: BaseModel, started: float, team: Followers | None
     ) -> Outcome:
-        config = command.config
+        config = request.config
         trial = self._resident.trial(
             base,
             config,
-            command.steps,
+            request.steps,
             started=started,
             budget_bytes=self._settings.budget_bytes,
             texts=self._texts,
-            is_soak=command.is_soak,
+            is_soak=request.is_soak,
             team=team,
             report=lambda beat: self._report(beat, config),
         )
         return trial.run()
 
-    def _known_speed(self, command: RunCommand) -> Measured | None:
+    def _known_speed(self, request: TrialRequest) -> Measured | None:
         """Return what was measured of a configuration that has another learning rate, and nothing
         else: neither speed nor memory depends on it, and what it learns is asked all the same.
         """
-        rate, known = self._speeds.get(_speed_key(command), (None, None))
-        if command.quality is None or known is None or rate == command.config.learning_rate:
+        rate, known = self._speeds.get(_speed_key(request), (None, None))
+        if request.quality is None or known is None or rate == request.config.learning_rate:
             return None
         flags = {*known.measurement.flags, SPEED_REUSED}
         changes = {"quality": None, "flags": tuple(sorted(flags))}
@@ -184,7 +185,7 @@ class Worker:
         self.phase = beat.phase
         tokens = beat.tokens_per_step or config.tokens_per_step
         self._send(
-            Alive(
+            Progress(
                 phase=beat.phase,
                 step=beat.step,
                 tokens_per_second=_rate(tokens, beat.median_seconds),
@@ -198,7 +199,7 @@ class Worker:
         """Make this configuration's base the resident one; return why it cannot be, or None."""
         if self._resident.holds(config):
             return None
-        self._send(Alive(phase="build"))
+        self._send(Progress(phase="build"))
         return self._resident.hold(config)
 
 
@@ -207,13 +208,15 @@ _LEFT_ALONE = "its team was gathered for a trial that it cannot begin"
 
 def finished(command: RunCommand, outcome: Outcome, *, retire: str | None = None) -> Finished:
     """Return what is said of a run; `retire` is why this process runs no other."""
-    return Finished(run_id=command.run_id, config=command.config, outcome=outcome, retire=retire)
+    return Finished(
+        run_id=command.run_id, config=command.request.config, outcome=outcome, retire=retire
+    )
 
 
-def _speed_key(command: RunCommand) -> str:
+def _speed_key(request: TrialRequest) -> str:
     """Return what a speed is the speed of."""
-    config = canonical(command.config).model_copy(update={"learning_rate": 1.0})
-    return f"{config.key()} {command.steps.model_dump_json()} {command.is_soak}"
+    config = canonical(request.config).model_copy(update={"learning_rate": 1.0})
+    return f"{config.key()} {request.steps.model_dump_json()} {request.is_soak}"
 
 
 def _texts(settings: TextsSettings, seed: int) -> Texts:

@@ -35,7 +35,8 @@ from storage.records import (
 from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
 from sweep.planning.target_speed import target_speeds
-from sweep.running.runner import Progress, Runner
+from sweep.running.runner import Runner
+from sweep.running.wire import Progress, TrialRequest
 from sweep.study.events import (
     ConfirmationStarted,
     Listener,
@@ -491,12 +492,14 @@ class _Confirming:
         return run_undisturbed(
             lambda: held_to_budget(
                 self.runner.run(
-                    run.config,
-                    steps=steps,
+                    TrialRequest(
+                        config=run.config,
+                        steps=steps,
+                        is_soak=is_soak,
+                        attempt=begun.identity,
+                        quality=None if run.seed is None else self.quality.command(seed=run.seed),
+                    ),
                     observe=observe,
-                    is_soak=is_soak,
-                    attempt=begun.identity,
-                    quality=None if run.seed is None else self.quality.command(seed=run.seed),
                 ),
                 budget_bytes=self.study.definition.target.budget_bytes,
             ),

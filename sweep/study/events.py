@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from search_spaces.config import TrialConfig
 from storage.records import SEARCH, Errand, TrialRecord
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress
 
 
 class StopReason(StrEnum):

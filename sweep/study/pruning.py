@@ -15,7 +15,7 @@ from storage.definition import StudyDefinition
 from storage.objectives import CONCLUSIVE
 from storage.ranking import rank
 from storage.records import TrialRecord, Verdict
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress
 from sweep.sampling.encoding import identity
 
 SPEED_MARGIN = 0.02

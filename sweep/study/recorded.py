@@ -27,6 +27,8 @@ from sweep.predict.memory.prediction import AllocatedPeak, MemoryPrediction, sta
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.running.device_info import Card
 from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Observer, keep_going
+from sweep.running.wire import TrialRequest
 from sweep.sampling.encoding import identity
 
 PAUSE_SECONDS = 0.2
@@ -130,10 +132,10 @@ class RecordedRunner(ReplayRunner):
         self._seconds = {row.config.key(): row.device_seconds or 0.0 for row in surface.rows}
         self._clock = clock
 
-    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `Runner.run`."""
-        outcome = super().run(config, **asked)
-        self._clock.seconds += self._seconds.get(config.key(), 0.0)
+        outcome = super().run(request, observe=observe)
+        self._clock.seconds += self._seconds.get(request.config.key(), 0.0)
         return outcome
 
 

@@ -26,7 +26,8 @@ from storage.records import (
 )
 from storage.study import OpenStudy
 from sweep.running.lanes import Ended, Lane, Lanes
-from sweep.running.runner import Progress, Runner
+from sweep.running.runner import Runner
+from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.encoding import Encoding, Frontier, identity
 from sweep.study.confirmation import closing_what_never_ran, confirm, ranking_of
 from sweep.study.events import (
@@ -350,11 +351,10 @@ class _Driver:
 
         def measured() -> Outcome:
             outcome = lane.run(
-                trial.config,
-                steps=self._space.steps,
+                TrialRequest(
+                    config=trial.config, steps=self._space.steps, attempt=attempt, quality=asked
+                ),
                 observe=observe,
-                attempt=attempt,
-                quality=asked,
             )
             return held_to_budget(outcome, budget_bytes=budget_bytes)
 

@@ -22,6 +22,7 @@ from storage.definition import Target
 from storage.records import Measured
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.bench.record_surface import STEPS
 from tests.bench.stamp import OUT_OF_TIME
 
@@ -48,7 +49,7 @@ def measure(rows: list[Row], out: Path, *, deadline: float) -> bool:
             for row in of_model:
                 if time.monotonic() > deadline:
                     return False
-                outcome = runner.run(parse_config(row["config"]), steps=STEPS)
+                outcome = runner.run(TrialRequest(config=parse_config(row["config"]), steps=STEPS))
                 assert isinstance(outcome, Measured), outcome
                 numbers = outcome.measurement.model_dump(include=set(NUMBERS), mode="json")
                 numbers = {key: value for key, value in numbers.items() if value is not None}

@@ -18,6 +18,7 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Measured
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 
 ROWS = Path(__file__).parents[1] / "data" / "cpu" / "peaks.jsonl"
 STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2, seconds_max=1)
@@ -33,7 +34,7 @@ def main(out: Path) -> None:
         out.open("w") as file,
     ):
         for row in rows:
-            outcome = runner.run(parse_config(row["config"]), steps=STEPS)
+            outcome = runner.run(TrialRequest(config=parse_config(row["config"]), steps=STEPS))
             assert isinstance(outcome, Measured), outcome
             peak = outcome.measurement.peak_allocated_bytes
             print(json.dumps({**row, "peak_allocated_bytes": peak}), file=file)

@@ -21,6 +21,7 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from sweep.study.targets import resolve_target
 from tests.bench.moved import read_rows
 from tests.bench.stamp import OUT_OF_TIME
@@ -32,7 +33,7 @@ def try_one(
     runner: SupervisedRunner, config: TrialConfig, *, model: str, target: Target
 ) -> dict[str, Any]:
     """Return a configuration's row."""
-    outcome = runner.run(config, steps=STEPS)
+    outcome = runner.run(TrialRequest(config=config, steps=STEPS))
     print(outcome.verdict, config.changes_from(TrialConfig()), flush=True)
     return {
         "model": model,

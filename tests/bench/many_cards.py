@@ -33,6 +33,7 @@ from storage.records import Measured
 from sweep.running.cards import ChosenCard, choose_cards
 from sweep.running.device_info import read_cards
 from sweep.running.runner import Runner
+from sweep.running.wire import TrialRequest
 from sweep.study.session import Prepared, prepare, supervised_runner
 from tests.bench.stamp import stamp
 
@@ -52,7 +53,7 @@ def runner_on(prepared: Prepared, card: ChosenCard) -> Runner:
 
 
 def speed(runner: Runner, config: TrialConfig) -> float:
-    outcome = runner.run(config, steps=STEPS)
+    outcome = runner.run(TrialRequest(config=config, steps=STEPS))
     assert isinstance(outcome, Measured), outcome
     return outcome.measurement.tokens_per_second
 
@@ -64,7 +65,7 @@ def busy(runners: list[Runner], config: TrialConfig) -> Iterator[None]:
 
     def train(runner: Runner) -> None:
         while not over.is_set():
-            runner.run(config, steps=STEPS)
+            runner.run(TrialRequest(config=config, steps=STEPS))
 
     threads = [threading.Thread(target=train, args=(runner,)) for runner in runners]
     for thread in threads:

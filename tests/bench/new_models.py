@@ -33,6 +33,7 @@ from sweep.predict.memory.tracing_children import TracingChild
 from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.bench.record_surface import STEPS
 from tests.bench.stamp import OUT_OF_TIME
 
@@ -200,7 +201,9 @@ class Bench:
             if config.key() in known:
                 continue
             said = predicted(config, memory=memory, model=model, gpu=self.gpu)
-            seen = measured(runner.run(config, steps=STEPS, observe=self._is_late))
+            seen = measured(
+                runner.run(TrialRequest(config=config, steps=STEPS), observe=self._is_late)
+            )
             if self._is_late():
                 return
             row = {"model": model.name, "config": config.model_dump(mode="json")}

@@ -31,6 +31,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (8, 16, 64),
@@ -112,7 +113,7 @@ def record(
             at = time.monotonic()
             if at - begun > seconds:
                 break
-            line = row(config, runner.run(config, steps=STEPS), at)
+            line = row(config, runner.run(TrialRequest(config=config, steps=STEPS)), at)
             if line is not None:
                 print(json.dumps(line), file=file, flush=True)
             if number % 20 == 0:

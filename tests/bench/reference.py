@@ -16,6 +16,7 @@ from search_spaces.models import load_model_spec
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from sweep.study.targets import resolve_target
 
 REFERENCE = {"micro_batch_size": 8, "seq_len": 512}
@@ -54,7 +55,9 @@ def main() -> None:
     ) as runner:
         for values in (REFERENCE, *(each for pair in TOO_LARGE for each in (pair, REFERENCE))):
             config = TrialConfig(**values)
-            row = row_of(space.model, config, runner.run(config, steps=space.steps))
+            row = row_of(
+                space.model, config, runner.run(TrialRequest(config=config, steps=space.steps))
+            )
             found = row.get("stage") or row.get("peak_allocated_bytes")
             print(values, row["verdict"], found, flush=True)
             rows.append(row)

@@ -26,6 +26,7 @@ from storage.definition import Target
 from storage.records import Measured, Outcome
 from sweep.running.device_info import read_cards
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.bench.stamp import OUT_OF_TIME, stamp
 
 STEPS = StepBudget(
@@ -135,7 +136,7 @@ def measure(series: Series, configs: list[TrialConfig], *, out: Path, until: flo
         for config in configs:
             if time.monotonic() >= until:
                 return False
-            row = row_of(series, config, runner.run(config, steps=STEPS))
+            row = row_of(series, config, runner.run(TrialRequest(config=config, steps=STEPS)))
             told = (*NUMBERS[:2], "peak_allocated_bytes")
             print({name: row.get(name) for name in told}, flush=True)
             with out.open("a", encoding="utf-8") as file:

@@ -26,8 +26,9 @@ from sweep.running.on_ray.connecting import joined
 from sweep.running.on_ray.host import HostSettings
 from sweep.running.on_ray.runner import RayRunner
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Progress, Runner
+from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster
 from tests.sweep.simulated_device import BUDGET, a_measurement, train
 
@@ -146,7 +147,7 @@ def measured(outcome: Outcome) -> Measured:
 
 
 def test_a_configuration_that_fits_is_measured(case: Case, runner: Runner) -> None:
-    measurement = measured(runner.run(case.fits, steps=STEPS)).measurement
+    measurement = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
     low, high = measurement.step_seconds_ci95
     assert low <= measurement.step_seconds <= high
     assert STEPS.measured_min <= measurement.steps_measured
@@ -159,9 +160,9 @@ def test_a_configuration_that_fits_is_measured(case: Case, runner: Runner) -> No
 def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     case: Case, runner: Runner
 ) -> None:
-    before = measured(runner.run(case.fits, steps=STEPS)).measurement
-    assert isinstance(runner.run(case.too_large, steps=STEPS), OutOfMemory)
-    after = measured(runner.run(case.fits, steps=STEPS)).measurement
+    before = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
+    assert isinstance(runner.run(TrialRequest(config=case.too_large, steps=STEPS)), OutOfMemory)
+    after = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
     assert after.trainable_parameters == before.trainable_parameters
 
@@ -169,11 +170,13 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
 def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
     case: Case, runner: Runner, tmp_path: Path
 ) -> None:
-    peak = measured(runner.run(case.fits, steps=STEPS)).measurement.peak_allocated_bytes
+    peak = measured(
+        runner.run(TrialRequest(config=case.fits, steps=STEPS))
+    ).measurement.peak_allocated_bytes
     with case.start(tmp_path, peak) as exact:
-        measured(exact.run(case.fits, steps=STEPS))
+        measured(exact.run(TrialRequest(config=case.fits, steps=STEPS)))
     with case.start(tmp_path, peak - 1) as tight:
-        outcome = tight.run(case.fits, steps=STEPS)
+        outcome = tight.run(TrialRequest(config=case.fits, steps=STEPS))
     assert isinstance(outcome, OutOfMemory), outcome
     assert outcome.peak_allocated_bytes == peak
     assert f"{peak - 1:,}" in outcome.detail
@@ -186,7 +189,7 @@ def test_signs_of_life_come_in_the_order_of_the_phases(case: Case, runner: Runne
         seen.append(progress)
         return False
 
-    runner.run(case.fits, steps=STEPS, observe=watch)
+    runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
     order = [PHASES.index(progress.phase) for progress in seen]
     assert order == sorted(order)
     steps = [progress.step for progress in seen if progress.phase == "measure"]
@@ -202,7 +205,7 @@ def test_before_there_is_an_interval_the_bound_is_generous(case: Case, runner: R
             early.append(progress)
         return False
 
-    runner.run(case.fits, steps=STEPS, observe=watch)
+    runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
     bounds = [(p.tokens_per_second, p.tokens_per_second_high) for p in early]
     assert all(high is None or (rate is not None and high > 1.1 * rate) for rate, high in bounds)
 
@@ -214,7 +217,8 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
         update={"measured_max": 1000, "relative_interval": 1e-9, "seconds_max": 60}
     )
     outcome = runner.run(
-        case.fits, steps=steps, observe=lambda p: p.tokens_per_second_high is not None
+        TrialRequest(config=case.fits, steps=steps),
+        observe=lambda p: p.tokens_per_second_high is not None,
     )
     assert isinstance(outcome, PrunedSlow), outcome
     assert outcome.measurement.steps_measured < 1000
@@ -235,12 +239,18 @@ def test_a_cancel_ends_the_trial_under_way_and_every_later_one_before_it_begins(
         return False
 
     with case.start(tmp_path, case.budget_bytes) as runner:
-        assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=cancel))
+        assert is_interrupted(
+            runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=cancel)
+        )
         began = time.monotonic()
         for undo in (runner.start, runner.renew, runner.cancel, runner.close, lambda: None):
             undo()
-            assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=watch))
-            soak = runner.run(case.too_large, steps=STEPS, observe=watch, is_soak=True)
+            assert is_interrupted(
+                runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
+            )
+            soak = runner.run(
+                TrialRequest(config=case.too_large, steps=STEPS, is_soak=True), observe=watch
+            )
             assert is_interrupted(soak)
         assert time.monotonic() - began < 3
     assert seen == []
@@ -258,9 +268,9 @@ def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
         runner.start()
         runner.start()
         assert time.monotonic() - began < 3
-        measured(runner.run(case.fits, steps=STEPS))
+        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
         runner.start()
-        measured(runner.run(case.fits, steps=STEPS))
+        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
 
 
 def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_path: Path) -> None:
@@ -280,8 +290,8 @@ def test_a_cancel_before_the_first_trial_ends_that_one_and_every_later_one(
             runner.start()
         runner.cancel()
         began = time.monotonic()
-        assert is_interrupted(runner.run(case.fits, steps=STEPS))
-        assert is_interrupted(runner.run(case.fits, steps=STEPS))
+        assert is_interrupted(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
+        assert is_interrupted(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
         assert time.monotonic() - began < 3
 
 
@@ -300,30 +310,38 @@ def test_a_cancel_from_another_thread_ends_the_trial_under_way(case: Case, tmp_p
 
         thread = threading.Thread(target=cancel)
         thread.start()
-        assert is_interrupted(runner.run(case.fits, steps=STEPS, observe=watch))
+        assert is_interrupted(
+            runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
+        )
 
 
 def test_a_soak_evaluates_and_saves_and_says_so_and_a_run_does_not(
     case: Case, runner: Runner
 ) -> None:
     steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
-    soaked = measured(runner.run(case.fits, steps=steps, is_soak=True)).measurement.soak
+    soaked = measured(
+        runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))
+    ).measurement.soak
     assert soaked is not None
     assert soaked.steps >= 20 or soaked.seconds >= 2.0
     assert soaked.evaluation_seconds > 0
     assert soaked.checkpoint_bytes > 0
-    assert measured(runner.run(case.fits, steps=STEPS)).measurement.soak is None
+    assert (
+        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement.soak is None
+    )
 
 
 def test_a_soak_over_the_budget_is_out_of_memory(case: Case, runner: Runner) -> None:
-    assert isinstance(runner.run(case.too_large, steps=STEPS, is_soak=True), OutOfMemory)
+    assert isinstance(
+        runner.run(TrialRequest(config=case.too_large, steps=STEPS, is_soak=True)), OutOfMemory
+    )
 
 
 def test_after_a_renewal_the_next_run_is_as_any_other(case: Case, runner: Runner) -> None:
-    before = measured(runner.run(case.fits, steps=STEPS)).measurement
+    before = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
     runner.renew()
     runner.renew()
-    after = measured(runner.run(case.fits, steps=STEPS)).measurement
+    after = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
 
 

@@ -138,14 +138,14 @@ def main() -> None:
         command = json.loads(line)
         if command["kind"] != "run":
             continue
-        config = command["config"]
+        config = command["request"]["config"]
         run = pipe.lines("ran") + 1
         pipe.note("ran", run, config["micro_batch_size"])
         for phase, step in BEATS:
-            pipe.say(kind="alive", phase=phase, step=step)
+            pipe.say(kind="progress", phase=phase, step=step)
         known = measurement(config["micro_batch_size"], config["seq_len"], run)
         outcome = {"verdict": "fits", "measurement": known}
-        entry = {"attempt": command["attempt"], "config": config, "outcome": outcome}
+        entry = {"attempt": command["request"]["attempt"], "config": config, "outcome": outcome}
         pipe.note("leaves", run)
         beside = outcome_path.with_suffix(".new")
         beside.write_text(json.dumps(entry))

@@ -38,8 +38,9 @@ from storage.urls import parse_url
 from sweep.paths import worker_log_path
 from sweep.running.patience import Deadlines
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
+from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from sweep.running.worker_log import BYTES_MAX as LOG_BYTES_MAX
 from sweep.study import session
 from sweep.study.events import Event, Listener, StopReason, TrialFinished
@@ -173,13 +174,14 @@ class JournalingRunner(ReplayRunner):
         self._place = place
         self._run = 0
 
-    def run(self, config: TrialConfig, **options: Any) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
+        config = request.config
         self._run = len(self._place.said("ran")) + 1
         self._place.say("ran", self._run, config.micro_batch_size)
-        outcome = super().run(config, **options)
+        outcome = super().run(request, observe=observe)
         if isinstance(outcome, Measured):
             self._place.say("leaves", self._run)
-            leave(self._place, options.get("attempt"), config, outcome)
+            leave(self._place, request.attempt, config, outcome)
             self._place.say("measured", self._run)
         return outcome
 

@@ -12,6 +12,7 @@ from sweep.running.wire import (
     QualityCommand,
     RunCommand,
     TextsSettings,
+    TrialRequest,
     WorkerMessage,
     WorkerSettings,
 )
@@ -73,7 +74,9 @@ class Rig:
         return allocated
 
     def run(self, config: TrialConfig, quality: QualityCommand | None = None) -> Outcome:
-        return self.worker.run(RunCommand(config=config, steps=QUICK, quality=quality)).outcome
+        return self.worker.run(
+            RunCommand(request=TrialRequest(config=config, steps=QUICK, quality=quality))
+        ).outcome
 
     def measure(self, config: TrialConfig, quality: QualityCommand | None = None) -> Measurement:
         outcome = self.run(config, quality)

@@ -31,8 +31,8 @@ from storage.records import (
     Phase,
 )
 from sweep.nvml import first_visible_card
-from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import Progress, TrialRequest
 from tests.gpu import faulty_worker as faulty
 from tests.gpu.rig import QUICK, SMALL, small_config
 from tests.gpu.test_memory_limits import BUDGET_BYTES, REFERENCE, TOO_LARGE
@@ -74,7 +74,7 @@ def _measured(outcome: Outcome) -> Measurement:
 
 
 def _reference_peak(runner: SupervisedRunner) -> int:
-    return _measured(runner.run(REFERENCE, steps=QUICK)).peak_allocated_bytes
+    return _measured(runner.run(TrialRequest(config=REFERENCE, steps=QUICK))).peak_allocated_bytes
 
 
 def _process_id(runner: SupervisedRunner) -> int:
@@ -105,7 +105,7 @@ def test_a_worker_killed_in_any_phase_is_a_crash_there_and_harms_nothing_after_i
             os.kill(killed[0], signal.SIGKILL)
         return False
 
-    outcome = runner.run(REFERENCE, steps=LONG, observe=kill)
+    outcome = runner.run(TrialRequest(config=REFERENCE, steps=LONG), observe=kill)
     assert killed
     assert isinstance(outcome, Crashed), outcome
     # A beat is written before what follows it is done: the phase may have moved on by one.
@@ -122,7 +122,7 @@ def test_a_worker_killed_while_it_starts_is_a_crash_and_the_next_one_runs(
     runner.start()
     killer = threading.Timer(1.0, os.kill, (_process_id(runner), signal.SIGKILL))
     killer.start()
-    outcome = runner.run(REFERENCE, steps=QUICK)
+    outcome = runner.run(TrialRequest(config=REFERENCE, steps=QUICK))
     killer.join()
     assert isinstance(outcome, Crashed), outcome
     assert outcome.phase == "start"
@@ -144,7 +144,9 @@ def test_what_ends_a_worker_from_below_python_is_named_and_the_next_one_measures
 ) -> None:
     assert _reference_peak(runner) == reference_peak
     process_id = _process_id(runner)
-    outcome = runner.run(REFERENCE.model_copy(update={"lora_alpha": fault}), steps=LONG)
+    outcome = runner.run(
+        TrialRequest(config=REFERENCE.model_copy(update={"lora_alpha": fault}), steps=LONG)
+    )
     assert isinstance(outcome, Crashed), outcome
     assert outcome.phase == "measure"
     assert words in outcome.detail
@@ -160,7 +162,7 @@ def test_fifty_times_out_of_memory_in_a_row_leave_the_reference_to_the_byte(
     process_id = _process_id(runner)
     too_large = small_config(**TOO_LARGE[stage])
     for _ in range(REPEATS):
-        outcome = runner.run(too_large, steps=QUICK)
+        outcome = runner.run(TrialRequest(config=too_large, steps=QUICK))
         assert isinstance(outcome, OutOfMemory), outcome
         assert outcome.stage == stage
     assert _process_id(runner) == process_id
@@ -181,7 +183,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
     runner: SupervisedRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner.renew()
-    first = _measured(runner.run(REFERENCE, steps=LONG))
+    first = _measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG)))
     process_id, outside = _process_id(runner), _outside_bytes(runner)
     references, others = [first], _others()
     peaks: dict[int, set[int]] = {}
@@ -189,9 +191,9 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
         # Every fifth is the reference; the others take turns, one of them out of memory.
         which = number % 5
         if which == 4:
-            references.append(_measured(runner.run(REFERENCE, steps=LONG)))
+            references.append(_measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG))))
             continue
-        outcome = runner.run(others[which], steps=QUICK)
+        outcome = runner.run(TrialRequest(config=others[which], steps=QUICK))
         if isinstance(outcome, Measured):
             peaks.setdefault(which, set()).add(outcome.measurement.peak_allocated_bytes)
     assert _process_id(runner) == process_id
@@ -254,7 +256,7 @@ def test_a_neighbour_that_takes_memory_in_the_middle_is_named_and_leaves_the_ref
         with _neighbour(2**28) as neighbour:
             assert neighbour.stdout is not None
             assert neighbour.stdout.readline().startswith("taken")
-            robbed = runner.run(growing, steps=QUICK)
+            robbed = runner.run(TrialRequest(config=growing, steps=QUICK))
         assert isinstance(robbed, OutOfMemory), robbed
         assert NEIGHBOUR in robbed.flags
         assert _reference_peak(runner) == before
@@ -273,7 +275,7 @@ def test_a_neighbour_that_takes_memory_in_the_middle_is_named_and_leaves_the_ref
                 assert visitor.stdout.readline().startswith("taken")
                 time.sleep(1.0)
 
-        outcome = runner.run(REFERENCE, steps=steps, observe=arrive)
+        outcome = runner.run(TrialRequest(config=REFERENCE, steps=steps), observe=arrive)
         for thread in arrived:
             thread.join()
         assert arrived

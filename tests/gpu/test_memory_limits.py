@@ -13,6 +13,7 @@ import pytest
 from storage.definition import Target
 from storage.records import Measured, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.gpu.rig import QUICK, SMALL, small_config
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunne
 
 
 def reference_peak(runner: SupervisedRunner) -> int:
-    outcome = runner.run(REFERENCE, steps=QUICK)
+    outcome = runner.run(TrialRequest(config=REFERENCE, steps=QUICK))
     assert isinstance(outcome, Measured), outcome
     reserved = outcome.measurement.peak_reserved_bytes
     assert reserved is not None
@@ -57,7 +58,7 @@ def test_running_out_of_memory_is_told_by_stage_and_leaves_the_reference_to_the_
     runner: SupervisedRunner, stage: str
 ) -> None:
     before = reference_peak(runner)
-    outcome = runner.run(small_config(**TOO_LARGE[stage]), steps=QUICK)
+    outcome = runner.run(TrialRequest(config=small_config(**TOO_LARGE[stage]), steps=QUICK))
     assert isinstance(outcome, OutOfMemory), outcome
     assert outcome.stage == stage, outcome
     assert outcome.requested_bytes

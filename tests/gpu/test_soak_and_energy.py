@@ -9,7 +9,7 @@ import pytest
 from search_spaces.space import StepBudget
 from storage.records import Measured, OutOfMemory
 from sweep.nvml import first_visible_card
-from sweep.running.wire import RunCommand
+from sweep.running.wire import RunCommand, TrialRequest
 from tests.gpu.rig import Rig, small_config
 
 pytestmark = [
@@ -27,7 +27,9 @@ def test_a_soak_evaluates_saves_and_trains_on_and_leaves_no_byte(
 ) -> None:
     config = small_config(**knobs)
     before = rig.settle(config)
-    outcome = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+    outcome = rig.worker.run(
+        RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
+    ).outcome
     assert isinstance(outcome, Measured), outcome
     soak = outcome.measurement.soak
     assert soak is not None
@@ -47,13 +49,17 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
     """Liger skips them in training mode alone; so a budget between the two peaks has no winner."""
     config = small_config(**LEAN, micro_batch_size=8, seq_len=1024)
     trained = rig.measure(config).peak_allocated_bytes
-    soaked = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+    soaked = rig.worker.run(
+        RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
+    ).outcome
     assert isinstance(soaked, Measured)
     assert soaked.measurement.peak_allocated_bytes >= trained
     settings = rig.worker._settings
     rig.worker._settings = settings.model_copy(update={"budget_bytes": trained})
     try:
-        tight = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+        tight = rig.worker.run(
+            RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
+        ).outcome
     finally:
         rig.worker._settings = settings
     grew = soaked.measurement.peak_allocated_bytes > trained
@@ -67,7 +73,9 @@ def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig
         started, before = time.perf_counter(), card.energy_joules()
         if before is None:
             pytest.skip("this card's driver does not count energy")
-        outcome = rig.worker.run(RunCommand(config=config, steps=SOAK, is_soak=True)).outcome
+        outcome = rig.worker.run(
+            RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
+        ).outcome
         after, seconds = card.energy_joules(), time.perf_counter() - started
     assert isinstance(outcome, Measured)
     measured = outcome.measurement

@@ -19,8 +19,8 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import Progress, TrialRequest
 from tests.gpu.rig import SMALL, small_config
 from tests.sweep.training.two_processes import told_by_two
 
@@ -91,8 +91,8 @@ def test_each_of_two_cards_needs_what_is_predicted(
     config = small_config(**knobs, data_parallel=2)
     if config.compile:
         # To tune kernels takes memory once in a process: little, and much of a small model's.
-        runner.run(config, steps=STEPS)
-    together = measured(runner.run(config, steps=STEPS))
+        runner.run(TrialRequest(config=config, steps=STEPS))
+    together = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
     assert together.cards == 2
     predicted = predictor.predict(config)
     close = predicted.uncertainty if config.compile else CLOSE
@@ -103,7 +103,9 @@ def test_two_cards_train_nearly_as_fast_as_two(runner: SupervisedRunner) -> None
     # Steps long enough for what their hosts do between them not to count.
     knobs = {**LEAN, "kernels": "liger", "seq_len": 2048}
     alone, together = (
-        measured(runner.run(small_config(**knobs, data_parallel=cards), steps=STEPS))
+        measured(
+            runner.run(TrialRequest(config=small_config(**knobs, data_parallel=cards), steps=STEPS))
+        )
         for cards in (1, 2)
     )
     assert together.tokens_per_second > SCALES * alone.tokens_per_second
@@ -118,7 +120,7 @@ def test_two_cards_share_a_model_and_need_what_is_predicted(
     runner: SupervisedRunner, predictor: TracingPredictor, knobs: dict[str, Any]
 ) -> None:
     config = small_config(**{**SHARDED, **knobs})
-    shared = measured(runner.run(config, steps=STEPS))
+    shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
     predicted = predictor.predict(config).peak_allocated_bytes
     assert shared.peak_allocated_bytes == pytest.approx(predicted, rel=CLOSE_SHARDED)
 
@@ -127,12 +129,14 @@ def test_a_model_that_one_card_has_no_room_for_is_trained_by_two(tmp_path: Path)
     config = small_config(**{**SHARDED, "micro_batch_size": 1, "seq_len": 128})
     whole = config.model_copy(update={"data_parallel": 1, "sharding": "none"})
     with a_runner(tmp_path / "free.log", model=DEEP) as runner:
-        needed = [measured(runner.run(c, steps=STEPS)) for c in (config, whole)]
+        needed = [
+            measured(runner.run(TrialRequest(config=c, steps=STEPS))) for c in (config, whole)
+        ]
     shared, alone = (one.peak_allocated_bytes for one in needed)
     assert shared < alone
     budget = (shared + alone) // 2
     with a_runner(tmp_path / "capped.log", model=DEEP, budget_bytes=budget) as capped:
-        assert isinstance(capped.run(whole, steps=STEPS), OutOfMemory)
+        assert isinstance(capped.run(TrialRequest(config=whole, steps=STEPS)), OutOfMemory)
 
 
 def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_path: Path) -> None:
@@ -151,8 +155,10 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
 
     with a_runner(tmp_path / "worker.log") as runner:
         long = StepBudget(measured_min=200, measured_max=2000, seconds_max=60)
-        assert isinstance(runner.run(config, steps=long, observe=kill), Crashed)
-        assert measured(runner.run(config, steps=STEPS)).cards == 2
+        assert isinstance(
+            runner.run(TrialRequest(config=config, steps=long), observe=kill), Crashed
+        )
+        assert measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards == 2
 
 
 def test_no_bit_of_a_4_bit_weight_is_lost_between_two_cards(tmp_path: Path) -> None:
@@ -172,5 +178,7 @@ def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRun
         TrialConfig(**{**small_config().model_dump(), **knobs})
         for knobs in (LEAN, {**LEAN, "data_parallel": 2}, SHARDED, LEAN)
     ]
-    cards = [measured(runner.run(config, steps=STEPS)).cards for config in configs]
+    cards = [
+        measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards for config in configs
+    ]
     assert cards == [1, 2, 2, 1]

@@ -18,19 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.models import ModelSpec
-from search_spaces.space import StepBudget, Weights
+from search_spaces.space import Weights
 from storage.definition import Target
-from storage.records import Attempt, Crashed, Outcome, TimedOut
+from storage.records import Crashed, Outcome, TimedOut
 from sweep.nvml import FaultWatch
 from sweep.paths import cache_directory
 from sweep.running.device_info import read_card
 from sweep.running.on_ray.node import raylet_environment
-from sweep.running.runner import Progress, Runner
+from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import QualityCommand, TextsSettings
+from sweep.running.wire import Progress, TextsSettings, TrialRequest
 
 HEAR_SECONDS = 5.0
 """Longest that an answer to `Host.hear` waits for something to say: then it says that it lives."""
@@ -64,11 +63,7 @@ class Trial:
     """One run that is ordered."""
 
     run_id: str
-    config: TrialConfig
-    steps: StepBudget
-    is_soak: bool = False
-    attempt: Attempt | None = None
-    quality: QualityCommand | None = None
+    request: TrialRequest
 
 
 @dataclass(frozen=True)
@@ -195,14 +190,7 @@ class Host:
         try:
             if is_fresh:
                 self._runner.renew()
-            outcome = self._runner.run(
-                trial.config,
-                steps=trial.steps,
-                observe=self._observe,
-                is_soak=trial.is_soak,
-                attempt=trial.attempt,
-                quality=trial.quality,
-            )
+            outcome = self._runner.run(trial.request, observe=self._observe)
         except EnvironmentFault as fault:
             self._say(Faulted(fault))
         except BaseException:  # noqa: BLE001 - whoever drives this raises it

@@ -15,10 +15,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, Literal, Self
 
-from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
-from search_spaces.space import StepBudget
-from storage.records import INTERRUPTED, Attempt, Crashed, Outcome, Phase
+from storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from sweep.running import ends
 from sweep.running.on_ray.host import (
     Broken,
@@ -30,8 +28,8 @@ from sweep.running.on_ray.host import (
     Word,
 )
 from sweep.running.patience import AttentiveClock
-from sweep.running.runner import Observer, Progress, keep_going
-from sweep.running.wire import QualityCommand
+from sweep.running.runner import Observer, keep_going
+from sweep.running.wire import Progress, TrialRequest
 
 SILENCE_SECONDS = 60.0
 """Without a word of an actor, which says that it lives every `HEAR_SECONDS`: no machine is away for
@@ -97,16 +95,7 @@ class RayRunner:
         self._is_cancelled = False
         self._lost: CardLost | None = None
 
-    def run(
-        self,
-        config: TrialConfig,
-        *,
-        steps: StepBudget,
-        observe: Observer = keep_going,
-        is_soak: bool = False,
-        attempt: Attempt | None = None,
-        quality: QualityCommand | None = None,
-    ) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `runner.Runner.run`.
 
         Raises:
@@ -119,14 +108,7 @@ class RayRunner:
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        trial = Trial(
-            run_id=uuid.uuid4().hex,
-            config=config,
-            steps=steps,
-            is_soak=is_soak,
-            attempt=attempt,
-            quality=quality,
-        )
+        trial = Trial(run_id=uuid.uuid4().hex, request=request)
         try:
             return self._run(trial, observe)
         except _Cancelled:

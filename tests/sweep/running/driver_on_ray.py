@@ -13,7 +13,7 @@ from storage.definition import Target
 from sweep.running.on_ray.cluster import Cluster
 from sweep.running.on_ray.connecting import joined
 from sweep.running.on_ray.host import HostSettings
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress, TrialRequest
 
 LONG = StepBudget(measured_max=100_000, relative_interval=1e-9, seconds_max=120)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
@@ -60,7 +60,7 @@ def main() -> None:
     told: dict[str, int] = {}
     with joined(address) as ray:
         place = Cluster(ray).places(settings(study), gpu="cpu", warn=print)[0]
-        place.runner.run(SMALL, steps=LONG, observe=watch)
+        place.runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
 """Of workers that never become ready."""
 ANSWER = {"verdict": "diverged", "step": 7, "detail": "as asked"}
 """What a trial comes to that is answered."""
-CHATTER = {"kind": "alive", "phase": "measure"}
+CHATTER = {"kind": "progress", "phase": "measure"}
 
 
 class Worker:
@@ -39,7 +39,7 @@ class Worker:
         self.write(json.dumps(message).encode() + b"\n")
 
     def beat(self, step: int = 0, phase: str = "measure", **more: Any) -> None:
-        self.say(kind="alive", phase=phase, step=step, **more)
+        self.say(kind="progress", phase=phase, step=step, **more)
 
     def answer(self, **changes: Any) -> None:
         told = {"run_id": self.command["run_id"], "config": self.command["config"]}
@@ -49,7 +49,8 @@ class Worker:
         line = sys.stdin.buffer.readline()
         if not line:
             os._exit(0)
-        self.command = json.loads(line)
+        command = json.loads(line)
+        self.command = {"run_id": command["run_id"], **command["request"]}
 
     def leave_outcome(self, **changes: Any) -> None:
         entry = {key: self.command[key] for key in ("attempt", "config")}
@@ -284,17 +285,17 @@ def NAN_IN_WORDS(worker: Worker) -> None:
 
 @behaviour
 def INFINITY(worker: Worker) -> None:
-    worker.write(b'{"kind":"alive","phase":"measure","tokens_per_second":1e999}\n')
+    worker.write(b'{"kind":"progress","phase":"measure","tokens_per_second":1e999}\n')
 
 
 @behaviour
 def HUGE_NUMBER(worker: Worker) -> None:
-    worker.write(b'{"kind":"alive","phase":"measure","step":1' + b"0" * 300 + b"}\n")
+    worker.write(b'{"kind":"progress","phase":"measure","step":1' + b"0" * 300 + b"}\n")
 
 
 @behaviour
 def ENDLESS_NUMBER(worker: Worker) -> None:
-    worker.write(b'{"kind":"alive","phase":"measure","step":' + b"9" * 100_000 + b"}\n")
+    worker.write(b'{"kind":"progress","phase":"measure","step":' + b"9" * 100_000 + b"}\n")
 
 
 @behaviour
@@ -305,12 +306,12 @@ def NESTED(worker: Worker) -> None:
 @behaviour
 def NESTED_IN_A_MESSAGE(worker: Worker) -> None:
     deep = b'{"a":' * 5_000 + b"1" + b"}" * 5_000
-    worker.write(b'{"kind":"alive","phase":"measure","step":' + deep + b"}\n")
+    worker.write(b'{"kind":"progress","phase":"measure","step":' + deep + b"}\n")
 
 
 @behaviour
 def NOT_UTF8(worker: Worker) -> None:
-    worker.write(b'{"kind":"alive","phase":"\xff\xfe"}\n')
+    worker.write(b'{"kind":"progress","phase":"\xff\xfe"}\n')
 
 
 @behaviour

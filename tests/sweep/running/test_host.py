@@ -16,7 +16,8 @@ from storage.definition import Target
 from storage.records import Crashed, Measured, Outcome, PrunedSlow
 from sweep.running.on_ray.host import Broken, Ended, Faulted, Host, HostSettings, Trial, Word
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Progress, Runner
+from sweep.running.runner import Runner
+from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.simulated_device import train
 
 SETTINGS = HostSettings(
@@ -36,7 +37,7 @@ def _own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_trial(run_id: str = "1") -> Trial:
-    return Trial(run_id=run_id, config=TrialConfig(), steps=STEPS)
+    return Trial(run_id=run_id, request=TrialRequest(config=TrialConfig(), steps=STEPS))
 
 
 def hosting(runner: Runner) -> Host:

@@ -22,8 +22,9 @@ from storage.records import INTERRUPTED, Attempt, Crashed, Diverged, Lost, Outco
 from sweep.processes import End
 from sweep.running.child import WorkerProcess
 from sweep.running.patience import Deadlines
-from sweep.running.runner import Observer, Progress, keep_going
+from sweep.running.runner import Observer, keep_going
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running import misbehaving_worker as how
 
 CPU = Target(gpu="cpu", device="cpu", budget_bytes=GIB // 8)
@@ -81,7 +82,7 @@ def ran(
     observe: Observer = keep_going,
 ) -> Outcome:
     began, config = time.monotonic(), TrialConfig(lora_rank=rank)
-    outcome = runner.run(config, steps=steps, attempt=attempt, observe=observe)
+    outcome = runner.run(TrialRequest(config=config, steps=steps, attempt=attempt), observe=observe)
     assert time.monotonic() - began < IN_TIME
     return outcome
 
@@ -210,7 +211,7 @@ def test_a_worker_that_reads_no_more_is_found_out_though_it_speaks(start: Start)
 
     began = time.monotonic()
     outcome = start(deadlines=Deadlines(start=30, closed=0.5)).run(
-        TrialConfig(lora_rank=how.CLOSED_EARS), steps=STEPS, observe=stop
+        TrialRequest(config=TrialConfig(lora_rank=how.CLOSED_EARS), steps=STEPS), observe=stop
     )
     assert time.monotonic() - began < IN_TIME
     assert isinstance(outcome, Crashed), outcome
@@ -288,7 +289,7 @@ def test_a_grandchild_does_not_outlive_a_hang(start: Start, tmp_path: Path) -> N
     ("seed", "verdict", "words"),
     [
         (how.STOPPED_SEED, "timed_out", "no sign of life for 1 s"),
-        (how.CHATTY_SEED, "crashed", "said 'alive' when nobody expected that"),
+        (how.CHATTY_SEED, "crashed", "said 'progress' when nobody expected that"),
         (how.DEAF_SEED, "timed_out", "no sign of life for 1 s"),
     ],
 )
@@ -434,7 +435,7 @@ def test_a_driver_that_was_away_in_a_silence_listens_anew(start: Start) -> None:
 
     runner._clock.clock = clock
     config = TrialConfig(lora_rank=how.PAUSE_AND_ANSWER)
-    assert runner.run(config, steps=StepBudget(), observe=watch) == ANSWERED
+    assert runner.run(TrialRequest(config=config, steps=StepBudget()), observe=watch) == ANSWERED
 
 
 def test_what_came_while_the_driver_was_busy_is_read_before_time_is_up(start: Start) -> None:
@@ -445,7 +446,7 @@ def test_what_came_while_the_driver_was_busy_is_read_before_time_is_up(start: St
 
     runner = start()
     config = TrialConfig(lora_rank=how.BEAT_AND_ANSWER)
-    assert runner.run(config, steps=StepBudget(), observe=dawdle) == ANSWERED
+    assert runner.run(TrialRequest(config=config, steps=StepBudget()), observe=dawdle) == ANSWERED
 
 
 def test_a_jump_of_the_wall_clock_is_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +462,9 @@ def test_whoever_watches_and_fails_leaves_no_trial_to_the_next(start: Start) -> 
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=fail)
+        runner.run(
+            TrialRequest(config=TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS), observe=fail
+        )
     assert ran(runner, how.FINE) == ANSWERED
 
 

@@ -26,7 +26,7 @@ from sweep.running.on_ray.cluster import Cluster, Place
 from sweep.running.on_ray.connecting import checked_address, joined
 from sweep.running.on_ray.nodes import Node
 from sweep.running.on_ray.runner import RayRunner
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.driver_on_ray import LONG, SMALL, processes_of, settings
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 
@@ -97,7 +97,7 @@ def disturbed(runner: RayRunner, study: str, by: Callable[[dict[str, int]], None
             by(processes_of(study))
         return False
 
-    return runner.run(SMALL, steps=LONG, observe=watch)
+    return runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 
 def kill(name: str) -> Callable[[dict[str, int]], None]:
@@ -119,7 +119,9 @@ def test_a_worker_that_is_killed_is_a_crash_and_closing_ends_the_actor_and_the_n
         outcome = disturbed(runner, "killed-worker", kill("worker"))
         assert isinstance(outcome, Crashed), outcome
         assert "SIGKILL" in outcome.detail
-        again = runner.run(SMALL, steps=STEPS, attempt=an_attempt("killed-worker"))
+        again = runner.run(
+            TrialRequest(config=SMALL, steps=STEPS, attempt=an_attempt("killed-worker"))
+        )
         assert isinstance(again, Measured)
         assert runner.fault() is None
         found = processes_of("killed-worker")
@@ -136,11 +138,11 @@ def test_an_actor_that_is_killed_is_a_crash_and_the_next_trial_has_another(
         assert outcome.phase == "measure"
         assert f"actor's process on node {nodes[STEADY].address} ended" in outcome.detail
         # It is killed while it has nothing to do: that is nobody's crash.
-        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+        assert isinstance(runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
         found = processes_of("killed-actor")
         os.kill(found["actor"], signal.SIGKILL)
         assert until(lambda: is_gone(found["worker"]))
-        assert isinstance(runner.run(SMALL, steps=STEPS), Measured)
+        assert isinstance(runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
 
 
 def test_an_observer_that_fails_ends_its_trial_and_raises(ray: Any, nodes: list[Node]) -> None:
@@ -152,7 +154,7 @@ def test_an_observer_that_fails_ends_its_trial_and_raises(ray: Any, nodes: list[
 
     with on(ray, nodes[STEADY], "failing") as runner:
         with pytest.raises(ZeroDivisionError):
-            runner.run(SMALL, steps=LONG, observe=watch)
+            runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
         assert until(lambda: all(map(is_gone, found.values())))
         assert len(found) == 2
 
@@ -200,10 +202,10 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
         with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
             disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
         with pytest.raises(CardLost):
-            lost.runner.run(SMALL, steps=STEPS)
+            lost.runner.run(TrialRequest(config=SMALL, steps=STEPS))
         assert lost.name in (lost.runner.fault() or "")
         steady = named(places, nodes[STEADY].address)
-        assert isinstance(steady.runner.run(SMALL, steps=STEPS), Measured)
+        assert isinstance(steady.runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
         assert steady.runner.fault() is None
     finally:
         for place in places:

@@ -13,6 +13,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Invalid, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.sweep.running.teams import a_cpu_runner, measured
 from tests.sweep.training.two_processes import told_by_two
 
@@ -59,7 +60,7 @@ def test_two_cards_that_share_a_model_train_it_and_so_does_one_after_them(
 ) -> None:
     together = WHOLE.model_copy(update={"data_parallel": 2})
     configs = [SHARED, together, WHOLE, SHARED]
-    found = [measured(runner.run(config, steps=STEPS)) for config in configs]
+    found = [measured(runner.run(TrialRequest(config=config, steps=STEPS))) for config in configs]
     assert [one.cards for one in found] == [2, 2, 1, 2]
     # What was attached is counted as a whole, whatever a card holds of it.
     assert len({one.trainable_parameters for one in found}) == 1
@@ -73,25 +74,29 @@ def test_what_one_card_has_no_room_for_two_hold_together(
     runner: SupervisedRunner, tmp_path: Path
 ) -> None:
     shared, alone = (
-        measured(runner.run(config, steps=STEPS)).peak_allocated_bytes for config in (SHARED, WHOLE)
+        measured(runner.run(TrialRequest(config=config, steps=STEPS))).peak_allocated_bytes
+        for config in (SHARED, WHOLE)
     )
     budget = (shared + alone) // 2
     with a_runner(tmp_path / "worker.log", budget_bytes=budget) as capped:
-        assert isinstance(capped.run(WHOLE, steps=STEPS), OutOfMemory)
-        assert measured(capped.run(SHARED, steps=STEPS)).peak_allocated_bytes <= budget
+        assert isinstance(capped.run(TrialRequest(config=WHOLE, steps=STEPS)), OutOfMemory)
+        assert (
+            measured(capped.run(TrialRequest(config=SHARED, steps=STEPS))).peak_allocated_bytes
+            <= budget
+        )
 
 
 def test_a_soak_of_a_shared_model_evaluates_and_saves_on_every_card(
     runner: SupervisedRunner,
 ) -> None:
-    soak = measured(runner.run(SHARED, steps=STEPS, is_soak=True)).soak
+    soak = measured(runner.run(TrialRequest(config=SHARED, steps=STEPS, is_soak=True))).soak
     assert soak is not None
     assert soak.checkpoint_bytes > 0
 
 
 def test_a_model_that_is_to_be_loaded_is_not_shared(tmp_path: Path) -> None:
     with a_runner(tmp_path / "worker.log", weights="pretrained") as runner:
-        outcome = runner.run(SHARED, steps=STEPS)
+        outcome = runner.run(TrialRequest(config=SHARED, steps=STEPS))
     assert isinstance(outcome, Invalid)
     assert "random weights" in outcome.detail
 

@@ -24,6 +24,7 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import RETRYABLE, Crashed, Lost, Measured, Outcome, TimedOut
 from sweep.running.supervisor import Deadlines, SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.sweep.running import misbehaving_worker as how
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +61,9 @@ def test_the_worker_that_was_started_ahead_is_the_one_that_runs(runner: Supervis
         seen.append(_process_id(runner))
         return False
 
-    runner.run(TrialConfig(lora_rank=how.BEAT_AND_ANSWER), steps=STEPS, observe=watch)
+    runner.run(
+        TrialRequest(config=TrialConfig(lora_rank=how.BEAT_AND_ANSWER), steps=STEPS), observe=watch
+    )
     assert set(seen) == {started}
 
 
@@ -100,7 +103,7 @@ def test_a_worker_that_cannot_be_started_is_said_by_the_first_trial(tmp_path: Pa
 
 
 def misbehave(runner: SupervisedRunner, kind: int) -> Outcome:
-    return runner.run(TrialConfig(lora_rank=kind), steps=STEPS)
+    return runner.run(TrialRequest(config=TrialConfig(lora_rank=kind), steps=STEPS))
 
 
 def test_a_hang_is_timed_out_in_its_phase(runner: SupervisedRunner) -> None:
@@ -133,7 +136,9 @@ def test_beats_keep_a_slow_trial_alive_past_its_deadline(runner: SupervisedRunne
         beats.append(time.monotonic())
         return False
 
-    runner.run(TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS, observe=watch)
+    runner.run(
+        TrialRequest(config=TrialConfig(lora_rank=how.SLOW_BEATS), steps=STEPS), observe=watch
+    )
     assert beats[-1] - beats[0] > 2 * QUICK.measure
 
 
@@ -148,7 +153,7 @@ def test_cancelling_from_another_thread_interrupts_the_trial_and_every_later_one
         return False
 
     config = TrialConfig(lora_rank=how.SLOW_BEATS)
-    outcome = runner.run(config, steps=STEPS, observe=cancel_soon)
+    outcome = runner.run(TrialRequest(config=config, steps=STEPS), observe=cancel_soon)
     timer.join()
     assert outcome == Lost(detail="interrupted", is_interrupted=True)
     assert misbehave(runner, how.EXIT) == outcome
@@ -162,7 +167,7 @@ def test_a_renewal_replaces_a_worker_that_ran_something_and_no_other(tmp_path: P
         before = runner._ready_worker().process
         runner.renew()
         assert runner._ready_worker().process is before
-        assert isinstance(runner.run(config, steps=STEPS), Measured)
+        assert isinstance(runner.run(TrialRequest(config=config, steps=STEPS)), Measured)
         runner.renew()
         assert _is_gone(before.pid)
         after = runner._ready_worker().process
@@ -282,7 +287,7 @@ def test_a_module_of_the_users_directory_does_not_shadow_ours(
         load_model_spec("demo"), target=CPU, log_path=tmp_path / "worker.log"
     ) as runner:
         config = TrialConfig(micro_batch_size=1, seq_len=16)
-        assert isinstance(runner.run(config, steps=STEPS), Measured)
+        assert isinstance(runner.run(TrialRequest(config=config, steps=STEPS)), Measured)
 
 
 def test_a_budget_below_the_model_is_out_of_memory_while_loading_or_training(
@@ -292,7 +297,9 @@ def test_a_budget_below_the_model_is_out_of_memory_while_loading_or_training(
     with SupervisedRunner(
         load_model_spec("demo"), target=target, log_path=tmp_path / "worker.log"
     ) as runner:
-        outcome = runner.run(TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+        outcome = runner.run(
+            TrialRequest(config=TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+        )
     assert outcome.verdict == "oom"
 
 
@@ -307,7 +314,9 @@ def test_a_model_that_cannot_be_built_crashed_while_building_and_may_be_tried_ag
     demo = load_model_spec("demo")
     broken = dataclasses.replace(demo, config={**demo.config, **change})
     with SupervisedRunner(broken, target=CPU, log_path=tmp_path / "worker.log") as runner:
-        outcome = runner.run(TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+        outcome = runner.run(
+            TrialRequest(config=TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+        )
     assert isinstance(outcome, Crashed), outcome
     assert outcome.phase == "build"
     assert outcome.verdict in RETRYABLE

@@ -17,7 +17,7 @@ from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
 from storage.records import Attempt, Crashed, Diverged, Outcome
 from sweep.running.serving import _serve
-from sweep.running.wire import Finished, RunCommand, WorkerMessage, to_line
+from sweep.running.wire import Finished, RunCommand, TrialRequest, WorkerMessage, to_line
 
 CONFIG = TrialConfig(lora_rank=8)
 OUTCOME = Diverged(step=3)
@@ -41,7 +41,10 @@ class Trained:
         if isinstance(self.end, BaseException):
             raise self.end
         return Finished(
-            run_id=command.run_id, config=command.config, outcome=self.end, retire="so that it ends"
+            run_id=command.run_id,
+            config=command.request.config,
+            outcome=self.end,
+            retire="so that it ends",
         )
 
 
@@ -52,7 +55,9 @@ def served(
     end: Outcome | BaseException, path: Path, *, attempt: Attempt | None = ATTEMPT
 ) -> list[Any]:
     """Return what was sent, each with what was on disk at that moment."""
-    command = RunCommand(config=CONFIG, steps=StepBudget(), run_id="r1", attempt=attempt)
+    command = RunCommand(
+        request=TrialRequest(config=CONFIG, steps=StepBudget(), attempt=attempt), run_id="r1"
+    )
     outcomes, sent = OutcomeFile(path), []
 
     def send(message: WorkerMessage) -> None:

@@ -16,9 +16,8 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Invalid, Measured, Measurement
-from sweep.running.runner import Progress
 from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import QualityCommand, TextsSettings, WorkerSettings
+from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest, WorkerSettings
 from sweep.running.worker import SPEED_REUSED, Worker
 from tests.sweep.data.prepared import prepared
 
@@ -58,7 +57,9 @@ def test_its_beats_and_its_record_are_of_the_tokens_that_carry_loss(
     runner: SupervisedRunner,
 ) -> None:
     seen: list[Progress] = []
-    outcome = runner.run(CONFIG, steps=STEPS, observe=lambda beat: bool(seen.append(beat)))
+    outcome = runner.run(
+        TrialRequest(config=CONFIG, steps=STEPS), observe=lambda beat: bool(seen.append(beat))
+    )
     measurement = measured(outcome)
     assert measurement.loss_tokens_per_step is not None
     assert measurement.loss_tokens_per_step < CONFIG.tokens_per_step
@@ -74,7 +75,8 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     seen: list[Progress] = []
     first = measured(
         runner.run(
-            CONFIG, steps=STEPS, quality=QUALITY, observe=lambda beat: bool(seen.append(beat))
+            TrialRequest(config=CONFIG, steps=STEPS, quality=QUALITY),
+            observe=lambda beat: bool(seen.append(beat)),
         )
     )
     assert first.quality is not None
@@ -87,7 +89,8 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     seen.clear()
     other = measured(
         runner.run(
-            faster, steps=STEPS, quality=QUALITY, observe=lambda beat: bool(seen.append(beat))
+            TrialRequest(config=faster, steps=STEPS, quality=QUALITY),
+            observe=lambda beat: bool(seen.append(beat)),
         )
     )
     assert {beat.phase for beat in seen} == {"quality"}
@@ -96,7 +99,7 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     assert other.quality is not None
     assert other.quality.eval_loss != first.quality.eval_loss
     # The same configuration again is measured again: that is what it is run for.
-    again = measured(runner.run(faster, steps=STEPS, quality=QUALITY))
+    again = measured(runner.run(TrialRequest(config=faster, steps=STEPS, quality=QUALITY)))
     assert SPEED_REUSED not in again.flags
     assert again.quality is not None
     assert again.quality.eval_loss == pytest.approx(other.quality.eval_loss)
@@ -104,7 +107,7 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
 
 def test_a_micro_batch_that_the_texts_do_not_fill_is_invalid(runner: SupervisedRunner) -> None:
     config = CONFIG.model_copy(update={"micro_batch_size": 64})
-    outcome = runner.run(config, steps=STEPS, quality=QUALITY)
+    outcome = runner.run(TrialRequest(config=config, steps=STEPS, quality=QUALITY))
     assert isinstance(outcome, Invalid)
     assert "take a smaller micro_batch_size" in outcome.detail
 
@@ -147,4 +150,7 @@ def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(
     target, log = Target(gpu="cpu", device="cpu", budget_bytes=32 * 2**20), tmp_path / "worker.log"
     many = StepBudget(warmup_min=1, warmup_max=1, measured_min=6, measured_max=6)
     with SupervisedRunner(load_model_spec("demo"), target=target, log_path=log, texts=texts) as one:
-        assert measured(one.run(config, steps=many)).peak_allocated_bytes < 20 * 2**20
+        assert (
+            measured(one.run(TrialRequest(config=config, steps=many))).peak_allocated_bytes
+            < 20 * 2**20
+        )

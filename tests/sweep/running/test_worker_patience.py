@@ -7,7 +7,7 @@ import pytest
 from search_spaces.space import StepBudget
 from storage.records import Phase
 from sweep.running.patience import AttentiveClock, Deadlines, Patience
-from sweep.running.wire import Alive
+from sweep.running.wire import Progress
 
 STEPS = StepBudget()
 DEADLINES = Deadlines()
@@ -35,7 +35,7 @@ class Driver:
         self.clock.look()
 
     def hear(self, phase: Phase, step: int = 0) -> None:
-        self.patience.hear(Alive(phase=phase, step=step))
+        self.patience.hear(Progress(phase=phase, step=step))
 
 
 @pytest.mark.parametrize("phase", ["build", "attach", "warmup", "measure", "detach", "quality"])

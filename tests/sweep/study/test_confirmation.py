@@ -30,7 +30,8 @@ from storage.records import (
 )
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Progress
+from sweep.running.runner import Observer, keep_going
+from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.samplers import make_sampler
 from sweep.study.confirmation import confirm
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
@@ -518,9 +519,9 @@ def test_speeds_of_a_broken_clock_are_failures_and_no_loop(tmp_path: Path) -> No
 class _BrokenClock(ReplayRunner):
     """After the search, time stands still."""
 
-    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         assert len(self.ran) < 40, "it goes on for ever"
-        outcome = super().run(config, **asked)
+        outcome = super().run(request, observe=observe)
         if not self.renewals or not isinstance(outcome, Measured):
             return outcome
         endless = {"tokens_per_second": float("inf"), "samples_per_second": float("inf")}

@@ -13,7 +13,7 @@ from search_spaces.space import Objective
 from storage.definition import StudyDefinition, Target
 from storage.ranking import rank
 from storage.records import Crashed, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress
 from sweep.study.pruning import Rival, Rivals, is_hopeless
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 

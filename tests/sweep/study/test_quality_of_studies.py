@@ -14,8 +14,8 @@ from storage.ranking import Ranking, rank
 from storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Progress
-from sweep.running.wire import QualityCommand
+from sweep.running.runner import Observer, keep_going
+from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.samplers import make_sampler
 from sweep.study.pruning import Rival, is_hopeless
 from sweep.study.quality import TOKENS_MIN, default_tokens
@@ -57,12 +57,12 @@ def loss_of(config: TrialConfig, seed: int) -> float:
 class Learning(ReplayRunner):
     """A device that is slower for larger adapters, and says what they learn."""
 
-    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
-        outcome = super().run(config, **asked)
-        command: QualityCommand | None = asked.get("quality")
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
+        outcome = super().run(request, observe=observe)
+        command = request.quality
         if command is None or not isinstance(outcome, Measured):
             return outcome
-        report = a_report(loss_of(config, command.seed), seed=command.seed)
+        report = a_report(loss_of(request.config, command.seed), seed=command.seed)
         measured = outcome.measurement.model_copy(update={"quality": report})
         return Measured(measurement=measured)
 

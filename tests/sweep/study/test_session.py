@@ -26,7 +26,8 @@ from sweep.paths import runs_directory
 from sweep.running.cards import ChosenCard
 from sweep.running.lanes import Lanes
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
+from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.wire import TrialRequest
 from sweep.study import session
 from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
@@ -304,9 +305,9 @@ class Meddled(ReplayRunner):
         self._path = url.removeprefix("sqlite:///")
         self._batch = batch
 
-    def run(self, config: TrialConfig, **asked: Any) -> Outcome:
-        outcome = super().run(config, **asked)
-        if config.micro_batch_size == self._batch:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
+        outcome = super().run(request, observe=observe)
+        if request.config.micro_batch_size == self._batch:
             with closing(sqlite3.connect(self._path)) as database, database:
                 database.execute("UPDATE trials SET state = 'FAIL' WHERE state = 'RUNNING'")
         return outcome

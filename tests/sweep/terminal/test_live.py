@@ -11,7 +11,7 @@ from rich.console import Console
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import Crashed, Errand, Measured, OutOfMemory
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress
 from sweep.study.events import (
     ConfirmationStarted,
     SpaceTraced,

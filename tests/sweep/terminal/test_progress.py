@@ -11,7 +11,7 @@ from storage.records import (
     Measured,
     TrialRecord,
 )
-from sweep.running.runner import Progress
+from sweep.running.wire import Progress
 from sweep.study.events import (
     ConfirmationStarted,
     GainForeseen,

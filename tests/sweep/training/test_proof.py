@@ -11,7 +11,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from storage.records import Ineffective
-from sweep.running.wire import RunCommand, WorkerMessage, WorkerSettings
+from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker
 from sweep.training.adapters import attached
 from sweep.training.compiling import CountingCompiler, compiled
@@ -203,7 +203,7 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
         is_emulated=False,
     )
     worker = Worker(settings, send=events.append)
-    finished = worker.run(RunCommand(config=config, steps=QUICK))
+    finished = worker.run(RunCommand(request=TrialRequest(config=config, steps=QUICK)))
     assert isinstance(finished.outcome, Ineffective)
     assert finished.outcome.knob == knob
     assert finished.outcome.detail
