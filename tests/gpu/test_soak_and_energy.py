@@ -34,7 +34,7 @@ def test_a_soak_evaluates_saves_and_trains_on_and_leaves_no_byte(
     soak = outcome.measurement.soak
     assert soak is not None
     assert soak.steps >= 100 or soak.seconds >= 10
-    assert soak.evaluation_loss == pytest.approx(9.0, abs=4.0)
+    assert 0 < soak.evaluation_loss < 13
     assert soak.checkpoint_bytes > 4 * outcome.measurement.trainable_parameters
     rig.device.release()
     assert rig.allocated_bytes() == before
