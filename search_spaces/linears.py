@@ -233,7 +233,7 @@ def attention_width(*, hidden: int, heads: int, head_dim: int | None) -> int:
 
 
 def training_flops_per_token(
-    *, frozen: int, adapters: Quantity, layers: int, attention_width: int, seq_len: Quantity
+    *, frozen: float, adapters: Quantity, layers: int, attention_width: int, seq_len: Quantity
 ) -> Quantity:
     """Return the FLOPs that a step of a frozen base with trained adapters needs for each token.
 

@@ -123,7 +123,7 @@ class SearchSpace(Strict):
     time_budget_seconds: Number | None = Field(default=None, gt=0)
     """After which a run stops; the same command goes on."""
     max_dollars: Number | None = Field(default=None, gt=0)
-    """What all runs of the study may cost, at the price of the card it is for."""
+    """What all runs of the study may cost, at the price of the card that runs it."""
     stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
     """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)

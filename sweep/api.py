@@ -281,7 +281,7 @@ def tune(
         storage: URL of the database.
         trials: at most, earlier runs included.
         time_budget_seconds: after which this call stops.
-        max_dollars: that the study may cost, at the price of its GPU.
+        max_dollars: that the study may cost in all, at the price of the GPU that runs it.
         sampler: ``guided``, ``tpe``, ``gp``, ``random`` or ``grid``.
         numerics: ``16-bit`` leaves compute in 8 bits out.
         seed: of sampling, weights and tokens.

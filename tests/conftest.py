@@ -26,6 +26,7 @@ _SHARING = (
     "tests/contract/test_runners.py",
     "tests/contract/test_storages.py",
     "tests/docs/test_pages.py::test_the_commands",
+    "tests/golden/",
     "tests/search_spaces/test_real_architectures.py",
     "tests/storage/test_postgres_faults.py",
     "tests/sweep/predict/",
@@ -102,6 +103,11 @@ def cluster() -> Iterator[Cluster]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="fail instead of skipping where there is no GPU"
+    )
+    parser.addoption(
+        "--regenerate",
+        action="store_true",
+        help="make what golden tests find the answer that is committed, and print what changes",
     )
 
 

@@ -20,9 +20,12 @@ from sweep.finetuning.wire import End, Refused, TrainingJob, Unable
 from sweep.running.wire import to_line
 from sweep.training.adapters import attached
 from sweep.training.compiling import start_compiler_processes
-from sweep.training.exceptions import knob_of_kernel, lacks_kernel_resources
+from sweep.training.exceptions import (
+    is_from_the_compiler,
+    knob_of_kernel,
+    lacks_kernel_resources,
+)
 from sweep.training.model import Unavailable, build_base
-from sweep.training.proof import is_from_the_compiler
 
 
 class Training(Standing):

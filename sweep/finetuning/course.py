@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from sweep.training.compiling import Compilation
-from sweep.training.device import Device
-from sweep.training.marks import Mark
+from sweep.training.device import Device, Mark
 
 _AHEAD_STEPS = 2
 """That may be queued: enough for the device never to wait, so few that a loss is not late."""

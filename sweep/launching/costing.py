@@ -15,8 +15,6 @@ from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from storage.confirmations import RUNS_TO_CONFIRM
-from sweep.planning.cache import cached_survey
-from sweep.planning.forecast import Progress
 from sweep.planning.plan import CHECKPOINT_BYTES
 from sweep.planning.question import Question
 from sweep.planning.survey import (
@@ -25,7 +23,9 @@ from sweep.planning.survey import (
     STEPS_OVER_FEWEST,
     TRIAL_SECONDS,
     Survey,
+    cached_survey,
 )
+from sweep.predict.forecast import Progress
 
 LIMITS = ("trials", "time_budget_seconds")
 """Of a search, by the keys of a space."""
@@ -97,7 +97,7 @@ def _confirming(survey: Survey, budget: ConfirmBudget | None) -> tuple[float, fl
     The winner and what its gain is stated over are measured whatever that takes, and what was begun
     when the budget's time is over ends first.
     """
-    step, error = survey.step_seconds, min(survey.step_uncertainty, 0.9)
+    step, error = survey.found.step_seconds, min(survey.found.step_uncertainty, 0.9)
     if budget is None or step is None:
         return 0.0, 0.0
     steps = survey.space.steps
@@ -119,8 +119,8 @@ def _soak(budget: ConfirmBudget, step_seconds: float) -> float:
 def _least(survey: Survey) -> float:
     """Return what the start and one trial take, as fast a trial as may be."""
     budget = survey.space.steps
-    steps = (budget.warmup_min + budget.measured_min) * (survey.step_seconds or 0.0)
-    compiling = survey.compiled_share * COMPILE_SECONDS
+    steps = (budget.warmup_min + budget.measured_min) * (survey.found.step_seconds or 0.0)
+    compiling = survey.found.compiled_share * COMPILE_SECONDS
     return START_SECONDS + TRIAL_SECONDS + compiling + steps
 
 

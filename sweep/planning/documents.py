@@ -1,44 +1,45 @@
-"""Owns plans as JSON documents. Keys may be added here, and are never renamed."""
+"""Plans as JSON documents. Keys may be added here, and are never renamed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
-from search_spaces.prices import Offer
-from storage.records import EpochRecord
-from sweep.planning.cheapest import Cheapest, JobCard, Outcome
-from sweep.planning.comparison import CardComparison
-from sweep.planning.forecast import Forecast
-from sweep.planning.longest import LENGTH_STEP, Longest, LongestRow
-from sweep.planning.plan import CardPlan
+from sweep.planning.comparison import CardComparison, Cheapest, JobCard, Outcome
+from sweep.planning.plan import CardPlan, WhatIf
 from sweep.planning.recommendation import STANDARD
+from sweep.planning.sizes import LENGTH_STEP, Longest, LongestRow, ShapeTable
 from sweep.planning.survey import Survey
-from sweep.planning.table import ShapeTable
-from sweep.planning.whatif import WhatIf
 from sweep.predict.cost import SECONDS_PER_HOUR, Bill
+from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
-from sweep.predict.offers import BreakEven, OfferComparison
+from sweep.predict.offers import OfferComparison
+
+MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
 
 
-def epoch_document(
-    epoch: EpochRecord | None, forecast: Forecast, offer: Offer | None
-) -> dict[str, Any]:
+def _of(thing: object, *names: str) -> dict[str, Any]:
+    """Return attributes by their names; all null where there is no thing."""
+    return {name: None if thing is None else getattr(thing, name) for name in names}
+
+
+def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return what one epoch of the texts takes, at the cheapest offer; nothing without texts.
 
     Seconds are of training alone; a bill has what comes on top.
     """
-    speed = forecast.tokens_per_second
+    epoch, speed = forecast.epoch, forecast.tokens_per_second
     if epoch is None or speed is None:
         return {}
     ends = forecast.tokens_per_second_range or (speed, speed)
     seconds, low, high = (epoch.loss_tokens / rate for rate in (speed, ends[1], ends[0]))
-    cards = forecast.config.data_parallel
-    hour = None if offer is None else cards * offer.usd_per_hour / SECONDS_PER_HOUR
+    hour = None
+    if bills:
+        hour = forecast.config.data_parallel * bills[0].offer.usd_per_hour / SECONDS_PER_HOUR
     times = {"": seconds, "_low": low, "_high": high}
     dollars = {f"dollars{end}": None if hour is None else hour * t for end, t in times.items()}
     took = {f"seconds{end}": time for end, time in times.items()}
@@ -52,67 +53,49 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     memory cannot be predicted it is null, and ``notes`` say why. ``cost`` is the cheapest bill.
     ``invalid`` is the rule that forbids the configuration.
     """
-    memory, speed, broken = forecast.memory, forecast.speed, forecast.broken
+    memory, broken, trial = forecast.memory, forecast.broken, forecast.trial
+    measured = None if trial is None else trial.measurement
     return {
-        "config": forecast.config.model_dump(mode="json"),
-        "fits": forecast.fits,
-        "fits_certainty": _certainty(forecast),
-        "peak_allocated_bytes": _peak(forecast),
-        "peak_reserved_bytes": None if memory is None else memory.peak_reserved_bytes,
+        **_fit(forecast),
+        "peak_allocated_bytes": forecast.peak_allocated_bytes,
+        **_of(memory, "peak_reserved_bytes"),
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
         "peak_moment": None if memory is None else memory.moment,
-        "quantized_share": None if memory is None else memory.quantized_share,
-        "step_seconds": forecast.step_seconds,
-        "tokens_per_second": forecast.tokens_per_second,
+        **_of(memory, "quantized_share"),
+        **_of(forecast, "step_seconds", "tokens_per_second"),
         "tokens_per_second_range": _range(forecast),
-        "bottleneck": None if speed is None else speed.bottleneck,
-        "flops_utilization": None if speed is None else speed.flops_utilization,
-        "basis": _basis(forecast),
-        "measured": _measured(forecast),
+        **_of(forecast.speed, "bottleneck", "flops_utilization"),
+        "basis": {
+            "memory": None if memory is None else "predicted",
+            "memory_uncertainty": None if memory is None else memory.uncertainty,
+            **_of(memory, "reserved_uncertainty"),
+            "speed": forecast.speed_basis,
+            "speed_uncertainty": forecast.speed_uncertainty,
+            "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
+        },
+        "measured": None
+        if trial is None or measured is None
+        else {"trial": trial.number, **_of(measured, *MEASURED)},
         "cost": bills[0].to_json() if bills else None,
-        "invalid": None if broken is None else {"rule": broken.rule, "reason": broken.reason},
+        "invalid": None if broken is None else _of(broken, "rule", "reason"),
         "notes": list(forecast.notes),
     }
-
-
-def _peak(forecast: Forecast) -> int | None:
-    return None if forecast.memory is None else forecast.memory.peak_allocated_bytes
 
 
 def _certainty(forecast: Forecast) -> str:
     return "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
 
 
+def _fit(forecast: Forecast) -> dict[str, Any]:
+    """Return a configuration and whether it fits."""
+    config = forecast.config.model_dump(mode="json")
+    return {"config": config, "fits": forecast.fits, "fits_certainty": _certainty(forecast)}
+
+
 def _range(forecast: Forecast) -> list[float | None] | None:
     """Return the least and the most that the speed may be; null where there is no most."""
     ends = forecast.tokens_per_second_range
     return None if ends is None else [end if math.isfinite(end) else None for end in ends]
-
-
-def _basis(forecast: Forecast) -> dict[str, Any]:
-    """Return how sure the numbers are: memory's relative error, where speed comes from."""
-    memory = forecast.memory
-    return {
-        "memory": None if memory is None else "predicted",
-        "memory_uncertainty": None if memory is None else memory.uncertainty,
-        "reserved_uncertainty": None if memory is None else memory.reserved_uncertainty,
-        "speed": forecast.speed_basis,
-        "speed_uncertainty": forecast.speed_uncertainty,
-        "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
-    }
-
-
-def _measured(forecast: Forecast) -> dict[str, Any] | None:
-    trial = forecast.trial
-    if trial is None or trial.measurement is None:
-        return None
-    return {
-        "trial": trial.number,
-        "peak_allocated_bytes": trial.measurement.peak_allocated_bytes,
-        "peak_reserved_bytes": trial.measurement.peak_reserved_bytes,
-        "step_seconds": trial.measurement.step_seconds,
-        "tokens_per_second": trial.measurement.tokens_per_second,
-    }
 
 
 def card_document(plan: CardPlan) -> dict[str, Any]:
@@ -123,8 +106,8 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     """
     shown = None if plan.shown is None else forecast_document(plan.shown, bills=plan.bills)
     answer = {"recommended": shown} if plan.survey is not None else (shown or {})
-    offer = plan.bills[0].offer if plan.bills else None
-    epoch = {} if plan.shown is None else epoch_document(plan.epoch, plan.shown, offer)
+    epoch = {} if plan.shown is None else epoch_document(plan.shown, plan.bills)
+    evidence = plan.evidence
     return {
         **answer,
         "gpu": _gpu(plan.gpu, plan.budget_bytes),
@@ -134,9 +117,16 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
         "table": None if plan.table is None else _table(plan.table),
         **({} if plan.survey is None else _survey(plan, plan.survey)),
         "what_ifs": [_what_if(change) for change in plan.what_ifs],
-        "bills": [bill.to_json() for bill in plan.bills],
+        "bills": _bills(plan.bills),
         **epoch,
-        "study": _evidence(plan),
+        "study": None
+        if evidence.study is None
+        else {
+            "name": evidence.study,
+            "trials": len(evidence.trials),
+            **_of(evidence, "is_same_card", "memory_error"),
+            "speed_error": evidence.calibration and evidence.calibration.relative_error,
+        },
         "notes": list(plan.notes),
     }
 
@@ -146,19 +136,14 @@ def _gpu(gpu: GpuSpec, budget_bytes: int) -> dict[str, Any]:
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:
-    """Return one knob turned; changes are against the configuration that is shown."""
-    forecast = change.forecast
+    """Return one setting changed; changes are against the configuration that is shown."""
     return {
-        "key": change.key,
-        "value": change.value,
-        "config": forecast.config.model_dump(mode="json"),
-        "fits": forecast.fits,
-        "fits_certainty": _certainty(forecast),
+        **_of(change, "key", "value"),
+        **_fit(change.forecast),
         "use": change.use.name.lower(),
         "speed_change": change.speed_change,
         "peak_change_bytes": change.memory_change_bytes,
-        "tokens_per_second": forecast.tokens_per_second,
-        "peak_allocated_bytes": _peak(forecast),
+        **_of(change.forecast, "tokens_per_second", "peak_allocated_bytes"),
     }
 
 
@@ -178,14 +163,13 @@ def _table(table: ShapeTable) -> dict[str, Any]:
                 "seq_len": length,
                 "fits": cell.fits,
                 "fits_certainty": _certainty(cell),
-                "peak_allocated_bytes": _peak(cell),
-                "tokens_per_second": cell.tokens_per_second,
+                **_of(cell, "peak_allocated_bytes", "tokens_per_second"),
                 "config": cell.config.model_dump(mode="json"),
             }
             for (batch, length), cell in table.cells.items()
         ],
         "largest_micro_batch": {
-            str(length): {"sure": largest.sure, "possible": largest.possible}
+            str(length): _of(largest, "sure", "possible")
             for length, largest in table.largest.items()
         },
     }
@@ -207,8 +191,13 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
             "unpredicted": sum(counts.unpredicted.values()),
             "unpredicted_by_reason": dict(counts.unpredicted),
         },
-        "least_bytes": survey.least_bytes,
-        "capacity_class": _capacity(survey),
+        "least_bytes": survey.found.least_bytes,
+        "capacity_class": None
+        if survey.recommended is None
+        else {
+            **survey.recommended.config.capacity(),
+            "is_standard": survey.capacity == CapacityClass.of(STANDARD, survey.model),
+        },
         "alternative": None if survey.alternative is None else _brief(survey.alternative),
         "fastest_by_class": [
             {**forecast.config.capacity(), "seq_len": forecast.config.seq_len, **_brief(forecast)}
@@ -235,28 +224,7 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
         "fits_certainty": _certainty(forecast),
         "tokens_per_second": forecast.tokens_per_second,
         "tokens_per_second_range": _range(forecast),
-        "peak_allocated_bytes": _peak(forecast),
-    }
-
-
-def _capacity(survey: Survey) -> dict[str, Any] | None:
-    """Return the class that is recommended from, and whether it is the standard recipe's."""
-    if survey.recommended is None:
-        return None
-    standard = CapacityClass.of(STANDARD, survey.model)
-    return {**survey.recommended.config.capacity(), "is_standard": survey.capacity == standard}
-
-
-def _evidence(plan: CardPlan) -> dict[str, Any] | None:
-    evidence = plan.evidence
-    if evidence.study is None:
-        return None
-    return {
-        "name": evidence.study,
-        "trials": len(evidence.trials),
-        "is_same_card": evidence.is_same_card,
-        "memory_error": evidence.memory_error,
-        "speed_error": evidence.calibration and evidence.calibration.relative_error,
+        "peak_allocated_bytes": forecast.peak_allocated_bytes,
     }
 
 
@@ -270,46 +238,46 @@ def comparison_document(
     costs = None if comparison is None else comparison.bills
     return {
         "plans": [card_document(plan) for plan in plans],
-        "speeds": None if comparison is None else _speeds(comparison),
+        "speeds": None
+        if comparison is None
+        else {
+            "fastest": comparison.fastest,
+            "perhaps_fastest": list(comparison.perhaps_fastest),
+            "configurations": _configurations(comparison),
+        },
         "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
     }
 
 
-def _speeds(comparison: CardComparison) -> dict[str, Any]:
-    """Return which card is the fastest, and which others may be as fast."""
-    return {
-        "fastest": comparison.fastest,
-        "perhaps_fastest": list(comparison.perhaps_fastest),
-        "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
-    }
+def _configurations(comparison: CardComparison) -> dict[str, Any]:
+    return {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()}
 
 
 def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]:
-    work = comparison.workload
     return {
-        "effective_batch_size": comparison.effective_batch_size,
-        "seq_len": comparison.seq_len,
-        "steps": work.steps,
-        "samples": work.samples,
-        "tokens": work.tokens,
-        "configurations": {gpu: _brief(forecast) for gpu, forecast in comparison.chosen.items()},
+        **_of(comparison, "effective_batch_size", "seq_len"),
+        **_of(comparison.workload, "steps", "samples", "tokens"),
+        "configurations": _configurations(comparison),
         "cheapest": costs.cheapest.to_json(),
-        "perhaps_cheapest": [bill.to_json() for bill in costs.perhaps_cheapest],
+        "perhaps_cheapest": _bills(costs.perhaps_cheapest),
         "soonest": costs.soonest.to_json(),
-        "perhaps_soonest": [bill.to_json() for bill in costs.perhaps_soonest],
-        "bills": [bill.to_json() for bill in costs.bills],
-        "break_evens": [_break_even(point) for point in costs.break_evens],
+        "perhaps_soonest": _bills(costs.perhaps_soonest),
+        "bills": _bills(costs.bills),
+        "break_evens": [
+            {
+                "samples": point.samples,
+                "samples_range": list(point.samples_range),
+                "steps": point.steps,
+                "cheaper_below": point.cheaper_below.label,
+                "cheaper_above": point.cheaper_above.label,
+            }
+            for point in costs.break_evens
+        ],
     }
 
 
-def _break_even(point: BreakEven) -> dict[str, Any]:
-    return {
-        "samples": point.samples,
-        "samples_range": list(point.samples_range),
-        "steps": point.steps,
-        "cheaper_below": point.cheaper_below.label,
-        "cheaper_above": point.cheaper_above.label,
-    }
+def _bills(bills: Iterable[Bill]) -> list[dict[str, Any]]:
+    return [bill.to_json() for bill in bills]
 
 
 def longest_document(longest: Longest) -> dict[str, Any]:
@@ -329,44 +297,40 @@ def longest_document(longest: Longest) -> dict[str, Any]:
 
 
 def _longest_row(row: LongestRow) -> dict[str, Any]:
-    answer = None if row.forecast is None else forecast_document(row.forecast, bills=())
     return {
-        "micro_batch_size": row.micro_batch_size,
-        "seq_len": row.seq_len,
+        **_of(row, "micro_batch_size", "seq_len"),
         "possible_seq_len": row.possible,
-        "answer": answer,
+        "answer": row.forecast and forecast_document(row.forecast, bills=()),
     }
 
 
 def cheapest_document(answer: Cheapest) -> dict[str, Any]:
     """Return a job on every card, those that do it first and the cheapest of them before others."""
-    work, cheapest, smallest = answer.workload, answer.cheapest, answer.smallest
+
+    def named(*cards: JobCard | None) -> list[str]:
+        return [card.gpu.name for card in cards if card is not None]
+
     return {
         "model": answer.model.name,
         "held": dict(answer.held),
         "within_seconds": answer.deadline_seconds,
-        "steps": None if work is None else work.steps,
-        "samples": None if work is None else work.samples,
-        "tokens": None if work is None else work.tokens,
-        "cheapest": None if cheapest is None else cheapest.gpu.name,
-        "perhaps_cheapest": [card.gpu.name for card in answer.perhaps_cheapest],
-        "smallest": None if smallest is None else smallest.gpu.name,
-        "too_small": [card.gpu.name for card in answer.that(Outcome.TOO_SMALL)],
-        "too_slow": [card.gpu.name for card in answer.that(Outcome.TOO_SLOW)],
-        "perhaps_in_time": [card.gpu.name for card in answer.that(Outcome.PERHAPS_IN_TIME)],
-        "cards": [_job_card(card) for card in answer.cards],
-    }
-
-
-def _job_card(card: JobCard) -> dict[str, Any]:
-    answer = None if card.forecast is None else forecast_document(card.forecast, bills=card.bills)
-    return {
-        "gpu": card.gpu.name,
-        "memory_bytes": card.gpu.memory_bytes,
-        "budget_bytes": card.gpu.budget_bytes,
-        "outcome": card.outcome.name.lower(),
-        "reason": card.reason or None,
-        "least_bytes": card.least_bytes,
-        "answer": answer,
-        "bills": [bill.to_json() for bill in card.bills],
+        **_of(answer.workload, "steps", "samples", "tokens"),
+        "cheapest": next(iter(named(answer.cheapest)), None),
+        "perhaps_cheapest": named(*answer.perhaps_cheapest),
+        "smallest": next(iter(named(answer.smallest)), None),
+        "too_small": named(*answer.that(Outcome.TOO_SMALL)),
+        "too_slow": named(*answer.that(Outcome.TOO_SLOW)),
+        "perhaps_in_time": named(*answer.that(Outcome.PERHAPS_IN_TIME)),
+        "cards": [
+            {
+                "gpu": card.gpu.name,
+                **_of(card.gpu, "memory_bytes", "budget_bytes"),
+                "outcome": card.outcome.name.lower(),
+                "reason": card.reason or None,
+                "least_bytes": card.least_bytes,
+                "answer": card.forecast and forecast_document(card.forecast, bills=card.bills),
+                "bills": _bills(card.bills),
+            }
+            for card in answer.cards
+        ],
     }

@@ -1,73 +1,31 @@
-"""Owns what a study's trials say of the numbers of a plan: calibration, known fits, measurements.
-
-Pure: a study's snapshot in, evidence out. Knows nothing of storage URLs or terminals.
-"""
+"""What a stored study says to a forecast, and what is predicted of a stored study's trials."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec, gpu_catalogue, match_product
+from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
-from storage.definition import StudySnapshot, Target
+from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, Target, TargetSpeed
 from storage.objectives import fitting, rankable
-from storage.records import OutOfMemory, TrialRecord
-from sweep.predict.memory.predictor import Residuals
+from storage.records import Measurement, OutOfMemory, TrialRecord
+from sweep.predict.forecast import Evidence, Forecaster, calibrated
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.tracing_children import Traced
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.calibration import Calibration, calibrate
-from sweep.predict.speed.phases import refusal
+from sweep.predict.speed.predictor import StepTimes
 
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a study has shown of a model, as far as it holds for one card."""
-
-    study: str | None = None
-    """Name of the study; None where nothing was asked."""
-    budget_bytes: int = 0
-    """Budget that its trials ran under."""
-    calibration: Calibration | None = None
-    """Of the speed; None where its trials ran on another card."""
-    trials: Mapping[TrialConfig, TrialRecord] = field(default_factory=dict)
-    """Trials measured to the end, on any card, by canonical configuration."""
-    ran_out: frozenset[TrialConfig] = frozenset()
-    """Configurations that really ran out of memory."""
-    is_same_card: bool = False
-    """Whether its trials ran on the card of the plan."""
-    memory_errors: tuple[float, ...] = ()
-    """Predicted peak over the measured one, less 1, where a trial has both."""
-    residuals: Residuals = field(default_factory=Residuals)
-    """The worst of those errors, by which predictions are widened as in the study itself."""
-    notes: tuple[str, ...] = ()
-    """What of the study cannot be used, and why."""
-
-    @property
-    def memory_error(self) -> float | None:
-        """Median size of the memory prediction's relative error; None where nothing tells."""
-        return statistics.median(map(abs, self.memory_errors)) if self.memory_errors else None
-
-    def fits(self, config: TrialConfig, *, budget_bytes: int) -> bool | None:
-        """Return whether ``config`` fits, as a trial has shown; None where none has."""
-        if self.study is None:
-            return None
-        known = canonical(config)
-        if known in self.trials and self.budget_bytes <= budget_bytes:
-            return True
-        if known in self.ran_out and self.budget_bytes >= budget_bytes:
-            return False
-        return None
-
-    def trial(self, config: TrialConfig) -> TrialRecord | None:
-        """Return the trial that measured ``config`` on the card of the plan."""
-        return self.trials.get(canonical(config)) if self.is_same_card else None
-
-
-NO_EVIDENCE = Evidence()
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def evidence_from(
@@ -83,7 +41,7 @@ def evidence_from(
     Args:
         snapshot: the study.
         model: what would be trained.
-        gpu: the card of the plan.
+        gpu: of the plan.
         texts: what the plan is about; None for full rows.
         shapes: what configurations come to on those.
 
@@ -99,19 +57,18 @@ def evidence_from(
         )
     if target.device == "cpu":
         raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a card")
-    host = _host(target)
-    is_same_card = host is not None and host.name == gpu.name
+    is_same_card = _host(target) == gpu.name
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
     measured = {canonical(r.config): r for r in fitting(rankable(snapshot.records))}
-    calibration = None
-    if is_same_card:
-        calibration = _calibration(measured.values(), model=model, gpu=gpu, shapes=shapes)
+    steady = [r for r in measured.values() if r.measurement and not r.measurement.is_noisy]
     ran_on = target.emulated_on or target.gpu
     other = f"study '{snapshot.name}' ran on {ran_on}: its speeds do not calibrate the {gpu.name}'s"
     return Evidence(
         study=snapshot.name,
         budget_bytes=target.budget_bytes,
-        calibration=calibration,
+        calibration=calibrated(steady, model=model, gpu=gpu, shapes=shapes)
+        if is_same_card
+        else None,
         trials=measured,
         ran_out=frozenset(
             canonical(record.config)
@@ -124,7 +81,7 @@ def evidence_from(
             for r in measured.values()
             if r.prediction is not None and r.measurement is not None
         ),
-        residuals=Residuals(snapshot.records),
+        records=snapshot.records,
         notes=() if is_same_card else (other,),
     )
 
@@ -141,28 +98,166 @@ def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> 
     )
 
 
-def _host(target: Target) -> GpuSpec | None:
-    """Return the catalogue's card that really ran the trials; None where it has none."""
-    if target.emulated_on is not None:
-        return match_product(target.emulated_on)
-    return gpu_catalogue().get(target.gpu)
+def _host(target: Target) -> str | None:
+    """Return the name of the GPU that really ran the trials, where the catalogue has it."""
+    if target.emulated_on is None:
+        return target.gpu if target.gpu in gpu_catalogue() else None
+    host = match_product(target.emulated_on)
+    return None if host is None else host.name
 
 
-def _calibration(
-    records: Iterable[TrialRecord],
-    *,
-    model: ModelSpec,
-    gpu: GpuSpec,
-    shapes: ShapesOnTexts | None,
-) -> Calibration | None:
-    observations = [
-        (record.config, record.measurement.step_seconds)
-        for record in records
-        if record.measurement is not None
-        and not record.measurement.is_noisy
-        and refusal(record.config, model=model, gpu=gpu) is None
-    ]
-    if shapes is not None:
-        # What full sequences would take that a step on texts stands for.
-        observations = [(shapes.for_speed(c), shapes.full_seconds(c, s)) for c, s in observations]
-    return calibrate(observations, model=model, gpu=gpu) if observations else None
+class WhenRead(Mapping[K, V], Generic[K, V]):
+    """A mapping that is made at the first look."""
+
+    def __init__(self, make: Callable[[], Mapping[K, V]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Mapping[K, V]:
+        return self._make()
+
+    def __getitem__(self, key: K) -> V:
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
+    """Return a study with its trials' speeds on the target GPU, worked out when first read.
+
+    Nothing is added where the target ran itself, or is a GPU that the catalogue does not know.
+    """
+    records = (*snapshot.records, *snapshot.confirmations)
+    return replace(snapshot, target_speeds=target_speeds(snapshot.definition, records))
+
+
+def target_speeds(
+    definition: StudyDefinition, records: Sequence[TrialRecord]
+) -> Mapping[int, TargetSpeed]:
+    """Return what is predicted of a study's trials on the GPU it is for, by number; nothing where
+    that GPU ran itself, or is not in the catalogue.
+
+    It is what `sweep plan` says of each configuration there. What the stand-in measured does not
+    calibrate that: factors fitted to a study's steps on an H200 leave the published steps of six
+    other GPUs no better predicted.
+    """
+    if definition.target.emulated_on is None:
+        return {}
+    try:
+        gpu = find_gpu(definition.target.gpu)
+    except InputError:
+        return {}
+    return WhenRead(lambda: _speeds(records, ModelSpec.from_json(definition.model), gpu))
+
+
+def _speeds(
+    records: Sequence[TrialRecord], model: ModelSpec, gpu: GpuSpec
+) -> Mapping[int, TargetSpeed]:
+    measured = [(record, record.measurement) for record in records if record.measurement]
+    if not measured:
+        return {}
+    times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
+    seconds, unsure = times.seconds(None).tolist(), times.uncertainty(None).tolist()
+    return {
+        record.number: _speed(measurement, step, error)
+        for (record, measurement), step, error in zip(measured, seconds, unsure, strict=True)
+        if math.isfinite(step)
+    }
+
+
+def _speed(measured: Measurement, step_seconds: float, uncertainty: float) -> TargetSpeed:
+    """Return a speed from a predicted step, nine in ten of which are within ``uncertainty``.
+
+    A step holds as many tokens that carry loss as it did where it was measured: all of them, but
+    for rows that the user's texts left padded.
+    """
+    tokens = measured.tokens_per_second * measured.step_seconds
+    speed = tokens / step_seconds
+    return TargetSpeed(
+        speed,
+        low=speed / (1.0 + uncertainty),
+        high=speed / (1.0 - uncertainty) if uncertainty < 1.0 else None,
+        basis="predicted",
+    )
+
+
+def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:
+    """Return a study with what its configurations would need, each worked out when it is asked for.
+
+    Args:
+        snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added.
+        cache_dir: where structures that were traced are kept; a report waits for no other.
+    """
+    target = snapshot.definition.target
+    if target.device != "cuda":
+        return snapshot
+    model, ran_on = (
+        ModelSpec.from_json(snapshot.definition.model),
+        match_product(target.emulated_on or target.gpu),
+    )
+    predictor = TracingPredictor(
+        model,
+        cache_dir=cache_dir,
+        compute_capability=None if ran_on is None else ran_on.compute_capability,
+        tracer=_Nobody(),
+    )
+    tried = [record.config for record in snapshot.records]
+    known = KeptForecasts(tried, model=model, predictor=predictor, budget_bytes=target.budget_bytes)
+    return replace(snapshot, memory_forecasts=known)
+
+
+class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
+    """What configurations would need; of those whose structure is kept alone.
+
+    Any configuration may be asked for; those that were tried are listed.
+    """
+
+    def __init__(
+        self,
+        tried: Sequence[TrialConfig],
+        *,
+        model: ModelSpec,
+        predictor: MemoryPredictor,
+        budget_bytes: int,
+    ) -> None:
+        self._tried = dict.fromkeys(tried)
+        self._forecaster = Forecaster(
+            model=model,
+            budget_bytes=budget_bytes,
+            predictor=predictor,
+            violation=lambda _: None,
+            warn=lambda _: None,
+        )
+
+    def __getitem__(self, config: TrialConfig) -> MemoryForecast:
+        forecast = self._forecaster.expect(config)
+        if config not in self._tried and (least := forecast.far_beyond_bytes) is not None:
+            # Replaying the allocator takes most of a prediction, and would only add to it.
+            return MemoryForecast(least, {}, "no")
+        if forecast.memory is None:
+            raise KeyError(config)
+        fits: Any = forecast.fit.value
+        return MemoryForecast(forecast.memory.peak_allocated_bytes, forecast.memory.breakdown, fits)
+
+    def __iter__(self) -> Iterator[TrialConfig]:
+        return (config for config in self._tried if config in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Nobody:
+    """A tracer that traces nothing: what is not kept is not known."""
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        raise Untraceable(f"model '{model.name}': the structure {structure} was not traced before")
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        for structure in structures:
+            yield structure, Untraceable(f"model '{model.name}': nothing is traced here")

@@ -1,34 +1,39 @@
-"""Owns a plan: everything there is to know of one card.
-
-Also how much training is asked about, and what it costs by offer. Pure: space or configuration,
-forecaster and offers in, a plan out. Billing itself is `sweep.predict.cost`.
-"""
+"""A plan: everything there is to know of one GPU, what that costs, and what changes would do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, get_args
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, quote
 from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
+from search_spaces.knobs import CAPACITY_KEYS, KNOBS, TARGET_SETS
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from storage.records import EpochRecord
-from sweep.planning.evidence import Evidence
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
-from sweep.planning.spaces import SpaceKind
+from sweep.planning.sizes import ShapeTable, shape_table
+from sweep.planning.spaces import NOT_ASKED, Asked
 from sweep.planning.survey import Survey
-from sweep.planning.table import ShapeTable, shape_table
-from sweep.planning.whatif import WhatIf, single_changes, what_ifs
 from sweep.predict.cost import Bill, Workload, bill
+from sweep.predict.forecast import (
+    TRACED,
+    UNBUILDABLE,
+    Evidence,
+    Forecast,
+    Forecaster,
+    Progress,
+    silent,
+)
+from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.calibration import NINE_IN_TEN
-from sweep.predict.speed.log_factors import ratio_spread
+from sweep.predict.speed.calibration import NINE_IN_TEN, ratio_spread
 
 STEPS = 1000
 """Optimizer steps where nothing else is asked."""
@@ -36,6 +41,15 @@ AMOUNT_MAX = 1e15
 """More steps, samples or tokens than this is a slip."""
 CHECKPOINT_BYTES = 2
 """Bytes of a parameter as models are published: bf16."""
+WORTH_SPEED = 0.005
+"""A smaller gain in speed, relative, is none."""
+WORTH_MEMORY = 0.01
+"""Nor is a smaller saving of memory, relative to the peak."""
+SHOWN_OF_EACH = 4
+"""Changes of one use that are worth a line."""
+TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout", "compute_dtype")
+"""Settings that change what is trained, or the class of numerics, which is a matter of the task and
+no advice about a GPU."""
 
 
 @dataclass(frozen=True)
@@ -107,48 +121,56 @@ class AskedWork:
         return Workload(steps, **each)
 
 
-def epoch_of(forecast: Forecast | None, shapes: ShapesOnTexts | None) -> EpochRecord | None:
-    """Return one pass over the texts as a configuration trains on them; None without texts."""
-    if forecast is None or shapes is None:
-        return None
-    return shapes.epochs.record(forecast.config)
-
-
 def bill_offers(
-    forecast: Forecast,
-    *,
-    work: AskedWork,
-    offers: Sequence[Offer],
-    model: ModelSpec,
-    shapes: ShapesOnTexts | None = None,
+    forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer]
 ) -> tuple[Bill, ...]:
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
-    workload = work.workload(forecast.config, model=model, shapes=shapes)
-    bills = (
+    config, asked = forecast.config, forecast.forecaster
+    workload = work.workload(config, model=asked.model, shapes=asked.shapes)
+    bills = [
         bill(
             workload,
             step_seconds=forecast.step_seconds,
             offer=offer,
             uncertainty=forecast.step_uncertainty,
-            cards=forecast.config.data_parallel,
+            cards=config.data_parallel,
         )
         for offer in offers
-    )
+    ]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of a card, for the answer to say."""
+class Use(IntEnum):
+    """What a change is good for, the best first."""
 
-    kind: SpaceKind | None = None
-    """None where one configuration is asked about, and no space."""
-    held: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that were typed: they are fixed, and the rest of the space is searched."""
-    run_command: str = ""
-    """What to type to measure on the GPU what is searched here."""
+    FASTER = 0
+    LEANER = 1
+    FASTER_WHERE_IT_FITS = 2
+    """It would be faster on a card with more memory."""
+    NONE = 3
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One knob turned."""
+
+    key: str
+    """The knob."""
+    forecast: Forecast
+    """Of the configuration with the change."""
+    speed_change: float | None
+    """In tokens/s, relative: both are the same card's, so that its error is in neither. None
+    where no speed is known."""
+    memory_change_bytes: int
+    """In the allocated peak."""
+    use: Use
+
+    @property
+    def value(self) -> Any:
+        """What the knob is turned to."""
+        return getattr(self.forecast.config, self.key)
 
 
 @dataclass(frozen=True)
@@ -169,14 +191,14 @@ class CardPlan:
     """Of the space; None where one configuration is asked about."""
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
-    asked: Asked = Asked()
+    asked: Asked = NOT_ASKED
     shapes: ShapesOnTexts | None = None
     """What configurations come to on the texts; None without texts."""
 
     @property
     def epoch(self) -> EpochRecord | None:
         """One pass over the texts, as the shown configuration trains on them."""
-        return epoch_of(self.shown, self.shapes)
+        return None if self.shown is None else self.shown.epoch
 
     @property
     def fits(self) -> bool:
@@ -203,7 +225,7 @@ class CardPlan:
     @property
     def obstacles(self) -> tuple[str, ...]:
         """Why the space has no configuration that the model and the GPU can run, where that is."""
-        if self.survey is None or self.survey.least_bytes is not None:
+        if self.survey is None or self.survey.found.least_bytes is not None:
             return ()
         broken = obstacles(
             self.survey.space,
@@ -221,7 +243,7 @@ def plan_space(
     forecaster: Forecaster,
     work: AskedWork,
     offers: Sequence[Offer],
-    asked: Asked = Asked("file"),
+    asked: Asked = NOT_ASKED,
     progress: Progress = silent,
 ) -> CardPlan:
     """Return the plan of a space that was looked over: what it holds, and what is recommended."""
@@ -245,8 +267,8 @@ def plan_configuration(
     """
     # Together with what is asked next, as starting to trace takes longer than tracing it.
     changes = () if forecaster.broken(config) else single_changes(config, forecaster)
-    forecaster.prepare([config, *changes], progress=progress)
-    shown = forecaster.forecast(config)
+    forecaster.prepare([config, *changes], on_progress=progress(TRACED))
+    shown = forecaster.expect(config)
     if shown.memory is None and shown.broken is None:
         raise InputError(shown.notes[0])
     if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
@@ -263,16 +285,118 @@ def _plan_of(
     offers: Sequence[Offer],
     progress: Progress,
 ) -> CardPlan:
-    model, shapes = forecaster.model, forecaster.shapes
+    bills = () if shown is None else bill_offers(shown, work=work, offers=offers)
     return CardPlan(
         gpu=forecaster.gpu,
         budget_bytes=forecaster.budget_bytes,
-        model=model,
+        model=forecaster.model,
         shown=shown,
-        bills=()
-        if shown is None
-        else bill_offers(shown, work=work, offers=offers, model=model, shapes=shapes),
+        bills=bills,
         evidence=forecaster.evidence,
-        shapes=shapes,
+        shapes=forecaster.shapes,
         what_ifs=() if shown is None else what_ifs(shown, forecaster, progress=progress),
     )
+
+
+def what_ifs(
+    shown: Forecast, forecaster: Forecaster, *, progress: Progress = silent
+) -> tuple[WhatIf, ...]:
+    """Return every single change of a configuration, the most useful first.
+
+    Empty where its own memory is not known.
+
+    Raises:
+        EnvironmentFault: the tracing process does not answer.
+    """
+    if shown.memory is None or shown.broken is not None:
+        return ()
+    changed = single_changes(shown.config, forecaster)
+    forecasts = forecaster.forecast(list(changed), progress=progress)
+    found = (_what_if(key, shown, forecasts[at]) for at, key in enumerate(changed.values()))
+    return tuple(sorted(filter(None, found), key=_order))
+
+
+def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialConfig, str]:
+    """Return every valid configuration with one setting changed, and which."""
+    changes: dict[TrialConfig, str] = {}
+    for key in KNOBS:
+        for value in _other_values(key, config):
+            try:
+                changed = TrialConfig.model_validate({**config.model_dump(), key: value})
+            except ValueError:
+                continue
+            if canonical(changed) != canonical(config) and forecaster.is_valid(changed):
+                changes[changed] = key
+    return changes
+
+
+def few(changes: Iterable[WhatIf]) -> list[WhatIf]:
+    """Return the changes that are worth a line: useful ones that leave the task what it is.
+
+    Of each use a few, every knob before a second value of any.
+    """
+    useful = [one for one in changes if one.use is not Use.NONE and one.key not in TASK_KEYS]
+    turned: Counter[tuple[Use, str]] = Counter()
+    ranked: dict[Use, list[tuple[int, WhatIf]]] = {use: [] for use in Use}
+    for change in useful:
+        ranked[change.use].append((turned[change.use, change.key], change))
+        turned[change.use, change.key] += 1
+    shown = (sorted(of_use, key=lambda pair: pair[0]) for of_use in ranked.values())
+    kept = [change for of_use in shown for _, change in of_use[:SHOWN_OF_EACH]]
+    return sorted(kept, key=_order)
+
+
+def _other_values(key: str, config: TrialConfig) -> Sequence[Any]:
+    value, kind = getattr(config, key), TrialConfig.model_fields[key].annotation
+    if key in _VALUES:
+        values = _VALUES[key](value)
+    elif kind is bool:
+        values = (not value,)
+    else:
+        values = get_args(kind)
+    return [other for other in dict.fromkeys(values) if other != value]
+
+
+def _half_and_double(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (max(1, value // 2), value * 2)
+
+
+_VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "lora_rank": _half_and_double,
+    # It scales a product and changes neither speed nor memory.
+    "lora_alpha": lambda _: (),
+    "learning_rate": lambda _: (),
+    "lora_dropout": lambda _: (0.0, 0.05),
+    "target_modules": lambda _: TARGET_SETS,
+    "micro_batch_size": _half_and_double,
+    "seq_len": _half_and_double,
+    "effective_batch_size": _half_and_double,
+    "quantized_fraction": lambda _: (0.5, 1.0),
+    "checkpoint_fraction": lambda value: (0.0, value / 2, 0.5, 1.0),
+}
+"""What numbers and lists are turned to, by key; words and truth values go through all of theirs."""
+
+
+def _what_if(key: str, shown: Forecast, changed: Forecast) -> WhatIf | None:
+    if changed.broken is not None or changed.memory is None or shown.memory is None:
+        return None
+    speed = None
+    if shown.speed is not None and changed.speed is not None:
+        # Also where the shown one was measured: a measurement against a prediction would tell more
+        # of the prediction than of the change.
+        speed = changed.speed.tokens_per_second / shown.speed.tokens_per_second - 1.0
+    peak = shown.memory.peak_allocated_bytes
+    saved = peak - changed.memory.peak_allocated_bytes
+    use = Use.NONE
+    if speed is not None and speed > WORTH_SPEED:
+        use = Use.FASTER_WHERE_IT_FITS if changed.fit is Fit.NO else Use.FASTER
+    elif changed.fit is not Fit.NO and saved > WORTH_MEMORY * peak:
+        use = Use.LEANER
+    return WhatIf(key, changed, speed, -saved, use)
+
+
+def _order(change: WhatIf) -> tuple[Use, float]:
+    """Return what sorts changes: by use, then by how much of it."""
+    if change.use is Use.LEANER:
+        return change.use, float(change.memory_change_bytes)
+    return change.use, -(change.speed_change or 0.0)

@@ -1,8 +1,4 @@
-"""Owns what a plan is asked about: each name that was typed becomes what it names.
-
-Also the file of configurations that may be named, one JSON object a line. Knows nothing of how
-options are read, nor of answers.
-"""
+"""What a plan is asked about: each name that was typed becomes what it names."""
 
 from __future__ import annotations
 
@@ -29,11 +25,11 @@ from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
-from sweep.planning.cheapest import job
-from sweep.planning.evidence import NO_EVIDENCE, Evidence, evidence_from
-from sweep.planning.forecast import Forecaster
-from sweep.planning.plan import Asked, AskedWork
-from sweep.planning.spaces import SpaceKind, own_space
+from sweep.planning.comparison import job
+from sweep.planning.evidence import evidence_from
+from sweep.planning.plan import AskedWork
+from sweep.planning.spaces import Asked, SpaceKind, own_space
+from sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
@@ -131,23 +127,20 @@ class Question:
     def _asked_of(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         if self.request.is_exact:
             return parse_config(self.held, where="options")
-        space, kind = self._space_of(gpu)
-        refuse_without_texts(space)
-        space = self._on_texts(space, is_own=kind == "file").space
+        refuse_without_texts(self._space_of(gpu)[0])
+        space = self._offered(gpu).space
         return with_fixed(space, self.held) if self.held else space
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a card's space, for a person."""
-        if self.request.is_exact or self.texts is None:
-            return ()
-        space, kind = self._space_of(gpu)
-        return self._on_texts(space, is_own=kind == "file").notes
+        return () if self.request.is_exact else self._offered(gpu).notes
 
-    def _on_texts(self, space: SearchSpace, *, is_own: bool) -> Offered:
+    def _offered(self, gpu: GpuSpec) -> Offered:
+        space, kind = self._space_of(gpu)
         if self.texts is None:
             return Offered(space)
         return space_with_texts(
-            space, self.texts, model=self.model, is_preset=not is_own, held=self.held
+            space, self.texts, model=self.model, is_preset=kind != "file", held=self.held
         )
 
     def asked(self, gpu: GpuSpec) -> Asked:
@@ -183,21 +176,19 @@ class Question:
         return space.changed({"numerics": self.request.numerics}), kind
 
     def forecaster(self, gpu: GpuSpec) -> Forecaster:
-        """Return what answers for one card."""
+        """Return what answers for one GPU, within its budget or the tighter one of the space."""
+        asked, shared = self._space_of(gpu)[0].budget_gib_on(gpu.name), gpu.compute_capability
+        if shared not in self.predictors:
+            self.predictors[shared] = self.predictor(self.model, gpu)
+        own = gpu.budget_bytes
         return Forecaster(
             model=self.model,
             gpu=gpu,
-            budget_bytes=_budget(self._space_of(gpu)[0], gpu),
-            memory=self._predictor_of(gpu),
+            budget_bytes=own if asked is None else min(own, int(asked * GIB)),
+            predictor=self.predictors[shared],
             evidence=self._evidence(gpu),
             shapes=self.shapes,
         )
-
-    def _predictor_of(self, gpu: GpuSpec) -> MemoryPredictor:
-        shared = gpu.compute_capability
-        if shared not in self.predictors:
-            self.predictors[shared] = self.predictor(self.model, gpu)
-        return self.predictors[shared]
 
     def _evidence(self, gpu: GpuSpec) -> Evidence:
         if self.request.study is None:
@@ -348,12 +339,6 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
 def _typed(options: Mapping[str, Any]) -> str:
     given = {key: value for key, value in options.items() if value is not None}
     return shlex.join(as_options(given))
-
-
-def _budget(space: SearchSpace, gpu: GpuSpec) -> int:
-    """Return what a training may take: the GPU's budget, or the tighter one of the space."""
-    asked = space.budget_gib_on(gpu.name)
-    return gpu.budget_bytes if asked is None else min(gpu.budget_bytes, int(asked * GIB))
 
 
 def read_configurations(

@@ -1,7 +1,4 @@
-"""Owns which of many forecasts is recommended: of which capacity class, and sure against fast.
-
-Pure: forecasts in, one of them out. Knows nothing of spaces, tables or terminals.
-"""
+"""Which of many forecasts is recommended: of which capacity class, and sure against fast."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from enum import IntEnum
 from search_spaces.config import TrialConfig
 from search_spaces.linears import CapacityClass, lora_parameters
 from search_spaces.models import ModelSpec
-from sweep.planning.forecast import Forecast
-from sweep.predict.memory.predictor import Fit
+from sweep.predict.forecast import Forecast
+from sweep.predict.memory.prediction import Fit
 
 STANDARD = TrialConfig()
 """The published recipe, whose capacity class is rank 16 on q,k,v,o."""

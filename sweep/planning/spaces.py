@@ -1,4 +1,4 @@
-"""Spaces as planning takes them: the one that a GPU's name means, and a space's rows.
+"""Spaces as plans take them: the one that a GPU's name means, and a space's rows.
 
 A row is every micro-batch of otherwise equal configurations.
 """
@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -30,6 +31,21 @@ BATCHES_MAX = 256
 """Micro-batches that are looked at in one row."""
 VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a GPU, for the answer to say."""
+
+    kind: SpaceKind | None = None
+    """None where one configuration is asked about, and no space."""
+    held: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that were typed: they are fixed, and the rest of the space is searched."""
+    run_command: str = ""
+    """What to type to measure on the GPU what is searched here."""
+
+
+NOT_ASKED = Asked()
 
 
 @cache

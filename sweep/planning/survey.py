@@ -1,27 +1,32 @@
-"""Owns the view over a whole space: how much of it fits, what is fastest, how long a study takes.
+"""The view over a whole space: how much of it fits, what is fastest, how long a study takes.
 
-Pure. Memory only grows with the micro-batch and speed never falls with it, so that a few
-predictions for each row (everything but the micro-batch) tell of all its configurations.
+Memory only grows with the micro-batch and speed never falls with it, so that a few predictions for
+each row (everything but the micro-batch) tell of all its configurations.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import json
 import math
 import random
 import statistics
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
 from search_spaces.knobs import Numerics
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.planning.recommendation import (
     Certainty,
     alternative,
@@ -30,9 +35,13 @@ from sweep.planning.recommendation import (
     preferred,
     speed_order,
 )
+from sweep.planning.sizes import LargestBatch, ShapeTable
 from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
-from sweep.planning.table import FitRow, ShapeTable, Size, fastest_table, fit_row
+from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts, Progress, silent
+from sweep.predict.memory.prediction import Fit
+from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.predictor import SpeedPrediction
 
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times tell how long a study takes."""
@@ -55,25 +64,24 @@ COMPILE_SECONDS = 7.0
 As measured on an H200, the first of a process apart, which takes ten: see
 ``tests/bench/results/compile_cost.json``.
 """
+SURVEYED_BY = ("search_spaces", "sweep/data", "sweep/predict", "sweep/planning")
+"""Directories whose code decides what a survey holds."""
 
 ClassKey = tuple[CapacityClass, int]
 """Capacity class and length: what a configuration can learn, and from how much context."""
+Picked = tuple[TrialConfig, Fit]
+"""A configuration and whether it fits, which takes longest to find."""
 
 
-SpeedOrder = tuple[float, int]
-"""Tokens/s, and tokens of a micro-batch for where no speed is known."""
-
-
-@dataclass(frozen=True)
-class Counts:
+class Counts(BaseModel, frozen=True):
     """Configurations by what is expected of them."""
 
     fit: int
     uncertain: int
     too_large: int
-    invalid: Mapping[str, int]
+    invalid: dict[str, int]
     """By the rule that forbids them."""
-    unpredicted: Mapping[str, int] = field(default_factory=dict)
+    unpredicted: dict[str, int] = {}
     """By the reason why nothing is predicted of them."""
 
     @property
@@ -83,29 +91,76 @@ class Counts:
         return predicted + sum(self.invalid.values()) + sum(self.unpredicted.values())
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What a space holds for one card."""
+class Found(BaseModel, frozen=True):
+    """What looking over a space found, as it is kept in the cache."""
 
-    space: SearchSpace
-    model: ModelSpec
-    total: int | None
-    """Configurations of the space; None where a dimension is continuous."""
     counts: Counts
     """Of the configurations looked at: all, or a sample where there are too many."""
-    candidates: Mapping[ClassKey, Sequence[Forecast]]
-    """Of each class, the fastest that surely fits and the fastest of those that are less sure, of
-    every class of numerics."""
-    table: ShapeTable | None
-    """The fastest at each size of the space; None where nothing may fit at any."""
-    least_bytes: int | None
+    candidates: list[Picked] = []
+    """The fastest of each class, class of numerics and certainty."""
+    batches: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    cells: list[Picked] = []
+    """By micro-batch, and then by length: the fastest at each size."""
+    largest: dict[int, LargestBatch] = {}
+    least_bytes: int | None = None
     """The smallest peak of those that cannot fit whatever the micro-batch; None without any."""
-    step_seconds: float | None
+    step_seconds: float | None = None
     """Median over configurations that fit; None where none does, or speed has no prediction."""
     step_uncertainty: float = 0.0
     """Of that: the mean of the predictions' own."""
     compiled_share: float = 0.0
     """Share of the fitting configurations whose layers are compiled."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a space holds for one GPU."""
+
+    space: SearchSpace
+    found: Found
+    forecaster: Forecaster
+
+    @property
+    def counts(self) -> Counts:
+        """How many configurations fit."""
+        return self.found.counts
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that is trained."""
+        return self.forecaster.model
+
+    @cached_property
+    def total(self) -> int | None:
+        """Configurations of the space; None where a dimension is continuous."""
+        return self.space.size()
+
+    @cached_property
+    def _forecasts(self) -> Forecasts:
+        picked = [*self.found.candidates, *self.found.cells]
+        fits = [fit for _, fit in picked]
+        return self.forecaster.forecast([config for config, _ in picked], fits=fits)
+
+    @cached_property
+    def candidates(self) -> Mapping[ClassKey, Sequence[Forecast]]:
+        """Of each class, the fastest that surely fits and the fastest of those that are less sure,
+        of every class of numerics."""
+        candidates: dict[ClassKey, list[Forecast]] = {}
+        for row, (config, _) in enumerate(self.found.candidates):
+            key = class_of(config, self.model)
+            candidates.setdefault(key, []).append(self._forecasts[row])
+        return candidates
+
+    @cached_property
+    def table(self) -> ShapeTable | None:
+        """The fastest at each size of the space; None where nothing may fit at any."""
+        found, first = self.found, len(self.found.candidates)
+        if not first:
+            return None
+        sizes = [(batch, length) for batch in found.batches for length in found.lengths]
+        cells = {size: self._forecasts[first + at] for at, size in enumerate(sizes)}
+        return ShapeTable(None, found.batches, found.lengths, cells, found.largest)
 
     @property
     def is_sampled(self) -> bool:
@@ -126,22 +181,22 @@ class Survey:
     @cached_property
     def fastest_by_numerics(self) -> Mapping[Numerics, Forecast]:
         """The one to prefer of each class of numerics, of that capacity, the fastest first."""
-        able = sorted(self._able(), key=speed_order, reverse=True)
+        able = sorted(self._able, key=speed_order, reverse=True)
         classes = dict.fromkeys(forecast.config.numerics for forecast in able)
         chosen = {n: preferred(f for f in able if f.config.numerics == n) for n in classes}
         return {numerics: best for numerics, best in chosen.items() if best is not None}
 
-    @property
+    @cached_property
     def recommended(self) -> Forecast | None:
         """The one to prefer of that class, whatever its length; None where nothing may fit."""
-        return preferred(self._able())
+        return preferred(self._able)
 
-    @property
+    @cached_property
     def alternative(self) -> Forecast | None:
         """What is worth naming beside the recommended one, if anything is."""
-        best = self.recommended
-        return None if best is None else alternative(self._able(), best)
+        return None if self.recommended is None else alternative(self._able, self.recommended)
 
+    @cached_property
     def _able(self) -> list[Forecast]:
         classes = [key for key in self.candidates if key[0] == self.capacity]
         return [candidate for key in classes for candidate in self.candidates[key]]
@@ -154,12 +209,13 @@ class Survey:
         return min(self.space.trials, self.counts.fit + self.counts.uncertain)
 
     def study_seconds(self) -> tuple[float, float] | None:
-        """Return how long a study of this space takes on the card itself; None where unknown.
+        """Return how long a study of this space takes on the GPU itself; None where unknown.
 
-        The first is with as many trials stopped early as is usual and a card as fast as may be, the
-        second with none stopped and a card as slow as may be.
+        The first is with as many trials stopped early as is usual and a GPU as fast as may be, the
+        second with none stopped and a GPU as slow as may be.
         """
-        space, step, error = self.space, self.step_seconds, min(self.step_uncertainty, 0.9)
+        space, found = self.space, self.found
+        step, error = found.step_seconds, min(found.step_uncertainty, 0.9)
         if step is None:
             return None
         budget = space.steps
@@ -168,7 +224,7 @@ class Survey:
         share = STOPPED_SHARE if "tokens_per_second" in space.objectives else 0.0
         low = (share * stopped + (1.0 - share) * fewest) * step * (1.0 - error)
         high = STEPS_OVER_FEWEST * fewest * step * (1.0 + error)
-        overhead = TRIAL_SECONDS + self.compiled_share * COMPILE_SECONDS
+        overhead = TRIAL_SECONDS + found.compiled_share * COMPILE_SECONDS
         limit = space.time_budget_seconds or math.inf
         low, high = (START_SECONDS + self.trials * (overhead + steps) for steps in (low, high))
         return min(low, limit), min(high, limit)
@@ -179,147 +235,204 @@ def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
     return CapacityClass.of(config, model), config.seq_len
 
 
-def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent) -> Survey:
-    """Return what ``space`` holds for the forecaster's card.
+def cached_survey(
+    space: SearchSpace, forecaster: Forecaster, *, directory: Path, progress: Progress = silent
+) -> Survey:
+    """Return the survey of a space, from ``directory`` where it was made before.
 
-    Args:
-        space: what is looked over.
-        forecaster: tells speed and memory.
-        progress: told of what takes its time.
+    An entry holds for one space, model, GPU, budget and version of the code that predicts. A
+    study's evidence changes with every trial, and surveys with it: those are not cached. Raises as
+    `survey` does.
+    """
+    if forecaster.evidence.study is not None:
+        return survey(space, forecaster, progress=progress)
+    path = directory / f"{_digest(space, forecaster)}.json"
+    try:
+        found = Found.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        found = _found(space, forecaster, progress)
+        write_cache(path, found.model_dump(mode="json", exclude_defaults=True))
+    return Survey(space, found, forecaster)
+
+
+def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
+    parts = [
+        None if forecaster.shapes is None else forecaster.shapes.epochs.digest,
+        space.model_dump(mode="json"),
+        forecaster.model.fingerprint,
+        forecaster.gpu.model_dump(mode="json"),
+        forecaster.budget_bytes,
+        tracing_fingerprint(),
+        _code_fingerprint(),
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _code_fingerprint() -> str:
+    return source_digest(*SURVEYED_BY)
+
+
+def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent) -> Survey:
+    """Return what ``space`` holds for the forecaster's GPU.
 
     Raises:
         InputError: memory can be predicted of no configuration.
         EnvironmentFault: the tracing process does not answer.
     """
-    tally = _Tally()
-    valid = [tally.valid(row, forecaster) for row in rows(space)]
-    forecaster.foresee(list(itertools.chain.from_iterable(valid)), progress=progress)
-    for row in filter(None, valid):
-        tally.take(row, forecaster)
-    counts = tally.counts()
-    if tally.refused is not None and not counts.fit + counts.uncertain + counts.too_large:
-        raise tally.refused
-    step, uncertainty = _step_seconds(tally.sure, forecaster)
-    return Survey(
-        space=space,
-        model=forecaster.model,
-        total=space.size(),
-        counts=counts,
-        candidates={
-            key: tuple(forecaster.forecast(config) for _, config in best.values())
-            for key, best in tally.best.items()
-        },
-        table=_table(space, tally, forecaster) if tally.best else None,
-        least_bytes=tally.least_bytes,
-        step_seconds=step,
-        step_uncertainty=uncertainty,
-        compiled_share=sum(config.compile for config in tally.sure) / max(1, len(tally.sure)),
-    )
+    return Survey(space, _found(space, forecaster, progress), forecaster)
 
 
-def _table(space: SearchSpace, tally: _Tally, forecaster: Forecaster) -> ShapeTable:
-    batches, lengths = (
-        evenly_spaced({size[axis] for size in tally.sizes}, most=VALUES_SHOWN) for axis in (0, 1)
-    )
-    return fastest_table(
-        forecaster, tally.rows, batches=batches, lengths=lengths, spare=tally.sizes
-    )
-
-
-@dataclass
-class _Tally:
-    """What the rows so far hold."""
-
-    rows: list[FitRow] = field(default_factory=list)
-    invalid: Counter[str] = field(default_factory=Counter)
-    unpredicted: Counter[str] = field(default_factory=Counter)
-    refused: InputError | None = None
-    """Why the first of those rows was not predicted, of which nothing can be."""
-    best: dict[ClassKey, dict[tuple[Numerics, Certainty], tuple[SpeedOrder, TrialConfig]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    """Of each class, the fastest of each class of numerics at every certainty."""
-    sizes: dict[Size, TrialConfig] = field(default_factory=dict)
-    """A configuration of each size, whatever becomes of it."""
-    least_bytes: int | None = None
-    near: int = 1
-    """How many of the last row fitted: neighbours are alike."""
-
-    @cached_property
-    def sure(self) -> list[TrialConfig]:
-        """What surely fits, once every row has been taken."""
-        return [config for row in self.rows for config in row.configurations[: row.sure]]
-
-    @property
-    def uncertain(self) -> int:
-        return sum(row.possible - row.sure for row in self.rows)
-
-    @property
-    def too_large(self) -> int:
-        return sum(len(row.configurations) - row.possible for row in self.rows)
-
-    def take(self, valid: Sequence[TrialConfig], forecaster: Forecaster) -> None:
-        """Count what is valid of one row, the smallest micro-batch first."""
-        try:
-            row = fit_row(valid, forecaster=forecaster, near=self.near)
-        except InputError as error:
-            self._refuse(len(valid), error)
-            return
-        self.rows.append(row)
-        self.near = max(1, row.possible)
-        # The largest micro-batch is the fastest of its row: of the sure ones, and of the others. Of
-        # texts a larger one may be padded more than it gains.
-        counts = range(row.possible + 1) if forecaster.shapes else (row.sure, row.possible)
-        for count in {*counts} - {0}:
-            self._keep(valid[count - 1], forecaster)
-        if not row.possible:
-            self._note_least(valid[0], forecaster)
-
-    def counts(self) -> Counts:
-        """Return how many there are of each kind."""
-        return Counts(
-            len(self.sure), self.uncertain, self.too_large, self.invalid, self.unpredicted
-        )
-
-    def _refuse(self, count: int, error: InputError) -> None:
-        """Count a row whose structure cannot be traced, or that the model has no modules for."""
-        self.refused = self.refused or error
+def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Found:
+    looked = [(row, config) for row, configs in enumerate(rows(space)) for config in configs]
+    broken = [forecaster.broken(config) for _, config in looked]
+    invalid = Counter(violation.rule for violation in broken if violation is not None)
+    allowed = [one for one, rule in zip(looked, broken, strict=True) if rule is None]
+    valid = [config for _, config in allowed]
+    forecasts = forecaster.forecast(valid, progress=progress)
+    unpredicted: Counter[str] = Counter()
+    for error in forecasts.refused.values():
         if isinstance(error, Untraceable):
-            self.unpredicted[str(error)] += count
+            unpredicted[str(error)] += 1
         else:
-            self.invalid[UNBUILDABLE] += count
+            invalid[UNBUILDABLE] += 1
+    if valid and len(forecasts.refused) == len(valid):
+        raise next(iter(forecasts.refused.values()))
+    fitting = _Fitting(forecasts, [row for row, _ in allowed])
+    sure = [valid[row] for row in np.flatnonzero(fitting.is_sure)]
+    step_seconds, step_uncertainty = _step_seconds(sure, forecaster)
+    possible = int(fitting.is_possible.sum())
+    found = Found(
+        counts=Counts(
+            fit=len(sure),
+            uncertain=possible - len(sure),
+            too_large=len(valid) - len(forecasts.refused) - possible,
+            invalid=invalid,
+            unpredicted=unpredicted,
+        ),
+        candidates=fitting.candidates(),
+        least_bytes=fitting.least_bytes(),
+        step_seconds=step_seconds,
+        step_uncertainty=step_uncertainty,
+        compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
+    )
+    if not found.candidates:
+        return found
+    sizes = {(config.micro_batch_size, config.seq_len): config for _, config in reversed(looked)}
+    batches, lengths = (
+        tuple(evenly_spaced({size[axis] for size in sizes}, most=VALUES_SHOWN)) for axis in (0, 1)
+    )
+    cells = [
+        fitting.cell(batch, length) or (sizes[batch, length], Fit.NO)
+        for batch in batches
+        for length in lengths
+    ]
+    largest = {length: fitting.largest(length) for length in lengths}
+    changes = {"batches": batches, "lengths": lengths, "cells": cells, "largest": largest}
+    return found.model_copy(update=changes)
 
-    def valid(self, row: Sequence[TrialConfig], forecaster: Forecaster) -> list[TrialConfig]:
-        """Return the configurations of a row that no rule forbids, and count the others."""
-        for config in row:
-            self.sizes.setdefault((config.micro_batch_size, config.seq_len), config)
-        broken = [forecaster.broken(config) for config in row]
-        self.invalid.update(violation.rule for violation in broken if violation is not None)
-        return [config for config, rule in zip(row, broken, strict=True) if rule is None]
 
-    def _note_least(self, config: TrialConfig, forecaster: Forecaster) -> None:
-        if self.least_bytes is None or forecaster.least_bytes(config) < self.least_bytes:
-            least = forecaster.memory(config).peak_allocated_bytes
-            self.least_bytes = min(least, self.least_bytes or least)
+class _Fitting:
+    """Columns of the valid configurations of a space: sizes, speeds, and how much of each row fits.
 
-    def _keep(self, config: TrialConfig, forecaster: Forecaster) -> None:
-        # Counting the row asked for all that decides; a forecast in doubt would replay the step.
-        is_measured = forecaster.evidence.trial(config) is not None
-        certainty = certainty_of(
-            forecaster.fit(config),
-            uncertainty=0.0 if is_measured else forecaster.memory_uncertainty(config),
+    A row is what differs in its micro-batch alone, the smallest first.
+    """
+
+    def __init__(self, forecasts: Forecasts, rows: Sequence[int]) -> None:
+        self._forecasts = forecasts
+        configs = forecasts.configs
+        self._speeds = forecasts.tokens_per_second
+        self._batches = np.array([config.micro_batch_size for config in configs], int)
+        self._lengths = np.array([config.seq_len for config in configs], int)
+        predicted = (at for at in range(len(configs)) if at not in forecasts.refused)
+        self._rows = [list(row) for _, row in groupby(predicted, key=rows.__getitem__)]
+        self.is_sure, self.is_possible = (np.zeros(len(configs), bool) for _ in range(2))
+        self._possible = np.zeros(len(configs), int)
+        """How many of its row fit at least perhaps, by configuration."""
+        self._tops = np.zeros(len(configs))
+        """The highest speed of its row that fits at least perhaps."""
+        for row in self._rows:
+            possible = bisect_left(row, True, key=lambda at: forecasts.fit(at) is Fit.NO)
+            sure = bisect_left(
+                row, True, hi=possible, key=lambda at: forecasts.fit(at) is not Fit.YES
+            )
+            self.is_sure[row[:sure]] = self.is_possible[row[:possible]] = True
+            self._possible[row] = possible
+            self._tops[row] = self._speeds[row[:possible]].max(initial=0.0)
+
+    def candidates(self) -> list[Picked]:
+        """Return the fastest of each class, class of numerics and certainty."""
+        forecasts, best = self._forecasts, dict[tuple[ClassKey, Numerics, Certainty], int]()
+        of_texts = forecasts.forecaster.shapes is not None
+        for row in self._rows:
+            # The largest micro-batch is the fastest of its row: of the sure ones, and of the
+            # others. Of texts a larger one may be padded more than it gains.
+            able = [at for at in row if self.is_possible[at]]
+            sure = [at for at in able if self.is_sure[at]]
+            for at in able if of_texts else dict.fromkeys((*sure[-1:], *able[-1:])):
+                config = forecasts.configs[at]
+                key = class_of(config, forecasts.forecaster.model), config.numerics, self._sure(at)
+                if key not in best or self._order(at) > self._order(best[key]):
+                    best[key] = at
+        return [(forecasts.configs[at], forecasts.fit(at)) for at in best.values()]
+
+    def _sure(self, at: int) -> Certainty:
+        forecasts = self._forecasts
+        is_measured = forecasts.forecaster.evidence.trial(forecasts.configs[at]) is not None
+        error = 0.0 if is_measured else float(forecasts.errors[at])
+        return certainty_of(forecasts.fit(at), uncertainty=error)
+
+    def _order(self, at: int) -> tuple[float, int]:
+        return self._speeds[at], self._forecasts.configs[at].tokens_per_micro_batch
+
+    def least_bytes(self) -> int | None:
+        """Return the smallest peak of the rows of which nothing may fit."""
+        least, least_of = None, self._forecasts.least_bytes
+        for at in sorted((row[0] for row in self._rows), key=least_of.__getitem__):
+            if least is not None and least_of[at] >= least:
+                break
+            if not self._possible[at]:
+                peak = self._peak(at)
+                least = peak if least is None else min(least, peak)
+        return least
+
+    def _peak(self, at: int) -> int:
+        memory = self._forecasts.memory(at)
+        assert memory is not None, "rows are of what is predicted"
+        return memory.peak_allocated_bytes
+
+    def cell(self, batch: int, length: int) -> Picked | None:
+        """Return the fastest that fits at a size: surely if anything does, else perhaps.
+
+        Where nothing fits, it is the structure that comes nearest to it; None where there is none.
+        """
+        forecasts = self._forecasts
+        is_sized = (self._batches == batch) & (self._lengths == length)
+        for wanted, able in ((Fit.YES, self.is_sure), (Fit.UNCERTAIN, self.is_possible)):
+            sized = np.flatnonzero(is_sized & able)
+            order = np.lexsort((sized, -self._tops[sized], -self._speeds[sized]))
+            # Asked from the fastest on, so that hardly more than one is replayed.
+            for at in sized[order].tolist():
+                if forecasts.fit(at) is wanted:
+                    return forecasts.configs[at], wanted
+        held = [row for row in self._rows if is_sized[row].any()]
+        if not held:
+            return None
+        furthest = max(self._possible[row[0]] for row in held)
+        nearest = [row for row in held if self._possible[row[0]] == furthest]
+        # Of those the one whose first that does not fit needs least.
+        row = min(nearest, key=lambda row: self._peak(row[min(furthest, len(row) - 1)]))
+        at = next(at for at in row if is_sized[at])
+        return forecasts.configs[at], forecasts.fit(at)
+
+    def largest(self, length: int) -> LargestBatch:
+        """Return the largest micro-batches that fit at a length."""
+        of_length = self._lengths == length
+        sure, possible = (
+            int(self._batches[of_length & fits].max(initial=0))
+            for fits in (self.is_sure, self.is_possible)
         )
-        level = config.numerics, certainty
-        order = forecaster.tokens_per_second(config) or 0.0, config.tokens_per_micro_batch
-        best = self.best[class_of(config, forecaster.model)]
-        if level not in best or order > best[level][0]:
-            best[level] = order, config
-
-
-def _timed(config: TrialConfig) -> TrialConfig:
-    """Return the part of an optimizer step that a trial runs."""
-    micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
-    return config.model_copy(update={"effective_batch_size": micro_steps * config.micro_batch_size})
+        return LargestBatch(sure=sure, possible=possible)
 
 
 def _step_seconds(
@@ -330,11 +443,18 @@ def _step_seconds(
     A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
     Of an accumulation a trial times the first micro-steps alone.
     """
-    timed = map(_timed, random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure))))
-    predicted = [speed for config in timed for speed in [forecaster.speed(config)[0]] if speed]
+    timed = [_timed(one) for one in random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))]
+    steps = forecaster.forecast(timed).steps
+    predicted = [step for step in steps if isinstance(step, SpeedPrediction)]
     if not predicted:
         return None, 0.0
     return (
         statistics.median(speed.step_seconds for speed in predicted),
         statistics.fmean(speed.uncertainty for speed in predicted),
     )
+
+
+def _timed(config: TrialConfig) -> TrialConfig:
+    """Return the part of an optimizer step that a trial runs."""
+    micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
+    return config.model_copy(update={"effective_batch_size": micro_steps * config.micro_batch_size})

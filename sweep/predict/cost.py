@@ -1,8 +1,4 @@
-"""Owns what a fine-tune costs under an offer, item by item, and between which bounds.
-
-Pure: step times, amounts of work and offers in, bills out. Knows nothing of price files, clocks or
-GPUs. Which of several offers is the cheapest is `sweep.predict.offers`.
-"""
+"""What a fine-tune costs under an offer, item by item, and between which bounds."""
 
 from __future__ import annotations
 

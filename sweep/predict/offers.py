@@ -1,10 +1,8 @@
-"""Owns offers beside each other: which bill is the least, where that changes, and what is sure.
+"""Offers beside each other: which bill is the least, where that changes, and what is sure.
 
 A step's time is known within an uncertainty, and no order of two bills is claimed inside it. Two
 offers of one card share its step: it may be longer or shorter than predicted, but for both alike.
 Two cards share nothing that could be relied on: each step may be anywhere in its own interval.
-
-Pure: bills in, comparisons out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Owns predicting for a study's texts: every configuration by what its epoch of them comes to.
+"""Predictions for a dataset: every configuration by what its epoch of the examples comes to.
 
-Full rows are what predictors know; here each configuration stands for the full rows of its largest
-micro-batch (memory) and of its mean one (speed), worked out once. Of many rows a sample is looked
-at, the longest among them where the largest is asked for. Knows nothing of how either is predicted.
+Predictors know full sequences, all as long as ``seq_len``. A micro-batch of examples is as wide as
+its longest sequence, and without a mask such padding costs what any token does. So a configuration
+stands for full sequences as wide as its largest micro-batch (memory) or as its mean one (speed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
+from sweep.data.epoch import Epoch
 from sweep.data.study_epochs import StudyEpochs, batch_key
 from sweep.predict.memory.arrays import WholeMemory
 from sweep.predict.memory.prediction import MemoryPrediction
@@ -25,12 +26,43 @@ from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.speed.calibration import Calibration
 from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
-from sweep.predict.texts import mean_shape_on_texts, shape_on_texts, speed_on_texts
 
 ROWS_MAX = 10_000
-"""Of more rows a sample of so many tells the mean micro-batch; a space asks for hundreds."""
+"""Of more sequences a sample of so many tells the mean micro-batch; a space asks for hundreds."""
 LONGEST = 2048
-"""The longest rows are in the sample that tells the largest micro-batch."""
+"""The longest sequences are in the sample that tells the largest micro-batch."""
+
+
+@dataclass(frozen=True)
+class ShapeOnTexts:
+    """What a dataset makes of one way to batch it."""
+
+    largest: dict[str, Any]
+    """Settings of full sequences that need as much memory as the largest micro-batch: no order of
+    the examples needs more. Packed where a mask keeps examples apart."""
+    mean: dict[str, Any]
+    """Settings of full sequences as wide as the mean micro-batch, to the token."""
+    seconds: float
+    """Of a mean step, for each second of those full sequences'."""
+    loss_tokens_per_step: float
+
+    @classmethod
+    def of(cls, config: TrialConfig, *, largest: Epoch, mean: Epoch) -> ShapeOnTexts:
+        """Return the shape of a configuration's epochs."""
+        width = mean.padded_tokens / mean.micro_batches / config.micro_batch_size
+        full_width = max(1, round(width))
+        # The mean width is no whole number; a step's time goes with its tokens over half of one.
+        seconds = width / full_width
+        epoch_seconds = seconds * mean.micro_batches / config.accumulation_steps
+        return cls(
+            largest={
+                "seq_len": -(-largest.largest.tokens // config.micro_batch_size),
+                "packing": "packed" if largest.is_masked else "none",
+            },
+            mean={"seq_len": full_width, "packing": "packed" if mean.is_masked else "none"},
+            seconds=seconds,
+            loss_tokens_per_step=mean.loss_tokens / epoch_seconds * seconds,
+        )
 
 
 class ShapesOnTexts:
@@ -50,7 +82,7 @@ class ShapesOnTexts:
             few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
             self._mean = epochs.of_rows(few)
             self._longest = epochs.of_rows(np.union1d(few, longest))
-        self._known: dict[Hashable, _Shape | None] = {}
+        self._known: dict[Hashable, ShapeOnTexts | None] = {}
 
     def for_memory(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that needs as much; one that the texts make no
@@ -77,25 +109,17 @@ class ShapesOnTexts:
         known = self._of(config)
         return float(config.tokens_per_step) if known is None else known.loss_tokens_per_step
 
-    def _of(self, config: TrialConfig) -> _Shape | None:
+    def _of(self, config: TrialConfig) -> ShapeOnTexts | None:
         key = batch_key(config)
         if key not in self._known:
             try:
-                self._known[key] = self._made(config)
+                mean = self._mean.fresh(config)
+                is_sampled = self._longest is not self._mean
+                largest = self._longest.fresh(config) if is_sampled else mean
+                self._known[key] = ShapeOnTexts.of(config, largest=largest, mean=mean)
             except InputError:
                 self._known[key] = None
         return self._known[key]
-
-    def _made(self, config: TrialConfig) -> _Shape:
-        mean = self._mean.fresh(config)
-        largest = mean if self._longest is self._mean else self._longest.fresh(config)
-        speed = speed_on_texts(config, mean, step_seconds=1.0)
-        return _Shape(
-            largest=_rows_of(shape_on_texts(config, largest)),
-            mean=_rows_of(mean_shape_on_texts(config, mean)),
-            seconds=speed.step_seconds,
-            loss_tokens_per_step=speed.tokens_per_second * speed.step_seconds,
-        )
 
     def predict_steps(
         self,
@@ -129,22 +153,6 @@ class ShapesOnTexts:
             tokens_per_second=self.loss_tokens_per_step(config) / seconds,
             terms={name: part * share for name, part in full.terms.items()},
         )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What the texts make of one way to batch them."""
-
-    largest: Mapping[str, Any]
-    mean: Mapping[str, Any]
-    """Keys of the configuration of full rows."""
-    seconds: float
-    """Of a mean step, for each second of those full rows'."""
-    loss_tokens_per_step: float
-
-
-def _rows_of(config: TrialConfig) -> Mapping[str, Any]:
-    return {"seq_len": config.seq_len, "packing": config.packing}
 
 
 class MemoryOnTexts:

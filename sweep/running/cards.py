@@ -1,7 +1,4 @@
-"""Owns which of a machine's cards a study runs on: what `--cards` means, and what is refused.
-
-Pure: what was typed and the cards that were read go in. Knows nothing of NVML or runners.
-"""
+"""Which of a machine's GPUs a study runs on: what `--cards` means, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Owns the worker as a child process: how it is started, what is said to it and heard from it, how
-it is ended.
+"""The worker as a child process: how it is started, what is said to it and heard from it, how it
+is ended.
 
 Whatever the worker does, nothing here waits for it without an end: its pipes are never waited for
-alone, but with the clock and the process beside them. Knows nothing of trials, or of what the
-messages mean.
+alone, but with the clock and the process beside them.
 """
 
 from __future__ import annotations

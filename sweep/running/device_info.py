@@ -1,7 +1,7 @@
-"""Owns what is known of the cards in this machine: product, memory, driver, who else uses them.
+"""The GPUs in this machine: product, memory, driver, who else uses them.
 
-NVML is asked first; what it refuses, CUDA's driver library answers. Knows nothing of the catalogue
-or of studies. Nothing here makes a CUDA context: that would take memory that the trials need.
+NVML is asked first; what it refuses, CUDA's driver library answers. Nothing here makes a CUDA
+context: that would take memory that the trials need.
 """
 
 from __future__ import annotations

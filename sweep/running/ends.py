@@ -1,7 +1,4 @@
-"""Owns the words and the type of a worker's bad end: who ended it, and why.
-
-Pure. Knows nothing of pipes or deadlines.
-"""
+"""The type and the words of a worker's bad end: who ended it, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from search_spaces import redaction
-from search_spaces.errors import MORE_DESCRIPTORS, CardLost
+from search_spaces.errors import CardLost
 from storage.records import CrashCause, Crashed, Ineffective, Outcome, Phase, TimedOut
 from sweep.processes import End
 
@@ -20,7 +17,6 @@ the ``words`` that it printed last."""
 _HOST_MEMORY = re.compile(r"std::bad_alloc|Cannot allocate memory|\bMemoryError\b")
 """What is printed last by a process that the host refused memory, and that gave up over it."""
 _DETAIL_MAX = 1000
-_DESCRIPTORS = f"; {MORE_DESCRIPTORS}"
 
 
 def crash(phase: Phase, end: End, *, words: str) -> Crashed:
@@ -85,11 +81,6 @@ def storable(outcome: Outcome) -> Outcome:
     detail: str = getattr(outcome, "detail", "")
     fit = shown(detail)
     return outcome if fit == detail else outcome.model_copy(update={"detail": fit})
-
-
-def with_cure(detail: str, cause: CrashCause | None) -> str:
-    """Return what a worker said of its failure, with what to do where that is known."""
-    return detail + (_DESCRIPTORS if cause == "too_few_descriptors" else "")
 
 
 def _cause(end: End, words: str) -> CrashCause:

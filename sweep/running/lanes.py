@@ -1,8 +1,7 @@
-"""Owns trials that run beside each other: one lane per card, and who hears when one of them ends.
+"""Trials that run beside each other: one lane per GPU, and who hears when one of them ends.
 
 A runner waits for its trial, so each lane of several has a thread of its own; all that the trials
-say is heard in the thread that waits for them, which alone touches a study. Knows nothing of
-studies, cards or where a runner runs.
+say is heard in the thread that waits for them, which alone touches a study.
 """
 
 from __future__ import annotations

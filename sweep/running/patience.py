@@ -1,7 +1,4 @@
-"""Owns how long a worker may take: for a sign of life, for a step, for a trial as a whole.
-
-Knows nothing of processes: it is told what was heard, and asked whether time is up.
-"""
+"""How long a worker may take: for a sign of life, for a step, for a trial as a whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Owns the runner that needs no device: it answers with recorded outcomes.
-
-For the tuner's tests and development. Knows nothing of storage or Optuna.
-"""
+"""The runner that needs no device: it answers with recorded outcomes."""
 
 from __future__ import annotations
 
@@ -55,9 +52,9 @@ class ReplayRunner:
         pause: Callable[[], None] = lambda: None,
         soaking: Callable[[TrialConfig], Outcome] | None = None,
     ) -> None:
-        self._outcomes: dict[str, list[Outcome]] = {}
+        self._records: dict[str, list[TrialRecord]] = {}
         for record in records:
-            self._outcomes.setdefault(record.config.key(), []).append(record.outcome)
+            self._records.setdefault(record.config.key(), []).append(record)
         self._otherwise = otherwise
         self._budget_bytes = budget_bytes
         self._pause = pause
@@ -71,6 +68,8 @@ class ReplayRunner:
         """What was asked of each run's quality; recorded measurements answer as they are."""
         self.soaked: list[TrialConfig] = []
         """Those of them that were soaks."""
+        self.device_seconds = 0.0
+        """That the recorded trials took, and nothing of this machine's."""
         self.renewals = 0
         """How often a fresh process was asked for."""
 
@@ -120,23 +119,19 @@ class ReplayRunner:
 
     def _within_budget(self, outcome: Outcome) -> Outcome:
         """Return out of memory for a peak above the budget; its stage was not recorded."""
-        match outcome:
-            case Measured(measurement=measured) | PrunedSlow(measurement=measured):
-                peak, budget = measured.peak_allocated_bytes, self._budget_bytes
-                over = (
-                    None
-                    if budget is None
-                    else over_budget(peak, budget_bytes=budget, stage="optimizer")
-                )
-                return over or outcome
-            case _:
-                return outcome
+        if self._budget_bytes is None or not isinstance(outcome, Measured | PrunedSlow):
+            return outcome
+        peak = outcome.measurement.peak_allocated_bytes
+        over = over_budget(peak, budget_bytes=self._budget_bytes, stage="optimizer")
+        return over or outcome
 
     def _next_outcome(self, config: TrialConfig) -> Outcome:
-        recorded = self._outcomes.get(config.key())
-        if not recorded:
+        known = self._records.get(config.key())
+        if not known:
             return self._otherwise(config)
-        return recorded.pop(0) if len(recorded) > 1 else recorded[0]
+        record = known.pop(0) if len(known) > 1 else known[0]
+        self.device_seconds += record.device_seconds
+        return record.outcome
 
 
 def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iterator[Progress]:

@@ -1,8 +1,4 @@
-"""Owns a process's device and the base model that stays on it from one trial to the next.
-
-The first process of a team has one, and so has each of the others. Knows nothing of commands, of
-trials' outcomes beyond a base that cannot be had, or of who else there is.
-"""
+"""A process's device, and the base model that stays on it from one trial to the next."""
 
 from __future__ import annotations
 

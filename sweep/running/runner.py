@@ -1,4 +1,4 @@
-"""Owns the seam between the tuner and whatever runs a configuration.
+"""The seam between the tuner and whatever runs a configuration.
 
 Real: `supervisor.SupervisedRunner`, a child process that owns the device. Test:
 `replay.ReplayRunner`.
@@ -73,6 +73,8 @@ class Runner(Protocol):
         """Free the device. Idempotent."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()

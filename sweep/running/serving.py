@@ -1,8 +1,5 @@
-"""Owns the child process that owns the device: commands in on stdin, messages out on a pipe.
-
-Started by ``python -P -m sweep.running FD``, where FD is the pipe. Knows nothing of how a trial is
-run.
-"""
+"""The worker's pipes: commands in on stdin, messages out, and each outcome on disk before it is
+told."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from typing import IO
 
 import torch
 
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
 from storage.outcome_file import OutcomeFile
 from storage.records import CrashCause, Crashed, Outcome, Phase
-from sweep.running.ends import with_cure
 from sweep.running.resident import DETAIL_LENGTH
 from sweep.running.wire import (
     Finished,
+    Progress,
     Ready,
     RunCommand,
     StopCommand,
@@ -44,11 +41,11 @@ def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     if isinstance(error, SystemExit):
         return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
     cause: CrashCause = "exception"
+    detail = words_of(error)[:DETAIL_LENGTH]
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        cause = "too_few_descriptors"
+        cause, detail = "too_few_descriptors", f"{detail}; {MORE_DESCRIPTORS}"
     elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
         cause = "host_out_of_memory"
-    detail = with_cure(words_of(error)[:DETAIL_LENGTH], cause)
     return Crashed(phase=phase, cause=cause, detail=detail)
 
 
@@ -105,13 +102,13 @@ def _serve(
             traceback.print_exc()
             crashed = _crashed(worker.phase, error)
             # After an unknown failure the device's state is unknown too.
-            done = finished(command, crashed, retire=crashed.detail)
+            done = finished(command, crashed, retire=crashed.detail, is_apart=True)
         answers.give(done)
 
 
 class _Answers:
-    """One answer to each command, whoever knows it first: the thread that trains, or the one that
-    hears of a process which that one would wait for in vain."""
+    """One answer to each command, whoever knows it first: the thread that trains, or one that hears
+    of another rank for which that one would wait in vain."""
 
     def __init__(
         self,
@@ -138,13 +135,13 @@ class _Answers:
             self._open = None
 
     def fail(self, outcome: Outcome) -> None:
-        """Answer the open command with what befell another process of its team, and be gone: the
-        thread that trains may be waiting for that process, where nothing wakes it. With no command
-        open that is nobody's verdict, and the next is for a fresh worker."""
+        """Answer the open command with what befell another rank, and be gone: the thread that
+        trains may be waiting for that rank, where nothing wakes it. With no command open that is
+        nobody's verdict, and the next is for a fresh worker."""
         with self._lock:
             if self._open is not None:
                 _keep(self._open, outcome, self._outcomes)
-                failed = finished(self._open, outcome, retire="another process of its team failed")
+                failed = finished(self._open, outcome, retire="another rank failed")
                 self._send(failed)
             self._open = None
         sys.stderr.flush()
@@ -165,9 +162,13 @@ def _keep(command: RunCommand, outcome: Outcome, outcomes: OutcomeFile | None) -
 def main() -> None:
     """Read the settings, prepare the device, serve trials until told to stop or retired."""
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    rank = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     lock = threading.Lock()
 
     def send(message: WorkerMessage) -> None:
+        if rank > 0 and isinstance(message, Progress):
+            # The first rank's is that of all.
+            return
         line = to_line(message)
         # Beats come from the training's thread, and nothing may cut a line in two.
         with lock:
@@ -182,7 +183,8 @@ def main() -> None:
         if settings.device == "cuda":
             # They need longer than what is prepared here.
             start_compiler_processes()
-        worker = Worker(settings, send=send)
+            torch.cuda.set_device(rank)
+        worker = Worker(settings, send=send, rank=rank)
         worker.prepare()
         name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
     except Exception as error:  # noqa: BLE001 - the tuner raises it
@@ -190,7 +192,7 @@ def main() -> None:
         send(Unusable(reason=words_of(error)[:DETAIL_LENGTH]))
         return
     send(Ready(device_name=name))
-    path = settings.outcome_path
+    path = settings.outcome_path if rank == 0 else None
     _serve(worker, sys.stdin.buffer, send, None if path is None else OutcomeFile(Path(path)))
     sys.stderr.flush()
     _leave()

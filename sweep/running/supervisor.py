@@ -1,8 +1,5 @@
-"""Owns the worker's life: starts it, watches its beats, kills what hangs, replaces what ended, and
-types every end.
-
-Satisfies `runner.Runner`. Knows nothing of torch, studies or samplers.
-"""
+"""The worker's supervisor: starts it, watches its progress, kills what hangs, replaces what ended,
+and types every end."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import contextlib
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.gpus import match_product
@@ -30,7 +26,7 @@ from sweep.running.child import (
     WorkerSilent,
 )
 from sweep.running.patience import AttentiveClock, Deadlines, Patience
-from sweep.running.runner import Observer, keep_going
+from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.wire import (
     Finished,
     Progress,
@@ -53,7 +49,7 @@ _LOOK_SECONDS = 0.5
 """Between two looks at whether somebody did."""
 
 
-class SupervisedRunner:
+class SupervisedRunner(Runner):
     """Runs configurations in a child process that owns the device and keeps the base model
     resident.
 
@@ -213,12 +209,6 @@ class SupervisedRunner:
     def close(self) -> None:
         """See `runner.Runner.close`. A worker that nothing ends is not waited for twice."""
         self._discard()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ready_worker(self) -> WorkerProcess:
         """Return the worker that owns the device: the resident one, or one that is waited for.

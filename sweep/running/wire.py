@@ -1,4 +1,4 @@
-"""Owns what the tuner's process and the worker say to each other, each thing a line of JSON.
+"""What the tuner's process and the worker say to each other, each thing a line of JSON.
 
 Commands go to the worker, messages come from it. A message is read as what any process may have
 written there: by a library that found the descriptor, or with memory that was overwritten.
@@ -93,6 +93,8 @@ class RunCommand(_Message):
     request: TrialRequest
     run_id: str = ""
     """Of this command, for the answer to name."""
+    meeting: str = ""
+    """File by which the ranks that run it find each other; a new one is a new process group."""
 
 
 class StopCommand(_Message):
@@ -137,6 +139,8 @@ class Finished(_Message):
     outcome: Outcome
     retire: str | None = None
     """Why a fresh process should run the next trial; None where this one can."""
+    is_apart: bool = False
+    """Whether other ranks that train it go on, and wait for this one."""
 
 
 class Unusable(_Message):

@@ -1,8 +1,5 @@
-"""Owns the device of a child process: a configuration in, signs of life and an outcome out.
-
-Keeps the base model resident between trials. Knows nothing of pipes (`serving`), studies, samplers
-or storage.
-"""
+"""The device of a child process: a configuration in, progress and an outcome out. The base model
+stays between trials."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import torch
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage.records import (
+    INTERRUPTED,
     Diverged,
     Invalid,
     Measured,
@@ -26,7 +24,7 @@ from storage.records import (
 )
 from sweep.data.opening import import_readers
 from sweep.data.request import SUMMARY
-from sweep.running.followers import Followers
+from sweep.running.ranks import Ranks
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.wire import (
     Finished,
@@ -38,7 +36,7 @@ from sweep.running.wire import (
     WorkerMessage,
     WorkerSettings,
 )
-from sweep.training.model import BaseModel
+from sweep.training import team
 from sweep.training.quality import NoRoomToEvaluateError, Quality, Question
 from sweep.training.texts import Texts
 from sweep.training.trial import Beat
@@ -52,11 +50,16 @@ NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 class Worker:
     """The device, the resident base, and the trials run on it."""
 
-    def __init__(self, settings: WorkerSettings, *, send: Callable[[WorkerMessage], None]) -> None:
+    def __init__(
+        self, settings: WorkerSettings, *, send: Callable[[WorkerMessage], None], rank: int = 0
+    ) -> None:
         self._settings = settings
         self._send = send
+        self._rank = rank
         self._resident = Resident(settings)
-        self._followers = Followers(settings, beat=lambda: self._send(Progress(phase=self.phase)))
+        self._others = Ranks(settings, beat=lambda: self._send(Progress(phase=self.phase)))
+        self._meeting = ""
+        """Of the process group that it is in."""
         self._speeds: dict[str, tuple[float, Measured]] = {}
         """What was measured on the way to a configuration's quality, with its learning rate."""
         self._stop = threading.Event()
@@ -71,11 +74,11 @@ class Worker:
         self._resident.prepare()
 
     def tell_failures(self, told: Callable[[Outcome], None]) -> None:
-        """Have it told what befell another process of the team that the running trial takes.
+        """Have it told what befell another rank of the running trial.
 
-        From a thread of its own: this one may be waiting for that process, and not come back.
+        From a thread of its own: this one may be waiting for that rank, and not come back.
         """
-        self._followers.on_failure = told
+        self._others.on_failure = told
 
     def stop_trial(self) -> None:
         """Ask the running trial to stop as slow; it does at its next step."""
@@ -84,61 +87,69 @@ class Worker:
     def run(self, command: RunCommand) -> Finished:
         """Run one trial on the right base and say whether this process can run another."""
         self._stop.clear()
-        started = time.perf_counter()
-        request, config = command.request, command.request.config
+        try:
+            return self._run(command)
+        except Exception:
+            self._others.hear_out()
+            raise
+
+    def _run(self, command: RunCommand) -> Finished:
+        started, config = time.perf_counter(), command.request.config
         self.phase = "build"
-        team, failed = self._gathered(config)
-        failed = failed or self._ensure_base(config)
+        is_alone = config.data_parallel == 1
+        cards = torch.cuda.device_count() if self._settings.device == "cuda" else None
+        if cards is not None and config.data_parallel > cards:
+            detail = f"data_parallel {config.data_parallel}, and {cards} can be seen here"
+            return finished(command, Invalid(rule="data-parallel-needs-cards", detail=detail))
+        if self._rank == 0:
+            if not is_alone:
+                self._send(Progress(phase="build"))
+            command = self._others.begin(command)
+        is_new_group = command.meeting != self._meeting
+        if is_new_group:
+            # Whatever libraries look for other processes must not find the last trial's.
+            team.leave()
+            self._meeting = command.meeting
+        if self._rank >= config.data_parallel:
+            return finished(command, INTERRUPTED)
+        failed = self._ensure_base(config)
         if failed is not None:
-            return finished(command, failed, retire=None if team is None else _LEFT_ALONE)
-        assert self._resident.base is not None
-        if team is not None and team.join():
-            # Whoever reaches this card from another one of the team is no neighbour.
+            retire = None if is_alone else "other ranks began a trial that this one cannot begin"
+            return finished(command, failed, retire=retire, is_apart=not is_alone)
+        if is_new_group and not is_alone:
+            place = team.Place(self._rank, config.data_parallel)
+            device = self._resident.device.torch_device
+            team.join(place, meeting=Path(command.meeting), device=device)
+            # Whoever reaches this GPU from another rank is no neighbour.
             self._resident.card.remember()
+        return self._trained(command, started)
+
+    def _trained(self, command: RunCommand, started: float) -> Finished:
+        request, config, base = command.request, command.request.config, self._resident.base
+        assert base is not None, "what is held is there"
         self.phase = "attach"
         before = self._resident.device.allocated_bytes()
-        base = self._resident.base
-        outcome = self._known_speed(request) or self._measured(request, base, started, team)
+        outcome: Outcome | None = self._known_speed(request)
+        retire, is_apart = None, False
+        if outcome is None:
+            trial = self._resident.trial(
+                base,
+                config,
+                request.steps,
+                started=started,
+                budget_bytes=self._settings.budget_bytes,
+                texts=self._texts,
+                is_soak=request.is_soak,
+                report=lambda beat: self._report(beat, config),
+            )
+            outcome = trial.run()
+            is_apart = trial.is_apart
+            retire = _APART if is_apart else self._others.end()
         if request.quality is not None and isinstance(outcome, Measured):
             self._speeds[_speed_key(request)] = config.learning_rate, outcome
             outcome = self._with_quality(outcome, config, request.quality)
-        retire = None if team is None else team.reason_to_retire
-        return finished(command, outcome, retire=retire or self._resident.leak(config, before))
-
-    def _gathered(self, config: TrialConfig) -> tuple[Followers | None, Outcome | None]:
-        """Return who trains it together with this process, and why that cannot be."""
-        if config.data_parallel == 1:
-            # Whatever libraries look for other processes must not find the last trial's.
-            self._followers.dismiss()
-            return None, None
-        cards = self._cards()
-        if cards is not None and config.data_parallel > cards:
-            detail = f"data_parallel {config.data_parallel}, and {cards} can be seen here"
-            return None, Invalid(rule="data-parallel-needs-cards", detail=detail)
-        self._send(Progress(phase="build"))
-        self._followers.gather(config)
-        return self._followers, None
-
-    def _cards(self) -> int | None:
-        """Return how many cards this process sees; None on the CPU, which all share."""
-        return torch.cuda.device_count() if self._settings.device == "cuda" else None
-
-    def _measured(
-        self, request: TrialRequest, base: BaseModel, started: float, team: Followers | None
-    ) -> Outcome:
-        config = request.config
-        trial = self._resident.trial(
-            base,
-            config,
-            request.steps,
-            started=started,
-            budget_bytes=self._settings.budget_bytes,
-            texts=self._texts,
-            is_soak=request.is_soak,
-            team=team,
-            report=lambda beat: self._report(beat, config),
-        )
-        return trial.run()
+        retire = retire or self._resident.leak(config, before)
+        return finished(command, outcome, retire=retire, is_apart=is_apart)
 
     def _known_speed(self, request: TrialRequest) -> Measured | None:
         """Return what was measured of a configuration that has another learning rate, and nothing
@@ -203,13 +214,16 @@ class Worker:
         return self._resident.hold(config)
 
 
-_LEFT_ALONE = "its team was gathered for a trial that it cannot begin"
+_APART = "other ranks were left in the middle of a step"
 
 
-def finished(command: RunCommand, outcome: Outcome, *, retire: str | None = None) -> Finished:
-    """Return what is said of a run; `retire` is why this process runs no other."""
+def finished(
+    command: RunCommand, outcome: Outcome, *, retire: str | None = None, is_apart: bool = False
+) -> Finished:
+    """Return what is said of a run; see `Finished`."""
+    config = command.request.config
     return Finished(
-        run_id=command.run_id, config=command.request.config, outcome=outcome, retire=retire
+        run_id=command.run_id, config=config, outcome=outcome, retire=retire, is_apart=is_apart
     )
 
 

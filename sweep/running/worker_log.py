@@ -1,8 +1,7 @@
-"""Owns the file into which everything goes that a worker and its libraries print: how large it may
-become, and what its end says.
+"""The file into which everything goes that a worker and its libraries print.
 
 The worker writes into the file itself and not into a pipe, so that nothing that the tuner does, or
-fails to do, can make a print wait or fail. Knows nothing of processes.
+fails to do, can make a print wait or fail.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""Owns the way from a search space to Optuna's distributions and back, exactly, and whether a space
-has been tried in all.
-
-Knows nothing of samplers, studies or trials.
-"""
+"""A search space as Optuna's distributions and as candidates, and what of it was not tried."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from optuna.distributions import (
     BaseDistribution,
@@ -27,6 +24,18 @@ from search_spaces.space import BATCHES, SearchSpace
 
 IDENTITIES_KEPT = 32_768
 """Identities that are not worked out again; one takes a kilobyte with its configuration."""
+LISTED_MAX = 50_000
+"""Combinations up to which a space is listed whole, every preset among them.
+
+20,000 take two seconds of one core, once, and a choice among them takes less than one among the
+samples of a larger space, of which all is worked out anew each time.
+"""
+SAMPLED = 2048
+"""Combinations of a larger space that are looked at for each choice."""
+STEPS_ASIDE = (0.02, 0.1)
+"""Shares of a continuous dimension's range by which one goes from what looked best."""
+UNTRIED_MAX = 50_000
+"""Combinations that are gone through for one that was not tried."""
 
 Params = dict[str, Any]
 """One value per dimension, as Optuna keeps it."""
@@ -84,10 +93,11 @@ class Encoding:
         """
         first = self.combination(0)
         parsed = self.config(first)
-        columns = [
-            [(part, self._values_in(self.config(first | part), part)) for part in column]
-            for column in self._columns
-        ]
+        columns: list[list[tuple[Params, dict[str, Any]]]] = []
+        for column in self._columns:
+            configs = [self.config(first | part) for part in column]
+            parts = [{key: getattr(config, key) for key in column[0]} for config in configs]
+            columns.append(list(zip(column, parts, strict=True)))
         for row in itertools.product(*columns):
             params: Params = {}
             values: dict[str, Any] = {}
@@ -95,10 +105,6 @@ class Encoding:
                 params |= part
                 values |= known
             yield params, parsed.model_copy(update=values)
-
-    @staticmethod
-    def _values_in(config: TrialConfig, part: Params) -> dict[str, Any]:
-        return {key: getattr(config, key) for key in part}
 
     def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
         """Return ``params`` with other batches where these do not go into each other, and with
@@ -136,26 +142,33 @@ class Encoding:
 
 
 class Frontier:
-    """Whether every combination of a space has been tried; each is looked at once over a study."""
+    """The first combination of a space that was not tried; each is passed once over a study.
 
-    def __init__(self, encoding: Encoding) -> None:
+    Args:
+        encoding: of the space.
+        order: of its combinations, by their indices.
+    """
+
+    def __init__(self, encoding: Encoding, *, order: Sequence[int] | None = None) -> None:
         self._encoding = encoding
-        self._index = 0
+        self._order = range(encoding.size or 0) if order is None else order
+        self._passed = 0
+        """Combinations that were tried from the first on: they stay so."""
 
-    def is_exhausted(self, tried: Container[str]) -> bool:
-        """Return whether nothing is left, given the identities of what was tried so far.
+    def first(self, tried: Container[str], running: Container[str] = ()) -> Params | None:
+        """Return the first combination that is neither tried nor running, by their identities."""
+        for place in range(self._passed, len(self._order)):
+            params = self._encoding.combination(self._order[place])
+            key = identity(self._encoding.config(params))
+            if key in tried:
+                self._passed += place == self._passed
+            elif key not in running:
+                return params
+        return None
 
-        A continuous dimension always leaves something.
-        """
-        size = self._encoding.size
-        if size is None:
-            return False
-        while self._index < size:
-            config = self._encoding.config(self._encoding.combination(self._index))
-            if identity(config) not in tried:
-                return False
-            self._index += 1
-        return True
+    def is_exhausted(self, tried: Container[str], running: Container[str] = ()) -> bool:
+        """Return whether nothing is left; a continuous dimension always leaves something."""
+        return self._encoding.size is not None and self.first(tried, running) is None
 
 
 @lru_cache(maxsize=IDENTITIES_KEPT)
@@ -203,3 +216,122 @@ def _decode(value: Any, dimension: Dimension) -> Any:
         case FloatRange():
             values = dimension.values()
             return value if values is None else min(values, key=lambda known: abs(known - value))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration, as Optuna keeps it and as it is trained."""
+
+    params: Params
+    config: TrialConfig
+    key: str
+    """Equal for configurations that train the same way."""
+
+
+class Candidates(Protocol):
+    """What may be chosen."""
+
+    is_listed: bool
+    """Whether `near` returns everything there is, and the same at every choice."""
+    free: dict[str, BaseDistribution]
+    """The dimensions that Optuna samples."""
+
+    def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
+        """Return what to choose from, with more of what is like ``best`` where not all is."""
+        ...
+
+    def config(self, params: Params) -> TrialConfig | None:
+        """Return the configuration of a trial's parameters; None where they are not to be had."""
+        ...
+
+    def repaired(self, params: Params) -> Params:
+        """Return drawn parameters with others where they do not go together."""
+        ...
+
+    def instead_of(self, params: Params) -> Iterator[Params]:
+        """Yield what may be asked for instead of drawn parameters."""
+        ...
+
+
+class SpaceCandidates(Encoding):
+    """The valid configurations of a search space, once each; see `Candidates`.
+
+    A space that is continuous or too large to be listed is sampled anew for each choice, and more
+    closely around what looked best.
+    """
+
+    def __init__(
+        self, space: SearchSpace, *, is_valid: Callable[[TrialConfig], bool], seed: int
+    ) -> None:
+        super().__init__(space)
+        self._is_valid = is_valid
+        self._random = random.Random(seed)
+        self.is_listed = self.size is not None and self.size <= LISTED_MAX
+
+    def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
+        """See `Candidates.near`."""
+        if self.is_listed:
+            return self._all
+        drawn = [*self._spread(), *(p for near in best for p in self._beside(near))]
+        whole = map(self.repaired, drawn)
+        return self._valid((params, self.config(params)) for params in whole)
+
+    def repaired(self, params: Params) -> Params:
+        """See `Candidates.repaired`."""
+        return self.with_whole_batches(params, draw=self._random)
+
+    def instead_of(self, params: Params) -> Iterator[Params]:
+        """Yield combinations in random order."""
+        size = self.size or 0
+        for index in self._random.sample(range(size), min(size, UNTRIED_MAX)):
+            combination = self.combination(index)
+            yield {name: combination[name] for name in self.free}
+
+    @cached_property
+    def _all(self) -> tuple[Candidate, ...]:
+        return self._valid(
+            ({name: params[name] for name in self.free}, config) for params, config in self.every()
+        )
+
+    def _valid(self, drawn: Iterable[tuple[Params, TrialConfig]]) -> tuple[Candidate, ...]:
+        """Return each configuration once, without those that a rule forbids."""
+        found: dict[str, Candidate] = {}
+        for params, config in drawn:
+            key = identity(config)
+            if key not in found and self._is_valid(config):
+                found[key] = Candidate(params, config, key)
+        return tuple(found.values())
+
+    def _spread(self) -> Iterator[Params]:
+        """Yield random combinations."""
+        for _ in range(SAMPLED):
+            yield {name: self._at(name, self._random.random()) for name in self.free}
+
+    def _at(self, name: str, share: float) -> Any:
+        """Return the value of a dimension at a share of its way, from 0 to 1."""
+        dimension = self.space.dimensions[name]
+        values = dimension.values()
+        if values is None:
+            return _continuous(dimension).at(share)
+        return _encode(values[min(int(share * len(values)), len(values) - 1)])
+
+    def _beside(self, params: Params) -> Iterator[Params]:
+        """Yield combinations that differ in one dimension, by little where it has an order."""
+        for name in self.free:
+            dimension = self.space.dimensions[name]
+            values = dimension.values()
+            if values is None:
+                line = _continuous(dimension)
+                here = line.share_of(params[name])
+                near = [line.at(here + sign * step) for step in STEPS_ASIDE for sign in (-1, 1)]
+            else:
+                encoded = [_encode(value) for value in values]
+                at = encoded.index(params[name]) if params[name] in encoded else 0
+                is_ordered = all(isinstance(value, int | float) for value in encoded)
+                near = encoded[max(0, at - 2) : at + 3] if is_ordered else encoded[:8]
+            yield from (params | {name: value} for value in near)
+
+
+def _continuous(dimension: Dimension) -> FloatRange:
+    assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
+    return dimension

@@ -1,7 +1,4 @@
-"""Owns what a sampler asks of whoever knows something of configurations before they run.
-
-`sweep.study.preflight` does. Knows nothing of how anything is known.
-"""
+"""What a sampler asks of whoever predicts configurations before they run."""
 
 from __future__ import annotations
 
@@ -9,12 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from search_spaces.config import TrialConfig
-from sweep.sampling.belief import Array, Physics
+
+Array = NDArray[np.float64]
+Codes = NDArray[np.intp]
+
+
+class Physics(Protocol):
+    """Predicts the configurations' steps, by factors that multiply the parts of a step."""
+
+    @property
+    def spread(self) -> Array:
+        """Covariance of the factors' logarithms before anything was measured."""
+        ...
+
+    @property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, of which far less is known than of
+        what the GPU takes."""
+        ...
+
+    def log_seconds(self, log_factors: Array, rows: Codes | slice) -> Array:
+        """Return the logarithm of some configurations' seconds."""
+        ...
+
+    def slopes(self, log_factors: Array, rows: Codes | slice) -> Array:
+        """Return by how much some configurations' log seconds rise with each log factor."""
+        ...
 
 
 class Expectation(Protocol):
-    """What choosing asks of one configuration; each part costs only when read."""
+    """What choosing asks of one configuration."""
 
     @property
     def is_refused(self) -> bool:
@@ -24,7 +49,7 @@ class Expectation(Protocol):
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is known of many configurations at once, a row each."""
+    """What is predicted of many configurations at once, a row each."""
 
     physics: Physics | None = None
     """Predicts their steps; None where nothing does."""
@@ -41,7 +66,7 @@ class Foreseen:
     target: Physics | None = None
     """Predicts their steps on the target, where another GPU stands in for it; else None."""
     tokens_per_step: Array | None = None
-    """That carry loss; None where rows are full and all do."""
+    """Supervised tokens; None where sequences are full and all are supervised."""
 
 
 class Expecting(Protocol):
@@ -62,7 +87,7 @@ class Expecting(Protocol):
 
 @dataclass(frozen=True)
 class NothingExpected:
-    """Knows nothing of any configuration, and refuses none."""
+    """Predicts nothing of any configuration, and refuses none."""
 
     is_refused: bool = False
 

@@ -1,15 +1,13 @@
-"""Owns the guided sampler: the next trial is the one of which most is to be gained per second.
+"""The guided sampler: the next trial is the one with the most expected improvement per second.
 
 It looks at every candidate each time. What it knows comes from the study's trials alone, so that a
-study that goes on is where it was; a running trial is believed to end as forecast. Knows nothing
-of how anything is predicted.
+study that resumes is where it was; a running trial is taken to end as predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,25 +20,20 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
-from storage.confirmations import scaled
-from storage.objectives import measured_of, merits_of, objective_value
+from storage.objectives import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.sampling.belief import (
-    Array,
-    Codes,
+from sweep.sampling.acquisition import Goal, expected_improvement, most_telling, uncertain_first
+from sweep.sampling.encoding import Candidate, Candidates, Params, identity
+from sweep.sampling.expecting import Array, Codes, Expecting, Foreseen
+from sweep.sampling.surrogate import (
     Column,
     Mixture,
     Observed,
     Peaks,
     Seen,
-    SpeedBelief,
+    SpeedSurrogate,
     chance_to_fit,
 )
-from sweep.sampling.candidates import Candidate, Candidates
-from sweep.sampling.encoding import Params, identity
-from sweep.sampling.expecting import Expecting, Foreseen
-from sweep.sampling.gains import Goal, expected_gains
-from sweep.sampling.telling import telling
 
 ATTACH_SECONDS = 1.5
 """Of a trial beside its steps: attach, first step, detach."""
@@ -59,16 +52,14 @@ NOISE_UNEVEN = 0.10
 FRAGMENTATION = 0.06
 """How far below the budget the peak of a trial may be that ran out of memory all the same, where
 free memory is in pieces."""
-LOOKED_UP_MAX = 200
-"""Candidates that are held against the pre-flight for one choice before it gives up."""
 REFINED = 4
 """Best candidates around which a space that is not listed is looked at more closely."""
 BOLDNESS = 0.25
-"""Share of its uncertainty by which a forecast may look better when a trial is chosen.
+"""Share of its uncertainty by which a prediction may look better when a trial is chosen.
 
 Its whole uncertainty sends a search to what is little known, which costs trials: with a quarter it
 came within 2 % of the best in 1.25 trials instead of 1.7 (mean of 32 surfaces cut out of two), and
-the best forecast alone needed 1.8. What ends a search is the whole uncertainty.
+the best prediction alone needed 1.8. What ends a search is the whole uncertainty.
 """
 WORTH_BOLDNESS = 0.01
 """Expected gain, its uncertainty taken whole, below which the boldest choice is none: the next is
@@ -77,7 +68,7 @@ LEARNED_MAX = 200
 """Trials with a speed that one choice is worked out from: five times what a study has. Of a space
 of 20,000 configurations each hundred takes a quarter of a second."""
 REMEMBERED_MAX = 512
-"""Newest trials from which memory is known."""
+"""Newest trials from which memory is known: it repeats to the byte."""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
@@ -89,10 +80,10 @@ _NUMBERS = {
     "data_parallel": 2.0,
     "checkpoint_fraction": 0.5,
 }
-"""Knobs that are compared as numbers, by how far apart two values have much in common: doublings,
-but of the fraction."""
+"""Settings that are compared as numbers, by how far apart two values are alike: doublings, but of
+the fraction."""
 _OTHER_KIND = 0.5
-"""What two different words of one knob have in common."""
+"""Correlation of two different words of one setting."""
 
 
 @dataclass(frozen=True)
@@ -113,43 +104,6 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class _Trials:
-    """What a study's trials say, the one that is asked for apart."""
-
-    records: tuple[TrialRecord, ...]
-    running: tuple[TrialConfig, ...]
-    tried: frozenset[str]
-    compiled: frozenset[Any]
-    """Shapes that were compiled."""
-    objectives: tuple[Objective, ...]
-
-    @cached_property
-    def learned(self) -> tuple[TrialRecord, ...]:
-        """The trials with a speed that what is believed is worked out from."""
-        measured = [record for record in self.records if record.measurement is not None]
-        return tuple(telling(measured, merits=self._merits, most=LEARNED_MAX))
-
-    @cached_property
-    def remembered(self) -> tuple[TrialRecord, ...]:
-        """The newest trials, from which memory is known: it repeats to the byte."""
-        return self.records[-REMEMBERED_MAX:]
-
-    def _merits(self, record: TrialRecord) -> tuple[float, ...]:
-        return merits_of(record, self.objectives) if isinstance(record.outcome, Measured) else ()
-
-    @cached_property
-    def measured(self) -> tuple[tuple[TrialRecord, float], ...]:
-        """The trials with a speed, and how far each speed may be off."""
-        return tuple((r, _noise(r)) for r in self.learned)
-
-    @property
-    def configs(self) -> tuple[TrialConfig, ...]:
-        """Every configuration that something is made of."""
-        known = (*self.learned, *self.remembered)
-        return (*(record.config for record in known), *self.running)
-
-
-@dataclass(frozen=True)
 class _Told:
     """What one trial says."""
 
@@ -158,19 +112,34 @@ class _Told:
     config: TrialConfig
     key: str
     """Equal for configurations that train the same way."""
-    shape: Any
-    """What its layers are compiled for; None where they are not."""
+
+
+@dataclass
+class Trials:
+    """What a study's trials say, the one that is asked for apart."""
+
+    records: list[TrialRecord] = field(default_factory=list)
+    running: list[TrialConfig] = field(default_factory=list)
+    tried: set[str] = field(default_factory=set)
+    """Identities of both, and of what ended without a record."""
+    learned: list[TrialRecord] = field(default_factory=list)
+    """The trials with a speed that a surrogate is fitted to."""
+
+    @property
+    def remembered(self) -> list[TrialRecord]:
+        """The trials from which memory is known."""
+        return self.records[-REMEMBERED_MAX:]
 
 
 @dataclass(frozen=True)
 class _World:
-    """The candidates and everything tried, with what is foreseen of each, a row each."""
+    """The candidates and everything tried, with what is predicted of each, a row each."""
 
     candidates: tuple[Candidate, ...]
     configs: tuple[TrialConfig, ...]
     rows: Mapping[str, int]
     foreseen: Foreseen
-    speed: SpeedBelief
+    speed: SpeedSurrogate
     peaks: Peaks | None
     tokens_per_step: Array
     bases: Codes
@@ -178,15 +147,101 @@ class _World:
     shapes: Mapping[int, Any]
     """What each compiled configuration's layers are compiled for, by row."""
 
+    def row(self, config: TrialConfig) -> int:
+        """Return the row of a configuration."""
+        return self.rows[identity(config)]
 
-class GuidedSampler(BaseSampler):
-    """Asks for the most expected gain per second of device time.
+
+@dataclass(frozen=True)
+class _Weighed:
+    """What each row promises; the candidates come first."""
+
+    merits: Array
+    """By which one is chosen: expected gain per second, with `BOLDNESS`; minus infinity for what
+    was tried."""
+    gains: Array
+    """Expected, relative to the best so far, the uncertainty taken whole; minus infinity for what
+    was tried."""
+    chances: Array
+    """Of fitting and being better."""
+    seconds: Array
+    """Of the device that a trial is expected to take."""
+
+
+class CandidateSampler(BaseSampler):
+    """Chooses among candidates by what a study's trials say; serves one study.
+
+    Args:
+        candidates: what may be asked for.
+        inner: draws what the candidates do not say.
+        preflight: refuses what is hopeless, and predicts.
+    """
+
+    def __init__(self, candidates: Candidates, *, inner: BaseSampler, preflight: Expecting) -> None:
+        self._candidates = candidates
+        self._inner = inner
+        self._preflight = preflight
+        self._known: dict[int, _Told | None] = {}
+        """What the trials that ended say, by number."""
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        """Return the whole space, also before there is any trial to infer it from."""
+        return dict(self._candidates.free)
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        """Draw one parameter that the space does not know, or that a queued trial left open."""
+        return self._inner.sample_independent(study, trial, param_name, param_distribution)
+
+    def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
+        trials = Trials()
+        for trial in study.get_trials(deepcopy=False):
+            if trial.number == besides or (told := self._told_by(trial)) is None:
+                continue
+            trials.tried.add(told.key)
+            if told.record is not None:
+                trials.records.append(told.record)
+            elif trial.state is TrialState.RUNNING:
+                trials.running.append(told.config)
+        return trials
+
+    def _told_by(self, trial: FrozenTrial) -> _Told | None:
+        """Return what a trial says, worked out once where it has ended; None for nothing.
+
+        What was closed before it ran says nothing: it is still to be tried. A run that measured a
+        winner again says only that it ran out of memory, as its speed is that of another process
+        and another hour.
+        """
+        if trial.number in self._known:
+            return self._known[trial.number]
+        told: _Told | None = None
+        record = mapping.record_of(trial)
+        if record is None and not mapping.never_ran(trial):
+            config = mapping.config_of(trial)
+            if config is None and self._candidates.free.keys() <= trial.params.keys():
+                config = self._candidates.config(trial.params)
+            told = None if config is None else _Told(None, config, identity(config))
+        elif record and (record.purpose == "search" or isinstance(record.outcome, OutOfMemory)):
+            told = _Told(record, record.config, identity(record.config))
+        if trial.state.is_finished():
+            self._known[trial.number] = told
+        return told
+
+
+class GuidedSampler(CandidateSampler):
+    """Asks for the most expected improvement per second of device time.
 
     Args:
         candidates: what may be asked for.
         preflight: refuses what is hopeless, and predicts.
         objectives: what is searched for.
-        distributions: of the dimensions that are free.
         steps: how long a trial trains.
         seed: decides between candidates of which the same is expected.
     """
@@ -197,67 +252,48 @@ class GuidedSampler(BaseSampler):
         *,
         preflight: Expecting,
         objectives: Sequence[Objective],
-        distributions: Mapping[str, BaseDistribution],
         steps: StepBudget,
         seed: int,
     ) -> None:
-        self._candidates = candidates
-        self._preflight = preflight
-        self._objectives = tuple(objectives)
-        self._distributions = dict(distributions)
+        super().__init__(candidates, inner=RandomSampler(seed=seed), preflight=preflight)
+        self._objectives = uncertain_first(objectives)
         self._steps = steps.warmup_min + steps.measured_min + STEPS_MORE
         self._steps_seconds_max = steps.seconds_max
         self._seed = seed
-        self._independent = RandomSampler(seed=seed)
-        self._known: dict[int, _Told | None] = {}
-        """What the trials that ended say, by number."""
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
-
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """Return the whole space, also before there is any trial to infer it from."""
-        return self._distributions
+        self._weighings: list[tuple[_World, Any, _Weighed]] = []
+        """The last two, with the trials that they are by."""
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the candidate of which most is to be gained."""
-        chosen = self._choose(self._read(study, besides=trial.number))
+        chosen = self._choose(self._learned(study, besides=trial.number))
         return {} if chosen is None else {name: chosen.params[name] for name in search_space}
-
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """Draw one parameter that the space does not know, or that a queued trial left open."""
-        return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def prepare(self) -> None:
         """Do once, before anything is asked, what every choice takes first."""
         if self._candidates.is_listed:
-            nothing = _Trials((), (), frozenset(), frozenset(), self._objectives)
-            self._weigh(self._seen(nothing), nothing)
+            nothing = Trials()
+            self._weighed(self._seen(nothing), nothing)
 
     def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
         """Return what is still to be gained, by what the study's trials say, one of them apart."""
-        trials = self._read(study, besides=besides)
+        trials = self._learned(study, besides=besides)
         world = self._seen(trials)
-        weighed = self._weigh(world, trials)
-        left = [row for row in range(len(world.candidates)) if weighed.merits[row] > -np.inf]
-        row = self._first_acceptable(world, weighed.doubted)
+        weighed = self._weighed(world, trials)
+        row = self._first_acceptable(world, weighed.gains)
         if row is None:
             return Outlook(gain=0.0)
+        count = len(world.candidates)
+        left = weighed.merits[:count] > -np.inf
         return Outlook(
             gain=float(weighed.gains[row]),
             config=world.candidates[row].config,
             chance=float(weighed.chances[row]),
-            open=int((weighed.chances[left] >= OPEN_CHANCE).sum()),
-            looked_at=len(left),
+            open=int((weighed.chances[:count][left] >= OPEN_CHANCE).sum()),
+            looked_at=int(left.sum()),
         )
 
     def fastest_of(
@@ -265,104 +301,60 @@ class GuidedSampler(BaseSampler):
     ) -> TrialConfig | None:
         """Return what is expected to be the fastest that fits of some configurations, none of them
         tried before; None where none is left that the pre-flight does not refuse."""
-        trials = self._read(study, besides=None)
+        trials = self._learned(study, besides=None)
         world = self._seen(trials)
         left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
-        rows = slice(0, len(world.candidates))
-        speed, fit = self._speed(world, trials), self._fit(world, trials)
-        speeds = np.exp(speed.mean + _class_offsets(world, speed, fit))
-        promised = np.where(left, speeds[rows] * fit[rows], -np.inf)
-        row = self._first_acceptable(world, promised)
+        speed, fit = self._speed(world, trials), _fit(world, trials)
+        promised = (np.exp(speed.mean + _class_offsets(world, speed, fit)) * fit)[: len(left)]
+        row = self._first_acceptable(world, np.where(left, promised, -np.inf))
         return None if row is None else world.candidates[row].config
 
-    def _read(self, study: optuna.Study, *, besides: int | None) -> _Trials:
-        records, running, tried, compiled = [], [], set(), set()
-        for trial in study.get_trials(deepcopy=False):
-            told = None if trial.number == besides else self._told_by(trial)
-            if told is None:
-                continue
-            tried.add(told.key)
-            if told.record is not None:
-                records.append(told.record)
-                compiled.add(told.shape)
-            elif trial.state is TrialState.RUNNING:
-                running.append(told.config)
-        known = tuple(records), tuple(running), frozenset(tried), frozenset(compiled)
-        return _Trials(*known, self._objectives)
+    def _learned(self, study: optuna.Study, *, besides: int | None) -> Trials:
+        trials = self._read(study, besides=besides)
+        measured = [record for record in trials.records if record.measurement is not None]
+        merits = np.full((len(measured), len(self._objectives)), -np.inf)
+        for row, record in enumerate(measured):
+            if isinstance(record.outcome, Measured):
+                merits[row] = merits_of(record, self._objectives)
+        trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
+        return trials
 
-    def _told_by(self, trial: FrozenTrial) -> _Told | None:
-        """Return what a trial says, worked out once where it has ended; None for nothing."""
-        if not trial.state.is_finished():
-            return self._told(trial, None)
-        if trial.number not in self._known:
-            self._known[trial.number] = self._told(trial, mapping.record_of(trial))
-        return self._known[trial.number]
-
-    def _told(self, trial: FrozenTrial, record: TrialRecord | None) -> _Told | None:
-        if record is not None and not _tells_the_search(record):
-            return None
-        config = self._config(trial) if record is None else record.config
-        return None if config is None else _Told(record, config, identity(config), _shape(config))
-
-    def _config(self, trial: FrozenTrial) -> TrialConfig | None:
-        config = mapping.config_of(trial)
-        if config is None and self._distributions.keys() <= trial.params.keys():
-            return self._candidates.config(trial.params)
-        return config
-
-    def _choose(self, trials: _Trials) -> Candidate | None:
+    def _choose(self, trials: Trials) -> Candidate | None:
         world = self._seen(trials)
-        weighed = self._weigh(world, trials)
-        row = self._best_acceptable(world, weighed)
+        weighed = self._weighed(world, trials)
+        row = self._first_acceptable(world, weighed.merits)
+        if row is not None and weighed.gains[row] < WORTH_BOLDNESS:
+            # What looks best is as good as found: what may be better by surprise has its turn.
+            row = self._first_acceptable(world, weighed.gains / weighed.seconds)
         if row is None:
-            # All that is left is refused, or was tried: it gets its verdict without the device.
-            left = [c for c in world.candidates if c.key not in trials.tried]
-            return min(left or world.candidates, key=self._need(world), default=None)
+            # All that is left is refused, or was tried: what needs the least memory gets its
+            # verdict without the device.
+            left = [c for c in world.candidates if c.key not in trials.tried] or world.candidates
+            peaks = world.foreseen.peak_bytes
+            needs = np.zeros(len(world.rows)) if peaks is None else np.nan_to_num(peaks, nan=1e30)
+            return min(left, key=lambda c: needs[world.rows[c.key]], default=None)
         order = np.argsort(-weighed.merits[: len(world.candidates)])[:REFINED]
         self._best = tuple(world.candidates[at].params for at in order)
         return world.candidates[row]
 
-    def _need(self, world: _World) -> Any:
-        """Return a key by which what needs the least memory comes first."""
-        peaks = world.foreseen.peak_bytes
-        return lambda c: 0.0 if peaks is None else np.nan_to_num(peaks[world.rows[c.key]], nan=1e30)
-
-    def _best_acceptable(self, world: _World, weighed: _Weighed) -> int | None:
-        """Return the best candidate that the pre-flight does not refuse; None where there is none.
-
-        What looks best is held against the pre-flight one by one, as few are ever needed.
-        """
-        row = self._first_acceptable(world, weighed.merits)
-        if row is None or weighed.gains[row] >= WORTH_BOLDNESS:
-            return row
-        # What looks best is as good as found: what may be better by surprise has its turn.
-        return self._first_acceptable(world, weighed.doubted / weighed.seconds)
-
-    def _first_acceptable(self, world: _World, merits: Array) -> int | None:
-        merits = merits[: len(world.candidates)]
-        for row in np.argsort(-merits)[:LOOKED_UP_MAX]:
-            if merits[row] == -np.inf:
+    def _first_acceptable(self, world: _World, scores: Array) -> int | None:
+        """Return the candidate of the highest score that the pre-flight does not refuse; None where
+        there is none. They are held against it one by one, as few are ever needed."""
+        for row in np.argsort(-scores[: len(world.candidates)]):
+            if scores[row] == -np.inf:
                 return None
-            if not self._is_refused(world, int(row)):
+            if not self._preflight.expect(world.candidates[row].config).is_refused:
                 return int(row)
-        rest = np.flatnonzero(merits > -np.inf)
-        return next((int(r) for r in rest if not self._is_refused(world, int(r))), None)
+        return None
 
-    def _is_refused(self, world: _World, row: int) -> bool:
-        return self._preflight.expect(world.candidates[row].config).is_refused
-
-    # What is foreseen
-
-    def _seen(self, trials: _Trials) -> _World:
+    def _seen(self, trials: Trials) -> _World:
         """Return the candidates with what was tried; made anew only where either has changed."""
+        told = [record.config for record in (*trials.learned, *trials.remembered)]
+        tried = {identity(config): config for config in (*told, *trials.running)}
         world = self._world
-        keys = {identity(config): config for config in trials.configs}
-        if world is None or not self._candidates.is_listed or not keys.keys() <= world.rows.keys():
-            world = self._made(self._candidates.near(self._best), keys)
-            self._world = world
-        return world
-
-    def _made(self, candidates: tuple[Candidate, ...], tried: Mapping[str, TrialConfig]) -> _World:
+        if world and self._candidates.is_listed and tried.keys() <= world.rows.keys():
+            return world
+        candidates = self._candidates.near(self._best)
         known = {candidate.key: candidate.config for candidate in candidates}
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
@@ -372,73 +364,84 @@ class GuidedSampler(BaseSampler):
             if foreseen.tokens_per_step is None
             else foreseen.tokens_per_step
         )
-        return _World(
+        self._world = _World(
             candidates,
             configs,
             {key: row for row, key in enumerate(known)},
             foreseen,
-            SpeedBelief(columns(configs), log_tokens=log_tokens, physics=foreseen.physics),
+            SpeedSurrogate(columns(configs), log_tokens=log_tokens, physics=foreseen.physics),
             _peaks(configs, foreseen),
             np.exp(log_tokens),
             Column.of_kinds(list(map(_base, configs)), common=0.0).codes,
             {row: _shape(config) for row, config in enumerate(configs) if config.compile},
         )
+        return self._world
 
     # What is to be gained
 
-    def _weigh(self, world: _World, trials: _Trials) -> _Weighed:
+    def _weighed(self, world: _World, trials: Trials) -> _Weighed:
+        """Return what each candidate promises, worked out once: whether to go on, by these trials
+        and by all but the last, and what is next are read from it."""
+        numbers = tuple(record.number for record in trials.records)
+        known = numbers, tuple(trials.running), frozenset(trials.tried)
+        for of_world, by, weighed in self._weighings:
+            if of_world is world and by == known:
+                return weighed
+        weighed = self._weigh(world, trials)
+        if self._candidates.is_listed:
+            # Else each look is at other candidates.
+            self._weighings = [*self._weighings[-1:], (world, known, weighed)]
+        return weighed
+
+    def _weigh(self, world: _World, trials: Trials) -> _Weighed:
         """Return what each candidate promises; nothing of what was tried."""
-        speed = self._speed(world, trials)
-        fit = self._fit(world, trials)
+        speed, fit = self._speed(world, trials), _fit(world, trials)
         offsets = _class_offsets(world, speed, fit)
         compared = replace(speed, means=speed.means + offsets)
-        goal = Goal.of(
-            self._objectives, foreseen=world.foreseen, speed=compared, rows=len(world.configs)
-        )
-        able = [r for r, _ in trials.measured if self._may_win(world, r)]
-        best = [self._values(r, offsets[world.rows[identity(r.config)]]) for r in able]
-        gains, chances = expected_gains(goal, best)
-        # Without a forecast there is nothing to be bold about.
+        goal = Goal.of(self._objectives, foreseen=world.foreseen, speed=compared)
+        best = self._reached(world, trials, offsets)
+        gains, chances = expected_improvement(goal, best)
+        # Without a prediction there is nothing to be bold about.
         share = 1.0 if world.foreseen.physics is None else BOLDNESS
-        merits = expected_gains(replace(goal, first=goal.first.surer(share)), best)[0] * fit
-        promised = gains * fit if best else np.full(len(gains), np.inf)
+        merits = expected_improvement(replace(goal, first=goal.first.surer(share)), best)[0] * fit
+        gains = gains * fit if len(best) else np.full(len(gains), np.inf)
         seconds = self._seconds(world, trials, speed)
-        if best:
+        if len(best):
             merits = merits / seconds
-        # Equals are told apart by seed and trial, so that a study that goes on is where it was.
+        # Equals are told apart by seed and trial, so that a study that resumes is where it was.
         draws = np.random.default_rng([self._seed, len(trials.tried)]).random(len(merits))
         merits = merits * (1.0 + 1e-6 * draws)
         tried = [row for key, row in world.rows.items() if key in trials.tried]
-        merits[tried] = -np.inf
-        doubted = promised.copy()
-        doubted[tried] = -np.inf
-        return _Weighed(merits, doubted, promised, chances * fit, seconds)
+        merits[tried] = gains[tried] = -np.inf
+        return _Weighed(merits, gains, chances * fit, seconds)
 
-    def _may_win(self, world: _World, record: TrialRecord) -> bool:
-        """Whether a trial counts among the best: it ran to its end, and the space holds it."""
-        is_inside = world.rows[identity(record.config)] < len(world.candidates)
-        return isinstance(record.outcome, Measured) and (
-            is_inside or not self._candidates.is_listed
-        )
+    def _reached(self, world: _World, trials: Trials, offsets: Array) -> Array:
+        """Return the objectives of the trials that count among the best: those that ran to their
+        end, and that the space holds."""
+        reached = []
+        for record in trials.learned:
+            row = world.row(record.config)
+            is_inside = row < len(world.candidates) or not self._candidates.is_listed
+            if is_inside and isinstance(record.outcome, Measured):
+                values = np.array(merits_of(record, self._objectives), dtype=float)
+                if self._objectives[0] == "tokens_per_second":
+                    values[0] *= np.exp(offsets[row])
+                reached.append(values)
+        return np.array(reached)
 
-    def _values(self, record: TrialRecord, offset: float) -> list[float]:
-        measured = scaled(measured_of(record), float(np.exp(offset)))
-        return [objective_value(objective, measured) for objective in self._objectives]
-
-    def _speed(self, world: _World, trials: _Trials) -> Mixture:
-        rows = [world.rows[identity(record.config)] for record, _ in trials.measured]
-        speeds = [m.tokens_per_second for r, _ in trials.measured if (m := r.measurement)]
+    def _speed(self, world: _World, trials: Trials) -> Mixture:
+        measured = [(r, r.measurement) for r in trials.learned if r.measurement is not None]
         observed = Observed(
-            np.array(rows, dtype=np.intp),
-            np.log(np.array(speeds)),
-            np.array([noise for _, noise in trials.measured]),
+            np.array([world.row(record.config) for record, _ in measured], dtype=np.intp),
+            np.log(np.array([measurement.tokens_per_second for _, measurement in measured])),
+            np.array([_noise(record) for record, _ in measured]),
         )
-        speed = world.speed.given(observed)
+        speed = world.speed.posterior(observed)
         if not trials.running:
             return speed
-        # A running trial will say something of its like: as if it ended just as forecast.
-        running = np.array([world.rows[identity(c)] for c in trials.running], dtype=np.intp)
-        return world.speed.given(
+        # A running trial will say something of its like: as if it ended just as predicted.
+        running = np.array([world.row(config) for config in trials.running], dtype=np.intp)
+        return world.speed.posterior(
             Observed(
                 np.append(observed.rows, running),
                 np.append(observed.log_speed, speed.mean[running]),
@@ -446,45 +449,44 @@ class GuidedSampler(BaseSampler):
             )
         )
 
-    def _fit(self, world: _World, trials: _Trials) -> Array:
-        budget = world.foreseen.budget_bytes
-        if world.peaks is None or budget is None:
-            return np.ones(len(world.configs))
-        seen = [s for r in trials.remembered if (s := _seen_memory(r, world, budget))]
-        rows, numbers, bounds = zip(*seen, strict=True) if seen else ((), (), ())
-        known = Seen(
-            np.array(rows, dtype=np.intp), np.log(np.array(numbers)), np.array(bounds, dtype=bool)
-        )
-        return chance_to_fit(world.peaks, known, log_budget=float(np.log(budget)))
-
-    def _seconds(self, world: _World, trials: _Trials, speed: Mixture) -> Array:
+    def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:
         """Return the device seconds that each candidate's trial is expected to take."""
         steps = world.tokens_per_step / np.exp(speed.mean) * self._steps
         seconds = ATTACH_SECONDS + np.minimum(steps, 2 * self._steps_seconds_max)
+        compiled = {_shape(record.config) for record in trials.records if record.config.compile}
         for row, shape in world.shapes.items():
-            if shape not in trials.compiled:
+            if shape not in compiled:
                 seconds[row] += COMPILE_SECONDS
         if trials.records:
-            there = world.bases[world.rows[identity(trials.records[-1].config)]]
+            there = world.bases[world.row(trials.records[-1].config)]
             seconds += REBUILD_SECONDS * (world.bases != there)
         return seconds
 
 
-@dataclass(frozen=True)
-class _Weighed:
-    """What each row promises; the candidates come first."""
-
-    merits: Array
-    """By which one is chosen: expected gain per second; minus infinity for what was tried."""
-    doubted: Array
-    """By which one is chosen that merits leave aside: expected gain, the uncertainty taken whole;
-    minus infinity for what was tried."""
-    gains: Array
-    """Expected, relative to the best so far."""
-    chances: Array
-    """Of fitting and being better."""
-    seconds: Array
-    """Of the device that a trial is expected to take."""
+def _fit(world: _World, trials: Trials) -> Array:
+    """Return the probability that each configuration fits."""
+    budget = world.foreseen.budget_bytes
+    if world.peaks is None or budget is None:
+        return np.ones(len(world.configs))
+    rows, peaks, bounds = [], [], []
+    for record in trials.remembered:
+        match record.outcome:
+            case Measured(measurement=measured) | PrunedSlow(measurement=measured):
+                peak, is_bound = float(measured.peak_allocated_bytes), False
+            case OutOfMemory(stage=stage, flags=flags) if (
+                stage != "load" and NEIGHBOUR not in flags
+            ):
+                slack = FRAGMENTATION if world.foreseen.is_cut_up else 0.0
+                peak, is_bound = budget * (1.0 - slack), True
+            case _:
+                continue
+        rows.append(world.row(record.config))
+        peaks.append(peak)
+        bounds.append(is_bound)
+    seen = Seen(
+        np.array(rows, dtype=np.intp), np.log(np.array(peaks)), np.array(bounds, dtype=bool)
+    )
+    return chance_to_fit(world.peaks, seen, log_budget=float(np.log(budget)))
 
 
 def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
@@ -508,34 +510,32 @@ def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
 
 
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:
-    """Return the properties by which configurations are compared: work, then knob by knob."""
+    """Return the properties by which configurations are compared: work, then each setting."""
     tokens = np.log2([float(config.tokens_per_micro_batch) for config in configs])
     found = [Column.of_numbers(tokens, scale=_NUMBERS["micro_batch_size"])]
     for key, knob in KNOBS.items():
-        values = [_compared(key, config) for config in configs]
-        if key in _NUMBERS and key != "micro_batch_size":
-            found.append(Column.of_numbers(np.array(values), scale=_NUMBERS[key]))
-        elif key not in _NUMBERS and (knob.memory != "untouched" or knob.shapes_base):
-            found.append(Column.of_kinds(values, common=_OTHER_KIND))
+        if key == "micro_batch_size":
+            continue
+        if key in _NUMBERS:
+            numbers = np.array([_number(key, config) for config in configs])
+            found.append(Column.of_numbers(numbers, scale=_NUMBERS[key]))
+        elif knob.memory != "untouched" or knob.shapes_base:
+            kinds = [getattr(config, key) for config in configs]
+            found.append(Column.of_kinds(kinds, common=_OTHER_KIND))
     return found
 
 
-def _compared(key: str, config: TrialConfig) -> Any:
-    match key:
-        case "effective_batch_size":
-            return np.log2(config.accumulation_steps)
-        case "checkpoint_fraction":
-            return config.checkpoint_fraction
-        case _ if key in _NUMBERS:
-            return np.log2(getattr(config, key))
-        case _:
-            return getattr(config, key)
+def _number(key: str, config: TrialConfig) -> float:
+    if key == "checkpoint_fraction":
+        return config.checkpoint_fraction
+    count = config.accumulation_steps if key == "effective_batch_size" else getattr(config, key)
+    return float(np.log2(count))
 
 
 def _peaks(configs: Sequence[TrialConfig], foreseen: Foreseen) -> Peaks | None:
     if foreseen.peak_bytes is None or foreseen.uncertainty is None:
         return None
-    # Compiled layers keep other tensors than eager ones, and recomputed ones are foretold worse:
+    # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted worse:
     # each says nothing of the other.
     is_compiled = np.array([config.compile for config in configs], dtype=float)
     pairs = np.column_stack([is_compiled, foreseen.uncertainty])
@@ -543,33 +543,10 @@ def _peaks(configs: Sequence[TrialConfig], foreseen: Foreseen) -> Peaks | None:
     return Peaks(np.log(foreseen.peak_bytes), foreseen.uncertainty, kinds)
 
 
-def _seen_memory(
-    record: TrialRecord, world: _World, budget_bytes: int
-) -> tuple[int, float, bool] | None:
-    """Return a trial's row, its peak, and whether that is but a bound; None for neither."""
-    row = world.rows[identity(record.config)]
-    match record.outcome:
-        case Measured(measurement=measured) | PrunedSlow(measurement=measured):
-            return row, float(measured.peak_allocated_bytes), False
-        case OutOfMemory(stage=stage, flags=flags) if stage != "load" and NEIGHBOUR not in flags:
-            slack = FRAGMENTATION if world.foreseen.is_cut_up else 0.0
-            return row, budget_bytes * (1.0 - slack), True
-        case _:
-            return None
-
-
-def _tells_the_search(record: TrialRecord) -> bool:
-    """Whether a run says something of the search: one that measured a winner again only that it
-    ran out of memory, as its speed is that of another process and another hour.
-    """
-    return record.purpose == "search" or isinstance(record.outcome, OutOfMemory)
-
-
 def _noise(record: TrialRecord) -> float:
     """Return how far a trial's speed may be off, relative: one standard deviation."""
     measured = record.measurement
-    assert measured is not None, "a trial without a speed has no error"
-    if measured.speed_interval is None:
+    if measured is None or measured.speed_interval is None:
         return NOISE_UNKNOWN
     if measured.is_noisy:
         return NOISE_UNEVEN
@@ -578,9 +555,7 @@ def _noise(record: TrialRecord) -> float:
 
 
 def _shape(config: TrialConfig) -> Any:
-    """Return what a compiled layer is compiled for."""
-    if not config.compile:
-        return None
+    """Return what a layer is compiled for."""
     ignored = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
     return tuple(value for key, value in config if key not in ignored)
 

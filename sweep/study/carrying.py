@@ -1,8 +1,7 @@
-"""Owns what a study takes over from another: trials that would come out the same if they ran again.
+"""What a study takes over from another: trials that would come out the same if they ran again.
 
 Each is stored whole or not at all and knows where it was measured, so that a run that was killed on
-the way goes on where it stopped, and one that is repeated takes nothing twice. Knows nothing of how
-a study is driven.
+the way goes on where it stopped, and one that is repeated takes nothing twice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
-from search_spaces.space import SearchSpace, StepBudget
+from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.objectives import CONCLUSIVE
 from storage.ranking import rank_study
@@ -100,57 +99,34 @@ def carry_over(
     encoding = Encoding(study.definition.space)
     baseline = study.definition.space.baseline_config()
     is_own = source.identity == study.identity
-    known = _Known(study)
+    known = (*study.records(), *study.confirmations())
+    settled = [record for record in known if record.verdict not in RETRYABLE]
+    attempts = {record.attempt_id for record in settled} - {None}
+    tried = {canonical(record.config) for record in settled if record.purpose == "search"}
     new = 0
     for record in _own(study, source) if is_own else holding(source, study.definition.space):
-        mark = record.carried or Carried(
-            study=source.name, identity=source.identity, number=record.number
-        )
-        if known.has(record) or not is_valid(record.config):
+        is_searched, config = record.purpose == "search", canonical(record.config)
+        is_there = record.attempt_id in attempts or (is_searched and config in tried)
+        if is_there or not is_valid(record.config):
             continue
-        is_searched = record.purpose == "search"
+        mark = Carried(study=source.name, identity=source.identity, number=record.number)
+        changes = {
+            "carried": record.carried or mark,
+            "is_baseline": record.config == baseline,
+            "attempt": 1,
+            "wall_seconds": 0.0,
+            "device_seconds": 0.0,
+        }
         params = encoding.params_of(record.config) if is_searched else None
-        taken = record.model_copy(
-            update={
-                "carried": mark,
-                "is_baseline": record.config == baseline,
-                "attempt": 1,
-                "wall_seconds": 0.0,
-                "device_seconds": 0.0,
-            }
-        )
-        study.carry(
-            taken,
-            params=params or {},
-            distributions={} if params is None else encoding.distributions,
-        )
-        known.add(taken)
+        distributions = {} if params is None else encoding.distributions
+        taken = record.model_copy(update=changes)
+        study.carry(taken, params=params or {}, distributions=distributions)
+        attempts |= {record.attempt_id} - {None}
+        if is_searched:
+            tried.add(config)
         new += 1
     kept = (*study.records(), *study.confirmations()) if is_own else study.records()
-    return Taken(new, sum(r.carried is not None for r in kept))
-
-
-class _Known:
-    """What a study needs not take over, as it has it."""
-
-    def __init__(self, study: OpenStudy) -> None:
-        self._attempts: set[str | None] = set()
-        self._tried: set[TrialConfig] = set()
-        for record in (*study.records(), *study.confirmations()):
-            self.add(record)
-
-    def add(self, record: TrialRecord) -> None:
-        if record.verdict in RETRYABLE:
-            return
-        self._attempts.add(record.attempt_id)
-        if record.purpose == "search":
-            self._tried.add(canonical(record.config))
-
-    def has(self, record: TrialRecord) -> bool:
-        """Whether a result is there, or of the search one of its configuration."""
-        if record.attempt_id is not None and record.attempt_id in self._attempts:
-            return True
-        return record.purpose == "search" and canonical(record.config) in self._tried
+    return Taken(new, sum(record.carried is not None for record in kept))
 
 
 def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:
@@ -171,6 +147,7 @@ def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
     """Yield the trials of a study that hold in another space, by number.
 
     Of one configuration it is the last that came to a conclusion, as in that study's own ranking.
+    It trained as long as the fewest steps of the space ask for.
     Not those that did not hold when they were measured again, and none of those runs: they compare
     with each other alone.
     """
@@ -184,13 +161,10 @@ def holding(source: StudySnapshot, space: SearchSpace) -> Iterator[TrialRecord]:
         if last[canonical(record.config)] != record.number:
             continue
         is_asked = record.config == baseline or space.params_of(record.config) is not None
-        if is_asked and _is_long_enough(record, space.steps):
+        measured, steps = record.measurement, space.steps
+        is_long_enough = measured is None or (
+            measured.steps_warmup >= steps.warmup_min
+            and measured.steps_measured >= steps.measured_min
+        )
+        if is_asked and is_long_enough:
             yield record
-
-
-def _is_long_enough(record: TrialRecord, steps: StepBudget) -> bool:
-    """Whether a trial trained as long as the fewest steps of another budget ask for."""
-    measured = record.measurement
-    return measured is None or (
-        measured.steps_warmup >= steps.warmup_min and measured.steps_measured >= steps.measured_min
-    )

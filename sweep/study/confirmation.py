@@ -1,53 +1,28 @@
-"""Owns what follows a search: its winner is measured again, beside what may be as fast, and soaked.
+"""What follows a search: its winner is measured again, beside what may be as fast, and soaked.
 
 What to run next is read from the runs that are stored, and from nothing else: a study that is
-killed at any moment goes on with the run after the last one that ended. Knows nothing of how a
-search chooses or stops.
+killed at any moment goes on with the run after the last one that ended.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-
-from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.objectives import is_sound, measured_of
+from storage.objectives import measured_of
+from storage.qualities import claimed_pair
 from storage.ranking import Ranking, rank
-from storage.records import (
-    Attempt,
-    Crashed,
-    Errand,
-    Measured,
-    Outcome,
-    OutOfMemory,
-    Purpose,
-    TrialRecord,
-    held_to_budget,
-)
+from storage.records import Errand, Purpose, TrialRecord
 from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
-from sweep.planning.target_speed import target_speeds
-from sweep.running.runner import Runner
-from sweep.running.wire import Progress, TrialRequest
-from sweep.study.events import (
-    ConfirmationStarted,
-    Listener,
-    TrialFinished,
-    TrialProgress,
-    TrialStarted,
-)
-from sweep.study.interruption import Interruption
-from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
-from sweep.study.preflight import Preflight
-from sweep.study.quality import Quality, Seeds, is_asked
+from sweep.planning.evidence import target_speeds
+from sweep.running.lanes import Lane
+from sweep.study.driver import Driver, Source, Wanted
+from sweep.study.events import ConfirmationStarted, StopReason
+from sweep.study.quality import is_asked, quality_command, tokens_of
 
 CONTENDERS_MAX = 4
 """Of all whose intervals overlap the winner's, so many are measured again at a time."""
@@ -59,6 +34,8 @@ RUNS_MAX = 2
 """Times its repeats that a configuration runs at most, however often others take the lead."""
 SOAKS_MAX = 3
 """Where so many lose in their soaks, another budget or another study is what helps."""
+SEEDED_MAX = 5
+"""Configurations that are trained with several seeds."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +48,6 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class NextRun:
-    """What is to be run."""
-
-    config: TrialConfig
-    errand: Errand
-    seed: int | None = None
-    """With which it is trained for its loss; None where it is not."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a confirmation has still to run, as far as it has come.
 
@@ -90,41 +57,80 @@ class Plan:
     Attributes:
         series: of the runs that count.
         since: number of the first run of this driver; what failed before is tried anew.
+        tokens: on which a run with another seed trains; None where no loss is asked for.
     """
 
     ranking: Ranking
     budget: ConfirmBudget
     series: int
     since: int = 0
+    tokens: int | None = None
 
-    def next_run(self) -> NextRun | None:
+    def next_run(self) -> Wanted | None:
         """Return the next run; None where all that the budget allows is known."""
         again = self._turn(self._unconfirmed()) or self._turn(self._undecided())
         if again is not None:
-            return self._run(again, "confirm")
-        winner = self.ranking.winner
-        if winner is not None and self._is_to_soak(winner):
-            return self._run(_contender(winner), "soak")
-        return self._next_seed()
+            errand = Errand(purpose="confirm", series=self.series, confirms=again.number)
+            return Wanted(self._steps, again.config, errand)
+        winner, budget = self.ranking.winner, self.budget
+        if winner is None or not self._is_to_soak(winner):
+            return self._next_seed()
+        changes = {
+            "measured_min": min(self._steps.measured_min, budget.soak_steps),
+            "measured_max": budget.soak_steps,
+            "seconds_max": budget.soak_seconds,
+        }
+        errand = Errand(purpose="soak", series=self.series, confirms=winner.number)
+        return Wanted(self._steps.model_copy(update=changes), winner.config, errand)
 
-    def _next_seed(self) -> NextRun | None:
-        """Return the next training with another seed, where losses are asked for."""
+    @property
+    def _steps(self) -> StepBudget:
+        """How long one run measures: as a trial does, but no more than its share of the time."""
+        steps, share = (
+            self.ranking.definition.space.steps,
+            self.budget.seconds / self.budget.repeats,
+        )
+        return steps.model_copy(update={"seconds_max": min(steps.seconds_max, share)})
+
+    def _next_seed(self) -> Wanted | None:
+        """Return the next training with another seed, where losses are asked for: all take one seed
+        before any takes the next.
+        """
         space = self.ranking.definition.space
-        if not is_asked(space):
+        if self.tokens is None:
             return None
+        # Speed is known: what it learns is what is asked.
+        least = self._steps.model_copy(update={"measured_max": self._steps.measured_min})
         tried = [r for r in self.ranking.confirmations.records if r.purpose == "quality"]
         failed = {
             canonical(r.config)
             for r in tried
             if attempts(tried, r.config, since=self.since) >= MAX_ATTEMPTS
         }
-        seeds = Seeds(self.ranking, first=space.seed, count=self.budget.quality_seeds)
-        found = seeds.next_run(failed)
-        if found is None:
-            return None
-        record, seed = found
-        errand = Errand(purpose="quality", series=self.series, confirms=record.number)
-        return NextRun(record.config, errand, seed)
+        candidates = [r for r in self._to_seed() if canonical(r.config) not in failed]
+        for seed in range(space.seed + 1, space.seed + self.budget.quality_seeds):
+            for record in candidates:
+                quality = measured_of(record).quality
+                if quality is None or seed not in (quality.seeds or (quality.seed,)):
+                    errand = Errand(purpose="quality", series=self.series, confirms=record.number)
+                    asked = quality_command(space, tokens=self.tokens, seed=seed)
+                    return Wanted(least, record.config, errand, asked)
+        return None
+
+    def _to_seed(self) -> tuple[TrialRecord, ...]:
+        """Return the few that the choice is between: the knee, the lowest loss, the two over which
+        an article's claim about rank is judged, and the fastest of the front."""
+        ranking = self.ranking
+        front = ranking.front or ranking.ranked[:1]
+        if not front:
+            return ()
+        chosen = (
+            front[0],
+            min(front, key=_loss),
+            *(claimed_pair(ranking.ranked) or ()),
+            max(front, key=lambda r: measured_of(r).tokens_per_second),
+        )
+        return tuple({record.number: record for record in chosen}.values())[:SEEDED_MAX]
 
     def contenders(self) -> tuple[Contender, ...]:
         """Return what is measured again: the winner, what its gain is over, its ties, what was
@@ -267,13 +273,14 @@ class Plan:
         known = self.ranking.confirmations.records
         return [r for r in known if r.series == self.series and r.purpose == purpose]
 
-    def _run(self, contender: Contender, purpose: Purpose) -> NextRun:
-        errand = Errand(purpose=purpose, series=self.series, confirms=contender.number)
-        return NextRun(contender.config, errand)
-
 
 def _contender(record: TrialRecord) -> Contender:
     return Contender(record.config, record.number)
+
+
+def _loss(record: TrialRecord) -> float:
+    quality = measured_of(record).quality
+    return float("inf") if quality is None else quality.eval_loss
 
 
 def ranking_of(study: OpenStudy) -> Ranking:
@@ -283,254 +290,75 @@ def ranking_of(study: OpenStudy) -> Ranking:
     return rank(records, study.definition, study.confirmations(), target_speeds=speeds)
 
 
-def confirm(
-    study: OpenStudy,
-    *,
-    runner: Runner,
-    preflight: Preflight,
-    clock: Callable[[], float] = time.monotonic,
-    on_event: Listener = lambda _: None,
-    interruption: Interruption | None = None,
-    is_anew: bool = False,
-    place: str = "",
-) -> bool:
-    """Measure a study's winner again and soak it; return False where somebody asked to stop.
+class Confirmation(Source):
+    """Wants a study's winner measured again, soaked and trained with several seeds.
 
-    Nothing is run where the space says so, where nothing fits, or where it was all done before.
+    On one lane while nothing runs on the others, so that what is compared is measured on the same
+    GPU and beside nobody; its first run in a fresh process. Nothing is run where the space says so,
+    where nothing fits, or where it was all done before.
 
     Args:
-        study: open, under its lease, its search at an end.
-        runner: runs a configuration, the first one in a fresh process.
-        preflight: learns what did not hold.
-        clock: seconds; only differences count.
-        on_event: hears of every run.
-        interruption: whether somebody asked to stop, as in `tune`.
+        driver: of this run.
+        then: what the study has come to once all of it is done.
         is_anew: whether all of it is done once more, whatever the space says.
-        place: where it runs, where there are several.
-
-    Raises:
-        EnvironmentFault: the device or the database is not to be had. What was measured is stored.
     """
-    budget = study.definition.space.confirm
-    if budget is None and is_anew:
-        budget = ConfirmBudget()
-    if budget is None:
-        return True
-    stops = interruption or Interruption()
-    confirming = _Confirming(study, runner, preflight, clock, on_event, stops, budget, place)
-    return confirming.all(is_anew)
 
+    def __init__(self, driver: Driver, *, then: StopReason, is_anew: bool) -> None:
+        self._driver = driver
+        self._study = driver.study
+        self._then = then
+        self._is_anew = is_anew
+        self._budget = driver.space.confirm or (ConfirmBudget() if is_anew else None)
+        self._lane: Lane | None = None
+        """Where it is measured; None before anything is."""
+        self._since = self._series = 0
 
-@dataclass
-class _Begun:
-    """A run between ask and tell."""
-
-    run: NextRun
-    handle: Trial
-    is_baseline: bool
-    attempt: int
-    identity: Attempt
-    began: float
-    """By the driver's clock."""
-    device_seconds: float = 0.0
-
-
-@contextmanager
-def closing_what_never_ran(
-    study: OpenStudy, *, besides: Callable[[], Collection[int]] = tuple
-) -> Iterator[None]:
-    """Close what was begun inside the ``with`` where it is left without an outcome: somebody asked
-    to stop, or the device or the database is not to be had. That was no attempt of a configuration.
-
-    Args:
-        study: under its lease.
-        besides: returns the numbers of the trials that run meanwhile.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, EnvironmentFault):
-        with suppress(EnvironmentFault):
-            study.abandon(besides=besides())
-        raise
-
-
-@dataclass
-class _Confirming:
-    """One driver's part of a confirmation."""
-
-    study: OpenStudy
-    runner: Runner
-    preflight: Preflight
-    clock: Callable[[], float]
-    on_event: Listener
-    interruption: Interruption
-    budget: ConfirmBudget
-    place: str
-
-    def __post_init__(self) -> None:
-        self.quality = Quality(self.study)
-
-    def all(self, is_anew: bool) -> bool:
-        """Run everything that is still to be run; return False where somebody asked to stop."""
-        since = next_number((*self.study.records(), *self.study.confirmations()))
-        series = self._series(since, is_anew)
-        is_first = True
-        while True:
-            try:
-                with closing_what_never_ran(self.study):
-                    with self.interruption.interruptible():
-                        begun = self._next(self._plan(series, since), is_first=is_first)
-                    if begun is None:
-                        return True
-                    outcome = self._outcome_of(begun)
-                with self.interruption.settling():
-                    self._tell(begun, outcome)
-            except KeyboardInterrupt:
-                return False
-            is_first = False
-
-    def _next(self, plan: Plan, *, is_first: bool) -> _Begun | None:
-        """Begin the next run; None where all of it is done.
-
-        Raises:
-            KeyboardInterrupt: somebody asked to stop, and nothing runs that is to be waited for.
-        """
-        run = plan.next_run()
-        if run is None:
+    def next(self, lane: Lane) -> Wanted | StopReason | None:
+        """Return the next run, or that all is done."""
+        if self._budget is None:
+            return self._then
+        if lane is not self._driver.lanes.working[0]:
             return None
-        if self.interruption.is_requested():
-            raise KeyboardInterrupt
+        is_first = lane is not self._lane
         if is_first:
-            self._begin(plan)
-        return self._ask(run)
+            self._since = next_number((*self._study.records(), *self._study.confirmations()))
+            self._series = self._series_on(lane, self._budget)
+        plan = self._plan(self._series, self._budget)
+        wanted = plan.next_run()
+        if wanted is None:
+            return self._then
+        if (reason := self._driver.reason_to_stop()) is not None:
+            return reason
+        if is_first:
+            self._lane = lane
+            lane.renew()
+            self._say_started(plan)
+        return wanted
 
-    def _plan(self, series: int, since: int) -> Plan:
-        return Plan(ranking_of(self.study), self.budget, series, since)
+    def _plan(self, series: int, budget: ConfirmBudget) -> Plan:
+        tokens = tokens_of(self._study) if is_asked(self._driver.space) else None
+        return Plan(ranking_of(self._study), budget, series, self._since, tokens)
 
-    def _series(self, since: int, is_anew: bool) -> int:
-        """Return which series goes on, or is begun: after a further search, or anew."""
-        known = Confirmations(self.study.confirmations())
+    def _series_on(self, lane: Lane, budget: ConfirmBudget) -> int:
+        """Return which series goes on, or is begun: after a further search, on another GPU (no two
+        are as fast), or anew."""
+        known = Confirmations(self._study.confirmations())
         if not known.newest:
             return 1
-        run = self._plan(known.newest, since).next_run()
+        run = self._plan(known.newest, budget).next_run()
         if run is None:
-            return known.newest + is_anew
-        if run.errand.purpose != "quality" and self._was_elsewhere(known):
+            return known.newest + self._is_anew
+        newest = (r for r in known.records if r.series == known.newest and r.measurement)
+        elsewhere = {r.ran_on for r in newest if r.ran_on} - {lane.name}
+        if run.errand.purpose != "quality" and lane.name and elsewhere:
             return known.newest + 1
-        searched = max(record.number for record in self.study.records())
+        searched = max(record.number for record in self._study.records())
         return known.newest + (searched > max(record.number for record in known.records))
 
-    def _was_elsewhere(self, known: Confirmations) -> bool:
-        """Whether the newest series was begun on another card: no two cards are as fast."""
-        newest = (r for r in known.records if r.series == known.newest and r.measurement)
-        places = {r.ran_on for r in newest if r.ran_on}
-        return bool(self.place) and bool(places - {self.place})
-
-    def _begin(self, plan: Plan) -> None:
-        self.runner.renew()
+    def _say_started(self, plan: Plan) -> None:
         known = plan.contenders()
         numbers = tuple(c.number for c in known if c.number is not None)
         recipe = next((c.config for c in known if c.number is None), None)
-        self.on_event(ConfirmationStarted(series=plan.series, numbers=numbers, recipe=recipe))
-
-    def _ask(self, run: NextRun) -> _Begun:
-        """Ask storage for a run and mark it begun."""
-        began, started_at = self.clock(), datetime.now(UTC).isoformat(timespec="milliseconds")
-        handle = self.study.ask_again()
-        identity = self.study.begin(handle, run.config, started_at, errand=run.errand)
-        attempt = attempts(self.study.on_errand(run.errand), run.config) + 1
-        is_baseline = run.config == self.study.definition.space.baseline_config()
-        self.on_event(TrialStarted(handle.number, run.config, is_baseline, attempt, run.errand))
-        return _Begun(run, handle, is_baseline, attempt, identity, began)
-
-    def _outcome_of(self, begun: _Begun) -> Outcome:
-        """Run one configuration."""
-        launched = self.clock()
-        try:
-            return _sound(self._measure(begun))
-        except CardLost as lost:
-            # The database matters less now, and the spool has it.
-            with suppress(EnvironmentFault):
-                self._tell(begun, lost_with_the_card(lost))
-            raise
-        finally:
-            begun.device_seconds = self.clock() - launched
-
-    def _tell(self, begun: _Begun, outcome: Outcome) -> None:
-        """Store how a run ended, before anything else happens."""
-        record = TrialRecord(
-            number=begun.handle.number,
-            config=begun.run.config,
-            outcome=outcome,
-            is_baseline=begun.is_baseline,
-            attempt=begun.attempt,
-            attempt_id=begun.identity.id,
-            started_at=begun.identity.started_at,
-            wall_seconds=self.clock() - begun.began,
-            device_seconds=begun.device_seconds,
-            epoch=self.preflight.epoch_of(begun.run.config),
-            ran_on=self.place or None,
-            **begun.run.errand.model_dump(),
+        self._driver.on_event(
+            ConfirmationStarted(series=plan.series, numbers=numbers, recipe=recipe)
         )
-        stored = self.study.tell(begun.handle, record)
-        self.study.add_wall_seconds(self.clock() - begun.began)
-        if isinstance(outcome, OutOfMemory):
-            self.preflight.learn(record)
-        self.on_event(TrialFinished(record=stored))
-
-    def _measure(self, begun: _Begun) -> Outcome:
-        space, run = self.study.definition.space, begun.run
-        is_soak = run.errand.purpose == "soak"
-        steps = (soak_steps if is_soak else run_steps)(space.steps, self.budget)
-        if run.seed is not None:
-            steps = fewest_steps(steps)
-
-        def observe(progress: Progress) -> bool:
-            self.on_event(TrialProgress(number=begun.handle.number, progress=progress))
-            return False
-
-        return run_undisturbed(
-            lambda: held_to_budget(
-                self.runner.run(
-                    TrialRequest(
-                        config=run.config,
-                        steps=steps,
-                        is_soak=is_soak,
-                        attempt=begun.identity,
-                        quality=None if run.seed is None else self.quality.command(seed=run.seed),
-                    ),
-                    observe=observe,
-                ),
-                budget_bytes=self.study.definition.target.budget_bytes,
-            ),
-            should_stop=self.interruption.is_requested,
-        )
-
-
-def _sound(outcome: Outcome) -> Outcome:
-    """Return an outcome, or a failure where nothing can be ranked by it: such runs have an end."""
-    if isinstance(outcome, Measured) and not is_sound(outcome.measurement):
-        return Crashed(phase="measure", detail="a speed was measured that is not a finite number")
-    return outcome
-
-
-def run_steps(steps: StepBudget, budget: ConfirmBudget) -> StepBudget:
-    """Return how long one run measures: as a trial does, but no more than its share of the time."""
-    share = budget.seconds / budget.repeats
-    return steps.model_copy(update={"seconds_max": min(steps.seconds_max, share)})
-
-
-def fewest_steps(steps: StepBudget) -> StepBudget:
-    """Return the least that a run measures, where what it learns is what is asked."""
-    return steps.model_copy(update={"measured_max": steps.measured_min})
-
-
-def soak_steps(steps: StepBudget, budget: ConfirmBudget) -> StepBudget:
-    """Return how long a soak trains."""
-    return steps.model_copy(
-        update={
-            "measured_min": min(steps.measured_min, budget.soak_steps),
-            "measured_max": budget.soak_steps,
-            "seconds_max": budget.soak_seconds,
-        }
-    )

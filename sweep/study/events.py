@@ -1,7 +1,4 @@
-"""Owns what the tuner says while it works: one frozen value per thing that happens.
-
-Knows nothing of who listens.
-"""
+"""What a study says while it is driven: one frozen value per thing that happens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from sweep.processes import STOP_SIGNALS
@@ -61,19 +61,15 @@ class Interruption:
         if self._requests >= self._cut_at and self._clock() >= self._cut_after:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> AbstractContextManager[None]:
         """Let the first request cut short what is inside the ``with``: no result is lost there."""
-        with self._cutting(at=1):
-            yield
+        return self._cutting(at=1)
 
-    @contextmanager
-    def settling(self) -> Iterator[None]:
+    def settling(self) -> AbstractContextManager[None]:
         """Let a result reach the disk inside the ``with`` before a second request cuts it short;
         the database hears of it when the study resumes.
         """
-        with self._cutting(at=_CUT_AT, after=SETTLING_SECONDS):
-            yield
+        return self._cutting(at=_CUT_AT, after=SETTLING_SECONDS)
 
     @contextmanager
     def _cutting(self, *, at: int, after: float = 0.0) -> Iterator[None]:
@@ -84,11 +80,9 @@ class Interruption:
         finally:
             self._cut_at, self._cut_after = before
 
-    @contextmanager
-    def handling_signals(self) -> Iterator[None]:
+    def handling_signals(self) -> AbstractContextManager[None]:
         """Take the signals as requests inside the ``with``."""
-        with _handled(self.request):
-            yield
+        return _handled(self.request)
 
 
 @contextmanager
@@ -121,13 +115,10 @@ def _handled(hear: Callable[[], None]) -> Iterator[None]:
     def handle(_number: int, _frame: FrameType | None) -> None:
         hear()
 
-    _install(dict.fromkeys(previous, handle))
+    for number in previous:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        _install(previous)
-
-
-def _install(handlers: dict[signal.Signals, signal._HANDLER]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,16 +1,12 @@
-"""Owns what of a trial's end is the machine's doing rather than the configuration's: another
-process that took the card meanwhile, and failures of one trial after another.
-
-Pure but for the trial that is run again. Knows nothing of studies, cards or storage: whoever
-measures flags what was disturbed. What an exception inside a training means is
-`sweep.training.exceptions`'.
-"""
+"""What of a trial's end is the machine's doing rather than the configuration's: another process on
+its GPU, and failures of one trial after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault
+from storage.kept import WORTH_KEEPING
 from storage.records import (
     INTERRUPTED,
     NEIGHBOUR,
@@ -18,13 +14,11 @@ from storage.records import (
     Crashed,
     Lost,
     Measured,
-    Measurement,
     Outcome,
     OutOfMemory,
     PrunedSlow,
     TimedOut,
     TrialRecord,
-    Verdict,
 )
 
 FAILURES_IN_A_ROW = 5
@@ -34,7 +28,7 @@ REMEASURED = "remeasured"
 
 
 def lost_with_the_card(error: EnvironmentFault) -> Lost:
-    """Return the outcome of the trial that ran when the card was lost: none of its own doing, as
+    """Return the outcome of the trial that ran when its GPU was lost: none of its own doing, as
     far as anybody knows, so it is tried again.
     """
     return Lost(detail=f"the card was lost: {error}", is_interrupted=True)
@@ -54,26 +48,28 @@ def run_undisturbed(run: Callable[[], Outcome], *, should_stop: Callable[[], boo
     Raises:
         EnvironmentFault: the device is not to be had, and nothing was measured on it before.
     """
-    outcomes = [_run_or_interrupted(run)]
-    while is_disturbed(outcomes[-1]) and len(outcomes) <= REMEASURED_AT_MOST and not should_stop():
+    outcomes: list[Outcome] = []
+    while True:
         try:
-            outcomes.append(_run_or_interrupted(run))
+            outcomes.append(run())
+        except KeyboardInterrupt:
+            outcomes.append(INTERRUPTED)
         except EnvironmentFault:
             # A neighbour that took the whole card: what was measured beside it is not lost.
             if not any(isinstance(outcome, Measured | PrunedSlow) for outcome in outcomes):
                 raise
             break
-    return outcome_to_keep(outcomes)
+        if not _is_disturbed(outcomes[-1]) or len(outcomes) > REMEASURED_AT_MOST or should_stop():
+            break
+    kept = _outcome_to_keep(outcomes)
+    if len(outcomes) == 1 or not isinstance(kept, Measured | PrunedSlow):
+        return kept
+    flags = (*kept.measurement.flags, REMEASURED)
+    measurement = kept.measurement.model_copy(update={"flags": flags})
+    return kept.model_copy(update={"measurement": measurement})
 
 
-def _run_or_interrupted(run: Callable[[], Outcome]) -> Outcome:
-    try:
-        return run()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def is_disturbed(outcome: Outcome) -> bool:
+def _is_disturbed(outcome: Outcome) -> bool:
     """Whether another process had a hand in how a trial ended."""
     match outcome:
         case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
@@ -84,7 +80,7 @@ def is_disturbed(outcome: Outcome) -> bool:
             return False
 
 
-def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
+def _outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
     """Return which of a configuration's outcomes to keep; only the last may be undisturbed.
 
     Without such a one the fastest measurement is kept, since a neighbour only takes speed away. A
@@ -93,30 +89,16 @@ def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
     """
     last = outcomes[-1]
     measured = [outcome for outcome in outcomes if isinstance(outcome, Measured | PrunedSlow)]
-    if not is_disturbed(last) and not (measured and last.verdict in RETRYABLE):
-        return _marked(last) if len(outcomes) > 1 else last
+    if not _is_disturbed(last) and not (measured and last.verdict in RETRYABLE):
+        return last
     complete = [outcome for outcome in measured if isinstance(outcome, Measured)] or measured
     if complete:
-        kept = max(complete, key=lambda outcome: outcome.measurement.tokens_per_second)
-        return _marked(kept) if len(outcomes) > 1 else kept
+        return max(complete, key=lambda outcome: outcome.measurement.tokens_per_second)
     assert isinstance(last, OutOfMemory)
     return Crashed(
         phase="build" if last.stage == "load" else "warmup",
         detail=f"another process held memory that this trial was to have: {last.detail}",
     )
-
-
-def _marked(outcome: Outcome) -> Outcome:
-    """Say of a measurement that it is not the first of its configuration."""
-    match outcome:
-        case Measured() | PrunedSlow():
-            return outcome.model_copy(update={"measurement": _flagged(outcome.measurement)})
-        case _:
-            return outcome
-
-
-def _flagged(measurement: Measurement) -> Measurement:
-    return measurement.model_copy(update={"flags": (*measurement.flags, REMEASURED)})
 
 
 class ConsecutiveFailures:
@@ -143,7 +125,12 @@ class ConsecutiveFailures:
             self._failures.clear()
         self._failures.append(outcome)
         if len(self._failures) >= FAILURES_IN_A_ROW:
-            raise _fault(self._failures[0])
+            first = self._failures[0]
+            how, suspect, cure = _words_of(first)
+            raise EnvironmentFault(
+                f"{FAILURES_IN_A_ROW} trials in a row {how}: {suspect}. {_first_said(first)} "
+                f"What was measured is stored; {cure}, then run the same command again"
+            )
 
 
 def _kind(failure: Crashed | TimedOut) -> tuple[str, str]:
@@ -164,58 +151,38 @@ def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None
     """
     known = tuple(records)
     failures = [r.outcome for r in known if isinstance(r.outcome, Crashed | TimedOut)]
-    if not failures or any(record.verdict in _CONCLUDED for record in known):
+    if not failures or any(record.verdict in WORTH_KEEPING for record in known):
         return None
     count = "the only trial that ran" if len(failures) == 1 else f"all {len(failures)} trials"
+    _, suspect, cure = _words_of(failures[0])
     return EnvironmentFault(
-        f"nothing is known of what fits: {count} failed, and {_suspect(failures[0])}. "
-        f"{_first_words(failures[0])} To go on, {_cure(failures[0])}; the same command tries them "
-        "again"
+        f"nothing is known of what fits: {count} failed, and {suspect}. "
+        f"{_first_said(failures[0])} To go on, {cure}; the same command tries them again"
     )
 
 
-_CONCLUDED = frozenset(
-    {Verdict.FITS, Verdict.OOM, Verdict.PRUNED_SLOW, Verdict.DIVERGED, Verdict.INEFFECTIVE}
-)
-
-
-def _fault(first: Crashed | TimedOut) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"{FAILURES_IN_A_ROW} trials in a row {_how(first)}: {_suspect(first)}. "
-        f"{_first_words(first)} What was measured is stored; {_cure(first)}, then run the "
-        "same command again"
-    )
-
-
-def _cure(failure: Crashed | TimedOut) -> str:
+def _words_of(failure: Crashed | TimedOut) -> tuple[str, str, str]:
+    """Return how a trial failed, what is at fault, and what helps."""
+    at_fault = "the machine is at fault rather than a configuration"
+    if failure.phase == "build":
+        at_fault = (
+            "either the model cannot be built from its config here, or the machine is at fault"
+        )
     match failure:
         case Crashed(cause="host_out_of_memory"):
             return (
+                "ran out of this machine's own memory, not the card's",
+                "no configuration is at fault, which are measured by the card's memory",
                 "end what else uses this machine's memory, `free -h` shows how much is left, or "
-                "raise the limit of its container"
+                "raise the limit of its container",
             )
         case Crashed(cause="too_few_descriptors"):
-            return MORE_DESCRIPTORS
+            return "could open no further file", at_fault, MORE_DESCRIPTORS
         case _:
-            return "see `sweep doctor`"
+            how = f"{failure.verdict.replace('_', ' ')} in phase '{failure.phase}'"
+            return how, at_fault, "see `sweep doctor`"
 
 
-def _how(failure: Crashed | TimedOut) -> str:
-    match failure:
-        case Crashed(cause="host_out_of_memory"):
-            return "ran out of this machine's own memory, not the card's"
-        case Crashed(cause="too_few_descriptors"):
-            return "could open no further file"
-    return f"{failure.verdict.replace('_', ' ')} in phase '{failure.phase}'"
-
-
-def _suspect(first: Crashed | TimedOut) -> str:
-    if isinstance(first, Crashed) and first.cause == "host_out_of_memory":
-        return "no configuration is at fault, which are measured by the card's memory"
-    if first.phase == "build":
-        return "either the model cannot be built from its config here, or the machine is at fault"
-    return "the machine is at fault rather than a configuration"
-
-
-def _first_words(first: Crashed | TimedOut) -> str:
-    return f"The first {_how(first)} and said: {first.detail.rstrip('.') or 'nothing'}."
+def _first_said(first: Crashed | TimedOut) -> str:
+    how, _, _ = _words_of(first)
+    return f"The first {how} and said: {first.detail.rstrip('.') or 'nothing'}."

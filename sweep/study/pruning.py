@@ -1,12 +1,12 @@
-"""Owns the decision to stop a running trial that can no longer matter.
+"""The decision to stop a running trial that can no longer matter.
 
 A function of values rather than an Optuna pruner: those read reported values back from storage and
-refuse studies with several objectives. Knows nothing of runners, processes or storage.
+refuse studies with several objectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -41,9 +41,7 @@ class Rivals:
     """The trials of a space that ran to the end within the budget, at a known speed: what a running
     one has to beat. Told each trial once.
 
-    A configuration counts by the last trial of it that came to a conclusion, as in the ranking. Of
-    two of which one stops whatever the other does, that one is kept, so that a study of thousands
-    compares with a few.
+    A configuration counts by the last trial of it that came to a conclusion, as in the ranking.
 
     Args:
         definition: the study's.
@@ -61,23 +59,29 @@ class Rivals:
         self._definition = definition
         self._confirmations = tuple(confirmations)
         self._space = rank((), definition)
-        self._last: dict[str, TrialRecord] = {}
-        self._kept: dict[Hashable, list[Rival]] | None = None
-        for record in self._ranked(records):
-            self._take(record)
+        self._known: dict[str, Rival] = {}
+        """By the identity of what they were of."""
+        self._learn(records)
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial of the search, later than every one before."""
-        for known in self._ranked((record,)):
-            self._take(known)
+        self._learn((record,))
 
-    def _ranked(self, records: Iterable[TrialRecord]) -> Iterator[TrialRecord]:
-        """Yield trials as they are ranked, but with the speed that the search measured: what runs
+    def _learn(self, records: Iterable[TrialRecord]) -> None:
+        """Take in trials as they are ranked, but with the speed that the search measured: what runs
         is measured by the search as well."""
         told = {record.number: record for record in records}
         ranking = rank(told.values(), self._definition, self._confirmations)
-        for record in ranking.records:
-            yield record if record.number in ranking.fallen else told[record.number]
+        for ranked in ranking.records:
+            record = ranked if ranked.number in ranking.fallen else told[ranked.number]
+            if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
+                continue
+            key, measured = identity(record.config), record.measurement
+            self._known.pop(key, None)
+            interval = None if measured is None else measured.speed_interval
+            if record.verdict is Verdict.FITS and measured is not None and interval is not None:
+                peak = measured.peak_allocated_bytes
+                self._known[key] = Rival(record.config, interval[0], peak)
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.
@@ -87,62 +91,14 @@ class Rivals:
         like alone: the fastest of that class is asked for though smaller adapters are faster. Where
         another GPU stands in for the target, speeds compare within a class of numerics alone.
         """
-        if self._kept is None:
-            self._kept = {}
-            for record in self._last.values():
-                self._keep(record, self._kept)
         is_own = self._space.is_of_baselines_class(config)
         is_target = self._definition.target.emulated_on is None
         return tuple(
             rival
-            for rivals in self._kept.values()
-            for rival in rivals
+            for rival in self._known.values()
             if (is_target or rival.config.numerics == config.numerics)
             and (not is_own or self._space.is_of_baselines_class(rival.config))
         )
-
-    def _take(self, record: TrialRecord) -> None:
-        if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
-            return
-        key = identity(record.config)
-        earlier = self._last.pop(key, None)
-        self._last[key] = record
-        if earlier is not None and earlier.verdict is Verdict.FITS:
-            # What stood behind it may count again: rare, as hardly anything is tried twice.
-            self._kept = None
-        elif self._kept is not None:
-            self._keep(record, self._kept)
-
-    def _keep(self, record: TrialRecord, kept: dict[Hashable, list[Rival]]) -> None:
-        rival = _rival(record) if record.verdict is Verdict.FITS else None
-        if rival is None:
-            return
-        objectives, config = self._definition.space.objectives, record.config
-        kind: Hashable = self._space.is_of_baselines_class(config), config.numerics
-        if "trainable_parameters" in objectives:
-            kind = kind, *map(str, config.capacity().items())
-        like = kept.setdefault(kind, [])
-        if not any(_stops_as_much(other, rival, objectives) for other in like):
-            like[:] = [r for r in like if not _stops_as_much(rival, r, objectives)]
-            like.append(rival)
-
-
-def _stops_as_much(one: Rival, other: Rival, objectives: Sequence[Objective]) -> bool:
-    """Whether a rival stops whatever another of its kind stops."""
-    is_as_fast = one.tokens_per_second >= other.tokens_per_second
-    is_as_small = one.peak_allocated_bytes <= other.peak_allocated_bytes
-    return is_as_fast and (is_as_small or "peak_memory" not in objectives)
-
-
-def _rival(record: TrialRecord) -> Rival | None:
-    interval = None if record.measurement is None else record.measurement.speed_interval
-    if record.measurement is None or interval is None:
-        return None
-    return Rival(
-        config=record.config,
-        tokens_per_second=interval[0],
-        peak_allocated_bytes=record.measurement.peak_allocated_bytes,
-    )
 
 
 def is_hopeless(
@@ -183,18 +139,13 @@ def _is_as_good(
     rival: Rival, objective: Objective, progress: Progress, config: TrialConfig
 ) -> bool:
     """Whether a faster ``rival`` is as good as the trial can become; doubt is for the trial."""
-    match objective:
-        case "tokens_per_second":
-            return True
-        case "peak_memory":
-            # What is allocated by now bounds the peak from below: it can only get worse.
-            known = progress.allocated_bytes
-            return known is not None and rival.peak_allocated_bytes <= known
-        case "trainable_parameters":
-            # A running trial does not report its count; equal adapters have equal counts.
-            return config.capacity() == rival.config.capacity()
-        case "eval_loss":
-            # What it would learn nobody knows: how far behind it is decides, by `LOSS_MARGIN`.
-            return True
-        case _:
-            return True  # Speed, in which the rival is ahead already.
+    if objective == "peak_memory":
+        # What is allocated by now bounds the peak from below: it can only get worse.
+        known = progress.allocated_bytes
+        return known is not None and rival.peak_allocated_bytes <= known
+    if objective == "trainable_parameters":
+        # A running trial does not report its count; equal adapters have equal counts.
+        return config.capacity() == rival.config.capacity()
+    # In speed the rival is ahead already. What a trial would learn nobody knows: how far behind it
+    # is decides, by `LOSS_MARGIN`.
+    return True

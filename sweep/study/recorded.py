@@ -1,12 +1,23 @@
-"""Studies of recorded trials: a surface's rows as a space, as records, and as what runs them."""
+"""Studies of recorded trials: a surface's rows as a space and as records, and searches of them.
+
+A sampler may ask for the surface's configurations and nothing else, knows the same of them as every
+other, and is told what was recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import sleep
-from typing import Any, cast
+from typing import Any, Literal, cast
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler
 
 from reports import units
 from search_spaces.config import CONFIG_KEYS, TrialConfig
@@ -16,20 +27,23 @@ from search_spaces.gpus import find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.loading import parse_space, shipped_presets
 from search_spaces.rules import Violation
-from search_spaces.space import SearchSpace
+from search_spaces.space import SearchSpace, StepBudget
 from search_spaces.starting import starting_text
 from search_spaces.validation import validate
+from storage import mapping
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow, read_surface
-from sweep.predict.memory.arrays import OneByOne, WholeMemory
-from sweep.predict.memory.prediction import AllocatedPeak, MemoryPrediction, stated_uncertainty
+from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
+from sweep.predict.memory.arrays import WholeMemory
+from sweep.predict.memory.prediction import MemoryPrediction, stated_uncertainty
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.running.device_info import Card
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Observer, keep_going
 from sweep.running.wire import TrialRequest
-from sweep.sampling.encoding import identity
+from sweep.sampling.encoding import Candidate, Params, identity
+from sweep.sampling.guided import GuidedSampler, Outlook
+from sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
 
 PAUSE_SECONDS = 0.2
 """Before each thing that a recorded trial is shown to do."""
@@ -57,15 +71,17 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
         "name": f"{space.name}-recorded",
         "confirm": None,
         "leave_out": [],
-        "dimensions": {key: {"choices": _ordered(values)} for key, values in free.items()},
+        "dimensions": {
+            key: {"choices": sorted(values) if _are_numbers(values) else values}
+            for key, values in free.items()
+        },
         "fixed": {key: values[0] for key, values in known.items() if key not in free},
     }
     return validate(SearchSpace, values, Document(surface.name))
 
 
-def _ordered(values: list[Any]) -> list[Any]:
-    is_number = all(isinstance(value, int | float) for value in values)
-    return sorted(values) if is_number else values
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def target_of(surface: Surface, target: Target) -> Target:
@@ -106,37 +122,10 @@ def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surfac
     return replace(surface, rows=rows)
 
 
-class RecordedClock:
-    """Seconds of the GPU that the recorded trials took, and nothing of this machine's."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        """Return the seconds so far."""
-        return self.seconds
-
-
-class RecordedRunner(ReplayRunner):
-    """Answers with a surface's trials, slowly enough to be followed.
-
-    Args:
-        surface: what was recorded.
-        budget_bytes: what needs more does not fit.
-        clock: moved on by what each trial took.
-    """
-
-    def __init__(self, surface: Surface, *, budget_bytes: int, clock: RecordedClock) -> None:
-        records = records_of(surface, budget_bytes=budget_bytes)
-        super().__init__(records, budget_bytes=budget_bytes, pause=lambda: sleep(PAUSE_SECONDS))
-        self._seconds = {row.config.key(): row.device_seconds or 0.0 for row in surface.rows}
-        self._clock = clock
-
-    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
-        """See `Runner.run`."""
-        outcome = super().run(request, observe=observe)
-        self._clock.seconds += self._seconds.get(request.config.key(), 0.0)
-        return outcome
+def runner_of(surface: Surface, *, budget_bytes: int) -> ReplayRunner:
+    """Return what answers with a surface's trials, slowly enough to be followed."""
+    records = records_of(surface, budget_bytes=budget_bytes)
+    return ReplayRunner(records, pause=lambda: time.sleep(PAUSE_SECONDS))
 
 
 def recorded_study(name: str) -> StudySnapshot:
@@ -151,9 +140,9 @@ def recorded_study(name: str) -> StudySnapshot:
     gpu = find_gpu(surface.gpu)
     own = parse_space(starting_text(gpu.name, None), label=gpu.name)
     own = own.model_copy(update={"model": surface.model.name})
-    by_key = {identity(row.config): row.config for row in surface.rows}
+    known = {identity(row.config) for row in surface.rows}
     baselines = [space.baseline_config() for space in (own, *shipped_presets())]
-    baseline = next((b for b in baselines if identity(b) in by_key), baselines[0])
+    baseline = next((b for b in baselines if identity(b) in known), baselines[0])
     values = own.model_dump() | {"baseline": baseline.model_dump()}
     space = space_of(surface, validate(SearchSpace, values, Document(surface.name)))
     budget_bytes = surface.budget_bytes or gpu.budget_bytes
@@ -183,36 +172,36 @@ def recorded_study(name: str) -> StudySnapshot:
 
 def records_of(surface: Surface, *, budget_bytes: int) -> list[TrialRecord]:
     """Return a surface's rows as the trials of a study under a budget."""
-    rows = enumerate(surface.rows)
-    return [record_of(number, row, surface, budget_bytes=budget_bytes) for number, row in rows]
-
-
-def record_of(number: int, row: SurfaceRow, surface: Surface, *, budget_bytes: int) -> TrialRecord:
-    """Return a recorded row as a trial of a study under a budget."""
-    outcome: Outcome = OutOfMemory(stage="forward")
-    if row.fits(budget_bytes):
-        seconds = row.step_seconds or 0.0
-        outcome = Measured(
-            measurement=Measurement(
-                tokens_per_second=row.tokens_per_second or 0.0,
-                samples_per_second=(row.tokens_per_second or 0.0) / row.config.seq_len,
-                step_seconds=seconds,
-                step_seconds_ci95=None,
-                steps_measured=1,
-                steps_warmup=1,
-                peak_allocated_bytes=row.peak_allocated_bytes or 0,
-                peak_reserved_bytes=row.peak_reserved_bytes,
-                trainable_parameters=lora_parameters(row.config, surface.model) or 0,
-                final_loss=0.0,
-                setup_seconds=0.0,
-                measured_seconds=seconds,
-            )
+    return [
+        TrialRecord(
+            number=number,
+            config=row.config,
+            outcome=_outcome_of(row, surface, budget_bytes=budget_bytes),
+            device_seconds=row.device_seconds or 0.0,
         )
-    return TrialRecord(
-        number=number,
-        config=row.config,
-        outcome=outcome,
-        device_seconds=row.device_seconds or 0.0,
+        for number, row in enumerate(surface.rows)
+    ]
+
+
+def _outcome_of(row: SurfaceRow, surface: Surface, *, budget_bytes: int) -> Outcome:
+    if not row.fits(budget_bytes):
+        return OutOfMemory(stage="forward")
+    seconds = row.step_seconds or 0.0
+    return Measured(
+        measurement=Measurement(
+            tokens_per_second=row.tokens_per_second or 0.0,
+            samples_per_second=(row.tokens_per_second or 0.0) / row.config.seq_len,
+            step_seconds=seconds,
+            step_seconds_ci95=None,
+            steps_measured=1,
+            steps_warmup=1,
+            peak_allocated_bytes=row.peak_allocated_bytes or 0,
+            peak_reserved_bytes=row.peak_reserved_bytes,
+            trainable_parameters=lora_parameters(row.config, surface.model) or 0,
+            final_loss=0.0,
+            setup_seconds=0.0,
+            measured_seconds=seconds,
+        )
     )
 
 
@@ -239,7 +228,7 @@ class RecordedPeaks:
 
     def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return OneByOne(self.predict, configs)
+        return WholeMemory(self.predict, configs)
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
@@ -247,21 +236,251 @@ class RecordedPeaks:
         if peak is None:
             raise InputError("of some rows there is no prediction")
         stated = stated_uncertainty(config)
-        return AllocatedPeak(
+        return MemoryPrediction(
             peak_allocated_bytes=peak,
             breakdown={},
             moment="backward",
             uncertainty=stated.allocated,
             reserved_uncertainty=stated.reserved,
-            step=cast(Any, None),
         )
 
 
 def only_recorded(surface: Surface) -> Callable[[TrialConfig], Violation | None]:
     """Return the rule of a study of recorded trials: nothing is known of any other."""
     known = {identity(row.config) for row in surface.rows}
-    return lambda config: (
-        None
-        if identity(config) in known
-        else Violation("not-recorded", "no trial of it was recorded")
+    unknown = Violation("not-recorded", "no trial of it was recorded")
+    return lambda config: None if identity(config) in known else unknown
+
+
+SamplerName = Literal["guided", "tpe", "gp", "random"]
+SAMPLERS: tuple[SamplerName, ...] = ("guided", "tpe", "gp", "random")
+WITHIN = 0.02
+"""Relative: a trial this near to the best of the surface has found it."""
+DRAWS: Mapping[str, int] = {"tpe": 4, "gp": 1, "random": 16}
+"""Times that one of Optuna's samplers may draw until it meets a row that is there.
+
+Each draw of gp is an optimization of its own, and most come out the same.
+"""
+
+
+def forecast_of(surface: Surface) -> SpeedModel:
+    """Return the speed model of the GPU that a surface was measured on."""
+    return SpeedForecast(model=surface.model, gpu=surface.card)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A surface under a budget, with what is predicted of its rows.
+
+    Picklable, so that other processes can search it.
+    """
+
+    surface: Surface
+    budget_bytes: int
+    peaks: Mapping[str, int]
+    """Predicted allocated peak by the identity of a configuration; those not there are not
+    predicted."""
+    speed: Callable[[Surface], SpeedModel] = forecast_of
+    """Makes the speed model of one search."""
+
+    @property
+    def best(self) -> SurfaceRow:
+        """The fastest row that fits."""
+        return self.surface.fitting(self.budget_bytes)[0]
+
+    def is_found(self, row: SurfaceRow) -> bool:
+        """Whether a row fits, and is about as fast as the best."""
+        least = (self.best.tokens_per_second or 0.0) * (1.0 - WITHIN)
+        return row.fits(self.budget_bytes) and (row.tokens_per_second or 0.0) >= least
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search of one sampler, until it was near the best."""
+
+    trials: int
+    oom: int
+    device_seconds: float
+    ask_seconds: tuple[float, ...]
+
+
+def search(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Search:
+    """Let a sampler search a surface until it is near the best, and count what that takes."""
+    ooms, device_seconds, asks = 0, 0.0, []
+    for trial in trials_of(recorded, sampler, seed=seed):
+        asks.append(trial.ask_seconds)
+        device_seconds += trial.row.device_seconds or 0.0
+        ooms += not trial.row.fits(recorded.budget_bytes)
+        if recorded.is_found(trial.row):
+            break
+    return Search(len(asks), ooms, device_seconds, tuple(asks))
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One trial of a search, told."""
+
+    row: SurfaceRow
+    ask_seconds: float
+    outlook: Callable[[], Outlook | None]
+    """What is still to be gained after it; None from a sampler that cannot tell."""
+
+
+def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterator[Replayed]:
+    """Yield the trials that a sampler asks for, one after the other, until every row was tried.
+
+    What the pre-flight refuses is asked for when nothing else is left, and then tried after all.
+    """
+    quiet_optuna()
+    rows, budget_bytes = Rows(recorded.surface, seed=seed), recorded.budget_bytes
+    preflight = preflight_of(recorded)
+    chooser = sampler_of(sampler, rows, preflight, seed=seed)
+    study = optuna.create_study(sampler=chooser, direction="maximize")
+    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=budget_bytes))
+
+    def outlook() -> Outlook | None:
+        return chooser.outlook(study) if isinstance(chooser, GuidedSampler) else None
+
+    for _ in rows.all:
+        started = time.perf_counter()
+        trial = study.ask(rows.free)
+        seconds = time.perf_counter() - started
+        row = rows.row_of(trial.params)
+        assert row is not None, "a sampler asks for rows alone"
+        record = replayed(trial, row, runner, preflight)
+        tell(study, trial, record, budget_bytes=budget_bytes)
+        preflight.learn(record)
+        yield Replayed(row, seconds, outlook)
+
+
+def preflight_of(recorded: Recorded) -> Forecaster:
+    """Return what is predicted of a surface's rows; every one was run, so no rule forbids it."""
+    return Forecaster(
+        model=recorded.surface.model,
+        budget_bytes=recorded.budget_bytes,
+        violation=lambda _: None,
+        predictor=RecordedPeaks(recorded.peaks),
+        speed=recorded.speed(recorded.surface),
+        is_cut_up=False,
     )
+
+
+def replayed(
+    trial: optuna.Trial, row: SurfaceRow, runner: ReplayRunner, preflight: Forecaster
+) -> TrialRecord:
+    """Return what a trial of a row comes to."""
+    return TrialRecord(
+        number=trial.number,
+        config=row.config,
+        outcome=runner.run(TrialRequest(config=row.config, steps=StepBudget())),
+        device_seconds=row.device_seconds or 0.0,
+        prediction=preflight.expect(row.config).record,
+    )
+
+
+def tell(
+    study: optuna.Study, trial: optuna.Trial, record: TrialRecord, *, budget_bytes: int
+) -> None:
+    """Tell a study of one objective how a trial ended."""
+    result = mapping.to_optuna(record, objectives=("tokens_per_second",), budget_bytes=budget_bytes)
+    for key, value in result.attributes.items():
+        trial.set_user_attr(key, value)
+    trial.set_constraint(mapping.CONSTRAINT, result.violation)
+    study.tell(trial, values=result.values, state=result.state)
+
+
+def sampler_of(name: SamplerName, rows: Rows, preflight: Forecaster, *, seed: int) -> BaseSampler:
+    """Return a sampler that asks for a surface's rows."""
+    if name != "guided":
+        inner = optunas_own(name, seed=seed)
+        return WithoutRepeats(inner, rows, preflight=preflight, attempts=DRAWS[name])
+    guided = GuidedSampler(
+        rows,
+        preflight=preflight,
+        objectives=("tokens_per_second",),
+        steps=StepBudget(),
+        seed=seed,
+    )
+    guided.prepare()
+    return guided
+
+
+class Rows:
+    """The rows of a surface as candidates, in an order that the seed gives; see `Candidates`.
+
+    Numbers are counted in the order of the values that occur, so that one of Optuna's samplers
+    knows what lies between what. What order the rows had in the file shows nowhere.
+    """
+
+    is_listed = True
+
+    def __init__(self, surface: Surface, *, seed: int) -> None:
+        by_key = {identity(row.config): row for row in surface.rows}
+        keys = sorted(by_key)
+        random.Random(seed).shuffle(keys)
+        self.free: dict[str, BaseDistribution] = {}
+        params: dict[str, Params] = {key: {} for key in keys}
+        for name in CONFIG_KEYS:
+            values = {key: _value(name, by_key[key].config) for key in keys}
+            if len({*values.values()}) == 1:
+                continue
+            if _are_numbers(values.values()):
+                order = sorted({*values.values()})
+                self.free[name] = IntDistribution(0, len(order) - 1)
+                values = {key: order.index(value) for key, value in values.items()}
+            else:
+                self.free[name] = CategoricalDistribution(sorted({*values.values()}, key=str))
+            for key, value in values.items():
+                params[key][name] = value
+        self.all = tuple(Candidate(params[key], by_key[key].config, key) for key in keys)
+        self._rows = {_text(params[key]): by_key[key] for key in keys}
+        self._places = np.array([self._place(candidate.params) for candidate in self.all])
+
+    def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
+        """See `Candidates.near`."""
+        return self.all
+
+    def row_of(self, params: Params) -> SurfaceRow | None:
+        """Return the row of a trial's parameters; None where there is none."""
+        return self._rows.get(_text(params))
+
+    def config(self, params: Params) -> TrialConfig | None:
+        """See `Candidates.config`."""
+        row = self.row_of(params)
+        return None if row is None else row.config
+
+    def repaired(self, params: Params) -> Params:
+        """See `Candidates.repaired`."""
+        return params
+
+    def instead_of(self, params: Params) -> Iterator[Params]:
+        """Yield the rows, the nearest first."""
+        apart = np.abs(self._places - np.array(self._place(params))).sum(axis=1)
+        return (self.all[at].params for at in np.argsort(apart, kind="stable"))
+
+    def _place(self, params: Params) -> list[float]:
+        """Return where parameters lie: numbers from 0 to 1, words as 0 or 1 each, so that a word
+        that differs is as far as the ends of a number."""
+        place: list[float] = []
+        for name, distribution in self.free.items():
+            if isinstance(distribution, IntDistribution):
+                place.append(params[name] / distribution.high)
+            else:
+                choices = cast(CategoricalDistribution, distribution).choices
+                place += [0.5 * (params[name] == choice) for choice in choices]
+        return place
+
+
+def _value(key: str, config: TrialConfig) -> Any:
+    """Return a setting's value: a number, or JSON text of anything else."""
+    # An effective batch or an alpha that is left out follows from the other settings.
+    value = {
+        "effective_batch_size": config.samples_per_step,
+        "lora_alpha": config.alpha,
+    }.get(key, getattr(config, key))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else json.dumps(value)
+
+
+def _text(params: Params) -> str:
+    return json.dumps(params, sort_keys=True)

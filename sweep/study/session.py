@@ -1,16 +1,14 @@
-"""Owns one run of a study, from what was typed to the last trial: resolve it, then drive it.
-
-Knows nothing of options' spelling and prints nothing; who listens is handed in.
-"""
+"""One run of a study: what was typed is resolved into it, then it is opened and driven."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from optuna.samplers import BaseSampler
 
@@ -20,7 +18,7 @@ from search_spaces.documents import Document
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
-from search_spaces.loading import preset_name
+from search_spaces.loading import load_space, preset_name
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.rules import Violation, violation
@@ -43,13 +41,18 @@ from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.nvml import FaultWatch
 from sweep.paths import cache_directory, runs_directory, worker_log_path
-from sweep.predict.memory.kinds import one_of_each_kind
-from sweep.predict.memory.on_cpu import CpuMemory
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.forecast import Forecaster, SpeedForecast
+from sweep.predict.memory.predictor import (
+    CpuMemory,
+    MemoryPredictor,
+    TracingPredictor,
+    one_of_each_kind,
+)
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.cards import ChosenCard, teams_of
 from sweep.running.device_info import Card, environment_with
 from sweep.running.lanes import Lane, Lanes
+from sweep.running.on_ray.cluster import Cluster
 from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
@@ -64,9 +67,9 @@ from sweep.study.asked import (
     with_confirm,
 )
 from sweep.study.carrying import carry_over, refuse_incomparable
+from sweep.study.driver import Driver
 from sweep.study.events import GainForeseen, LanesOpened, Listener, SpaceTraced, StopReason
 from sweep.study.interruption import Interruption
-from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.quality import eval_seq_len, is_asked
 from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.stopping import Stopping, price_of
@@ -75,24 +78,6 @@ from sweep.study.tuner import tune
 
 Watch = Callable[[OpenStudy, Interruption], AbstractContextManager[Listener]]
 """Shows a study while it runs."""
-
-
-class Work(Protocol):
-    """What `tune` and `confirm_anew` are."""
-
-    def __call__(
-        self,
-        study: OpenStudy,
-        *,
-        runner: Runner | Lanes,
-        clock: Callable[[], float],
-        preflight: Preflight,
-        stopping: Stopping,
-        on_event: Listener,
-        interruption: Interruption,
-    ) -> StopReason:
-        """Work on an open study and say why that stopped."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -240,7 +225,7 @@ def _checked(
         device=resolved.target.device,
         has_texts=texts is not None,
     )
-    price_of(space, gpu=resolved.target.gpu)
+    price_of(space, gpu=_paid_gpu(resolved.target))
     epochs = None
     if texts is not None and space.data is not None:
         epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
@@ -301,41 +286,32 @@ def _texts(
     return read(TextsRequest.of(space.data, model))
 
 
-def supervised_runner(prepared: Prepared) -> Runner | Lanes:
+def supervised_runner(prepared: Prepared) -> Lanes:
     """Return the real runner; its child starts when it is told to, or with the first trial.
 
-    Where cards were chosen each has a lane of its own, or as many together as a trial trains on.
+    Where GPUs were chosen each has a lane of its own, or as many together as a trial trains on.
     """
-    teams = teams_of(prepared.cards, size=prepared.cards_per_trial)
-    if not teams:
-        return _runner_of(prepared)
-    return Lanes(
-        [
-            Lane(
-                _runner_of(prepared, lane=lane, cards=tuple(card.cuda_name for card in team)),
-                name=" and ".join(card.name for card in team) if len(teams) > 1 else "",
-                fault=partial(_first_fault, [FaultWatch(card.cuda_name) for card in team]),
-            )
-            for lane, team in enumerate(teams)
-        ]
-    )
 
+    def lane(number: int, team: Sequence[ChosenCard], *, is_alone: bool) -> Lane:
+        runner = SupervisedRunner(
+            prepared.model,
+            target=prepared.target,
+            weights=prepared.space.weights,
+            log_path=worker_log_path(prepared.name, lane=number),
+            seed=prepared.space.seed,
+            texts=texts_settings(prepared),
+            cards=tuple(card.cuda_name for card in team),
+            neighbours=max(0, len(prepared.cards) - 1),
+        )
+        watches = [FaultWatch(card.cuda_name) for card in team]
+        return Lane(
+            runner,
+            name="" if is_alone else " and ".join(card.name for card in team),
+            fault=lambda: next((fault for watch in watches if (fault := watch())), None),
+        )
 
-def _first_fault(watches: Sequence[FaultWatch]) -> str | None:
-    return next((fault for watch in watches if (fault := watch()) is not None), None)
-
-
-def _runner_of(prepared: Prepared, *, lane: int = 0, cards: tuple[str, ...] = ()) -> Runner:
-    return SupervisedRunner(
-        prepared.model,
-        target=prepared.target,
-        weights=prepared.space.weights,
-        log_path=worker_log_path(prepared.name, lane=lane),
-        seed=prepared.space.seed,
-        texts=texts_settings(prepared),
-        cards=cards,
-        neighbours=max(0, len(prepared.cards) - 1),
-    )
+    teams = teams_of(prepared.cards, size=prepared.cards_per_trial) or [()]
+    return Lanes([lane(at, team, is_alone=len(teams) == 1) for at, team in enumerate(teams)])
 
 
 def texts_settings(prepared: Prepared) -> TextsSettings | None:
@@ -350,6 +326,52 @@ def texts_settings(prepared: Prepared) -> TextsSettings | None:
     )
 
 
+def card_on_ray(cluster: Cluster, space: str, overrides: Mapping[str, Any]) -> Card | None:
+    """Return the card that a run of a space has on a cluster, for `prepare`.
+
+    Raises:
+        InputError: no such space, or the cluster has cards of several products and none is named.
+        EnvironmentFault: the cluster has no card, or not the libraries that are here.
+    """
+    return cluster.card(overrides.get("gpu") or load_space(space).gpu)
+
+
+def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]) -> Lanes:
+    """Open a lane on each card of the study's product; on each node where it is for a CPU.
+
+    Args:
+        prepared: what `prepare` resolved, with the card of `card_on_ray`.
+        cluster: where it runs.
+        warn: told of cards that others hold.
+
+    Raises:
+        EnvironmentFault: the study's texts or weights are not on every node, or no card is free.
+    """
+    texts, model = texts_settings(prepared), prepared.model
+    paths = [] if texts is None else [texts.directory]
+    # The architecture goes along; weights that are a directory's do not.
+    if prepared.space.weights == "pretrained" and model.source == "directory" and model.path:
+        paths.append(str(model.path.absolute()))
+    new_runner = partial(
+        SupervisedRunner,
+        model,
+        target=prepared.target,
+        weights=prepared.space.weights,
+        seed=prepared.space.seed,
+        texts=texts,
+    )
+    places = cluster.places(
+        new_runner,
+        # Another database may have a study of this name, and its runners the same nodes.
+        study=f"{prepared.name}-{secrets.token_hex(4)}",
+        device=prepared.target.device,
+        gpu=prepared.space.gpu,
+        paths=tuple(paths),
+        warn=warn,
+    )
+    return Lanes([Lane(one.runner, name=one.name, fault=one.runner.fault) for one in places])
+
+
 def drive(
     prepared: Prepared,
     *,
@@ -358,7 +380,7 @@ def drive(
     warn: Callable[[str], None],
     carried: StudySnapshot | None = None,
     new_runner: Callable[[Prepared], Runner | Lanes] = supervised_runner,
-    work: Work = tune,
+    is_anew: bool = False,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -369,7 +391,7 @@ def drive(
         warn: told of what works less well than it could.
         carried: a study whose trials are taken over where they hold.
         new_runner: what runs the trials.
-        work: what is done with the study once it is open: the search, or measuring again alone.
+        is_anew: whether its winner is measured again, and nothing is searched.
 
     Raises:
         InputError: the storage's study of that name is about something else, or another study's
@@ -378,9 +400,11 @@ def drive(
         KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
-    preflight = _preflight(prepared, warn=warn)
-    space, sampler = prepared.space, _sampler(prepared.space, preflight)
+    preflight, space = _preflight(prepared, warn=warn), prepared.space
     lanes = Lanes.of(new_runner(prepared))
+    sampler = make_sampler(
+        space.sampler, space, seed=space.seed, preflight=preflight, lanes=len(lanes.all)
+    )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with interruption.handling_signals(), waits_end_when(interruption.is_requested):
@@ -394,24 +418,23 @@ def drive(
             with study, watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
-                if work is tune and _has_trials_left(study):
-                    # Its imports take longer than all that is done here until the first trial.
-                    lanes.start()
-                    _look_ahead(space, sampler, preflight, interruption, listener)
-                return work(
+                driver = Driver(
                     study,
-                    runner=lanes,
+                    lanes,
+                    preflight,
+                    stopping=_stopping(prepared, sampler, study, listener),
                     clock=prepared.clock,
-                    preflight=preflight,
-                    stopping=Stopping(
-                        space,
-                        usd_per_hour=price_of(space, gpu=prepared.target.gpu),
-                        outlook=partial(_outlook, sampler, study, listener),
-                        fastest_of=partial(_fastest_of, sampler, study),
-                    ),
                     on_event=listener,
                     interruption=interruption,
                 )
+                ledger = study.ledger
+                is_left = ledger.trials_spent(since=ledger.next_number) < space.trials
+                if is_left and not is_anew and driver.reason_to_stop() is None:
+                    # Its imports take longer than all that is done here until the first trial.
+                    lanes.start()
+                    with interruption.interruptible():
+                        _look_ahead(driver, sampler)
+                return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
             if not interruption.is_requested():
@@ -419,50 +442,43 @@ def drive(
             return StopReason.INTERRUPTED
 
 
-def _has_trials_left(study: OpenStudy) -> bool:
-    ledger = study.ledger
-    return ledger.trials_spent(since=ledger.next_number) < study.definition.space.trials
-
-
-def _look_ahead(
-    space: SearchSpace,
-    sampler: BaseSampler,
-    preflight: Preflight,
-    interruption: Interruption,
-    listener: Listener,
-) -> None:
+def _look_ahead(driver: Driver, sampler: BaseSampler) -> None:
     """Trace what the space's memory is predicted from, and foresee the whole space."""
-    with interruption.interruptible():
-        preflight.prepare(
-            one_of_each_kind(space), on_progress=lambda *done: listener(SpaceTraced(*done))
-        )
-        if isinstance(sampler, GuidedSampler):
-            sampler.prepare()
+    driver.preflight.prepare(
+        one_of_each_kind(driver.space),
+        on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
+    )
+    if isinstance(sampler, GuidedSampler):
+        sampler.prepare()
 
 
-def _outlook(
-    sampler: BaseSampler, study: OpenStudy, listener: Listener, besides: int | None
-) -> Outlook | None:
-    """Return what is still to be gained, and say it; None from a sampler that cannot tell."""
+def _stopping(
+    prepared: Prepared, sampler: BaseSampler, study: OpenStudy, listener: Listener
+) -> Stopping:
+    """Return when the search ends; by what is still to be gained where the sampler can tell."""
+    price = price_of(prepared.space, gpu=_paid_gpu(prepared.target))
     if not isinstance(sampler, GuidedSampler):
-        return None
-    outlook = sampler.outlook(study.study, besides=besides)
-    if besides is None:
-        listener(GainForeseen(outlook.gain, outlook.open))
-    return outlook
+        return Stopping(prepared.space, usd_per_hour=price)
+
+    def outlook(besides: int | None) -> Outlook:
+        found = sampler.outlook(study.study, besides=besides)
+        if besides is None:
+            listener(GainForeseen(found.gain, found.open))
+        return found
+
+    return Stopping(
+        prepared.space,
+        usd_per_hour=price,
+        outlook=outlook,
+        fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
+    )
 
 
-def _fastest_of(
-    sampler: BaseSampler, study: OpenStudy, is_wanted: Callable[[TrialConfig], bool]
-) -> TrialConfig | None:
-    """Return what is expected to be the fastest of some; None from a sampler that cannot tell."""
-    if not isinstance(sampler, GuidedSampler):
-        return None
-    return sampler.fastest_of(study.study, is_wanted)
-
-
-def _sampler(space: SearchSpace, preflight: Preflight) -> BaseSampler:
-    return make_sampler(space.sampler, space, seed=space.seed, preflight=preflight)
+def _paid_gpu(target: Target) -> str:
+    """Return the catalogue's name of the GPU that is there, which is what has a price."""
+    product = target.emulated_on or target.gpu
+    known = match_product(product)
+    return product if known is None else known.name
 
 
 def _take_over(
@@ -478,9 +494,9 @@ def _take_over(
     except BaseException:
         study.close()
         raise
-    for problem in carried.warnings if carried.identity == study.identity else ():
-        warn(problem)
     if carried.identity == study.identity:
+        for problem in carried.warnings:
+            warn(problem)
         if not taken.new:
             warn(f"the spool of '{carried.name}' has no result that the study has not")
     elif not taken.all:
@@ -514,7 +530,7 @@ def _opened(
     )
 
 
-def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
+def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
     memory: MemoryPredictor = (
@@ -536,7 +552,7 @@ def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Preflight:
     host = match_product(target.emulated_on or target.gpu) if is_on_card else None
     aim = None if target.emulated_on is None else match_product(target.gpu)
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
-    return Preflight(
+    return Forecaster(
         model=model,
         budget_bytes=target.budget_bytes,
         violation=rule,

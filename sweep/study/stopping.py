@@ -1,7 +1,5 @@
-"""Owns when the search of a study ends: its trials, its time or its money are spent, nothing is
-left to try, or nothing that is left is worth a trial.
-
-What happens once it has ended is no business of it. Knows nothing of how a gain is expected.
+"""When the search of a study ends: its trials, its time or its money are spent, nothing is left to
+try, or nothing that is left is worth a trial.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from sweep.paths import own_price_file
 from sweep.sampling.guided import Outlook
 from sweep.study.events import StopReason
 
-SECONDS_PER_HOUR = 3600.0
 CLASS_TRIALS_MAX = 2
 """Of a class that is owed a trial, where nothing of it was measured to the end."""
 
@@ -33,8 +30,6 @@ class Spent:
     trials: int
     seconds: float
     """Of this run."""
-    card_seconds_of_study: float
-    """Of all runs, times the cards that each had: what was paid for."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Stopping:
 
     Args:
         space: says how many trials, how long, for how much, and down to what gain.
-        usd_per_hour: price of the target's card; None where nothing is to be limited by it.
+        usd_per_hour: price of the GPU that runs it; None where nothing is to be limited by it.
         outlook: says what is still to be gained by what all trials say, or all but that of a
             number; None from samplers that cannot tell.
         fastest_of: says what is expected to be the fastest of some configurations that were not
@@ -56,15 +51,9 @@ class Stopping:
     fastest_of: Callable[[Callable[[TrialConfig], bool]], TrialConfig | None] = lambda _: None
 
     def out_of_time(self, spent: Spent) -> StopReason | None:
-        """Return why even a failed trial is not tried again; None where time and money are left."""
+        """Return why even a failed trial is not tried again; None where time is left."""
         limit = self.space.time_budget_seconds
-        if limit is not None and spent.seconds >= limit:
-            return StopReason.TIME_SPENT
-        dollars = self.space.max_dollars
-        if dollars is not None and self.usd_per_hour is not None:
-            cost = spent.card_seconds_of_study / SECONDS_PER_HOUR * self.usd_per_hour
-            return StopReason.DOLLARS_SPENT if cost >= dollars else None
-        return None
+        return StopReason.TIME_SPENT if limit is not None and spent.seconds >= limit else None
 
     def out_of_trials(
         self, spent: Spent, *, is_exhausted: Callable[[], bool], records: Sequence[TrialRecord]
@@ -151,7 +140,7 @@ def _gain_if_better(outlook: Outlook) -> float | None:
 
 
 def price_of(space: SearchSpace, *, gpu: str) -> float | None:
-    """Return what an hour of the target's card costs at least; None where nobody set a limit.
+    """Return what an hour of a GPU costs at least; None where nobody set a limit.
 
     Raises:
         InputError: a limit in dollars is set, and no price is known.

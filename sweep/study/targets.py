@@ -1,7 +1,4 @@
-"""Owns which card a study is for, and whether machine and model go with it.
-
-Pure: a space and what NVML read of the card go in. Knows nothing of NVML, storage or runners.
-"""
+"""Which GPU a study is for, and whether machine and model go with it."""
 
 from __future__ import annotations
 
@@ -47,21 +44,73 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
         EnvironmentFault: there is no card here, or a smaller one than asked for.
     """
     if space.gpu == "cpu":
-        return ResolvedTarget(_cpu(space), None, None)
+        if space.budget_gib is None:
+            raise InputError(
+                f"space '{space.name}': budget_gib is missing: gpu cpu has no memory of its own, "
+                "so say how much a training may take"
+            )
+        budget_bytes = int(space.budget_gib * GIB)
+        return ResolvedTarget(
+            Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes), None, None
+        )
     wanted = None if space.gpu == "auto" else find_gpu(space.gpu)
     if card is None:
         asked = "a GPU" if wanted is None else f"the {wanted.name}"
         raise EnvironmentFault(
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
-    host = match_product(card.product)
-    capability = card.compute_capability
+    host, capability = match_product(card.product), card.compute_capability
     if capability is None and host is not None:
         capability = host.compute_capability
     if wanted is None or wanted == host:
-        return ResolvedTarget(_itself(space, card, host), capability, capability)
+        target = Target(
+            gpu=card.product if host is None else host.name,
+            device="cuda",
+            budget_bytes=_budget(space, card, host, stands_in=False),
+        )
+        return ResolvedTarget(target, capability, capability)
+    target = Target(
+        gpu=wanted.name,
+        device="cuda",
+        budget_bytes=_budget(space, card, wanted, stands_in=True),
+        emulated_on=card.product,
+    )
     least = min(known for known in (capability, wanted.compute_capability) if known is not None)
-    return ResolvedTarget(_emulated(space, card, wanted), least, capability)
+    return ResolvedTarget(target, least, capability)
+
+
+def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: bool) -> int:
+    """Return the tighter of what a training has on the target and what the space allows.
+
+    Args:
+        space: what is searched.
+        card: that is here.
+        spec: of the target; None for one that the catalogue does not have.
+        stands_in: whether the card stands in for another target.
+    """
+    reserve = UNKNOWN_CARD_RESERVE_BYTES
+    if card.shares_host_memory:
+        reserve = max(reserve, int(SHARED_MEMORY_RESERVE * card.memory_bytes))
+    available = card.memory_bytes - reserve
+    if spec is not None and stands_in and available < spec.budget_bytes:
+        raise EnvironmentFault(
+            f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
+            f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
+        )
+    if spec is not None:
+        # A slice of a card, or one with ECC on, has less than the catalogue says.
+        missing = 0 if stands_in else max(0, spec.memory_bytes - card.memory_bytes)
+        available = spec.budget_bytes - missing
+    if space.budget_gib is None:
+        return available
+    asked = int(space.budget_gib * GIB)
+    if asked > available:
+        name = card.product if spec is None else spec.name
+        raise InputError(
+            f"space '{space.name}': budget_gib {space.budget_gib:g} is more than the "
+            f"{units.gib(available)} that a training has on the {name}"
+        )
+    return asked
 
 
 def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
@@ -97,58 +146,3 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
     return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
-
-
-def _cpu(space: SearchSpace) -> Target:
-    if space.budget_gib is None:
-        raise InputError(
-            f"space '{space.name}': budget_gib is missing: gpu cpu has no memory of its own, so "
-            "say how much a training may take"
-        )
-    return Target(gpu="cpu", device="cpu", budget_bytes=int(space.budget_gib * GIB))
-
-
-def _itself(space: SearchSpace, card: Card, spec: GpuSpec | None) -> Target:
-    if spec is None:
-        available = card.memory_bytes - _reserve_bytes(card)
-        name = card.product
-    else:
-        # A slice of a card, or one with ECC on, has less than the catalogue says.
-        available = spec.budget_bytes - max(0, spec.memory_bytes - card.memory_bytes)
-        name = spec.name
-    return Target(gpu=name, device="cuda", budget_bytes=_budget(space, available, card=name))
-
-
-def _emulated(space: SearchSpace, card: Card, spec: GpuSpec) -> Target:
-    available = card.memory_bytes - _reserve_bytes(card)
-    if available < spec.budget_bytes:
-        raise EnvironmentFault(
-            f"the {card.product} here has {units.gib(card.memory_bytes)} and cannot stand in "
-            f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
-        )
-    return Target(
-        gpu=spec.name,
-        device="cuda",
-        budget_bytes=_budget(space, spec.budget_bytes, card=spec.name),
-        emulated_on=card.product,
-    )
-
-
-def _reserve_bytes(card: Card) -> int:
-    """Return what of a card's memory is not for a training."""
-    if not card.shares_host_memory:
-        return UNKNOWN_CARD_RESERVE_BYTES
-    return max(UNKNOWN_CARD_RESERVE_BYTES, int(SHARED_MEMORY_RESERVE * card.memory_bytes))
-
-
-def _budget(space: SearchSpace, available: int, *, card: str) -> int:
-    """Return the tighter of what the card has and what the space allows."""
-    if space.budget_gib is None:
-        return available
-    asked = int(space.budget_gib * GIB)
-    if asked > available:
-        raise InputError(
-            f"space '{space.name}': budget_gib {space.budget_gib:g} is more than the "
-            f"{units.gib(available)} that a training has on the {card}"
-        )
-    return asked

@@ -22,7 +22,7 @@ from storage.gain import compare
 from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
 from storage.records import Phase, TrialRecord
-from sweep.planning.target_speed import target_speeds
+from sweep.planning.evidence import target_speeds
 from sweep.running.wire import Progress
 from sweep.study.confirmation import Plan
 from sweep.study.events import (

@@ -33,7 +33,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.planning.kept_memory import with_memory_forecasts
+from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
     STDOUT,

@@ -42,7 +42,6 @@ from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Listener, StopReason
 from sweep.study.interruption import Interruption, undisturbed
 from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
-from sweep.study.tuner import confirm_anew
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
 from sweep.terminal.console import (
@@ -184,7 +183,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
         storage=url,
         watch=_watch,
         warn=_warn,
-        work=confirm_anew,
+        is_anew=True,
     )
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 

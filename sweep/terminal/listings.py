@@ -54,7 +54,7 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
     if snapshot.definition.target.emulated_on is None:
         return snapshot
     # Predicting takes longer to import than everything else that a listing needs.
-    from sweep.planning.target_speed import with_target_speeds
+    from sweep.planning.evidence import with_target_speeds
 
     return with_target_speeds(snapshot)
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
 from storage.records import Phase, Purpose, TrialRecord
-from sweep.planning.forecast import TRACED
+from sweep.predict.forecast import TRACED
 from sweep.study.events import (
     ConfirmationStarted,
     Event,

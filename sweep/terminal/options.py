@@ -166,7 +166,7 @@ TimeBudgetOption = Annotated[
 ]
 MaxDollarsOption = Annotated[
     float | None,
-    typer.Option("--max-dollars", help="What the study may cost, at the price of its card."),
+    typer.Option("--max-dollars", help="What the study may cost, at the price of what runs it."),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
 SamplerOption = Annotated[

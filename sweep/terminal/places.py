@@ -14,12 +14,11 @@ from storage.surfaces import Surface, read_surface
 from sweep.running.cards import ChosenCard, cards_for, choose_cards
 from sweep.running.device_info import Card, read_card, read_cards
 from sweep.running.lanes import Lanes
-from sweep.running.on_ray.cluster import Cluster
-from sweep.running.on_ray.connecting import checked_address, joined
+from sweep.running.on_ray.cluster import Cluster, checked_address, joined
+from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.study import recorded
-from sweep.study.on_ray import card_on_ray, lanes_on_ray
-from sweep.study.session import Prepared, supervised_runner
+from sweep.study.session import Prepared, card_on_ray, lanes_on_ray, supervised_runner
 from sweep.terminal.console import announce_if_slow
 
 
@@ -194,7 +193,7 @@ class OnRecorded(Places):
     """Nowhere: trials were recorded, and answer as they did."""
 
     surface: Surface
-    _clock: recorded.RecordedClock = field(default_factory=recorded.RecordedClock)
+    _runner: ReplayRunner = field(default_factory=ReplayRunner)
 
     def first(self) -> Card:
         """See `Places.first`."""
@@ -216,21 +215,18 @@ class OnRecorded(Places):
         definition = prepared.definition
         target = recorded.target_of(self.surface, definition.target)
         surface = recorded.within(self.surface, prepared.space, budget_bytes=target.budget_bytes)
+        self._runner = recorded.runner_of(surface, budget_bytes=target.budget_bytes)
         return replace(
             prepared,
             definition=definition.model_copy(update={"target": target}),
             resolved=replace(prepared.resolved, target=target),
             surface=surface,
-            clock=self._clock,
+            clock=lambda: self._runner.device_seconds,
         )
 
     def new_runner(self, prepared: Prepared) -> Runner:
         """See `Places.new_runner`."""
-        assert prepared.surface is not None, "it was given to this place"
-        budget_bytes = prepared.target.budget_bytes
-        return recorded.RecordedRunner(
-            prepared.surface, budget_bytes=budget_bytes, clock=self._clock
-        )
+        return self._runner
 
     def __enter__(self) -> Self:
         return self

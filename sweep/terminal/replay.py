@@ -1,6 +1,6 @@
 """Owns ``sweep replay``: a surface and samplers in, a table or a JSON document out.
 
-The searches are `sweep.study.surface_replay`'s; here they are spread over the machine's cores and
+The searches are `sweep.study.recorded`'s; here they are spread over the machine's cores and
 put into words. Knows nothing of how a sampler chooses.
 """
 
@@ -19,12 +19,18 @@ from search_spaces.errors import InputError, NothingFits, SweepError, did_you_me
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
-from sweep.planning.forecast import TRACED, Progress, silent
 from sweep.pools import process_pool, unheard_by_new_processes
+from sweep.predict.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.sampling.encoding import identity
-from sweep.study.recorded import recorded_peaks
-from sweep.study.surface_replay import SAMPLERS, Recorded, SamplerName, Search, search
+from sweep.study.recorded import (
+    SAMPLERS,
+    Recorded,
+    SamplerName,
+    Search,
+    recorded_peaks,
+    search,
+)
 from sweep.terminal.console import note, say, say_json, table
 from sweep.terminal.working import working
 

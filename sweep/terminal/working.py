@@ -15,7 +15,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from sweep.planning.forecast import TRACED
+from sweep.predict.forecast import TRACED
 from sweep.terminal.console import Synchronized, note
 
 SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 1.25, 60.0

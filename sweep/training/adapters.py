@@ -1,8 +1,5 @@
-"""Owns what is put on the resident base for one trial and taken off again: adapters, checkpointing,
-compiled layers.
-
-Knows nothing of data, steps or measurements.
-"""
+"""What is put on the resident base for one trial and taken off again: adapters, checkpointing,
+compiled layers."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
 from sweep.training.compiling import Compilation, compiled
+from sweep.training.matrices import LINEAR
 from sweep.training.model import DTYPES, BaseModel, decoder_layers
 from sweep.training.sharding import Gathered, build_shares
 
@@ -71,25 +68,18 @@ def attached(
     """
     with contextlib.ExitStack() as undo:
         options = {"low_cpu_mem_usage": True} if config.is_sharded else {}
-        gathered: Gathered | None = None
-        peft_model = with_adapters(base, config, placing=options)
+        model = with_adapters(base, config, placing=options)
         layers = decoder_layers(base.model)
+        chosen = config.checkpointed_layers(len(layers))
+        result = Attached(model, layers, chosen, base.quantized_share)
         if config.is_sharded:
             assert device is not None, "what is sharded has a device"
-            gathered = build_shares(
-                peft_model, base, config, layers=layers, device=device, seed=seed
+            result.gathered = build_shares(
+                model, base, config, layers=layers, device=device, seed=seed
             )
         else:
-            undo.callback(peft_model.unload)
-        peft_model.train()
-        chosen = config.checkpointed_layers(len(layers))
-        result = Attached(
-            model=peft_model,
-            layers=layers,
-            checkpointed=chosen,
-            quantized_share=base.quantized_share,
-            gathered=gathered,
-        )
+            undo.callback(model.unload)
+        model.train()
         if chosen:
             undo.enter_context(_checkpointing(base, result))
         if config.compile:
@@ -141,8 +131,7 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     wanted = resolve_targets(config, base.spec)
     if wanted == ("all-linear",):
         return "all-linear"
-    linear = (torch.nn.Linear, Conv1D)
-    names = [name for name, module in base.model.named_modules() if isinstance(module, linear)]
+    names = [name for name, module in base.model.named_modules() if isinstance(module, LINEAR)]
     suffixes = sorted({name.rpartition(".")[2] for name in names})
     for target in wanted:
         if not any(name == target or name.endswith("." + target) for name in names):
@@ -157,12 +146,19 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
 @contextlib.contextmanager
 def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
     """Recompute the chosen layers only, and count each time that one really does."""
+
+    def counted(checkpoint: Callable[..., Any], index: int) -> Callable[..., Any]:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            calls = attachment.checkpoint_calls
+            calls[index] = calls.get(index, 0) + 1
+            return checkpoint(*args, **kwargs)
+
+        return counting
+
     layer: Any
     with recomputed(base.model, attachment.layers, attachment.checkpointed):
         for index, layer in enumerate(attachment.layers):
-            layer._gradient_checkpointing_func = _counted(
-                layer._gradient_checkpointing_func, attachment, index
-            )
+            layer._gradient_checkpointing_func = counted(layer._gradient_checkpointing_func, index)
         yield
 
 
@@ -191,25 +187,12 @@ def recompute(
         layer.gradient_checkpointing = index in chosen
 
 
-def _counted(
-    checkpoint: Callable[..., Any], attachment: Attached, index: int
-) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        attachment.checkpoint_calls[index] = attachment.checkpoint_calls.get(index, 0) + 1
-        return checkpoint(*args, **kwargs)
-
-    return counted
-
-
 def held_share(attachment: Attached) -> float:
     """Return how much of the decoder layers' weights this process holds: all, where nothing is
     sharded."""
-    whole = held = 0
-    for layer in attachment.layers:
-        for parameter in layer.parameters():
-            whole += parameter.numel()
-            held += local(parameter).numel()
-    return held / whole if whole else 1.0
+    parameters = [p for layer in attachment.layers for p in layer.parameters()]
+    whole = sum(p.numel() for p in parameters)
+    return sum(local(p).numel() for p in parameters) / whole if whole else 1.0
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,21 @@
-"""Owns the compiler: decoder layers compiled for the shape at hand, what is kept from one trial to
-the next, and what compiling took.
+"""Decoder layers compiled for the shape at hand, and what compiling took.
 
 Compiling the whole PEFT model compiles nothing, so each layer is compiled, and one graph serves all
 that are alike. Shapes are static: that costs some seconds a shape where a graph for any shape costs
 a minute, and trains as fast (tests/bench/results/compile_cost.json). Graphs stay for later trials
-on the same base, and on disk for later processes. Knows nothing of steps or measurements.
+on the same base, and on disk for later processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._dynamo.callback import callback_handler
-
-from sweep.training.attributes import changed
 
 _SHAPES_MAX = 1_000_000
 """Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
@@ -68,7 +65,7 @@ class CountingCompiler:
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Graph:
     """Compile a graph as torch does where nothing else is asked for."""
-    # Imported at the first graph: it wants Triton on a card.
+    # Imported at the first graph: it wants Triton on a GPU.
     from torch._inductor.compile_fx import compile_fx
 
     run: Graph = compile_fx(graph, inputs)  # type: ignore[assignment]
@@ -112,6 +109,20 @@ def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor"
 def eager(layers: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Run layers as they are without the compiler, which would take seconds for each new shape."""
     return changed((layer, "_compiled_call_impl", None) for layer in layers)
+
+
+@contextlib.contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects; on exit they are as they were.
+
+    Args:
+        changes: objects, names of attributes that they have, and values.
+    """
+    with contextlib.ExitStack() as undo:
+        for thing, name, value in list(changes):
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        yield
 
 
 def forget_compiled() -> None:

@@ -1,7 +1,4 @@
-"""Owns what differs between a CUDA card and the CPU: cap, counters of memory, what others take.
-
-Knows nothing of models or configurations.
-"""
+"""The device of a trial, a CUDA GPU or the CPU: its cap, its memory counters, marks in its work."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ import ctypes
 import gc
 import platform
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from search_spaces.errors import EnvironmentFault
 from storage.records import Stage
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
-from sweep.training.marks import CpuMark, CudaMark, Mark
 
 _NEXT_TO_NOTHING_BYTES = 2**20
 _NET_BYTES = 2**30
@@ -33,30 +30,73 @@ _MARK = "stage: "
 _LIBC = ctypes.CDLL(None)
 
 
+class Mark:
+    """A moment in what a device does, passed when all that was queued before it is done.
+
+    This one is the CPU's, which is never behind. A GPU works behind the host that launches its
+    kernels: timed by the host, each step would have to be waited for, and the GPU would idle.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def is_passed(self) -> bool:
+        """Whether the device has done all that was queued before."""
+        return True
+
+    def wait(self) -> None:
+        """Return once it is passed.
+
+        Raises:
+            RuntimeError: the device failed before.
+        """
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Return the device's seconds between two marks that are passed."""
+        return self._seconds - earlier._seconds
+
+
+class CudaMark(Mark):
+    """A mark in the current stream of the current GPU, to half a microsecond."""
+
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    def is_passed(self) -> bool:
+        """See `Mark.is_passed`."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Self) -> float:
+        """See `Mark.seconds_since`."""
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
 class Device(Protocol):
-    """What the trial needs from the device it runs on. Bytes throughout."""
+    """What a trial needs of the device that it runs on. Bytes throughout."""
 
     torch_device: torch.device
+    _peak_stage: Stage = "load"
 
     def cap(self, budget_bytes: int) -> None:
         """Refuse, for real, what would take the trainings of this process past the budget."""
-        ...
 
     def expand_segments(self, is_expandable: bool) -> None:
         """Make the allocator's segments that are taken from now on grow, or keep their size."""
-        ...
 
     def warm_up(self) -> None:
         """Make the libraries take now what they take once, so that no trial is charged for it."""
-        ...
 
     def mark(self) -> Mark:
         """Return a mark behind everything that is queued by now."""
-        ...
+        return Mark()
 
     def release(self) -> None:
         """Give back what nothing refers to any more."""
-        ...
 
     def allocated_bytes(self) -> int | None:
         """Bytes of live tensors; None where no counter tells."""
@@ -64,7 +104,6 @@ class Device(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new peak."""
-        ...
 
     def observed(self) -> contextlib.AbstractContextManager[None]:
         """Context of the steps whose memory must be seen, for devices that need to watch."""
@@ -72,7 +111,6 @@ class Device(Protocol):
 
     def enter(self, stage: Stage) -> None:
         """Say that another stage of a step begins, so that the peak's is known."""
-        ...
 
     def peak_allocated_bytes(self) -> int:
         """Most bytes of live tensors since `reset_peak`."""
@@ -80,34 +118,34 @@ class Device(Protocol):
 
     def peak_stage(self) -> Stage:
         """Stage in which the observed steps peaked; ``load`` where it was before them."""
-        ...
+        return self._peak_stage
 
     def peak_reserved_bytes(self) -> int | None:
         """Most bytes held by the caching allocator since `reset_peak`; None without one."""
-        ...
+        return None
 
     def allocator_retries(self) -> int:
         """Times since `reset_peak` that the allocator emptied its cache to serve a request."""
-        ...
+        return 0
 
     def spilled_bytes(self) -> int:
         """Bytes that the driver put into the host's memory since `reset_peak`: it did not fail."""
-        ...
+        return 0
 
     def room_bytes(self) -> int | None:
         """Bytes that this process holds or could still have; None where nobody can take them."""
-        ...
+        return None
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether an exception, still being handled, means that memory ran out."""
         ...
 
 
-class CudaDevice:
-    """One CUDA card under torch's caching allocator.
+class CudaDevice(Device):
+    """One CUDA GPU under torch's caching allocator.
 
     Args:
-        can_spill: whether the driver answers a full card with the host's memory, as it does under
+        can_spill: whether the driver answers a full GPU with the host's memory, as it does under
             Windows; None looks.
     """
 
@@ -116,22 +154,22 @@ class CudaDevice:
         card: Any = torch.cuda.get_device_properties(self.torch_device)
         self._total_bytes = int(card.total_memory)
         self._shares_the_hosts = bool(getattr(card, "is_integrated", False))
-        self._can_spill = _is_under_windows() if can_spill is None else can_spill
+        is_under_windows = "microsoft" in platform.release().lower()
+        self._can_spill = is_under_windows if can_spill is None else can_spill
         self._retries_before = 0
-        self._room_of_process: int | None = None
-        self._room_of_trial: int | None = None
+        self._rooms: dict[str, int] = {}
+        """What this process had, or could still have, when it was capped and when a trial began."""
         self._is_watching = False
         self._stage: Stage = "load"
-        self._peak_stage: Stage = "load"
         self._peak_seen = 0
 
     def cap(self, budget_bytes: int) -> None:
         """See `Device.cap`: the allocator raises where reserved memory would pass the budget."""
-        # What is reserved, not what is allocated: the driver gives out whole segments, and a card
+        # What is reserved, not what is allocated: the driver gives out whole segments, and a GPU
         # is full when they are. At the cap the allocator first gives back what it caches and tries
-        # again, as it would on a card of that size; `allocator_retries` counts how often.
+        # again, as it would on a GPU of that size; `allocator_retries` counts how often.
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / self._total_bytes))
-        self._room_of_process = self._room_bytes()
+        self._rooms["process"] = self._room_bytes()
 
     def expand_segments(self, is_expandable: bool) -> None:
         """See `Device.expand_segments`: what the cache holds by then stays of its kind."""
@@ -164,7 +202,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats()
         # What resets the peaks leaves torch's count of retries as it is.
         self._retries_before = self._retries()
-        self._room_of_trial = self._room_bytes()
+        self._rooms["trial"] = self._room_bytes()
         self._stage = self._peak_stage = "load"
         self._peak_seen = self.peak_allocated_bytes()
 
@@ -194,10 +232,6 @@ class CudaDevice:
         """See `Device.peak_allocated_bytes`."""
         return int(torch.cuda.max_memory_allocated())
 
-    def peak_stage(self) -> Stage:
-        """See `Device.peak_stage`."""
-        return self._peak_stage
-
     def peak_reserved_bytes(self) -> int | None:
         """See `Device.peak_reserved_bytes`."""
         return int(torch.cuda.max_memory_reserved())
@@ -207,25 +241,23 @@ class CudaDevice:
         return self._retries() - self._retries_before
 
     def spilled_bytes(self) -> int:
-        """See `Device.spilled_bytes`: what was reserved beyond what the card had to give.
+        """See `Device.spilled_bytes`: what was reserved beyond what the GPU had to give.
 
         Only where a driver can spill: elsewhere more than there was means that a neighbour left.
         """
-        rooms = [r for r in (self._room_of_process, self._room_of_trial) if r is not None]
-        if not self._can_spill or not rooms:
+        if not self._can_spill or not self._rooms:
             return 0
-        return bytes_beyond(int(torch.cuda.max_memory_reserved()), room=min(rooms))
+        return bytes_beyond(int(torch.cuda.max_memory_reserved()), room=min(self._rooms.values()))
 
     def room_bytes(self) -> int | None:
-        """See `Device.room_bytes`: None where the host's memory is the card's, which all use."""
+        """See `Device.room_bytes`: None where the host's memory is the GPU's, which all use."""
         return None if self._shares_the_hosts else self._room_bytes()
 
     def ran_out(self, error: BaseException) -> bool:
-        """See `Device.ran_out`: the host's memory is not the card's."""
+        """See `Device.ran_out`: the host's memory is not the GPU's."""
         return is_card_out_of_memory(error)
 
     def _room_bytes(self) -> int:
-        """Return what this process holds of the card and could still have."""
         # What the allocator caches is not free to the driver, but it is to this process. Unlike
         # either number, the sum does not move with what is trained: it falls where memory goes to
         # others, or to what this process's own libraries take beside the allocator.
@@ -236,7 +268,7 @@ class CudaDevice:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The CPU, where a budget of tensors is kept by counting.
 
     Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
@@ -249,7 +281,6 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._peak = 0
-        self._peak_stage: Stage = "load"
         self._budget: int | None = None
         self._failed_at_limit = False
 
@@ -278,10 +309,6 @@ class CpuDevice:
             weight = torch.randn(512, 512, dtype=dtype, requires_grad=True)
             with self.observed():
                 (weight @ weight).sum().backward()
-
-    def mark(self) -> Mark:
-        """See `Device.mark`."""
-        return CpuMark()
 
     def release(self) -> None:
         """See `Device.release`."""
@@ -339,9 +366,8 @@ class CpuDevice:
     def _arm(self) -> None:
         """Let the process hold the budget's worth of tensors on top of what is not a tensor."""
         if self._budget is not None:
-            others = _private_bytes() - (self.allocated_bytes() or 0)
-            limit = others + self._budget + _NET_BYTES
-            _limit_data(limit)
+            others = _bytes_of("VmData") - (self.allocated_bytes() or 0)
+            _limit_data(others + self._budget + _NET_BYTES)
 
     def _disarm(self) -> None:
         if self._budget is not None:
@@ -350,26 +376,6 @@ class CpuDevice:
     def peak_allocated_bytes(self) -> int:
         """See `Device.peak_allocated_bytes`."""
         return self._peak
-
-    def peak_stage(self) -> Stage:
-        """See `Device.peak_stage`."""
-        return self._peak_stage
-
-    def peak_reserved_bytes(self) -> int | None:
-        """See `Device.peak_reserved_bytes`."""
-        return None
-
-    def allocator_retries(self) -> int:
-        """See `Device.allocator_retries`."""
-        return 0
-
-    def spilled_bytes(self) -> int:
-        """See `Device.spilled_bytes`: the host's memory is all there is."""
-        return 0
-
-    def room_bytes(self) -> int | None:
-        """See `Device.room_bytes`."""
-        return None
 
     def ran_out(self, error: BaseException) -> bool:
         """See `Device.ran_out`: at the limit, libraries fail in ways of their own."""
@@ -380,7 +386,7 @@ class CpuDevice:
     def _is_at_limit(self) -> bool:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         is_limited = limit != resource.RLIM_INFINITY
-        return is_limited and _private_bytes() + _NEXT_TO_NOTHING_BYTES > limit
+        return is_limited and _bytes_of("VmData") + _NEXT_TO_NOTHING_BYTES > limit
 
 
 def _highest_total(watch: profile) -> tuple[int, Stage]:
@@ -409,13 +415,9 @@ def _limit_data(soft: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _private_bytes() -> int:
-    """Return the bytes that `RLIMIT_DATA` counts for this process now (Linux)."""
-    return _bytes_of("VmData")
-
-
 def _bytes_of(kind: str) -> int:
-    """Return what the kernel counts of this process under a name (Linux)."""
+    """Return what the kernel counts of this process under a name (Linux): ``VmData`` is what
+    `RLIMIT_DATA` limits."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
@@ -423,14 +425,9 @@ def _bytes_of(kind: str) -> int:
 
 
 def bytes_beyond(reserved_bytes: int, *, room: int) -> int:
-    """Return how much of what was reserved a card with so much room cannot have held itself."""
+    """Return how much of what was reserved a GPU with so much room cannot have held itself."""
     beyond = reserved_bytes - room
     return beyond if beyond > _SPILL_SLACK_BYTES else 0
-
-
-def _is_under_windows() -> bool:
-    """Whether this is Linux on Windows, whose driver pages a full card out to the host."""
-    return "microsoft" in platform.release().lower()
 
 
 def open_device(kind: str) -> Device:

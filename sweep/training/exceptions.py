@@ -1,18 +1,23 @@
-"""Owns what an exception of a training means: memory ran out, a kernel does not fit this card, or
-neither.
-
-Reads exceptions alone. Knows nothing of devices, trials or counters.
-"""
+"""What an exception of a training means: memory ran out, a kernel does not fit, or neither."""
 
 from __future__ import annotations
 
 import re
 import traceback
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import words_of
+from storage.records import NEIGHBOUR, Ineffective, Outcome, OutOfMemory
+
+if TYPE_CHECKING:
+    from sweep.training.device import Device
+    from sweep.training.step import TrainingLoop
+
+DETAIL_LENGTH = 600
 
 _CARD_MEMORY = re.compile(
     r"CUDA out of memory"
@@ -22,7 +27,7 @@ _CARD_MEMORY = re.compile(
     r"|(?:CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
 )
-"""The card's own memory. `CUBLAS_STATUS_NOT_INITIALIZED` is not among them: a card without memory
+"""The GPU's own memory. `CUBLAS_STATUS_NOT_INITIALIZED` is not among them: a GPU without memory
 says so as well, but so does a broken driver, and a verdict that hides larger configurations needs
 to be sure."""
 _HOST_MEMORY = re.compile(
@@ -33,32 +38,34 @@ _HOST_ALLOCATOR = "DefaultCPUAllocator"
 _KERNEL_RESOURCES = re.compile(
     r"\bOutOfResources\b|out of resource: |too many resources requested for launch"
 )
-"""Shared memory, registers or threads of one block: more of the card's memory would not help."""
+"""Shared memory, registers or threads of one block: more of the GPU's memory would not help."""
 _REQUESTED = re.compile(r"(?:Tried to allocate|tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_card_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the card's memory ran out, and not the host's."""
-    if lacks_kernel_resources(error):
-        return False
-    return any(_says_card_memory(cause) for cause in _causes(error))
+    """Whether an exception means that the GPU's memory ran out, and not the host's."""
+    return not lacks_kernel_resources(error) and any(
+        _HOST_ALLOCATOR not in str(cause)
+        and (
+            isinstance(cause, torch.OutOfMemoryError)
+            or (isinstance(cause, RuntimeError) and _CARD_MEMORY.search(str(cause)))
+        )
+        for cause in _causes(error)
+    )
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the memory of the process ran out."""
     return any(
         isinstance(cause, torch.OutOfMemoryError | MemoryError)
-        or (
-            isinstance(cause, RuntimeError | OSError)
-            and _HOST_MEMORY.search(str(cause)) is not None
-        )
+        or (isinstance(cause, RuntimeError | OSError) and _HOST_MEMORY.search(str(cause)))
         for cause in _causes(error)
     )
 
 
 def lacks_kernel_resources(error: BaseException) -> bool:
-    """Whether a kernel asks for more shared memory or registers than a block of this card has.
+    """Whether a kernel asks for more shared memory or registers than a block of this GPU has.
 
     Triton raises `OutOfResources`; inductor wraps it in its own exceptions and quotes it; a launch
     that asks for too many registers is the driver's error. None of them has to do with how much
@@ -71,14 +78,17 @@ def lacks_kernel_resources(error: BaseException) -> bool:
 
 
 def knob_of_kernel(error: BaseException, config: TrialConfig) -> str:
-    """Return the knob that brought the kernel that failed: by the code that it was called from."""
-    for source in _sources(error):
-        if "liger_kernel" in source:
-            return "kernels"
-        if "inductor" in source or "_dynamo" in source:
-            return "compile"
-        if "flash_attn" in source or "attention" in source:
-            return "attention"
+    """Return the setting that brought the kernel that failed: by the code it was called from."""
+    for cause in _causes(error):
+        # From where it was raised outwards.
+        for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
+            source = frame.f_code.co_filename
+            if "liger_kernel" in source:
+                return "kernels"
+            if "inductor" in source or "_dynamo" in source:
+                return "compile"
+            if "flash_attn" in source or "attention" in source:
+                return "attention"
     if config.compile:
         return "compile"
     return "attention" if config.kernels == "hf" else "kernels"
@@ -90,20 +100,66 @@ def requested_bytes(error: BaseException) -> int | None:
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
-def _says_card_memory(error: BaseException) -> bool:
-    text = str(error)
-    if _HOST_ALLOCATOR in text:
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _CARD_MEMORY.search(text) is not None
+def is_from_the_compiler(error: Exception) -> bool:
+    """Whether an exception says that `torch.compile` could not compile a layer.
+
+    Dynamo also raises what the traced code raised, and then names the lines it was tracing.
+    """
+    is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    return is_dynamos_own or "from user code:" in str(error)
+
+
+def verdict_of(
+    error: Exception,
+    config: TrialConfig,
+    *,
+    device: Device,
+    loop: TrainingLoop | None,
+    was_robbed: bool = False,
+    doing: str = "",
+) -> Outcome | None:
+    """Return what an exception means, in strings and numbers alone; None for the unknown.
+
+    Args:
+        error: still being handled.
+        config: what was trained.
+        device: on which.
+        loop: whose steps were done; None before there is one.
+        was_robbed: whether others hold memory that was promised to this process.
+        doing: what else than a training step was being done, to begin a sentence with.
+    """
+    detail = (doing + words_of(error))[:DETAIL_LENGTH]
+    if lacks_kernel_resources(error):
+        return Ineffective(knob=knob_of_kernel(error, config), detail=detail)
+    if device.ran_out(error):
+        flags = (NEIGHBOUR,) if was_robbed else ()
+        return out_of_memory(error, config, device=device, loop=loop, doing=doing, flags=flags)
+    if config.compile and is_from_the_compiler(error):
+        return Ineffective(knob="compile", detail=detail)
+    return None
+
+
+def out_of_memory(
+    error: Exception,
+    config: TrialConfig,
+    *,
+    device: Device,
+    loop: TrainingLoop | None,
+    doing: str = "",
+    flags: tuple[str, ...] = (),
+) -> OutOfMemory:
+    """Return the outcome of a training that ran out of memory; see `verdict_of`."""
+    # The base is there, unless it is sharded: then it gets its weights with the adapters.
+    is_loading = loop is None or loop.stage == "load"
+    stage = "load" if loop is None and config.is_sharded else "forward"
+    return OutOfMemory(
+        stage=stage if is_loading or loop is None else loop.stage,
+        step=0 if loop is None else loop.micro_step,
+        requested_bytes=requested_bytes(error),
+        peak_allocated_bytes=device.peak_allocated_bytes(),
+        detail=(doing + words_of(error))[:DETAIL_LENGTH],
+        flags=flags,
     )
-
-
-def _sources(error: BaseException) -> Iterator[str]:
-    """Yield the files that an exception went through, from where it was raised outwards."""
-    for cause in _causes(error):
-        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        yield from (frame.f_code.co_filename for frame in reversed(frames))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -10,11 +10,10 @@ import torch
 from search_spaces.errors import in_percent
 from storage.records import Faithfulness
 from sweep.data.batches import Batch
-from sweep.data.collating import IGNORED
 from sweep.training.adapters import Attached, recomputed
-from sweep.training.attributes import changed
-from sweep.training.compiling import eager
+from sweep.training.compiling import changed, eager
 from sweep.training.step import TrainingLoop
+from sweep.training.texts import loss_tokens
 
 MICRO_BATCHES = 2
 LOSS_RESOLUTION = torch.finfo(torch.bfloat16).eps
@@ -59,11 +58,11 @@ def unfaithful(found: Faithfulness) -> str | None:
 
     What everybody accepts of a 4-bit base is the bound: what rounding the weights to NF4 does.
     """
-    bounds = {
-        "the loss is": (found.loss_error, max(found.accepted_loss_error, LOSS_RESOLUTION)),
-        "gradients are": (found.gradient_error, found.accepted_gradient_error),
-    }
-    for what, (error, bound) in bounds.items():
+    bounds = (
+        ("the loss is", found.loss_error, max(found.accepted_loss_error, LOSS_RESOLUTION)),
+        ("gradients are", found.gradient_error, found.accepted_gradient_error),
+    )
+    for what, error, bound in bounds:
         if not error <= bound:
             return (
                 f"{what} {in_percent(error)} off 16-bit compute of the same base, and rounding the "
@@ -76,15 +75,13 @@ def _parts(batch: Batch, count: int) -> Iterator[Batch]:
     """Yield a micro-batch in so many parts, or in as many as it has rows."""
     rows = len(batch["input_ids"])
     for part in torch.arange(rows).chunk(count):
-        yield {
-            key: value[part[0] : part[-1] + 1] if rows > 1 else value
-            for key, value in batch.items()
-        }
+        here = slice(int(part[0]), int(part[-1]) + 1)
+        yield {key: value[here] if rows > 1 else value for key, value in batch.items()}
 
 
 def _gradients(attachment: Attached, loop: TrainingLoop, batches: Sequence[Batch]) -> _Gradients:
     """Return loss and gradients of micro-batches together, as a mean over supervised tokens."""
-    counts = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
+    counts = [loss_tokens(batch) for batch in batches]
     loop.optimizer.zero_grad()
     loss = 0.0
     for batch, count in zip(batches, counts, strict=True):
@@ -104,9 +101,8 @@ def _error(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
 
 
 def _dot(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    return sum(
-        float(torch.sum(a * b, dtype=torch.float64)) for a, b in zip(one, other, strict=True)
-    )
+    both = zip(one, other, strict=True)
+    return sum(float(torch.sum(a * b, dtype=torch.float64)) for a, b in both)
 
 
 def multiplying_in(model: torch.nn.Module, products: str | None) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""Owns making a child's imports of torch and transformers short: what they need not bring along.
+"""Shorter imports of torch and transformers in a child: what they need not bring along.
 
-It is used before any of them is imported, and imports nothing itself. What is left out is missed by
-nobody: optional packages look as if they were not installed, and a compiler comes when it is used.
+Used before any of them is imported; imports nothing itself. Optional packages look as if they were
+not installed, and a compiler comes when it is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compiling_later() -> Iterator[None]:
     """Let what is decorated with ``torch.compile`` inside be compiled when it is first called.
 
     bitsandbytes decorates CPU code so, for which torch imports its whole compiler: a second and
-    more, on a card for nothing.
+    more, on a GPU for nothing.
     """
     import torch
 

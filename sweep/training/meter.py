@@ -1,8 +1,5 @@
-"""Owns how a trial's steps become a measurement: their seconds, steadiness, the interval of the
-median, and what the card and other processes did meanwhile.
-
-Knows nothing of models, phases or outcomes.
-"""
+"""How a trial's steps become a measurement: their seconds, steadiness, the interval of the median,
+and what the GPU and other processes did meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from functools import cache
 
 from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
-from storage.records import NEIGHBOUR, Measurement
+from storage.records import NEIGHBOUR
 from sweep.nvml import NvmlCard
 from sweep.training.device import Device
 
@@ -27,16 +24,16 @@ NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
 """The same while steps are measured, when everything of this process's own is there."""
 _STEPS_TO_JUDGE = 3
 _ENERGY_SECONDS_MIN = 1.0
-"""The card's counter moves some ten times a second: what is shorter is not told to a tenth."""
+"""The GPU's counter moves some ten times a second: what is shorter is not told to a tenth."""
 _LENIENCY = 0.7
 """Share of the fastest of a few steps that the median is surely above, also on a busy machine."""
 
 
 @cache
 def _interval_rank(count: int) -> int:
-    """Return k such that order statistics k and count + 1 - k bound the median at 95 % or more.
+    """Return k such that order statistics k and count + 1 - k bound the median at 95 % or more; 0
+    where no two of so few do.
 
-    0 where no two of so few do.
     The number of samples under the median is binomial(count, 1/2), whatever the distribution of the
     step times.
     """
@@ -128,22 +125,8 @@ def mean_step_seconds(
 
 
 @dataclass(frozen=True)
-class StepWork:
-    """What an optimizer step does, in tokens that carry loss."""
-
-    tokens: float
-    """Of a whole optimizer step."""
-    tokens_per_micro_step: float
-
-    @classmethod
-    def of_random_rows(cls, config: TrialConfig) -> StepWork:
-        """Return that of full-length rows."""
-        return cls(config.tokens_per_step, config.tokens_per_micro_batch)
-
-
-@dataclass(frozen=True)
 class CardReading:
-    """One look at the card. Bytes count every process."""
+    """One look at the GPU. Bytes count every process."""
 
     used_bytes: int | None = None
     sm_clock_mhz: int | None = None
@@ -152,7 +135,7 @@ class CardReading:
 
 
 class CardReader:
-    """Reads the card while it trains; without a card, or NVML, readings are empty.
+    """Reads the GPU while it trains; without one, or without NVML, readings are empty.
 
     A neighbour is a process that came after `remember`. What was there before is not one, nor is
     this process, which a container's NVML shows under a number that only the host knows.
@@ -164,7 +147,7 @@ class CardReader:
         self.remember()
 
     def remember(self) -> None:
-        """Take the processes of this moment as known; call it when this one is on the card too."""
+        """Take the processes of this moment as known; call it when this one is there too."""
         self._known = self._processes()
 
     def read(self) -> CardReading:
@@ -180,13 +163,12 @@ class CardReader:
         )
 
     def energy_joules(self) -> float | None:
-        """Return the energy that the card has used so far; None where nobody counts it."""
+        """Return the energy that the GPU has used so far; None where nobody counts it."""
         return None if self._card is None else self._card.energy_joules()
 
     def _processes(self) -> frozenset[int]:
-        if self._card is None:
-            return frozenset()
-        return frozenset(process.pid for process in self._card.processes())
+        found = () if self._card is None else self._card.processes()
+        return frozenset(process.pid for process in found)
 
 
 @dataclass
@@ -232,29 +214,28 @@ class NeighbourWatch:
         """Whether no more than ``room`` being left is others' doing."""
         if self.has_paged_memory or self._room_at_start is None:
             return False
-        if self._room_at_start - room > NEIGHBOUR_BYTES:
-            return True
         at_measuring = self._room_at_measuring
-        return at_measuring is not None and at_measuring - room > NEIGHBOUR_BYTES_MEASURING
+        return self._room_at_start - room > NEIGHBOUR_BYTES or (
+            at_measuring is not None and at_measuring - room > NEIGHBOUR_BYTES_MEASURING
+        )
 
 
 @dataclass
 class EnergyCount:
-    """The card's energy over the stretches of time that count, and how long those were."""
+    """The GPU's energy over the stretches of time that count, and how long those were."""
 
     card: CardReader
     joules: float | None = 0.0
-    """None once the card did not tell."""
+    """None once the GPU did not tell."""
     seconds: float = 0.0
-    _begun: tuple[float, float | None] | None = None
+    _begun: tuple[float, float | None] = 0.0, None
 
     def begin(self) -> None:
-        """Let what the card uses count from now on."""
+        """Let what the GPU uses count from now on."""
         self._begun = time.perf_counter(), self.card.energy_joules()
 
     def end(self) -> None:
         """Let it not count any more."""
-        assert self._begun is not None, "what ends has begun"
         (started, before), now = self._begun, self.card.energy_joules()
         self.seconds += time.perf_counter() - started
         if self.joules is None or before is None or now is None:
@@ -271,7 +252,7 @@ class EnergyCount:
 
 @dataclass
 class Meter:
-    """The steps of one trial: what each took, whether there are enough, what they come to.
+    """The steps of one trial: what each took, and whether there are enough.
 
     Attributes:
         is_soak: whether it goes on, however precise the steps are, until their budget is spent.
@@ -279,30 +260,26 @@ class Meter:
 
     config: TrialConfig
     steps: StepBudget
-    device: Device
     neighbours: NeighbourWatch
     is_soak: bool = False
-    work: StepWork | None = None
-    """None for that of full-length random rows."""
+    tokens_per_step: float = field(init=False)
+    """Supervised tokens of a step that is measured, of all GPUs together."""
     warmup: list[float] = field(default_factory=list)
     """Seconds of each warm-up step."""
     measured: list[float] = field(default_factory=list)
     """Seconds of each measured step."""
-    _warmup_spent: float = 0.0
-    _measured_spent: float = 0.0
+    warmup_spent: float = 0.0
+    measured_spent: float = 0.0
     """Seconds really spent in steps, where the step's own are derived."""
-    _tokens: float = 0.0
-    """Really trained in measured steps."""
+    energy: EnergyCount = field(init=False)
+    _micro_steps: int = 0
+    """Really measured."""
     _readings: list[CardReading] = field(default_factory=list)
     _is_crowded: bool = False
-    energy: EnergyCount = field(init=False)
 
     def __post_init__(self) -> None:
+        self.tokens_per_step = self.config.tokens_per_step
         self.energy = EnergyCount(self.neighbours.card)
-
-    def add_other(self, ended: Sequence[float]) -> None:
-        """Take in steps on what the measured ones do not train on: they took their time alone."""
-        self._warmup_spent += ended[-1]
 
     def add(
         self, ended: Sequence[float], *, is_warmup: bool, gradients: Sequence[float] | None = None
@@ -323,11 +300,11 @@ class Meter:
         )
         if is_warmup:
             self.warmup.append(seconds)
-            self._warmup_spent += ended[-1]
+            self.warmup_spent += ended[-1]
         else:
             self.measured.append(seconds)
-            self._measured_spent += ended[-1]
-            self._tokens += len(ended) * self._work.tokens_per_micro_step
+            self.measured_spent += ended[-1]
+            self._micro_steps += len(ended)
             self._readings.append(self.neighbours.card.read())
             self._is_crowded = self._is_crowded or self.neighbours.have_taken_memory()
 
@@ -343,67 +320,12 @@ class Meter:
         done = len(self.measured)
         if done < self.steps.measured_min:
             return False
-        return (
-            done >= self.steps.measured_max
-            or elapsed_seconds >= self.steps.seconds_max
-            or (
-                not self.is_soak
-                and is_precise(self.measured, relative=self.steps.relative_interval)
-            )
-        )
+        is_spent = done >= self.steps.measured_max or elapsed_seconds >= self.steps.seconds_max
+        return is_spent or (not self.is_soak and self.is_precise())
 
-    def measurement(
-        self,
-        *,
-        final_loss: float,
-        trainable_parameters: int,
-        flops_utilization: float | None,
-        quantized_share: float | None,
-        compile_seconds: float | None,
-        is_emulated: bool,
-        is_extrapolated: bool,
-    ) -> Measurement:
-        """Return what the measured steps come to; the seconds of setting up are not known yet.
-
-        Args:
-            final_loss: of the last step.
-            trainable_parameters: weights that were trained.
-            flops_utilization: of `median_seconds`; None where unknown.
-            quantized_share: of the weights meant to be in 4 bits; None for a 16-bit base.
-            compile_seconds: that compiling took; None where nothing was to be compiled.
-            is_emulated: whether another card stands in for the target.
-            is_extrapolated: whether a part of each accumulation was derived.
-        """
-        median = self.median_seconds
-        used = [r.used_bytes for r in self._readings if r.used_bytes is not None]
-        return Measurement(
-            tokens_per_second=self._work.tokens / median,
-            samples_per_second=self.config.samples_per_step / median,
-            step_seconds=median,
-            step_seconds_ci95=median_interval(self.measured),
-            steps_measured=len(self.measured),
-            steps_warmup=len(self.warmup),
-            peak_allocated_bytes=self.device.peak_allocated_bytes(),
-            peak_reserved_bytes=self.device.peak_reserved_bytes(),
-            peak_device_bytes=max(used, default=None),
-            trainable_parameters=trainable_parameters,
-            flops_utilization=flops_utilization,
-            final_loss=final_loss,
-            setup_seconds=0.0,
-            measured_seconds=self._measured_spent,
-            training_seconds=self._warmup_spent + self._measured_spent,
-            allocator_retries=self.device.allocator_retries(),
-            flags=self._flags(is_emulated=is_emulated, is_extrapolated=is_extrapolated),
-            sm_clock_mhz=self._clock_mhz(),
-            throttle_reasons=self._throttle_reasons(),
-            quantized_share=quantized_share,
-            compile_seconds=compile_seconds,
-            joules_per_token=self.energy.per_token(self._tokens),
-        )
-
-    @property
-    def _work(self) -> StepWork:
-        return self.work or StepWork.of_random_rows(self.config)
+    def is_precise(self) -> bool:
+        """Whether the median of the measured steps is as sure as was asked."""
+        return is_precise(self.measured, relative=self.steps.relative_interval)
 
     @property
     def steps_done(self) -> int:
@@ -415,20 +337,33 @@ class Meter:
         """Seconds of the median measured step."""
         return statistics.median(self.measured)
 
-    def _clock_mhz(self) -> int | None:
+    @property
+    def joules_per_token(self) -> float | None:
+        """Of the measured steps; None where unknown."""
+        of_one = self.tokens_per_step / self.config.accumulation_steps / self.config.data_parallel
+        return self.energy.per_token(self._micro_steps * of_one)
+
+    @property
+    def peak_device_bytes(self) -> int | None:
+        """Most bytes of the GPU in use while it was measured; None where nobody tells."""
+        return max((r.used_bytes for r in self._readings if r.used_bytes is not None), default=None)
+
+    @property
+    def sm_clock_mhz(self) -> int | None:
+        """The median clock while it was measured; None where nobody tells."""
         clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
         return int(statistics.median(clocks)) if clocks else None
 
-    def _throttle_reasons(self) -> tuple[str, ...]:
+    @property
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Everything that slowed the GPU down while it was measured."""
         return tuple(sorted({reason for r in self._readings for reason in r.throttle_reasons}))
 
-    def _flags(self, *, is_emulated: bool, is_extrapolated: bool) -> tuple[str, ...]:
-        flags = {
-            "emulated": is_emulated,
-            "throttled": bool(self._throttle_reasons()),
-            "noisy": not is_precise(self.measured, relative=self.steps.relative_interval),
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What makes the measured seconds less sure, by flag."""
+        return {
+            "throttled": bool(self.throttle_reasons),
+            "noisy": not self.is_precise(),
             NEIGHBOUR: self._is_crowded or any(r.has_neighbour for r in self._readings),
-            "allocator_retries": self.device.allocator_retries() > 0,
-            "accumulation_extrapolated": is_extrapolated,
         }
-        return tuple(name for name, is_set in flags.items() if is_set)

@@ -1,8 +1,8 @@
-"""Owns the frozen base model: built from random weights straight into 4 bits, or loaded, ready for
-adapters.
+"""The frozen base model, ready for adapters: built from random weights straight into 4 bits, or
+loaded.
 
-Knows nothing of adapters, steps or measurements. A base depends on a few knobs of the configuration
-only (`TrialConfig.base`), so that it can stay on the device from one trial to the next.
+A base depends on a few settings only (`TrialConfig.base`), so that it can stay on the device from
+one trial to the next.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ def compute_type(config: TrialConfig) -> torch.dtype:
 
 
 class Unavailable(Exception):  # noqa: N818 - the name says what is the matter
-    """A value of a knob needs a package that is not installed here, or not for this device."""
+    """A setting's value needs a package that is not installed here, or not for this device."""
 
     def __init__(self, knob: str, reason: str) -> None:
         super().__init__(reason)
@@ -83,13 +84,23 @@ def build_base(
         InputError: weights that 8 bits cannot hold.
         Unavailable: the attention or the kernels are not installed.
     """
+    if config.is_sharded and weights == "pretrained":
+        raise InputError(
+            "sharding fsdp is measured with random weights alone, on which neither speed nor "
+            "memory depends: a model that no card holds is not loaded as a whole"
+        )
     undo = contextlib.ExitStack()
     with undo:
         torch.manual_seed(seed)
-        build = _builder(config, weights)
         try:
             with _needing("attention", is_own=config.attention == "flash_attention_2"):
-                model = build(config, spec=spec, device=device)
+                if config.is_sharded:
+                    # Shapes alone: each configuration gets its own share of the weights.
+                    model = skeleton(config, spec=spec)
+                elif weights == "pretrained":
+                    model = _load_pretrained(config, spec=spec, device=device)
+                else:
+                    model = _build_random(config, spec=spec, device=device)
             if config.is_8bit_compute:
                 compute_in_8_bits(model, config.compute_dtype)
         except UnfitWeightError as error:
@@ -101,24 +112,19 @@ def build_base(
         model.train()
         with _needing("kernels", is_own=config.kernels != "hf", cure=install_extra("gpu")):
             undo.enter_context(_kernels(model, config.kernels))
-        return BaseModel(
-            config=config.base(),
-            spec=spec,
-            model=model,
-            undo=undo.pop_all(),
-            quantized_share=share_quantized(model, config),
-        )
+        share = share_quantized(model, config)
+        return BaseModel(config.base(), spec, model, undo.pop_all(), share)
 
 
 @contextlib.contextmanager
-def _needing(knob: str, *, is_own: bool, cure: str = "") -> Iterator[None]:
-    """Say which knob's value cannot be had where a package of its own is missing."""
+def _needing(key: str, *, is_own: bool, cure: str = "") -> Iterator[None]:
+    """Say which setting's value cannot be had where a package of its own is missing."""
     try:
         yield
     except ImportError as error:
         if not is_own:
             raise
-        raise Unavailable(knob, f"{error}: {cure}" if cure else str(error)) from error
+        raise Unavailable(key, f"{error}: {cure}" if cure else str(error)) from error
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -130,13 +136,11 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """
     lists = [list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    counted = next((layers for layers in lists if len(layers) == count), None)
-    if counted is not None:
-        return counted
+    counted = [layers for layers in lists if len(layers) == count]
+    if counted:
+        return counted[0]
     checkpointed = [
-        layers
-        for layers in lists
-        if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+        layers for layers in lists if all(isinstance(m, GradientCheckpointingLayer) for m in layers)
     ]
     return max(checkpointed, key=len, default=[])
 
@@ -183,34 +187,16 @@ def bnb_config(config: TrialConfig, *, kept: list[str] | None = None) -> BitsAnd
     )
 
 
-def _builder(config: TrialConfig, weights: Weights) -> Callable[..., PreTrainedModel]:
-    if not config.is_sharded:
-        return _load_pretrained if weights == "pretrained" else _build_random
-    if weights == "pretrained":
-        raise InputError(
-            "sharding fsdp is measured with random weights alone, on which neither speed nor "
-            "memory depends: a model that no card holds is not loaded as a whole"
-        )
-    return _shapes_alone
-
-
-def _shapes_alone(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-    """Return the model without weights: each configuration gets its own share of them."""
-    return skeleton(config, spec=spec)
-
-
 def _load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
-    is_8bit = config.weight_bits == 8
-    # What is rounded to 8 bits goes to the device layer by layer.
-    placed = {"device_map": {"": "cpu"}} if is_8bit else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        str(spec.path) if spec.path is not None else spec.name,
-        **{**loading_arguments(config, spec=spec, device=device), **placed},
-        trust_remote_code=False,
-    )
-    if is_8bit:
+    arguments = loading_arguments(config, spec=spec, device=device)
+    if config.weight_bits == 8:
+        # What is rounded to 8 bits goes to the device layer by layer.
+        arguments["device_map"] = {"": "cpu"}
+    name = str(spec.path) if spec.path is not None else spec.name
+    model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+    if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
     return model
 
@@ -233,16 +219,24 @@ def loading_arguments(
 def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     model = skeleton(config, spec=spec)
     for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            quantize_random(module, config=config, device=device)
-        elif isinstance(module, EightBitLinear):
-            module.hold(_random_weight(module, config=config, device=device))
-            _zero_bias(module, config=config, device=device)
-        elif list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)):
-            module.to_empty(device=device, recurse=False)
-            fill_module(model, module)
+        give_weights(module, model, config, device=device)
     model.tie_weights()
     return model
+
+
+def give_weights(
+    module: torch.nn.Module, model: PreTrainedModel, config: TrialConfig, *, device: torch.device
+) -> None:
+    """Give a module of a skeleton its own random weights, quantized at once where they are to be,
+    so that only one is ever wide."""
+    if isinstance(module, bnb.nn.Linear4bit):
+        quantize_random(module, config=config, device=device)
+    elif isinstance(module, EightBitLinear):
+        module.hold(_random_weight(module, config=config, device=device))
+        _zero_bias(module, config=config, device=device)
+    elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        module.to_empty(device=device, recurse=False)
+        fill_module(model, module)
 
 
 def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
@@ -269,17 +263,31 @@ def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
             model = replace_with_bnb_linear(
                 model, modules_to_not_convert=kept, quantization_config=quantization
             )
-        _mark_quantized(model, quantization)
+        # What `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it.
+        model.is_loaded_in_4bit = model.is_quantized = True
+        model.quantization_method = quantization.quantization_method()
+        model.config.quantization_config = quantization
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model))
     return model
 
 
 def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
-    """Return the same with nothing quantized."""
+    """Return the same with nothing quantized.
+
+    Raises:
+        InputError: the model is no text decoder.
+    """
     values = dict(spec.config)
     architecture = AutoConfig.for_model(values.pop("model_type"), **values)
-    _check_is_text(architecture, spec)
+    text = architecture.get_text_config()
+    if text is not architecture:
+        # The sizes at the top level of a config of several models would not be the decoder's.
+        raise InputError(
+            f"model type '{spec.model_type}' is a multimodal model; only text decoders can be "
+            f"trained: give its text_config as a model of its own, with model_type "
+            f"'{text.model_type}'"
+        )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             architecture,
@@ -287,33 +295,6 @@ def _plain_skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
             attn_implementation=config.attention,
             trust_remote_code=False,
         )
-
-
-def _check_is_text(config: Any, spec: ModelSpec) -> None:
-    """Refuse a config of several models: the sizes at its top level would not be the decoder's.
-
-    Raises:
-        InputError: names the text decoder's own model type.
-    """
-    text = config.get_text_config()
-    if text is not config:
-        raise InputError(
-            f"model type '{spec.model_type}' is a multimodal model; only text decoders can be "
-            f"trained: give its text_config as a model of its own, with model_type "
-            f"'{text.model_type}'"
-        )
-
-
-def _mark_quantized(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> None:
-    """Say what `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it."""
-    marks: dict[str, Any] = {
-        "is_loaded_in_4bit": True,
-        "is_quantized": True,
-        "quantization_method": quantization.quantization_method(),
-    }
-    for name, value in marks.items():
-        setattr(model, name, value)
-    model.config.quantization_config = quantization
 
 
 def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
@@ -376,7 +357,7 @@ def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
     # Triton, which Liger needs, is not there on a CPU-only machine.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    modelling = vars(__import__(type(model).__module__, fromlist=["_"]))
+    modelling = vars(sys.modules[type(model).__module__])
     original = dict(modelling)
     _apply_liger_kernel_to_instance(model=model, **(liger_kernels(kernels) or {}))
     try:

@@ -1,9 +1,9 @@
-"""Owns the proof that every knob took effect: what the first steps left behind, held against what
-was asked.
+"""The proof that every setting took effect: what the first steps left behind, held against what was
+asked.
 
 A compile that fell back to eager, an attention kernel that was not used, a checkpoint flag that did
 nothing: the run does not count as that configuration. Each proof is registered by the key of its
-knob, and a knob without one is a mistake that a test finds.
+setting, and a setting without one is a mistake that a test finds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import bitsandbytes as bnb
 import torch
@@ -111,27 +111,28 @@ class ProductWatch:
                 self.product_work[kind] += math.prod(shapes[left]) * shapes[left + 1][-1]
 
 
+Module = TypeVar("Module")
+
+
 @dataclass(frozen=True)
 class StepEvidence:
     """What the first steps of a configuration left behind."""
 
     attached: Attached
     loop: TrainingLoop
-    watch: KernelWatch | None
-    """None where nothing could watch, as inside a compiled graph."""
-    product_work: Mapping[Any, int] | None = None
-    """Multiplications by the type of what was multiplied; None where nothing watched."""
+    watch: KernelWatch | ProductWatch | None
+    """None where nothing watched."""
     others: Sequence[Look] = ()
-    """What each of the other cards showed, where several train together."""
+    """What each of the other GPUs showed, where several train together."""
 
-    def adapters(self) -> Iterator[LoraLayer]:
-        """Yield the layers that have an adapter."""
-        return (module for _, module in self.named_adapters())
+    @property
+    def kernels(self) -> KernelWatch | None:
+        """What was seen of kernels; None where nothing could see them, as in a compiled graph."""
+        return self.watch if isinstance(self.watch, KernelWatch) else None
 
-    def named_adapters(self) -> Iterator[tuple[str, LoraLayer]]:
-        """Yield the layers that have an adapter, by name."""
-        modules = self.attached.model.named_modules()
-        return ((name, module) for name, module in modules if isinstance(module, LoraLayer))
+    def modules(self, kind: type[Module]) -> list[Module]:
+        """Return the model's modules of a kind."""
+        return [m for m in self.attached.model.modules() if isinstance(m, kind)]
 
     def states(self, *, from_elements: int) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         """Yield the optimizer's state of each trained tensor of so many elements or more."""
@@ -140,10 +141,10 @@ class StepEvidence:
 
 
 Proof = Callable[[TrialConfig, StepEvidence], str | None]
-"""Returns what contradicts a knob's value, or None."""
+"""Returns what contradicts a setting's value, or None."""
 
 PROOFS: dict[str, Proof] = {}
-"""The proof of each knob, by its key."""
+"""The proof of each setting, by its key."""
 
 
 def proves(knob: str) -> Callable[[Proof], Proof]:
@@ -164,10 +165,8 @@ def ineffective(
     watch: KernelWatch | ProductWatch | None,
     others: Sequence[Look] = (),
 ) -> Ineffective | None:
-    """Return the first knob that had no effect in the steps done so far; None where all had."""
-    kernels = watch if isinstance(watch, KernelWatch) else None
-    work = None if watch is None else watch.product_work
-    evidence = StepEvidence(attached, loop, kernels, work, others)
+    """Return the first setting without effect in the steps done so far; None where all had one."""
+    evidence = StepEvidence(attached, loop, watch, others)
     for knob, proof in PROOFS.items():
         detail = proof(config, evidence)
         if detail is not None:
@@ -176,20 +175,15 @@ def ineffective(
 
 
 def _four_bit_states(evidence: StepEvidence) -> list[Any]:
-    modules = evidence.attached.model.modules()
     # A share of a weight has lost its constants, which the layer keeps beside it.
-    return [
-        getattr(m.weight, "quant_state", None) or m.quant_state
-        for m in modules
-        if isinstance(m, bnb.nn.Linear4bit)
-    ]
+    layers = evidence.modules(bnb.nn.Linear4bit)
+    return [getattr(layer.weight, "quant_state", None) or layer.quant_state for layer in layers]
 
 
 @proves("quantization")
 def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
     kinds = {getattr(state, "quant_type", None) for state in _four_bit_states(evidence)}
-    modules = evidence.attached.model.modules()
-    kinds |= {module.kind for module in modules if isinstance(module, EightBitLinear)}
+    kinds |= {layer.kind for layer in evidence.modules(EightBitLinear)}
     if not config.is_quantized:
         return "quantized layers are left" if kinds else None
     if not kinds:
@@ -209,33 +203,30 @@ def _quantization(config: TrialConfig, evidence: StepEvidence) -> str | None:
 def _quantized_layers(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Each layer that is to be quantized has such a matrix, and none of the others has one."""
     layers = evidence.attached.layers
-    quantized = {
-        index
-        for index, layer in enumerate(layers)
-        if any(isinstance(m, bnb.nn.Linear4bit | EightBitLinear) for m in layer.modules())
-    }
+    is_packed = [
+        any(isinstance(m, bnb.nn.Linear4bit | EightBitLinear) for m in layer.modules())
+        for layer in layers
+    ]
+    quantized = {index for index, packed in enumerate(is_packed) if packed}
     asked = config.quantized_layers(len(layers))
-    if quantized == asked:
-        return None
-    return f"{len(quantized)} layers are quantized, not {len(asked)}, or others than those"
+    words = f"{len(quantized)} layers are quantized, not {len(asked)}, or others than those"
+    return None if quantized == asked else words
 
 
 @proves("double_quant")
 def _double_quant(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    if all(state.nested == config.double_quant for state in _four_bit_states(evidence)):
-        return None
-    return "the constants are stored otherwise"
+    others = {state.nested for state in _four_bit_states(evidence)} - {config.double_quant}
+    return "the constants are stored otherwise" if others else None
 
 
 @proves("micro_batch_size")
 def _micro_batch(config: TrialConfig, evidence: StepEvidence) -> str | None:
     rows, _ = evidence.loop.batch_shape
-    asked = config.micro_batch_size
     texts = evidence.loop.texts
     if texts is not None and is_flattened(texts.config):
         # Packed rows that go through as one long row.
         rows = texts.config.micro_batch_size
-    return None if rows == asked else f"a micro-batch has {rows} rows"
+    return None if rows == config.micro_batch_size else f"a micro-batch has {rows} rows"
 
 
 @proves("seq_len")
@@ -272,10 +263,8 @@ def _accumulation(config: TrialConfig, evidence: StepEvidence) -> str | None:
 def _checkpointing(config: TrialConfig, evidence: StepEvidence) -> str | None:
     attached = evidence.attached
     asked = config.checkpointed_layers(len(attached.layers))
-    went_through = {index for index, calls in attached.checkpoint_calls.items() if calls}
-    if went_through == asked:
-        return None
-    return f"{len(went_through)} of {len(asked)} layers were recomputed"
+    done = attached.checkpoint_calls.keys()
+    return None if done == asked else f"{len(done)} of {len(asked)} layers were recomputed"
 
 
 @proves("kernels")
@@ -298,16 +287,12 @@ def _is_from_liger(function: object) -> bool:
 
 @proves("optimizer")
 def _optimizer(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits."""
+    """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits; paged
+    ones are in managed memory, but for those under 100,000 elements and on the CPU."""
     states = [state for _, state in evidence.states(from_elements=4096)]
     is_8bit = any(getattr(s.get("state1"), "dtype", None) == torch.uint8 for s in states)
     if states and is_8bit != config.optimizer.endswith("8bit"):
         return f"its state is {'' if is_8bit else 'not '}8-bit"
-    return _paging(config, evidence)
-
-
-def _paging(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """Paged states are in managed memory, but for tensors under 100,000 elements and on the CPU."""
     large = [state for p, state in evidence.states(from_elements=100_000) if p.is_cuda]
     is_paged = any(getattr(state.get("state1"), "is_paged", False) for state in large)
     if large and is_paged != config.is_paged:
@@ -323,9 +308,8 @@ def _compile(config: TrialConfig, evidence: StepEvidence) -> str | None:
         return None if compilation is None else "layers are compiled"
     asked = evidence.loop.micro_step * len(evidence.attached.layers)
     calls = 0 if compilation is None else compilation.calls
-    if calls >= asked:
-        return None
-    return f"{calls} of {asked} calls of layers were compiled" if calls else "nothing was compiled"
+    words = f"{calls} of {asked} calls of layers were compiled" if calls else "nothing was compiled"
+    return None if calls >= asked else words
 
 
 @proves("expandable_segments")
@@ -350,7 +334,7 @@ def expandable_share(
     """Return how much of the tensors' bytes lies in segments that can grow.
 
     Args:
-        tensors: on the card.
+        tensors: on the GPU.
         segments: as `torch.cuda.memory_snapshot` tells them.
     """
     growing = sorted(
@@ -365,15 +349,6 @@ def expandable_share(
         if index >= 0 and tensor.data_ptr() < growing[index][1]:
             inside += tensor.nbytes
     return inside / total if total else 0.0
-
-
-def is_from_the_compiler(error: Exception) -> bool:
-    """Whether an exception says that `torch.compile` could not compile a layer.
-
-    Dynamo also raises what the traced code raised, and then names the lines it was tracing.
-    """
-    is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    return is_dynamos_own or "from user code:" in str(error)
 
 
 @proves("upcast_fp32")
@@ -396,34 +371,25 @@ def _upcast(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return f"norms and embeddings are {'' if is_wide else 'not '}in fp32"
 
 
-def _is_close(got: float, asked: float) -> bool:
-    return abs(got - asked) <= 1e-9 * max(1.0, abs(asked))
-
-
 @proves("lora_rank")
 def _rank(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    ranks = {layer.r[_ADAPTER] for layer in evidence.adapters()} - {config.lora_rank}
-    return f"an adapter has {ranks.pop()}, not {config.lora_rank}" if ranks else None
+    others = {layer.r[_ADAPTER] for layer in evidence.modules(LoraLayer)} - {config.lora_rank}
+    return f"an adapter has {others.pop()}, not {config.lora_rank}" if others else None
 
 
 @proves("lora_alpha")
 def _scale(config: TrialConfig, evidence: StepEvidence) -> str | None:
     asked = config.alpha / config.lora_rank
-    for layer in evidence.adapters():
-        scale = layer.scaling[_ADAPTER]
-        if not _is_close(scale, asked):
-            return f"an adapter has {scale:g} as scale, not {asked:g}"
-    return None
+    others = {layer.scaling[_ADAPTER] for layer in evidence.modules(LoraLayer)} - {asked}
+    return f"an adapter has {others.pop():g} as scale, not {asked:g}" if others else None
 
 
 @proves("learning_rate")
 def _learning_rate(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """The schedule keeps its highest rate beside the one of the moment."""
-    for group in evidence.loop.optimizer.param_groups:
-        rate = group["initial_lr"]
-        if rate != config.learning_rate:
-            return f"the schedule begins at {rate:g}, not {config.learning_rate:g}"
-    return None
+    asked = config.learning_rate
+    others = {group["initial_lr"] for group in evidence.loop.optimizer.param_groups} - {asked}
+    return f"the schedule begins at {others.pop():g}, not {asked:g}" if others else None
 
 
 @proves("packing")
@@ -436,7 +402,7 @@ def _packing(config: TrialConfig, evidence: StepEvidence) -> str | None:
     if texts is None:
         return None
     match config.packing:
-        case "packed" if texts.texts_in_row < 2:
+        case "packed" if texts.batches.epoch.rows.counts().max() < 2:
             return "no row holds more than one text: use packing none"
         case "grouped" if texts.batches.epoch.padded_tokens >= texts.padded_in_random_order:
             return "micro-batches have no fewer pads than in random order: use packing none"
@@ -445,25 +411,22 @@ def _packing(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 @proves("lora_dropout")
 def _dropout(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    asked = config.lora_dropout
-    for layer in evidence.adapters():
-        share = getattr(layer.lora_dropout[_ADAPTER], "p", 0.0)
-        if not _is_close(share, asked):
-            return f"an adapter has {share:g}, not {asked:g}"
+    asked, watch = config.lora_dropout, evidence.kernels
+    drops = (layer.lora_dropout[_ADAPTER] for layer in evidence.modules(LoraLayer))
+    others = {getattr(drop, "p", 0.0) for drop in drops} - {asked}
+    if others:
+        return f"an adapter has {others.pop():g}, not {asked:g}"
     # Torch leaves dropout of 0 and of 1 out; a model may have dropouts of its own.
-    if evidence.watch is not None and 0.0 < asked < 1.0 and not evidence.watch.dropouts:
-        return "nothing was dropped"
-    return None
+    is_unseen = watch is not None and 0.0 < asked < 1.0 and not watch.dropouts
+    return "nothing was dropped" if is_unseen else None
 
 
 @proves("adapter_dtype")
 def _adapter_dtype(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """The type of what is trained, and of the optimizer states that are not in 8 bits."""
-    asked = DTYPES[config.adapter_dtype]
-    for parameter in evidence.attached.trainable_parameters():
-        if parameter.dtype != asked:
-            return f"an adapter is in {_plain(parameter.dtype)}"
-    return None
+    others = {p.dtype for p in evidence.attached.trainable_parameters()}
+    others -= {DTYPES[config.adapter_dtype]}
+    return f"an adapter is in {_plain(others.pop())}" if others else None
 
 
 @proves("target_modules")
@@ -477,8 +440,9 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
         return None
     if not evidence.loop.optimizer.state:
         return None
-    layers = dict(evidence.named_adapters())
-    for target in evidence.attached.model.peft_config[_ADAPTER].target_modules:
+    model = evidence.attached.model
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    for target in model.peft_config[_ADAPTER].target_modules:
         adapters = [a for n, a in layers.items() if n == target or n.endswith(f".{target}")]
         if not adapters:
             return f"{target} has no adapter"
@@ -492,18 +456,17 @@ def _targets(config: TrialConfig, evidence: StepEvidence) -> str | None:
 @proves("compute_dtype")
 def _compute_dtype(config: TrialConfig, evidence: StepEvidence) -> str | None:
     """Most of the multiplying is in the compute type; rotary angles and the like are not."""
-    work = evidence.product_work
-    if work is None:
+    if evidence.watch is None:
         return None
+    work: Counter[Any] = evidence.watch.product_work
     if not work:
         return "no matrix was multiplied"
     if config.is_8bit_compute:
         share = _eight_bit_share(config, evidence, work)
         is_whole = share > _LEAST_8_BIT_SHARE
         return None if is_whole else f"{in_percent(share)} of the products are in 8 bits"
-    mostly = max(work, key=lambda kind: work[kind])
-    asked = compute_type(config)
-    return None if mostly == asked else f"most products are in {_plain(mostly)}"
+    [(mostly, _)] = work.most_common(1)
+    return None if mostly == compute_type(config) else f"most products are in {_plain(mostly)}"
 
 
 def _eight_bit_share(config: TrialConfig, evidence: StepEvidence, work: Mapping[Any, int]) -> float:
@@ -530,12 +493,15 @@ def _attention(config: TrialConfig, evidence: StepEvidence) -> str | None:
     scores or whose values have a width of their own, so there the fallback is what people get.
     `flash_attention_2` is flash-attn's own operator, which no kernel of torch stands in for.
     """
-    watch = evidence.watch
+    watch = evidence.kernels
     if watch is None:
         return None
     fused = sorted(n for n in watch.attention if any(kind in n for kind in _FAST_ATTENTION))
     flash = sorted(n for n in watch.attention if _FLASH_ATTN in n)
-    has_none = config.compute_dtype == "fp32" or _is_beyond_a_cpus_kernel(evidence.attached)
+    model = evidence.attached.model
+    reasons = (getattr(model.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
+    is_beyond_a_cpus = model.device.type == "cpu" and any(reasons)
+    has_none = config.compute_dtype == "fp32" or is_beyond_a_cpus
     match config.attention:
         case "sdpa" if not fused and not has_none:
             return "sdpa fell back to the unfused kernel: use attention eager"
@@ -548,15 +514,9 @@ def _attention(config: TrialConfig, evidence: StepEvidence) -> str | None:
     return None
 
 
-def _is_beyond_a_cpus_kernel(attached: Attached) -> bool:
-    model = attached.model
-    reasons = (getattr(model.config, name, None) for name in (*_SCORE_DROPOUTS, "v_head_dim"))
-    return model.device.type == "cpu" and any(reasons)
-
-
 @proves("data_parallel")
 def _parallel(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """Cards that trained on different rows have the same adapters, to the last bit."""
+    """GPUs that trained on different rows have the same adapters, to the last bit."""
     looks = evidence.others
     if 1 + len(looks) != config.data_parallel:
         return f"{1 + len(looks)} of {config.data_parallel} cards trained"
@@ -578,7 +538,7 @@ def _parallel(config: TrialConfig, evidence: StepEvidence) -> str | None:
 
 @proves("sharding")
 def _sharding(config: TrialConfig, evidence: StepEvidence) -> str | None:
-    """A card holds its share of the decoder layers' weights, or all of them, and a weight comes out
+    """A GPU holds its share of the decoder layers' weights, or all of them, and a weight comes out
     of its shares as it was put into them."""
     gathered = evidence.attached.gathered
     if gathered is not None and not gathered.is_whole:

@@ -1,9 +1,8 @@
-"""Owns what a configuration learns of texts: a short training from fresh adapters on the resident
-base, then the loss of texts that were held out.
+"""What a configuration learns of texts: a short training from fresh adapters on the resident base,
+then the loss of texts that were held out.
 
-Every configuration trains on as many tokens that carry loss, of the same texts in the same order,
-and is asked about the same held-out texts, each alone and cut to one length for all. Knows nothing
-of speed, processes or studies.
+Every configuration trains on as many supervised tokens, of the same texts in the same order, and is
+asked about the same held-out texts, each alone and cut to one length for all.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, words_of
 from storage.records import Diverged, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, row_of
-from sweep.data.collating import IGNORED, collator
+from sweep.data.collating import collator
 from sweep.data.cutting import cut_exactly
 from sweep.data.epoch import Integers, epoch, packed
 from sweep.data.opening import open_tokens
@@ -30,17 +30,16 @@ from sweep.data.split import split
 from sweep.training.adapters import Attached, attached
 from sweep.training.compiling import eager
 from sweep.training.device import Device
-from sweep.training.exceptions import requested_bytes
+from sweep.training.exceptions import DETAIL_LENGTH, out_of_memory
 from sweep.training.model import BaseModel
-from sweep.training.step import WEIGHT, Schedule, TrainingLoop
-from sweep.training.texts import Texts, is_packed
+from sweep.training.step import WEIGHT, TrainingLoop
+from sweep.training.texts import Texts, is_packed, loss_tokens
 
 _WARMUP_SHARE = 0.05
 """Of the optimizer steps, in which the learning rate rises; too few steps have none."""
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
 are held."""
-_DETAIL_LENGTH = 600
 _BEAT_SECONDS = 2.0
 
 
@@ -49,12 +48,12 @@ class Question:
     """How much is trained, and what is asked then."""
 
     tokens: int
-    """That carry loss; the last optimizer step is a whole one."""
+    """Supervised ones; the last optimizer step is a whole one."""
     seed: int
     """Of the adapters and of the texts' order."""
     eval_seq_len: int
     eval_tokens: int
-    """That carry loss; all there are where those are fewer."""
+    """Supervised ones; all there are where those are fewer."""
 
 
 class NoRoomToEvaluateError(RuntimeError):
@@ -98,7 +97,10 @@ class Quality:
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
-            outcome = self._out_of_memory(error)
+            doing = "training for its quality: "
+            outcome = out_of_memory(
+                error, self.config, device=self.device, loop=self._loop, doing=doing
+            )
         finally:
             # A caught exception keeps its frames alive, and they the tensors, until here.
             self._loop = None
@@ -106,16 +108,16 @@ class Quality:
         return outcome
 
     def _learn(self, attachment: Attached) -> QualityReport | Diverged:
-        begun = time.perf_counter()
-        lesson = Lesson.of(self.texts, self.config, self.question)
+        begun, question = time.perf_counter(), self.question
+        lesson = Lesson.of(self.texts, self.config, question)
         steps = len(lesson) // self.config.accumulation_steps
         self._loop = loop = TrainingLoop(
             attachment,
             self.config,
             vocab_size=self.base.model.get_input_embeddings().num_embeddings,
-            seed=self.question.seed,
+            seed=question.seed,
             batches=lesson,
-            schedule=Schedule(warmup=int(_WARMUP_SHARE * steps), steps=steps),
+            schedule=(int(_WARMUP_SHARE * steps), steps),
         )
         losses: list[float] = []
         for step in range(steps):
@@ -124,23 +126,23 @@ class Quality:
             self.beat(self._steps)
             if not math.isfinite(losses[-1]):
                 return Diverged(step=step, detail=f"training for its quality: loss {losses[-1]}")
-        tokens = lesson.loss_tokens_of_steps()
         eval_loss, eval_tokens = self._evaluate(attachment, loop)
         if not math.isfinite(eval_loss):
             return Diverged(step=steps, detail=f"held-out texts: loss {eval_loss}")
+        tokens = lesson.tokens.reshape(steps, -1).sum(1)
         return QualityReport(
             eval_loss=eval_loss,
             eval_tokens=eval_tokens,
-            eval_seq_len=self.question.eval_seq_len,
-            train_tokens=sum(tokens),
+            eval_seq_len=question.eval_seq_len,
+            train_tokens=int(tokens.sum()),
             train_loss=float(np.average(losses, weights=tokens)),
             steps=steps,
             seconds=time.perf_counter() - begun,
-            seed=self.question.seed,
+            seed=question.seed,
         )
 
     def _evaluate(self, attachment: Attached, loop: TrainingLoop) -> tuple[float, int]:
-        """Return the mean loss of the held-out tokens that carry loss, and how many those are."""
+        """Return the mean loss of the held-out supervised tokens, and how many those are."""
         plain = self.config.model_copy(
             update={"packing": "none", "seq_len": self.question.eval_seq_len, "compile": False}
         )
@@ -158,24 +160,21 @@ class Quality:
 
     def _loss(self, loop: TrainingLoop, batch: Batch) -> float:
         """Return a micro-batch's mean loss, of its halves where there is no room for all of it."""
+        device, rows = self.base.model.device, len(batch["input_ids"])
+        # Liger's loss holds the logits in evaluation mode unless it is told not to.
+        told = {} if self.config.kernels == "hf" else {"skip_logits": True}
         try:
-            return loop.loss_of(self._on_device(batch))
+            return loop.loss_of({**{key: v.to(device) for key, v in batch.items()}, **told})
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
-            if len(batch["input_ids"]) == 1:
-                raise NoRoomToEvaluateError(words_of(error)[:_DETAIL_LENGTH]) from None
+            if rows == 1:
+                raise NoRoomToEvaluateError(words_of(error)[:DETAIL_LENGTH]) from None
         self.device.release()
-        middle = len(batch["input_ids"]) // 2
-        halves = [{k: v[part] for k, v in batch.items()} for part in _halves(middle)]
-        tokens = [loss_tokens(half) for half in halves]
-        losses = [self._loss(loop, half) for half in halves]
-        return sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
-
-    def _on_device(self, batch: Batch) -> Batch:
-        moved = {key: value.to(self.base.model.device) for key, value in batch.items()}
-        # Liger's loss holds the logits in evaluation mode unless it is told not to.
-        return moved if self.config.kernels == "hf" else {**moved, "skip_logits": True}
+        parts = (slice(None, rows // 2), slice(rows // 2, None))
+        halves = [{key: v[part] for key, v in batch.items()} for part in parts]
+        weighed = [(loss_tokens(half), self._loss(loop, half)) for half in halves]
+        return sum(n * loss for n, loss in weighed) / sum(n for n, _ in weighed)
 
     def _sign(self) -> None:
         """Give a sign of life, where the last one was some time ago."""
@@ -183,41 +182,21 @@ class Quality:
             self._beaten = time.perf_counter()
             self.beat(self._steps)
 
-    def _out_of_memory(self, error: Exception) -> OutOfMemory:
-        loop = self._loop
-        is_loaded = loop is None or loop.stage == "load"
-        return OutOfMemory(
-            stage="forward" if is_loaded or loop is None else loop.stage,
-            step=0 if loop is None else loop.micro_step,
-            requested_bytes=requested_bytes(error),
-            peak_allocated_bytes=self.device.peak_allocated_bytes(),
-            detail=f"training for its quality: {words_of(error)}"[:_DETAIL_LENGTH],
-        )
-
-
-def _halves(middle: int) -> tuple[slice, slice]:
-    return slice(None, middle), slice(middle, None)
-
-
-def loss_tokens(batch: Batch) -> int:
-    """Return how many tokens of a micro-batch carry loss."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
-
 
 @dataclass(eq=False)
 class Lesson(Dataset[Batch]):
     """The micro-batches of a training on a budget of tokens, in whole optimizer steps.
 
-    Each has the weight with which its mean loss counts: by its tokens that carry loss, as Trainer
-    counts them over an accumulation.
+    Each has the weight with which its mean loss counts: by its supervised tokens, as Trainer counts
+    them over an accumulation.
     """
 
     texts: Texts
     config: TrialConfig
     rows: list[Integers]
     """Numbers of the texts in each row."""
-    _tokens: list[list[int]] = field(default_factory=list)
-    """Loss-carrying tokens of each micro-batch of an optimizer step."""
+    tokens: Integers
+    """Supervised tokens of each micro-batch."""
 
     @classmethod
     def of(cls, texts: Texts, config: TrialConfig, question: Question) -> Lesson:
@@ -226,47 +205,35 @@ class Lesson(Dataset[Batch]):
         Raises:
             InputError: no text carries loss.
         """
-        rows = _rows(texts, config, question)
-        return cls(texts, config, rows)
+        kept, loss = _cut(texts, config.seq_len)
+        rows = _rows(texts, config, question, kept, loss)
+        of_rows = np.array([loss[row].sum() for row in rows], dtype=np.int64)
+        return cls(texts, config, rows, of_rows.reshape(-1, config.micro_batch_size).sum(1))
 
     def __post_init__(self) -> None:
         self._tokenized = open_tokens(self.texts.directory).with_format("numpy")
         self._collate = collator(self.config, 0)
-        self._step: list[Batch] = []
 
     def __len__(self) -> int:
-        return len(self.rows) // self.config.micro_batch_size
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> Batch:
-        """Return a micro-batch; to be asked for in order."""
-        position = index % self.config.accumulation_steps
-        if position == 0:
-            self._begin_step(index)
-        batch, tokens = self._step[position], self._tokens[-1]
-        return {**batch, WEIGHT: tokens[position] * len(tokens) / sum(tokens)}
-
-    def loss_tokens_of_steps(self) -> list[int]:
-        """Return the tokens that carry loss of each optimizer step so far."""
-        return [sum(step) for step in self._tokens]
-
-    def _begin_step(self, first: int) -> None:
-        numbers = range(first, first + self.config.accumulation_steps)
-        self._step = [self._made(number) for number in numbers]
-        self._tokens.append([loss_tokens(batch) for batch in self._step])
-
-    def _made(self, index: int) -> Batch:
-        size = self.config.micro_batch_size
+        """Return a micro-batch."""
+        size, steps = self.config.micro_batch_size, self.config.accumulation_steps
         rows = self.rows[index * size : (index + 1) * size]
-        return self._collate([row_of(self._tokenized, row, self.config) for row in rows])
+        batch = self._collate([row_of(self._tokenized, row, self.config) for row in rows])
+        of_step = self.tokens[index - index % steps :][:steps]
+        return {**batch, WEIGHT: int(self.tokens[index]) * steps / int(of_step.sum())}
 
 
-def _rows(texts: Texts, config: TrialConfig, question: Question) -> list[Integers]:
+def _rows(
+    texts: Texts, config: TrialConfig, question: Question, kept: Integers, loss: Integers
+) -> list[Integers]:
     """Return the rows of so many optimizer steps as have the budget's tokens.
 
     Raises:
         InputError: no text carries loss.
     """
-    kept, loss = _cut(texts, config.seq_len)
     size = config.samples_per_step
     # The last step is a whole one: of packed rows, whose texts are not known before, one more.
     extra = size * config.seq_len if is_packed(config) else 0
@@ -275,50 +242,41 @@ def _rows(texts: Texts, config: TrialConfig, question: Question) -> list[Integer
         case "packed":
             rows = packed(kept[chosen], config.seq_len)
             order = np.random.default_rng(question.seed).permutation(len(rows))
-            return _whole_steps([chosen[rows[row]] for row in order], loss, question.tokens, size)
+            found = [chosen[rows[row]] for row in order]
+            # The fewest rows of whole optimizer steps that have the tokens, or all of them.
+            sums = np.cumsum([int(loss[row].sum()) for row in found])
+            reached = int(np.searchsorted(sums, question.tokens)) + 1
+            return found[: min(-(-reached // size), len(found) // size) * size]
         case "grouped":
             whole = epoch(kept[chosen], loss[chosen], config, seed=question.seed, are_cut=True)
             return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
         case _:
-            return [chosen[index : index + 1] for index in range(len(chosen))]
+            return list(chosen[:, None])
 
 
 def _chosen(texts: Texts, loss: Integers, *, tokens: int, size: int, seed: int) -> Integers:
-    """Return the first texts that have so many tokens to learn from, a multiple of ``size``."""
+    """Return the first texts that have so many tokens to learn from, a multiple of ``size``: in one
+    order for all configurations, one epoch after another."""
+    train, _ = split(len(loss), texts.eval_fraction, texts.seed)
+    random = np.random.default_rng(seed)
     numbers: list[int] = []
     have = 0
-    for number in _in_order(texts, loss, seed=seed):
-        if have >= tokens and len(numbers) % size == 0:
-            break
-        numbers.append(number)
-        have += int(loss[number])
-    if not numbers:
-        raise InputError(
-            "no text has a token that carries loss at this seq_len; take a longer one, or let "
-            "prompts carry loss too"
-        )
-    return np.array(numbers, dtype=np.int64)
-
-
-def _whole_steps(rows: list[Integers], loss: Integers, tokens: int, size: int) -> list[Integers]:
-    """Return the fewest rows of whole optimizer steps that have so many tokens, or all of them."""
-    reached = np.searchsorted(np.cumsum([int(loss[row].sum()) for row in rows]), tokens) + 1
-    steps = min(-(-int(reached) // size), len(rows) // size)
-    return rows[: steps * size]
+    while np.any(loss[train] > 0):
+        for number in random.permutation(train):
+            if have >= tokens and len(numbers) % size == 0:
+                return np.array(numbers, dtype=np.int64)
+            if loss[number] > 0:
+                numbers.append(int(number))
+                have += int(loss[number])
+    raise InputError(
+        "no text has a token that carries loss at this seq_len; take a longer one, or let "
+        "prompts carry loss too"
+    )
 
 
 def _cut(texts: Texts, seq_len: int) -> tuple[Integers, Integers]:
     lengths, loss = (np.load(texts.directory / n, mmap_mode="r") for n in (LENGTHS, LOSS_LENGTHS))
     return cut_exactly(texts.directory, lengths, loss, seq_len)
-
-
-def _in_order(texts: Texts, loss: Integers, *, seed: int) -> Iterator[int]:
-    """Yield the numbers of the texts that are trained on, in one order for all configurations; one
-    epoch after another."""
-    train, _ = split(len(loss), texts.eval_fraction, texts.seed)
-    random = np.random.default_rng(seed)
-    while np.any(loss[train] > 0):
-        yield from (int(number) for number in random.permutation(train) if loss[number] > 0)
 
 
 def _held_out(texts: Texts, question: Question) -> list[tuple[int, int]]:
@@ -344,8 +302,6 @@ def _batched(
     chosen: Sequence[tuple[int, int]], *, most: int
 ) -> Iterator[Sequence[tuple[int, int]]]:
     """Yield texts of like length, so many that their padded tokens stay within ``most``."""
-    begin = 0
-    while begin < len(chosen):
-        count = max(1, most // chosen[begin][1])
-        yield chosen[begin : begin + count]
-        begin += count
+    left = iter(chosen)
+    while first := next(left, None):
+        yield [first, *islice(left, max(0, most // first[1] - 1))]

@@ -1,9 +1,8 @@
-"""Owns a model of which each process holds a share: made layer by layer, so that no card ever holds
-all of it, and taken through FSDP2 as accelerate does.
+"""A model of which each process holds a share: made layer by layer, so that no GPU ever holds all
+of it, and taken through FSDP2 as accelerate does.
 
 4-bit weights are stored in the compute dtype, as bitsandbytes documents it: FSDP moves what is of a
-floating type. What is sharded stays so: a base serves one
-configuration. Knows nothing of steps, trials or commands.
+floating type. What is sharded stays so: a base serves one configuration.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from search_spaces.config import TrialConfig
-from sweep.training.model import BaseModel, fill_module, quantize_random
+from sweep.training.model import BaseModel, give_weights
 from sweep.training.team import fingerprint
 
-_LEFT_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-"""Variables that it sets for the whole process: the next configuration may have other wishes."""
 _ADAPTER = "default"
 
 
 def forget_sharding() -> None:
     """Let the next accelerator be one that was never asked to shard."""
-    for name in _LEFT_BY_ACCELERATE:
+    # The next configuration may have other wishes.
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ.pop(name, None)
 
 
@@ -65,12 +63,13 @@ def build_shares(
         torch.OutOfMemoryError: what is to be held of it passes the budget.
     """
     torch.manual_seed(seed)
-    built: set[int] = set()
+    built: set[torch.nn.Module] = set()
     gathered: Gathered | None = None
     for layer in layers:
         _build(layer, base, config, device=device, built=built)
-        packed = None if gathered is not None else _first_packed(layer)
-        gathered = gathered if packed is None else Gathered(packed)
+        packed = [m for m in layer.modules() if isinstance(m, bnb.nn.Linear4bit)]
+        if gathered is None and packed:
+            gathered = Gathered(packed[0])
         fully_shard(layer, reshard_after_forward=True, mp_policy=AS_STORED)
     _build(model, base, config, device=device, built=built)
     base.model.tie_weights()
@@ -99,40 +98,24 @@ def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
     base.register_forward_hook(lambda *_: head.reshard())
 
 
-def _first_packed(layer: torch.nn.Module) -> bnb.nn.Linear4bit | None:
-    return next((m for m in layer.modules() if isinstance(m, bnb.nn.Linear4bit)), None)
-
-
 def _build(
     whole: torch.nn.Module,
     base: BaseModel,
     config: TrialConfig,
     *,
     device: torch.device,
-    built: set[int],
+    built: set[torch.nn.Module],
 ) -> None:
     """Give every module of ``whole`` its weights that has none yet, and adapters theirs."""
+    module: Any
     for module in whole.modules():
-        if id(module) in built:
-            continue
-        built.add(id(module))
-        if isinstance(module, bnb.nn.Linear4bit):
-            quantize_random(module, config=config, device=device)
-        elif _has_tensors(module):
-            module.to_empty(device=device, recurse=False)
-            fill_module(base.model, module)
-    adapters = [module for module in whole.modules() if isinstance(module, LoraLayer)]
-    for adapter in adapters:
-        if not any(_is_sharded(parameter) for parameter in adapter.parameters()):
-            adapter.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
-
-
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return bool(list(module.parameters(recurse=False)) or list(module.buffers(recurse=False)))
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "placements")
+        if module not in built:
+            built.add(module)
+            give_weights(module, base.model, config, device=device)
+    for module in whole.modules():
+        is_adapter = isinstance(module, LoraLayer)
+        if is_adapter and not any(hasattr(p, "placements") for p in module.parameters()):
+            module.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
 
 
 AS_STORED = MixedPrecisionPolicy()
@@ -141,7 +124,7 @@ AS_STORED = MixedPrecisionPolicy()
 What accelerate would ask for, adapters gathered in the compute type, makes a layer's tensors all of
 one type. FSDP then copies them as numbers, and every pattern of packed 4-bit weights that is no
 number in bf16 comes out as one and the same: wrong weights without a word (bitsandbytes issue 1945,
-seen on a card here). Tensors of several types, as fp32 adapters beside bf16, it copies as bytes.
+seen on a GPU here). Tensors of several types, as fp32 adapters beside bf16, it copies as bytes.
 """
 
 

@@ -1,21 +1,23 @@
-"""Owns one optimizer step, as transformers' Trainer would do it, and its stages.
+"""One optimizer step, as transformers' Trainer would do it, and the micro-batches that it gets.
 
 Accumulation, mixed precision, clipping, optimizer and schedule go through accelerate. Nothing in a
 step waits for the device, so that the host launches the next one meanwhile: losses stay on the
 device and batches come from pinned memory, as with Trainer's ``logging_nan_inf_filter`` off and
-``non_blocking`` on. Knows nothing of time or memory.
+``non_blocking`` on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
@@ -33,15 +35,18 @@ from search_spaces.config import TrialConfig
 from storage.records import Stage
 from sweep.data.batches import Batch
 from sweep.training.adapters import Attached, local
-from sweep.training.data import endless, random_token_loader
 from sweep.training.model import compute_type
 from sweep.training.sharding import forget_sharding, fsdp_plugin, shard_on_cpu
 from sweep.training.team import ALONE, Place
-from sweep.training.texts import TextsRound, loader_of
+from sweep.training.texts import TextsRound
 
 MAX_GRAD_NORM = 1.0
 WEIGHT = "weight"
 """Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
+_DISTINCT_BATCHES = 3
+"""accelerate fetches one batch ahead, but at the end of the loader. With two batches every second
+micro-step would have one batch less alive than a training has, and always the same one of a step.
+"""
 _BUCKETS = DistributedDataParallelKwargs(
     # Gradients are views of what is sent: no second copy of them.
     gradient_as_bucket_view=True,
@@ -49,18 +54,6 @@ _BUCKETS = DistributedDataParallelKwargs(
     find_unused_parameters=False,
 )
 _MIXED_PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate that rises to the configuration's and then falls to 0, in optimizer steps."""
-
-    warmup: int = 0
-    steps: int = 1000
-
-
-AS_MEASURED = Schedule()
-"""Of steps that are not to learn anything: nothing measured depends on it."""
 
 
 class TrainingLoop:
@@ -77,7 +70,8 @@ class TrainingLoop:
         texts: what it trains on, first their largest micro-batches; None for full-length random
             rows.
         batches: what it trains on instead, each micro-batch once and in order.
-        schedule: of the learning rate.
+        schedule: optimizer steps in which the learning rate rises to the configuration's, and in
+            which it has fallen to 0; nothing measured depends on it.
         on_stage: told of each stage that begins.
         place: of this process among those that train the same together; each has rows of its own.
     """
@@ -92,7 +86,7 @@ class TrainingLoop:
         micro_steps: int | None = None,
         texts: TextsRound | None = None,
         batches: Dataset[Batch] | None = None,
-        schedule: Schedule = AS_MEASURED,
+        schedule: tuple[int, int] = (0, 1000),
         on_stage: Callable[[Stage], None] = lambda _: None,
         place: Place = ALONE,
     ) -> None:
@@ -108,21 +102,23 @@ class TrainingLoop:
         self._on_stage = on_stage
         self._is_sharded = config.is_sharded
         self._parameters = attached.trainable_parameters()
-        # Not whether a card is there: a trial for the CPU never goes to it.
+        # Not whether a GPU is there: a trial for the CPU never goes to it.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._accelerator = _accelerator(
             config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu, place=place
         )
         optimizer = make_optimizer(config, self._parameters)
         # accelerate takes one of its steps for each process.
-        warmup, last = schedule.warmup * place.size, schedule.steps * place.size
+        warmup, last = (steps * place.size for steps in schedule)
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
-        is_pinned = not is_on_cpu
         if batches is not None:
-            loaders = [loader_of(batches, is_pinned=is_pinned)]
+            loaders = [_loader_of(batches, is_pinned=not is_on_cpu)]
+        elif texts is not None:
+            both = (texts.batches.largest, texts.batches.round)
+            loaders = [_loader_of(each, is_pinned=not is_on_cpu) for each in both]
         else:
-            own = seed + place.rank
-            loaders = _loaders(config, texts, vocab_size=vocab_size, seed=own, is_pinned=is_pinned)
+            rows = _random_rows(config, vocab_size=vocab_size, seed=seed + place.rank)
+            loaders = [_loader_of(rows, config.micro_batch_size, is_pinned=not is_on_cpu)]
         if not place.is_alone and not config.is_sharded:
             _keep_from_others(attached.model)
         self._plain = attached.model
@@ -135,7 +131,7 @@ class TrainingLoop:
         )
         prepared = [_prepared(loader, self._accelerator, place) for loader in loaders]
         self._largest, self._steady = prepared[0], prepared[-1]
-        self._batches: Iterator[dict[str, torch.Tensor]] = endless(self._largest)
+        self._batches = _endless(self._largest)
         self.batch_shape: tuple[int, ...] = ()
         """Rows and tokens of the newest micro-batch."""
         self.newest: torch.Tensor | None = None
@@ -144,7 +140,7 @@ class TrainingLoop:
     def leave_largest(self) -> None:
         """Go on with what stands for the texts' epoch; random rows are all alike."""
         if self.texts is not None:
-            self._batches = endless(self._steady)
+            self._batches = _endless(self._steady)
             self.is_on_round = True
 
     def step(
@@ -177,7 +173,7 @@ class TrainingLoop:
 
         As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
         """
-        source = self._batches if self.texts is None else endless(self._largest)
+        source = self._batches if self.texts is None else _endless(self._largest)
         with self.evaluating():
             losses = [self.loss_of(next(source)) for _ in range(batches)]
         return sum(losses) / batches
@@ -216,7 +212,7 @@ class TrainingLoop:
 
     def largest_batch(self) -> dict[str, torch.Tensor]:
         """Return one of the largest micro-batches, on the device."""
-        return next(endless(self._largest))
+        return next(_endless(self._largest))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
@@ -226,11 +222,10 @@ class TrainingLoop:
             # As FSDP does where nobody wants one file: each process its own share.
             shares = {n: local(p) for n, p in self._plain.named_parameters() if p.requires_grad}
             torch.save(shares, directory / "adapter_share.pt")
-            torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
-            return
-        # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
-        self._plain.save_pretrained(directory, save_embedding_layers=False)
-        torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        else:
+            # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
+            self._plain.save_pretrained(directory, save_embedding_layers=False)
+            torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
         torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
 
     def _enter(self, stage: Stage) -> None:
@@ -263,21 +258,37 @@ class TrainingLoop:
         return loss.detach()
 
 
-def _loaders(
-    config: TrialConfig, texts: TextsRound | None, *, vocab_size: int, seed: int, is_pinned: bool
-) -> list[DataLoader[Any]]:
-    """Return what the first steps train on and what all others do; one of random rows is both."""
-    if texts is not None:
-        batches = (texts.batches.largest, texts.batches.round)
-        return [loader_of(each, is_pinned=is_pinned) for each in batches]
-    loader = random_token_loader(
-        vocab_size=vocab_size,
-        micro_batch_size=config.micro_batch_size,
-        seq_len=config.seq_len,
-        seed=seed,
-        is_pinned=is_pinned,
+def _random_rows(config: TrialConfig, *, vocab_size: int, seed: int) -> list[torch.Tensor]:
+    """Return full-length rows of random tokens, the worst case for memory.
+
+    A few distinct micro-batches are enough: neither memory nor speed depends on the values.
+    """
+    shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
+    return list(torch.from_numpy(np.random.default_rng(seed).integers(0, vocab_size, shape)))
+
+
+def _loader_of(
+    items: Sequence[Any] | Dataset[Batch], size: int | None = None, *, is_pinned: bool
+) -> DataLoader[Any]:
+    """Return a loader, in order, of micro-batches, or of so many rows each of which all tokens
+    carry loss; pinned where a GPU is to fetch them while the host goes on."""
+    return DataLoader(
+        items,  # type: ignore[arg-type]
+        batch_size=size or 1,
+        collate_fn=itemgetter(0) if size is None else _stacked,
+        drop_last=size is not None,
+        pin_memory=is_pinned,
     )
-    return [loader]
+
+
+def _stacked(rows: list[torch.Tensor]) -> Batch:
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _endless(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """Yield the loader's batches over and over."""
+    return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
 @contextlib.contextmanager

@@ -1,24 +1,21 @@
-"""Owns what a trial on texts trains on: its micro-batches, their loaders, what they come to in
-tokens, and whether the texts of a packed row are kept apart.
-
-Knows nothing of steps, time or outcomes.
-"""
+"""What a trial on texts trains on: its micro-batches, what they come to in tokens, and whether the
+texts of a packed row are kept apart."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from search_spaces.config import TrialConfig
 from sweep.data.batches import Batch, TrialBatches, epoch_of, trial_batches
+from sweep.data.collating import IGNORED
 from sweep.data.opening import open_tokens
 from sweep.data.probing import change
 from sweep.data.split import split
@@ -116,18 +113,12 @@ class TextsRound:
         return 1.0 - epoch.tokens / epoch.padded_tokens
 
     @property
-    def texts_in_row(self) -> int:
-        """Most texts of any row of the epoch."""
-        return int(self.batches.epoch.rows.counts().max())
-
-    @cached_property
     def padded_in_random_order(self) -> int:
         """Tokens that are computed in an epoch of the same rows in no order at all."""
         rows, seed = len(open_tokens(self.texts.directory)), self.texts.seed
         indices, _ = split(rows, self.texts.eval_fraction, seed)
         plain = self.config.model_copy(update={"packing": "none"})
-        whole = epoch_of(self.texts.directory, plain, indices=indices, seed=seed)
-        return whole.padded_tokens
+        return epoch_of(self.texts.directory, plain, indices=indices, seed=seed).padded_tokens
 
     @property
     def largest_token(self) -> int:
@@ -138,28 +129,7 @@ class TextsRound:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """Rows and width of each micro-batch of a round."""
-        shapes = (batch["input_ids"].shape for batch in self.batches.round)
-        return [(rows, width) for rows, width in shapes]
-
-
-def loader_of(batches: Sequence[Batch] | Dataset[Batch], *, is_pinned: bool) -> DataLoader[Any]:
-    """Return a loader of whole micro-batches, in order.
-
-    Args:
-        batches: tensors on the host.
-        is_pinned: whether a card can fetch them while the host goes on.
-    """
-    return DataLoader(
-        batches,  # type: ignore[arg-type]
-        batch_size=1,
-        collate_fn=_only,
-        pin_memory=is_pinned,
-    )
-
-
-def _only(batches: list[Batch]) -> Batch:
-    (batch,) = batches
-    return batch
+        return [tuple(batch["input_ids"].shape) for batch in self.batches.round]
 
 
 def are_apart(model: torch.nn.Module, batch: Batch, *, vocab_size: int) -> bool | None:
@@ -252,6 +222,11 @@ def _activations(model: torch.nn.Module, batch: Batch, looked: torch.Tensor) -> 
         torch.manual_seed(0)
         result: torch.Tensor = decoder(**inside).last_hidden_state.detach()[looked]
     return result.float()
+
+
+def loss_tokens(batch: Batch) -> int:
+    """Return how many supervised tokens a micro-batch has."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 def is_packed(config: TrialConfig) -> bool:

@@ -1,16 +1,18 @@
-"""Owns one trial on a resident base: attach, warm up, measure, detach, and what came of it.
-
-Knows nothing of processes or pipes: signs of life go to a callback.
-"""
+"""One trial on a resident base: attach, warm up, measure, detach, and what came of it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -26,24 +28,35 @@ from storage.records import (
     OutOfMemory,
     Phase,
     PrunedSlow,
+    SoakReport,
     Stage,
     over_budget,
 )
-from sweep.training.adapters import Attached, attached
-from sweep.training.device import Device
+from sweep.data.probing import check_is_causal
+from sweep.training.adapters import Attached, attached, held_share, local
+from sweep.training.device import Device, Mark
+from sweep.training.exceptions import verdict_of
 from sweep.training.faithful import compared, unfaithful
-from sweep.training.flops import flops_per_step
-from sweep.training.meter import CardReader, Meter, NeighbourWatch, StepWork, fastest_median
+from sweep.training.matrices import flops_per_step
+from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median, median_interval
 from sweep.training.model import BaseModel
 from sweep.training.proof import KernelWatch, ProductWatch, ineffective
-from sweep.training.queued import SILENCE_SECONDS, StepQueue
-from sweep.training.soak import INTERLUDE_BATCHES, Interlude
 from sweep.training.step import TrainingLoop
-from sweep.training.team import ALONE, Look, Team
-from sweep.training.texts import Texts, TextsRound, are_apart, is_packed
-from sweep.training.trial_texts import looks_ahead, round_of, with_texts
-from sweep.training.verdicts import verdict_of
+from sweep.training.team import Look, agreed, fingerprint, gathered, here
+from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
 
+ROWS_OF_TEXTS = "texts-make-no-micro-batch"
+TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
+AHEAD_OF_TEXTS = "texts-need-a-causal-model"
+DOCUMENTS_TOGETHER = "documents_together"
+"""Flag of packed rows whose texts see each other."""
+ROUND_EXTRAPOLATED = "round_extrapolated"
+"""Flag of a speed that is derived from micro-batches of other sizes than the epoch's."""
+INTERLUDE_BATCHES = 2
+"""Micro-batches that a soak evaluates: the second comes while the first one's memory is cached."""
+SILENCE_SECONDS = 10.0
+"""Of queueing, after which a micro-step that is queued is a sign of life: where one takes so long,
+the host is hardly ahead of the device. A beat costs the host what a short step cannot spare."""
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
@@ -63,6 +76,29 @@ class Beat:
     """That carry loss; None where a step has as many as the configuration says."""
 
 
+class Ended(Exception):  # noqa: N818 - the end of a trial may be an answer
+    """The trial is over before it was measured."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.verdict)
+        self.outcome = outcome
+
+
+@dataclass
+class _Queued:
+    """An optimizer step, or a round of them, that the device may still be busy with."""
+
+    begun: Mark
+    is_round: bool
+    """Whether it is a pass over what stands for the texts' epoch."""
+    ended: list[Mark] = field(default_factory=list)
+    """The ends of its micro-steps."""
+    gradients: list[Mark] = field(default_factory=list)
+    """Where all gradients of a step were there; of a round alone."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of each step, on their way to the host; there when it is done."""
+
+
 @dataclass
 class Trial:
     """One configuration on one base, under a step budget.
@@ -74,11 +110,12 @@ class Trial:
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
             a longer accumulation are derived.
         texts: what it trains on; None for full-length random rows.
-        is_soak: whether it trains until its budget is spent, and does on the way what a training
-            does now and then.
+        is_soak: whether it trains until its budget is spent, and evaluates and saves on the way.
+            Both are where a training dies that fitted: in evaluation mode the fused loss holds the
+            logits after all, and what was freed between the steps comes back cut up.
         compared: what is known by now of configurations' 8-bit compute.
-        team: who trains it together with this process; None where nobody does.
         phase: where the trial is.
+        is_apart: whether it ended where other ranks that train it go on, for good.
     """
 
     base: BaseModel
@@ -94,7 +131,6 @@ class Trial:
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
     compared: dict[TrialConfig, Faithfulness] = field(default_factory=dict)
-    team: Team | None = None
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Beat], bool] = lambda _: False
@@ -102,30 +138,25 @@ class Trial:
     """When the trial began, its build included."""
     _meter: Meter = field(init=False)
     _loop: TrainingLoop | None = None
-    _queued: StepQueue = field(init=False)
+    _queued: deque[_Queued] = field(default_factory=deque)
+    """Steps that are not taken in yet, the oldest first."""
     _loss: float = 0.0
     """Of the newest step that is done."""
     _is_slow: bool = False
-    _interlude: Interlude | None = None
+    _doing: str = ""
+    """What else than a training step is being done, to begin a sentence with."""
+    _soak: SoakReport | None = None
     _round: TextsRound | None = None
     _documents_apart: bool | None = None
-    _is_team_done: bool = False
-    """Whether the others took off what was attached, as this process does."""
+    is_apart: bool = False
     _looks: tuple[Look, ...] = ()
-    """What each of the others showed last."""
-    _waited: float = 0.0
-    """Seconds in which the host got its micro-batches before the measured steps."""
+    """What each of the other ranks showed last."""
 
     def __post_init__(self) -> None:
         neighbours = NeighbourWatch(
-            self.device,
-            self.card,
-            self.budget_bytes,
-            has_paged_memory=self.config.is_paged,
+            self.device, self.card, self.budget_bytes, has_paged_memory=self.config.is_paged
         )
-        self._meter = Meter(self.config, self.steps, self.device, neighbours, self.is_soak)
-        self._interlude = Interlude(self.device) if self.is_soak else None
-        self._queued = StepQueue(self.device, silence_seconds=self.silence_seconds)
+        self._meter = Meter(self.config, self.steps, neighbours, self.is_soak)
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -137,50 +168,67 @@ class Trial:
             self.device.reset_peak()
             self._meter.neighbours.start()
             self._enter("attach")
-            outcome = self._excess() or self._unfit_texts() or self._attach_and_train()
+            self._check_own_peak()
+            if self.texts is not None:
+                self._make_batches(self.texts)
+            outcome = self._attach_and_train()
+        except Ended as ended:
+            # Before all of them began together.
+            outcome, self.is_apart = ended.outcome, not here().is_alone
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
-            verdict = self._verdict(error)
+            verdict = verdict_of(
+                error,
+                self.config,
+                device=self.device,
+                loop=self._loop,
+                was_robbed=self._meter.neighbours.have_robbed(),
+                doing=self._doing,
+            )
             if verdict is None:
                 raise
-            outcome = verdict
-        finally:
-            if self.team is not None and not self._is_team_done:
-                # They wait in the middle of a step for what will not come.
-                self.team.abandon()
+            outcome, self.is_apart = verdict, not here().is_alone
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._enter("detach")
         self._loop = None
         self._queued.clear()
         self.device.release()
-        return _with_setup(outcome, time.perf_counter() - self.started)
-
-    def _unfit_texts(self) -> Invalid | Ineffective | None:
-        """Make the micro-batches of the texts; return why they cannot be trained on."""
-        if self.texts is None:
-            return None
-        micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
-        made = round_of(self.texts, self.config, self.base.model, micro_steps=micro_steps)
-        if not isinstance(made, TextsRound):
-            return made
-        self._round = made
-        each = made.loss_tokens_per_step / made.pace
-        self._meter.work = StepWork(each, each / self.config.accumulation_steps)
-        return None
-
-    def _vocab_size(self) -> int:
-        return int(self.base.model.get_input_embeddings().num_embeddings)
-
-    def _attach_and_train(self) -> Outcome:
-        device = self.device.torch_device
-        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
-            outcome = self._train(attachment)
-            self._enter("detach")
-            if self.team is not None:
-                self.team.end()
-                self._is_team_done = True
+        if not isinstance(outcome, Measured | PrunedSlow):
             return outcome
+        measured = outcome.measurement
+        setup = max(0.0, time.perf_counter() - self.started - measured.measured_seconds)
+        measured = measured.model_copy(update={"setup_seconds": setup})
+        return outcome.model_copy(update={"measurement": measured})
+
+    def evaluate_and_save(self, loop: TrainingLoop) -> None:
+        """Do what a training does now and then: evaluate, then save a checkpoint.
+
+        Raises:
+            RuntimeError: whatever the device raises.
+            OSError: there is no room for the checkpoint.
+        """
+        self._doing, begun = "in an evaluation pass: ", time.perf_counter()
+        with self.device.observed():
+            # The loss is read back, so the device is done with it.
+            loss = loop.evaluate(batches=INTERLUDE_BATCHES)
+        evaluated = time.perf_counter()
+        self._beat()
+        self._doing, saving = "in saving a checkpoint: ", time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="sweep-soak-") as name:
+            loop.save(Path(name))
+            files = (path for path in Path(name).rglob("*") if path.is_file())
+            size = sum(path.stat().st_size for path in files)
+        self._soak = SoakReport(
+            steps=0,
+            seconds=0.0,
+            evaluation_loss=loss,
+            evaluation_seconds=evaluated - begun,
+            checkpoint_bytes=size,
+            checkpoint_seconds=time.perf_counter() - saving,
+        )
+        self._beat()
+        self._doing = ""
 
     def _enter(self, phase: Phase) -> None:
         """Say that a phase begins, so that its own deadline holds and a failure is laid to it."""
@@ -188,80 +236,134 @@ class Trial:
             self.phase = phase
             self.report(Beat(phase=phase, step=0))
 
-    def _verdict(self, error: Exception) -> Outcome | None:
-        """Return what an exception means; None for the unknown."""
-        return verdict_of(
-            error,
-            self.config,
-            device=self.device,
-            loop=self._loop,
-            was_robbed=self._meter.neighbours.have_robbed(),
-            doing=self._doing(),
-        )
+    def _beat(self) -> None:
+        self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
 
-    def _doing(self) -> str:
-        """Return what else than a training step was being done, to begin a sentence with."""
-        doing = None if self._interlude is None else self._interlude.doing
-        return "" if doing is None else f"in {doing}: "
+    def _steps_of_phase(self) -> int:
+        return len(self._meter.warmup if self.phase == "warmup" else self._meter.measured)
 
-    def _excess(self) -> OutOfMemory | None:
-        """Return out of memory where the peak so far is not within budget and device.
+    @property
+    def _micro_steps(self) -> int:
+        """Micro-steps of an optimizer step that are really run."""
+        return min(self.config.accumulation_steps, self.micro_steps_max)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.base.model.get_input_embeddings().num_embeddings)
+
+    def _make_batches(self, texts: Texts) -> None:
+        """Make the micro-batches of the texts.
+
+        Raises:
+            Ended: they cannot be trained on.
+        """
+        try:
+            made = TextsRound.of(texts, self.config, micro_steps=self._micro_steps)
+        except InputError as error:
+            raise Ended(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
+        largest, known = made.largest_token, self._vocab_size
+        if largest >= known:
+            words = f"the texts hold token {largest:,}, and the model knows {known:,}"
+            raise Ended(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
+        if is_packed(self.config) and not takes_positions(self.base.model):
+            words = "the model is told no positions of tokens"
+            raise Ended(Ineffective(knob="packing", detail=words))
+        self._round = made
+        self._meter.tokens_per_step = made.loss_tokens_per_step / made.pace
+
+    def _attach_and_train(self) -> Outcome:
+        device = self.device.torch_device
+        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
+            try:
+                outcome = self._train(attachment)
+            except Ended as ended:
+                outcome = ended.outcome
+            self._enter("detach")
+            return outcome
+
+    def _check_own_peak(self) -> None:
+        """See that the peak so far is within budget and device.
 
         The allocator's cap is on what it reserves, and the CPU's on more than tensors: only the
         peak itself, read back, says that a trial was within its budget to the byte.
+
+        Raises:
+            Ended: it is not.
         """
-        return self._beyond(
-            self.device.peak_allocated_bytes(),
-            stage=self.device.peak_stage(),
-            spilled=self.device.spilled_bytes(),
+        device = self.device
+        peak, stage = device.peak_allocated_bytes(), device.peak_stage()
+        self._check_peak(peak, stage, device.spilled_bytes())
+
+    def _check_all_peaks(self, attachment: Attached, loop: TrainingLoop) -> None:
+        """See that every rank's peak is; each comes to the same.
+
+        Raises:
+            Ended: it is not.
+        """
+        if here().is_alone:
+            self._check_own_peak()
+            return
+        looks = gathered(self._look(attachment, loop))
+        self._looks = tuple(look for look in looks if look.rank != here().rank)
+        for look in looks:
+            peak, stage = look.peak_allocated_bytes, look.peak_stage
+            where = f"card {look.rank}: " if look.rank else ""
+            self._check_peak(peak, stage, look.spilled_bytes, where)
+
+    def _look(self, attachment: Attached, loop: TrainingLoop) -> Look:
+        device, place = self.device, here()
+        assert loop.newest is not None, "steps were done"
+        return Look(
+            rank=place.rank,
+            size=place.size,
+            adapters=fingerprint(map(local, attachment.trainable_parameters())),
+            tokens=fingerprint([loop.newest]),
+            held_share=held_share(attachment),
+            peak_allocated_bytes=device.peak_allocated_bytes(),
+            peak_stage=device.peak_stage(),
+            peak_reserved_bytes=device.peak_reserved_bytes(),
+            allocator_retries=device.allocator_retries(),
+            spilled_bytes=device.spilled_bytes(),
+            loss=self._loss,
         )
 
-    def _beyond(self, peak: int, *, stage: Stage, spilled: int) -> OutOfMemory | None:
+    def _check_peak(self, peak: int, stage: Stage, spilled: int, where: str = "") -> None:
         over = None
         if self.budget_bytes is not None:
             over = over_budget(peak, budget_bytes=self.budget_bytes, stage=stage)
         if over is None and spilled:
-            over = OutOfMemory(
-                stage=stage,
-                peak_allocated_bytes=peak,
-                detail=f"the driver put {spilled:,} bytes into the host's memory",
-            )
-        return over
-
-    def _fault_of_others(self) -> Outcome | None:
-        """Have each of the others show itself; return what is the matter with one of them."""
-        self._looks = () if self.team is None else tuple(self.team.look())
-        for look in self._looks:
-            over = self._beyond(
-                look.peak_allocated_bytes, stage=look.peak_stage, spilled=look.spilled_bytes
-            )
-            if over is not None:
-                return over.model_copy(update={"detail": f"card {look.rank}: {over.detail}"})
-            if look.loss is None:
-                return Diverged(step=self._meter.steps_done, detail=f"loss of card {look.rank}")
-        return None
+            detail = f"the driver put {spilled:,} bytes into the host's memory"
+            over = OutOfMemory(stage=stage, peak_allocated_bytes=peak, detail=detail)
+        if over is not None:
+            raise Ended(over.model_copy(update={"detail": where + over.detail}))
 
     def _train(self, attachment: Attached) -> Outcome:
-        loop = TrainingLoop(
+        self._loop = loop = TrainingLoop(
             attachment,
             self.config,
-            vocab_size=self._vocab_size(),
+            vocab_size=self._vocab_size,
             seed=self.seed,
-            micro_steps=min(self.config.accumulation_steps, self.micro_steps_max),
+            micro_steps=self._micro_steps,
             texts=self._round,
             on_stage=self.device.enter,
-            place=ALONE if self.team is None else self.team.place,
+            place=here(),
         )
-        self._loop = loop
-        if self.team is not None:
+        if not here().is_alone:
             # What was sent to make all adapters alike is not a step's.
             self.device.mark().wait()
         self._enter("warmup")
-        return self._warm_up(attachment, loop) or self._measure(attachment, loop)
+        self._prove(attachment, loop)
+        loop.leave_largest()
+        while not agreed(self._meter.is_warm()):
+            self._advance(loop)
+        return self._measure(attachment, loop)
 
-    def _warm_up(self, attachment: Attached, loop: TrainingLoop) -> Outcome | None:
-        """Do the steps that are not the steady rate; return an outcome only where they end the
-        trial."""
+    def _prove(self, attachment: Attached, loop: TrainingLoop) -> None:
+        """Do the steps that have the peak.
+
+        Raises:
+            Ended: they do not fit, or are not what was asked for.
+        """
         watch: KernelWatch | ProductWatch | None = None if self.config.compile else KernelWatch()
         if self.config.compile and self.config.is_8bit_compute:
             watch = ProductWatch()
@@ -271,63 +373,45 @@ class Trial:
             for index in range(_OBSERVED_STEPS):
                 with watch if watch and index == watched else contextlib.nullcontext():
                     self._queue(loop, steps=1)
-                    diverged = self._take_in()
-                if diverged is not None:
-                    return diverged
-        fault: Outcome | None = self._excess() or self._fault_of_others()
-        fault = fault or ineffective(
+                    self._take_in()
+        self._check_all_peaks(attachment, loop)
+        fault = ineffective(
             self.config, attached=attachment, loop=loop, watch=watch, others=self._looks
         )
-        fault = fault or self._looks_ahead(attachment, loop)
-        if fault is None and is_packed(self.config):
-            self._documents_apart = self._keeps_documents_apart(attachment, loop)
-        loop.leave_largest()
-        while fault is None and not self._meter.is_warm():
-            fault = self._advance(loop)
-        return fault
-
-    def _looks_ahead(self, attachment: Attached, loop: TrainingLoop) -> Invalid | None:
-        """Return why rows of texts cannot be padded for this model; None where they can."""
-        if self.texts is None:
-            return None
-        with loop.as_trained():
-            return looks_ahead(attachment.model.get_base_model())
-
-    def _keeps_documents_apart(self, attachment: Attached, loop: TrainingLoop) -> bool | None:
-        with loop.as_trained():
-            return are_apart(
-                attachment.model.get_base_model(),
-                loop.largest_batch(),
-                vocab_size=self._vocab_size(),
-            )
+        if agreed(fault is not None):
+            raise Ended(fault or Ineffective(knob="data_parallel", detail="rank 0 found so"))
+        model = attachment.model.get_base_model()
+        if self.texts is not None:
+            try:
+                with loop.as_trained():
+                    check_is_causal(model)
+            except InputError as error:
+                raise Ended(Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))) from None
+        if is_packed(self.config):
+            with loop.as_trained():
+                largest = loop.largest_batch()
+                self._documents_apart = are_apart(model, largest, vocab_size=self._vocab_size)
 
     def _measure(self, attachment: Attached, loop: TrainingLoop) -> Outcome:
-        self._meter.neighbours.start_measuring()
+        meter = self._meter
+        meter.neighbours.start_measuring()
         self._enter("measure")
-        fault: Outcome | None = None
-        begun, self._waited = time.perf_counter(), loop.wait_seconds
-        self._meter.energy.begin()
-        while fault is None and not self._is_over(begun):
-            fault = self._pause(loop, begun) or self._advance(loop)
+        begun, waited = time.perf_counter(), loop.wait_seconds
+        meter.energy.begin()
+        while not agreed(self._is_over(begun)):
+            if self.is_soak and agreed(self._is_half_way(begun)):
+                self._interrupt(loop)
+            self._advance(loop)
         # Of what is queued by now the device does every step, whether anybody asks or not.
-        fault = fault or self._drain()
-        self._meter.energy.end()
-        fault = fault or self._excess() or self._fault_of_others()
-        if fault is not None:
-            return fault
+        self._drain()
+        meter.energy.end()
+        self._check_all_peaks(attachment, loop)
         elapsed = time.perf_counter() - begun
-        measurement = self._of_texts(
-            self._measurement(attachment, elapsed), loop, elapsed_seconds=elapsed
+        measurement = self._measurement(
+            attachment, elapsed=elapsed, wait_share=(loop.wait_seconds - waited) / elapsed
         )
-        if self._is_slow:
+        if agreed(self._is_slow):
             return PrunedSlow(measurement=measurement)
-        return self._faithful(measurement, attachment, loop)
-
-    def _faithful(
-        self, measurement: Measurement, attachment: Attached, loop: TrainingLoop
-    ) -> Measured | Ineffective:
-        """Return what was measured, where 8 bits compute nearly what 16 do; once for each
-        configuration that this process trains."""
         if not self.config.is_8bit_compute:
             return Measured(measurement=measurement)
         if self.config not in self.compared:
@@ -340,89 +424,88 @@ class Trial:
         return Measured(measurement=measurement.model_copy(update={"faithfulness": found}))
 
     def _is_over(self, begun: float) -> bool:
-        """Whether no further step is needed; a soak goes on until its interlude was played."""
-        if self._is_slow or (self._interlude is not None and not self._interlude.is_over):
+        """Whether no further step is needed; a soak goes on until it has evaluated and saved."""
+        if self._is_slow or (self.is_soak and self._soak is None):
             return self._is_slow
         return self._meter.is_enough(time.perf_counter() - begun)
 
-    def _pause(self, loop: TrainingLoop, begun: float) -> Outcome | None:
-        """Play a soak's interlude half-way through it, with nothing queued in the meantime."""
-        interlude, done = self._interlude, len(self._meter.measured)
-        if interlude is None or interlude.is_over:
-            return None
+    def _is_half_way(self, begun: float) -> bool:
+        """Whether a soak is to evaluate and save now."""
+        if self._soak is not None:
+            return False
         is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
-        if not is_late and done < self.steps.measured_max // 2:
-            return None
-        fault = self._drain()
-        if fault is None:
-            self._meter.energy.end()
-            if self.team is not None and self.config.is_sharded:
-                # No card has all that a pass takes.
-                self.team.evaluate(batches=INTERLUDE_BATCHES)
-            interlude.play(loop, beat=lambda: self.report(Beat("measure", done)))
-            self._meter.energy.begin()
-        return fault
+        return is_late or len(self._meter.measured) >= self.steps.measured_max // 2
 
-    def _drain(self) -> Outcome | None:
-        """Take in all that is queued; return an outcome only where it ends the trial."""
-        fault: Outcome | None = None
-        while fault is None and self._queued:
-            fault = self._take_in()
-        return fault
+    def _interrupt(self, loop: TrainingLoop) -> None:
+        """Evaluate and save, with nothing queued in the meantime."""
+        self._drain()
+        self._meter.energy.end()
+        self.evaluate_and_save(loop)
+        self._meter.energy.begin()
 
-    def _advance(self, loop: TrainingLoop) -> Outcome | None:
-        """Queue a step and take in those before it, so that the device is never without work;
-        return an outcome only where they end the trial."""
-        is_last = len(self._meter.measured) + len(self._queued) >= self.steps.measured_max
+    def _advance(self, loop: TrainingLoop) -> None:
+        """Queue a step and take in those before it, so that the device is never without work."""
+        done = len(self._meter.measured) + len(self._queued)
+        is_last = agreed(done >= self.steps.measured_max)
         if not is_last:
-            self._queue(loop, steps=self._steps_in_row)
+            # Those of a round are timed as one.
+            self._queue(loop, steps=1 if self._round is None else self._round.steps)
         left = 0 if is_last else 1
-        while len(self._queued) > left or self._queued.is_first_done:
-            diverged = self._take_in()
-            if diverged is not None:
-                return diverged
-        return None
+        while len(self._queued) > left or (self._queued and self._queued[0].ended[-1].is_passed()):
+            self._take_in()
 
-    @property
-    def _steps_in_row(self) -> int:
-        """Optimizer steps that are timed as one."""
-        return 1 if self._round is None else self._round.steps
+    def _drain(self) -> None:
+        while self._queued:
+            self._take_in()
 
     def _queue(self, loop: TrainingLoop, *, steps: int) -> None:
-        """Queue optimizer steps; where that takes long, each micro-step is a sign of life."""
+        """Queue optimizer steps, with a mark where they begin and where each micro-step ends; where
+        that takes long, each micro-step is a sign of life."""
+        started = time.perf_counter()
+        queued = _Queued(self.device.mark(), is_round=loop.is_on_round)
 
-        def beat() -> None:
-            self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
+        def note_end() -> None:
+            queued.ended.append(self.device.mark())
+            if time.perf_counter() - started >= self.silence_seconds:
+                self._beat()
 
-        if self.team is not None:
-            self.team.step()
-        self._queued.add(loop, steps=steps, beat=beat)
+        def note_gradients() -> None:
+            if queued.is_round:
+                queued.gradients.append(self.device.mark())
 
-    def _take_in(self) -> Diverged | None:
-        """Wait for the oldest step that is queued, and take in its seconds and its loss."""
-        step = self._queued.take()
+        for _ in range(steps):
+            queued.losses.append(loop.step(on_micro_step=note_end, on_gradients=note_gradients))
+            # The loss is on its way to the host behind the last micro-step.
+            queued.ended[-1] = self.device.mark()
+        self._queued.append(queued)
+
+    def _take_in(self) -> None:
+        """Wait for the oldest step that is queued, and take in its seconds and its loss.
+
+        Raises:
+            Ended: the loss is no number.
+        """
+        queued = self._queued.popleft()
         is_warmup = self.phase == "warmup"
         done = self._steps_of_phase()
-        for mark in step.ended:
+        for mark in queued.ended:
             mark.wait()
             self.report(Beat(phase=self.phase, step=done))
-        self._loss = step.loss
+        self._loss = sum(map(float, queued.losses)) / len(queued.losses)
         if not math.isfinite(self._loss):
-            return Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}")
-        seconds = step.seconds_until(step.ended)
-        if step.is_round:
-            gradients = step.seconds_until(step.gradients)
+            self.is_apart = not here().is_alone
+            raise Ended(Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}"))
+        seconds = [mark.seconds_since(queued.begun) for mark in queued.ended]
+        if queued.is_round:
+            gradients = [mark.seconds_since(queued.begun) for mark in queued.gradients]
             self._meter.add(seconds, is_warmup=is_warmup, gradients=gradients)
         elif self._round is not None:
-            self._meter.add_other(seconds)
+            # They took their time alone: the measured ones do not train on these.
+            self._meter.warmup_spent += seconds[-1]
         else:
             self._meter.add(seconds, is_warmup=is_warmup)
         if not is_warmup:
             self._is_slow = self._report_rate() or self._is_slow
-        return None
-
-    def _steps_of_phase(self) -> int:
-        return len(self._meter.warmup if self.phase == "warmup" else self._meter.measured)
 
     def _report_rate(self) -> bool:
         measured = self._meter.measured
@@ -432,77 +515,66 @@ class Trial:
                 step=len(measured),
                 median_seconds=self._meter.median_seconds,
                 fastest_median_seconds=fastest_median(measured),
-                tokens_per_step=None if self._meter.work is None else self._meter.work.tokens,
+                tokens_per_step=None if self._round is None else self._meter.tokens_per_step,
             )
         )
 
-    def _measurement(self, attachment: Attached, elapsed_seconds: float) -> Measurement:
-        compilation = attachment.compilation
-        measured = self._meter.measurement(
-            final_loss=self._loss,
+    def _measurement(
+        self, attachment: Attached, *, elapsed: float, wait_share: float
+    ) -> Measurement:
+        """Return what the steps come to: of several GPUs the largest peaks and the mean loss; on
+        texts the seconds of a step of their epoch. Those of setting up are not known yet."""
+        meter, device, looks, made = self._meter, self.device, self._looks, self._round
+        median, interval = meter.median_seconds, median_interval(meter.measured)
+        pace = 1.0 if made is None else made.pace
+        peaks = [device.peak_allocated_bytes(), *(look.peak_allocated_bytes for look in looks)]
+        reserved = [device.peak_reserved_bytes(), *(look.peak_reserved_bytes for look in looks)]
+        retries = device.allocator_retries() + sum(look.allocator_retries for look in looks)
+        losses = [self._loss, *(look.loss for look in looks if look.loss is not None)]
+        flags = {
+            "emulated": self.is_emulated,
+            **meter.flags,
+            "allocator_retries": retries > 0,
+            "accumulation_extrapolated": self.config.accumulation_steps > self.micro_steps_max,
+            DOCUMENTS_TOGETHER: self._documents_apart is False,
+            ROUND_EXTRAPOLATED: made is not None and not made.is_as_its_epoch,
+        }
+        compilation, soak = attachment.compilation, self._soak
+        return Measurement(
+            tokens_per_second=meter.tokens_per_step / median,
+            cards=len(peaks),
+            samples_per_second=self.config.samples_per_step / median / pace,
+            step_seconds=median * pace,
+            step_seconds_ci95=interval and (interval[0] * pace, interval[1] * pace),
+            steps_measured=len(meter.measured),
+            steps_warmup=len(meter.warmup),
+            peak_allocated_bytes=max(peaks),
+            peak_reserved_bytes=max(filter(None, reserved), default=None),
+            peak_device_bytes=meter.peak_device_bytes,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
             flops_utilization=self._utilization(attachment),
+            final_loss=statistics.fmean(losses),
+            setup_seconds=0.0,
+            measured_seconds=meter.measured_spent,
+            training_seconds=meter.warmup_spent + meter.measured_spent,
+            allocator_retries=retries,
+            flags=tuple(name for name, is_set in flags.items() if is_set),
+            sm_clock_mhz=meter.sm_clock_mhz,
+            throttle_reasons=meter.throttle_reasons,
             quantized_share=self.base.quantized_share,
             compile_seconds=None if compilation is None else compilation.seconds,
-            is_emulated=self.is_emulated,
-            is_extrapolated=self.config.accumulation_steps > self.micro_steps_max,
-        )
-        measured = of_all(measured, self._looks)
-        if self._interlude is None:
-            return measured
-        soak = self._interlude.report(steps=self._meter.steps_done, seconds=elapsed_seconds)
-        return measured.model_copy(update={"soak": soak})
-
-    def _of_texts(
-        self, measured: Measurement, loop: TrainingLoop, *, elapsed_seconds: float
-    ) -> Measurement:
-        """Return a measurement with what is known of its texts, where it is of any."""
-        if self._round is None:
-            return measured
-        return with_texts(
-            measured,
-            self._round,
+            joules_per_token=meter.joules_per_token,
+            soak=soak and soak.model_copy(update={"steps": meter.steps_done, "seconds": elapsed}),
+            loss_tokens_per_step=None if made is None else made.loss_tokens_per_step,
+            padding_waste=None if made is None else made.padding_waste,
             documents_apart=self._documents_apart,
-            batch_wait_share=(loop.wait_seconds - self._waited) / elapsed_seconds,
+            batch_wait_share=None if made is None else wait_share,
         )
 
     def _utilization(self, attachment: Attached) -> float | None:
-        """Model FLOP/s over the peak; recomputation is not counted as work, pads are."""
+        """Model FLOP/s over the peak; recomputation is not counted as work, padding is."""
         if self.peak_flops is None:
             return None
         shapes = None if self._round is None else self._round.shapes
         work = flops_per_step(attachment, self.base.model.config, self.config, shapes=shapes)
-        return work / self._meter.median_seconds / self.peak_flops
-
-
-def of_all(measured: Measurement, others: Sequence[Look]) -> Measurement:
-    """Return a measurement of one process's card as that of all of them: the largest peaks, the
-    mean loss. The steps of one are those of all."""
-    if not others:
-        return measured
-    reserved = [look.peak_reserved_bytes for look in others if look.peak_reserved_bytes is not None]
-    retries = measured.allocator_retries + sum(look.allocator_retries for look in others)
-    losses = [measured.final_loss, *(look.loss for look in others if look.loss is not None)]
-    flags = {*measured.flags, *(("allocator_retries",) if retries else ())}
-    changes = {
-        "cards": 1 + len(others),
-        "peak_allocated_bytes": max(
-            measured.peak_allocated_bytes, *(look.peak_allocated_bytes for look in others)
-        ),
-        "peak_reserved_bytes": max([measured.peak_reserved_bytes or 0, *reserved]) or None,
-        "allocator_retries": retries,
-        "final_loss": statistics.fmean(losses),
-        "flags": tuple(sorted(flags)),
-    }
-    return measured.model_copy(update=changes)
-
-
-def _with_setup(outcome: Outcome, total_seconds: float) -> Outcome:
-    """Fill in the seconds outside the measured steps, known only after the detach."""
-    if not isinstance(outcome, Measured | PrunedSlow):
-        return outcome
-    measurement = outcome.measurement
-    setup = max(0.0, total_seconds - measurement.measured_seconds)
-    return outcome.model_copy(
-        update={"measurement": measurement.model_copy(update={"setup_seconds": setup})}
-    )
+        return None if work is None else work / self._meter.median_seconds / self.peak_flops

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from bisect import bisect_left
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,8 +22,8 @@ from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.paths import cache_directory
-from sweep.planning.forecast import Forecaster
-from sweep.planning.table import count_fitting
+from sweep.predict.forecast import Forecaster, Forecasts
+from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.predictor import TracingPredictor
 
 DRAWS: dict[str, tuple[Any, ...]] = {
@@ -37,6 +38,10 @@ DRAWS: dict[str, tuple[Any, ...]] = {
 BATCH_MAX = 256
 
 
+def is_too_large(forecasts: Forecasts, at: int) -> bool:
+    return forecasts.fit(at) is Fit.NO
+
+
 def edge_candidates(forecaster: Forecaster, *, count: int, seed: int) -> list[TrialConfig]:
     """Return so many different configurations, two of each structure: perhaps fitting, and not."""
     random = Random(seed)
@@ -44,13 +49,10 @@ def edge_candidates(forecaster: Forecaster, *, count: int, seed: int) -> list[Tr
     while len(found) < count:
         values = {key: random.choice(choices) for key, choices in DRAWS.items()}
 
-        def sized(index: int, values: dict[str, Any] = values) -> TrialConfig:
-            return parse_config({**values, "micro_batch_size": index + 1})
-
-        _, possible = count_fitting(BATCH_MAX, sized, forecaster=forecaster)
-        for index in (possible - 1, possible):
-            if 0 <= index < BATCH_MAX:
-                found[sized(index)] = None
+        row = [parse_config({**values, "micro_batch_size": b + 1}) for b in range(BATCH_MAX)]
+        forecasts = forecaster.forecast(row)
+        possible = bisect_left(range(BATCH_MAX), True, key=lambda at: is_too_large(forecasts, at))
+        found |= dict.fromkeys(row[max(0, possible - 1) : possible + 1])
     return list(found)[:count]
 
 
@@ -68,7 +70,7 @@ def main() -> None:
         gpu=gpu,
         budget_bytes=gpu.budget_bytes,
         # The card that tries them is not known here; an unknown one needs the most.
-        memory=TracingPredictor(model, cache_dir=cache_directory() / "memory"),
+        predictor=TracingPredictor(model, cache_dir=cache_directory() / "memory"),
     )
     configs = edge_candidates(forecaster, count=options.count, seed=options.seed)
     changes = [config.changes_from(TrialConfig()) for config in configs]

@@ -1,4 +1,4 @@
-"""Owns how much worse a guided search asks where its belief is fitted to few of many trials.
+"""How much worse a guided search asks where its surrogate is fitted to few of many trials.
 
     python -m tests.bench.learn_from_few tests/data/surfaces/mistral-7b-v0.3_h200.jsonl
 
@@ -19,12 +19,13 @@ import optuna
 
 from search_spaces.gpus import GIB
 from storage.surfaces import Surface, read_surface
+from sweep.running.replay import ReplayRunner
 from sweep.sampling import guided
 from sweep.sampling.encoding import identity
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import quiet_optuna
-from sweep.study import surface_replay
-from sweep.study.surface_replay import Recorded
+from sweep.study import recorded
+from sweep.study.recorded import Recorded
 from tests.bench.stamp import stamp
 
 SEEDS = 6
@@ -33,37 +34,36 @@ EVERYTHING = 1_000_000
 
 def behind(surface: Surface, *, budget_bytes: int, told: int, seed: int) -> tuple[float, float]:
     """Return by how much the next trial is slower than the best that is left, relative, and the
-    root mean square error of the log speeds that are believed of all that is left."""
+    root mean square error of the log speeds that are predicted of all that is left."""
     peaks = {
         identity(row.config): row.peak_allocated_bytes
         for row in surface.rows
         if row.peak_allocated_bytes is not None
     }
-    recorded = Recorded(surface, budget_bytes, peaks)
-    rows, preflight = (
-        surface_replay._Rows.of(surface, seed=seed),
-        surface_replay._preflight(recorded),
-    )
-    sampler = surface_replay._sampler("guided", rows, preflight, seed=seed)
+    known = Recorded(surface, budget_bytes, peaks)
+    rows, preflight = recorded.Rows(surface, seed=seed), recorded.preflight_of(known)
+    sampler = recorded.sampler_of("guided", rows, preflight, seed=seed)
     assert isinstance(sampler, GuidedSampler), "asked for by name"
     study = optuna.create_study(sampler=sampler, direction="maximize")
-    row_at = [rows.row_of(candidate.params) for candidate in rows.candidates]
+    row_at = [row for c in rows.all if (row := rows.row_of(c.params)) is not None]
     speed = {at: row.tokens_per_second or 0.0 for at, row in enumerate(row_at)}
     fitting = [at for at, row in enumerate(row_at) if row.fits(budget_bytes)]
     fitting.sort(key=lambda at: -speed[at])
     hidden = {*fitting[: len(fitting) // 4 : 2]}
     order = [at for at in range(len(row_at)) if at not in hidden]
+    runner = ReplayRunner(recorded.records_of(surface, budget_bytes=budget_bytes))
     for at in random.Random(seed).sample(order, min(told, len(order))):
-        study.enqueue_trial(rows.candidates[at].params)
-        trial = study.ask(dict(rows.distributions))
-        record = surface_replay._record(trial.number, row_at[at], budget_bytes=budget_bytes)
-        surface_replay._tell(study, trial, record, budget_bytes=budget_bytes)
+        study.enqueue_trial(rows.all[at].params)
+        trial = study.ask(rows.free)
+        record = recorded.replayed(trial, row_at[at], runner, preflight)
+        recorded.tell(study, trial, record, budget_bytes=budget_bytes)
         preflight.learn(record)
-    trials = sampler._read(study, besides=None)
-    believed = sampler._speed(sampler._seen(trials), trials).mean
-    left = [at for at in fitting if rows.candidates[at].key not in trials.tried]
-    errors = [believed[at] - np.log(speed[at]) for at in left]
-    asked = rows.row_of(study.ask(dict(rows.distributions)).params)
+    trials = sampler._learned(study, besides=None)
+    predicted = sampler._speed(sampler._seen(trials), trials).mean
+    left = [at for at in fitting if rows.all[at].key not in trials.tried]
+    errors = [predicted[at] - np.log(speed[at]) for at in left]
+    asked = rows.row_of(study.ask(rows.free).params)
+    assert asked is not None, "a sampler asks for rows alone"
     reached = (asked.tokens_per_second or 0.0) if asked.fits(budget_bytes) else 0.0
     best = max(speed[at] for at in left)
     return 1.0 - reached / best, float(np.sqrt(np.mean(np.square(errors))))

@@ -42,11 +42,12 @@ from storage.opening import open_study
 from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.encoding import Encoding
 from sweep.sampling.samplers import make_sampler, quiet_optuna
+from sweep.study.driver import Driver
 from sweep.study.events import Event, TrialFinished
-from sweep.study.preflight import Preflight, SpeedForecast
 from sweep.study.tuner import tune
 from tests.bench.stamp import stamp
 from tests.sweep.simulated_device import BUDGET, Exact, StopsWhen, peak_bytes, train
@@ -86,12 +87,12 @@ def a_definition(space: SearchSpace) -> StudyDefinition:
     )
 
 
-def a_preflight(space: SearchSpace) -> Preflight:
+def a_preflight(space: SearchSpace) -> Forecaster:
     """Return what a study has on an A10, its memory predicted by the card's own formula."""
     model, gpu = load_model_spec(space.model), find_gpu("a10")
     capability = gpu.compute_capability
     rules = partial(violation, model=model, compute_capability=capability, device="cuda")
-    return Preflight(
+    return Forecaster(
         model=model,
         budget_bytes=BUDGET,
         violation=rules,
@@ -285,11 +286,13 @@ def drive(
 
     with study:
         tune(
-            study,
-            runner=ReplayRunner(otherwise=train),
-            preflight=preflight,
-            on_event=listen,
-            interruption=StopsWhen(lambda: len(ends) > more),
+            Driver(
+                study,
+                runner=ReplayRunner(otherwise=train),
+                preflight=preflight,
+                on_event=listen,
+                interruption=StopsWhen(lambda: len(ends) > more),
+            )
         )
     if profile is not None:
         profile.disable()

@@ -49,7 +49,7 @@ CONFIGS = {"recipe": TrialConfig(micro_batch_size=8), "fast": TrialConfig(**FAST
 
 def runner_on(prepared: Prepared, card: ChosenCard) -> Runner:
     found = supervised_runner(replace(prepared, name=f"card-{card.index}", cards=(card,)))
-    return found.all[0]  # type: ignore[union-attr]
+    return found.all[0]
 
 
 def speed(runner: Runner, config: TrialConfig) -> float:

@@ -29,7 +29,7 @@ from storage.records import Measured, Outcome, OutOfMemory
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
@@ -173,7 +173,7 @@ class Bench:
         self._target = Target(gpu=product, device=self.device, budget_bytes=budget)
         self._models, self._log, self._stack = list(models), log, stack
         self._deadline = deadline
-        self._tracer = TracingChild()
+        self._tracer = TracingChildren(1, outlive=True)
         stack.callback(self._tracer.close)
         self._runners: dict[str, SupervisedRunner] = {}
 

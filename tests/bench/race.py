@@ -83,7 +83,7 @@ def go(way: str, space: str, seconds: float, *, began: float) -> None:
 
     def runner(prepared: Prepared) -> Any:
         own = supervised_runner(prepared)
-        return FreshEachTime(own) if way == "fresh" else own
+        return FreshEachTime(own.all[0]) if way == "fresh" else own
 
     storage = f"sqlite:///{os.environ['SWEEP_HOME']}/race.db"
     reason = drive(

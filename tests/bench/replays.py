@@ -24,8 +24,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import TrialRecord
 from storage.surfaces import Surface, read_surface
-from sweep.sampling.belief import Array, Physics
-from sweep.study.surface_replay import SAMPLERS, Recorded, forecast_of, search, trials_of
+from sweep.sampling.expecting import Array, Physics
+from sweep.study.recorded import SAMPLERS, Recorded, forecast_of, search, trials_of
 from sweep.terminal.replay import document_of, predicted_peaks, run_searches
 
 GAIN = 0.01

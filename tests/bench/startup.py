@@ -23,8 +23,7 @@ from typing import Any
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from storage.study import OpenStudy
-from sweep.predict.memory.kinds import one_of_each_kind
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
 from sweep.running.device_info import read_card
 from sweep.study.events import Event, Listener, SpaceTraced, TrialFinished, TrialProgress
 from sweep.study.interruption import Interruption
@@ -54,7 +53,7 @@ with lean_imports(*OPTIONAL):
     from sweep.running.worker import Worker
     lap("import the rest")
 worker = Worker(WorkerSettings.model_validate_json(sys.argv[1]), send=lambda message: None)
-worker._device.warm_up()
+worker._resident.device.warm_up()
 lap("take the device")
 worker.prepare()
 lap("rehearse")

@@ -12,7 +12,7 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from storage.opening import open_study
 from storage.reading import read_study
-from sweep.planning.forecast import Forecaster
+from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.sampling.samplers import make_sampler
 from tests.bench import eight_bit_evidence, long_study, study_steps, unsloth_beside
@@ -54,19 +54,21 @@ def test_a_studys_steps_are_the_trials_that_were_measured_to_the_end(
 def test_candidates_at_the_edge_lie_on_both_sides_of_what_may_fit() -> None:
     gpu = find_gpu("a10")
     forecaster = Forecaster(
-        model=MISTRAL, gpu=gpu, budget_bytes=20 * GIB, memory=ImaginedPredictor()
+        model=MISTRAL, gpu=gpu, budget_bytes=20 * GIB, predictor=ImaginedPredictor()
     )
     configs = edge_candidates(forecaster, count=20, seed=0)
     assert configs == edge_candidates(forecaster, count=20, seed=0)
     assert len(set(configs)) == 20
-    fits = [forecaster.fit(config) for config in configs]
+    forecasts = forecaster.forecast(configs)
+    fits = [forecasts.fit(at) for at in range(len(configs))]
     assert fits.count(Fit.NO) >= 8
     assert len(fits) - fits.count(Fit.NO) >= 8
     for config in configs:
         smaller = TrialConfig(
             **{**config.model_dump(), "micro_batch_size": max(1, config.micro_batch_size - 2)}
         )
-        assert forecaster.fit(smaller) is not Fit.NO or config.micro_batch_size <= 2
+        fit = forecaster.forecast([smaller]).fit(0)
+        assert fit is not Fit.NO or config.micro_batch_size <= 2
 
 
 def test_a_study_that_was_made_in_bulk_is_driven_on_and_each_trial_timed(tmp_path: Path) -> None:

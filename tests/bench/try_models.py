@@ -35,7 +35,7 @@ from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget
 from storage.records import Invalid, Measured
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
 from sweep.training.model import build_base
@@ -205,7 +205,7 @@ def config_of(family: str, targets: str, quantization: str = "nf4") -> TrialConf
 @contextlib.contextmanager
 def predictors() -> Iterator[Any]:
     """Give a predictor for a model; every prediction is traced anew."""
-    child = TracingChild()
+    child = TracingChildren(1, outlive=True)
     with tempfile.TemporaryDirectory() as cache:
         yield lambda spec: TracingPredictor(spec, cache_dir=Path(cache), tracer=child)
     child.close()

@@ -22,8 +22,7 @@ from sweep.paths import cache_directory
 from sweep.planning.spaces import rows
 from sweep.predict.memory.arrays import UNKNOWN
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.speed.predictor import predict_step
+from sweep.predict.speed.predictor import StepTimes, predict_step
 
 
 def main() -> None:

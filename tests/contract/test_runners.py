@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
 from sweep.running.lanes import Lane
-from sweep.running.on_ray.connecting import joined
-from sweep.running.on_ray.host import HostSettings
+from sweep.running.on_ray.cluster import joined
 from sweep.running.on_ray.runner import RayRunner
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
@@ -94,16 +94,15 @@ class OnRay:
             cluster = self._stack.enter_context(LocalCluster({"num_cpus": 3}, home=directory))
             self._ray = self._stack.enter_context(joined(cluster.address))
             (self._node_id,) = cluster.ids
-        settings = HostSettings(
-            model=load_model_spec("demo").to_json(),
-            target=Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes),
-            weights="random",
-            seed=0,
-            texts=None,
-            study="contract",
-            place=directory.name,
+        target = Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes)
+        return RayRunner(
+            self._ray,
+            partial(SupervisedRunner, load_model_spec("demo"), target=target),
+            home=f"contract/{directory.name}",
+            device="cpu",
+            node_id=self._node_id,
+            address="here",
         )
-        return RayRunner(self._ray, settings, node_id=self._node_id, address="here")
 
     def close(self) -> None:
         self._stack.close()

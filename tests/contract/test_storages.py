@@ -43,11 +43,12 @@ from storage.records import (
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.carrying import Taken, carry_over
+from sweep.study.driver import Driver
 from sweep.study.events import Event, TrialFinished
-from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
 from tests.bench import long_study
 from tests.storage import driver, postgres
@@ -654,7 +655,7 @@ def statements_of_a_trial(
     """Return the statements, rows read and transactions of one more trial, ask to ask."""
     # Every trial ends alike, so that all of them have the same to be written.
     model = load_model_spec(space.model)
-    preflight = Preflight(model=model, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     sampler = make_sampler(space.sampler, space, seed=0)
     definition = long_study.a_definition(space)
     ended: list[tuple[int, int, int]] = []
@@ -682,11 +683,13 @@ def statements_of_a_trial(
         sqlalchemy.event.listen(engine, "before_cursor_execute", executed)
         sqlalchemy.event.listen(engine, "commit", committed)
         tune(
-            study,
-            runner=ReplayRunner(otherwise=lambda _: fits(1e6)),
-            preflight=preflight,
-            on_event=listen,
-            interruption=StopsWhen(lambda: len(ended) == 4),
+            Driver(
+                study,
+                runner=ReplayRunner(otherwise=lambda _: fits(1e6)),
+                preflight=preflight,
+                on_event=listen,
+                interruption=StopsWhen(lambda: len(ended) == 4),
+            )
         )
     # The first teaches the sampler all there is, and the baseline is asked for by name.
     before, after = ended[-2:]

@@ -11,7 +11,7 @@ import torch
 
 from search_spaces.gpus import match_product
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -41,7 +41,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracingPredictor]:
     cache: Path = tmp_path_factory.mktemp("profiles")
-    child = TracingChild()
+    child = TracingChildren(1, outlive=True)
     try:
         yield TracingPredictor(
             SMALL,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as functional
 
 from search_spaces.config import TrialConfig
-from sweep.predict.memory.tracing import attention, fourbit, liger
+from sweep.predict.memory.tracing import cuda, fourbit, fused
 from sweep.predict.memory.tracing.ledger import Ledger
 from sweep.training.model import quantize_random
 
@@ -105,7 +105,7 @@ def after(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def norm(device: str) -> Any:
     if device == "meta":
-        function = lambda x, w: liger._Norm.apply(x, w, True)  # noqa: E731
+        function = lambda x, w: fused._Norm.apply(x, w, True)  # noqa: E731
     else:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -116,7 +116,7 @@ def norm(device: str) -> Any:
 
 def gated(device: str) -> Any:
     if device == "meta":
-        product = liger._GatedProduct.apply
+        product = fused._GatedProduct.apply
     else:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -127,7 +127,7 @@ def gated(device: str) -> Any:
 
 def rotation(device: str) -> Any:
     if device == "meta":
-        rotate = liger._Rotation.apply
+        rotate = fused._Rotation.apply
     else:
         from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -144,7 +144,7 @@ def rotation(device: str) -> Any:
 
 def loss(device: str) -> Any:
     if device == "meta":
-        function = lambda x, h, t: liger._FusedLoss.apply(x, h, t, CHUNK)  # noqa: E731
+        function = lambda x, h, t: fused._FusedLoss.apply(x, h, t, CHUNK)  # noqa: E731
     else:
         from liger_kernel.ops.fused_linear_cross_entropy import (
             LigerFusedLinearCrossEntropyFunction,
@@ -189,7 +189,7 @@ def sdpa(device: str) -> Any:
     def attend(q: Any, k: Any, v: Any) -> torch.Tensor:
         heads = [(t * 1.0).transpose(1, 2) for t in (q, k, v)]
         if device == "meta":
-            return attention.scaled_dot_product_attention(
+            return cuda.scaled_dot_product_attention(
                 *heads, is_causal=True, enable_gqa=True, padded_length=ROWS, has_flash=True
             )
         return functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)

@@ -19,7 +19,7 @@ from sweep.data.study_epochs import StudyEpochs
 from sweep.finetuning import checkpoints
 from sweep.finetuning.wire import Stopped, TrainingResult
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
 from sweep.running.wire import QualityCommand, TextsSettings
 from tests.gpu.rig import SMALL, Rig, small_config
@@ -60,8 +60,8 @@ def on_texts(texts: TextsSettings) -> Iterator[Rig]:
     total = torch.cuda.get_device_properties(0).total_memory
     rig = Rig(int(0.4 * total), texts)
     yield rig
-    assert rig.worker._base is not None
-    rig.worker._base.close()
+    assert rig.worker._resident.base is not None
+    rig.worker._resident.base.close()
     rig.device.release()
     gc.unfreeze()
 
@@ -77,7 +77,7 @@ def shapes() -> ShapesOnTexts:
 def predictor(
     shapes: ShapesOnTexts, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MemoryOnTexts]:
-    cache, child = tmp_path_factory.mktemp("profiles"), TracingChild()
+    cache, child = tmp_path_factory.mktemp("profiles"), TracingChildren(1, outlive=True)
     capability = torch.cuda.get_device_capability(0)
     try:
         traced = TracingPredictor(

@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
                     words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if b"sweep.running.follower" in words:
+                if words[3:4] == [b"sweep.running"] and words[6:7] == [b"1"]:
                     os.kill(int(number), signal.SIGKILL)
         return False
 

@@ -25,9 +25,10 @@ from storage.opening import open_study
 from storage.reading import read_study
 from storage.records import Outcome, TrialRecord
 from storage.spool import Spool
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.bench import long_study
 from tests.storage.builders import BUDGET, ENVIRONMENT, fits
@@ -140,7 +141,7 @@ def a_definition(*, trials: int) -> StudyDefinition:
 def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds: float) -> None:
     space = a_space(trials)
     model = load_model_spec(space.model)
-    preflight = Preflight(model=model, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     with open_study(
         study,
         url=url,
@@ -150,7 +151,7 @@ def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds
         home=home,
     ) as opened:
         runner = _Counting(home, driver, seconds)
-        tune(opened, runner=runner, preflight=preflight)
+        tune(Driver(opened, runner=runner, preflight=preflight))
     _write(home, driver, ran=len(runner.ran), end="done")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.arrays import WholeMemory
 from sweep.predict.memory.prediction import MemoryPrediction
 
 BASE_BYTES = 5 * GIB
@@ -48,7 +48,7 @@ def imagined(peak_bytes: int, *, uncertainty: float) -> ImaginedMemory:
     )
 
 
-class ImaginedWhole(OneByOne):
+class ImaginedWhole(WholeMemory):
     """What is imagined of many configurations, with a note of the rows that were looked at."""
 
     def __init__(self, predictor: ImaginedPredictor, configs: Sequence[TrialConfig]) -> None:

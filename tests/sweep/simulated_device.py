@@ -19,10 +19,9 @@ from storage.definition import StudyDefinition, Target
 from storage.opening import open_study
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import OpenStudy
-from sweep.predict.memory.arrays import OneByOne
+from sweep.predict.memory.arrays import WholeMemory
 from sweep.predict.memory.prediction import MemoryPrediction
-from sweep.sampling.belief import Array
-from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
+from sweep.sampling.expecting import Array, Expectation, Foreseen, NothingExpected
 from sweep.study.interruption import Interruption
 from tests.sweep.imagined_memory import imagined
 
@@ -108,8 +107,8 @@ class Exact:
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         return imagined(peak_bytes(config), uncertainty=0.01)
 
-    def predict_all(self, configs: Sequence[TrialConfig]) -> OneByOne:
-        return OneByOne(self.predict, configs)
+    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        return WholeMemory(self.predict, configs)
 
 
 def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any) -> Measurement:

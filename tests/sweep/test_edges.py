@@ -19,7 +19,7 @@ from search_spaces.errors import InputError
 from storage.records import Invalid
 from sweep.cli import guarded, main
 from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.study.asked import default_study_name
 from sweep.terminal.driving import _progress
 from sweep.terminal.summary import why_invalid
@@ -301,7 +301,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_tracing_child() -> None:
         "import json, os, sys; sys.stdin.readline()\n"
         "print(json.dumps({'profile': {'session': os.getsid(0), 'pid': os.getpid()}}), flush=True)"
     )
-    child = TracingChild((sys.executable, "-c", program))
+    child = TracingChildren(1, outlive=True, command=(sys.executable, "-c", program))
     answer = child.trace(MODEL, Structure.of(TrialConfig(), is_checkpointed=True))
     assert answer["session"] == answer["pid"] != os.getsid(0)
     child.close()

@@ -1,11 +1,11 @@
-"""Owns a simulation of torch's caching allocator: what blocks really take, and what is reserved.
+"""A simulation of torch's caching allocator: what blocks really take, and what is reserved.
 
 A block may be larger than what was asked for, by a remainder that the allocator does not split off,
 and that counts as allocated. Rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp`` with
 its default settings (no ``max_split_size_mb``), sizes those of
 ``c10/core/AllocatorConfig.h``; their names are given beside ours. One stream is simulated, as a
 training uses one: blocks of different streams never mix. Of expandable segments there is nothing to
-simulate (`paged`). Knows nothing of tensors.
+simulate (`paged`).
 """
 
 from __future__ import annotations

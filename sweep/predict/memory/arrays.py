@@ -1,64 +1,73 @@
-"""Owns the predicted memory of many configurations at once: their peaks, and which of them fit.
-
-Answers as `MemoryPrediction` does, which is of one configuration, without the replays that decide
-nothing. Pure; knows nothing of how steps come about.
-"""
+"""The predicted memory of many configurations at once: their peaks, and which of them fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.predict.memory.allocator import paged
 from sweep.predict.memory.peaks import Peaks, find_peaks
 from sweep.predict.memory.prediction import (
-    CAPPED_EXPANDABLE,
     Fit,
     MemoryPrediction,
     most_reserved,
-    predicted,
     stated_uncertainty,
 )
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.replay import Uncapped, replay_uncapped
-from sweep.predict.memory.replays import replay_all
+from sweep.predict.memory.replay import Uncapped, replay_all, replay_uncapped
 from sweep.predict.memory.step import Step
 
 FITS: tuple[Fit, ...] = (Fit.NO, Fit.UNCERTAIN, Fit.YES)
-"""What the codes of `PeakMemory.fits` stand for."""
+"""What the codes of `WholeMemory.fits` stand for."""
 _NO, _UNCERTAIN, _YES = range(3)
 UNKNOWN = -1
 """The code of what only a replay tells."""
 
 
-class WholeMemory(Protocol):
-    """What is predicted of many configurations, by row. Real: `PeakMemory`."""
+class WholeMemory:
+    """What is predicted of many configurations, by row; here from predictions made one by one.
 
-    @property
-    def refused(self) -> Mapping[int, InputError]:
-        """Why there is no prediction, of the rows that have none."""
-        ...
+    Args:
+        predict: as `MemoryPredictor.predict`.
+        configs: what is to be trained; one row of every answer each.
 
-    @property
+    Attributes:
+        refused: why there is no prediction, of the rows that have none.
+    """
+
+    def __init__(
+        self, predict: Callable[[TrialConfig], MemoryPrediction], configs: Sequence[TrialConfig]
+    ) -> None:
+        self.refused: dict[int, InputError] = {}
+        self._count = len(configs)
+        self._known: dict[int, MemoryPrediction] = {}
+        for row, config in enumerate(configs):
+            try:
+                self._known[row] = predict(config)
+            except InputError as error:
+                self.refused[row] = error.with_traceback(None)
+
+    @cached_property
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
         """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction."""
-        ...
+        peaks = {row: known.peak_allocated_bytes for row, known in self._known.items()}
+        return np.array([peaks.get(row, -1) for row in range(self._count)], np.int64)
 
     @property
     def least_allocated_bytes(self) -> NDArray[np.int64]:
         """No more than that, for nothing: without what blocks hold beyond what was asked for."""
-        ...
+        return self.peak_allocated_bytes
 
-    @property
+    @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """How far each peak may be off, as predictions state it."""
-        ...
+        stated = {row: known.uncertainty for row, known in self._known.items()}
+        return np.array([stated.get(row, 0.0) for row in range(self._count)], np.float64)
 
     def prediction(self, row: int) -> MemoryPrediction:
         """Return what is predicted of one configuration.
@@ -66,7 +75,13 @@ class WholeMemory(Protocol):
         Raises:
             InputError: there is no prediction.
         """
-        ...
+        if row in self.refused:
+            # A new exception each time, as one that is raised twice keeps the frames of both.
+            raise type(self.refused[row])(*self.refused[row].args)
+        return self._predicted(row)
+
+    def _predicted(self, row: int) -> MemoryPrediction:
+        return self._known[row]
 
     def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
         """Replay every step whose reserved peak takes that, on all processors.
@@ -76,7 +91,6 @@ class WholeMemory(Protocol):
         Args:
             on_progress: told how many have been replayed, of how many.
         """
-        ...
 
     def fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
@@ -90,17 +104,36 @@ class WholeMemory(Protocol):
             budget_bytes: what a training may take.
             uncertainty: how far each peak may be off where trials have shown more than is stated.
         """
-        ...
+        unsure = self.uncertainty if uncertainty is None else uncertainty
+        result = self.quick_fits(budget_bytes, uncertainty=uncertainty)
+        self._decide(np.flatnonzero(result == UNKNOWN), result, budget_bytes, unsure)
+        return result
 
     def quick_fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
     ) -> NDArray[np.int8]:
         """Return the same at once, and `UNKNOWN` where only a replay tells."""
-        ...
+        unsure = self.uncertainty if uncertainty is None else uncertainty
+        result = np.full(self._count, _UNCERTAIN, np.int8)
+        self._decide(np.array(list(self._known), int), result, budget_bytes, unsure)
+        return result
+
+    def _decide(
+        self,
+        rows: NDArray[np.intp],
+        result: NDArray[np.int8],
+        budget_bytes: int,
+        unsure: NDArray[np.float64],
+    ) -> None:
+        """Note whether the predictions of some rows fit."""
+        for row in rows.tolist():
+            widened = self._predicted(row).widened(float(unsure[row]))
+            result[row] = FITS.index(widened.fits(budget_bytes))
 
 
-class PeakMemory:
-    """What many configurations need; `TracingPredictor.predict_all` makes it.
+class PeakMemory(WholeMemory):
+    """The same worked out together, without the replays that decide nothing;
+    `TracingPredictor.predict_all` makes it.
 
     Args:
         configs: what is to be trained; one row of every answer each.
@@ -109,18 +142,12 @@ class PeakMemory:
 
     def __init__(self, configs: Sequence[TrialConfig], steps: Sequence[Step | InputError]) -> None:
         self._configs = configs
+        self._count = len(configs)
         self.steps = {row: step for row, step in enumerate(steps) if isinstance(step, Step)}
         """The step of each row that has a prediction."""
-        self._refused = {
-            row: step for row, step in enumerate(steps) if isinstance(step, InputError)
-        }
+        self.refused = {row: why for row, why in enumerate(steps) if isinstance(why, InputError)}
         self._replays: dict[int, Uncapped] = {}
         self._asked = find_peaks(list(self.steps.values()))
-
-    @property
-    def refused(self) -> Mapping[int, InputError]:
-        """See `WholeMemory`."""
-        return self._refused
 
     @cached_property
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
@@ -146,14 +173,23 @@ class PeakMemory:
         )
         return np.array([one.allocated for one in stated], float)
 
-    def prediction(self, row: int) -> MemoryPrediction:
-        """See `WholeMemory`."""
-        if row in self._refused:
-            # A new exception each time, as one that is raised twice keeps the frames of both.
-            raise type(self._refused[row])(*self._refused[row].args)
+    def _predicted(self, row: int) -> MemoryPrediction:
         step, peaks = self.steps[row], self._asked.at(self._index[row])
-        uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
-        return predicted(step, peaks, uncapped)
+        uncapped = self._replays.get(row)
+        if step.may_waste:
+            uncapped = self._uncapped(row)
+            peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
+        stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
+        return MemoryPrediction(
+            peak_allocated_bytes=int(peaks.total_bytes[0]),
+            breakdown=peaks.breakdown(0),
+            moment=peaks.moment(0),
+            uncertainty=stated.allocated,
+            reserved_uncertainty=stated.reserved,
+            step=step,
+            uncapped=uncapped,
+            most_reserved=most_reserved(step.config),
+        )
 
     def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
         """See `WholeMemory`."""
@@ -167,44 +203,26 @@ class PeakMemory:
             self._replays[row] = replay_uncapped(self.steps[row])
         return self._replays[row]
 
-    def fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
-        result = self.quick_fits(budget_bytes, uncertainty=uncertainty)
-        unsure = self.uncertainty if uncertainty is None else uncertainty
-        for row in np.flatnonzero(result == UNKNOWN).tolist():
-            prediction = self.prediction(row).widened(float(unsure[row]))
-            result[row] = FITS.index(prediction.fits(budget_bytes))
-        return result
-
     def quick_fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
     ) -> NDArray[np.int8]:
         """See `WholeMemory`."""
         unsure = self.uncertainty if uncertainty is None else uncertainty
         least = self.least_allocated_bytes.astype(float)
-        result = np.full(len(self._configs), UNKNOWN, np.int8)
-        most = least + self._most_wasted
-        result[most * (1 + unsure) * self._most_reserved <= budget_bytes] = _YES
-        in_pages = self._expands & (result == UNKNOWN)
-        result[in_pages] = self._paged_fits(budget_bytes, unsure)[in_pages]
+        most = (least + self._most_wasted) * (1 + unsure) * self._most_reserved
+        result = np.full(self._count, UNKNOWN, np.int8)
+        result[most <= budget_bytes] = _YES
         result[least * (1 - unsure) > budget_bytes] = _NO
-        result[list(self._refused)] = _UNCERTAIN
+        result[list(self.refused)] = _UNCERTAIN
+        # Whole pages take no replay.
+        self._decide(
+            np.flatnonzero(self._expands & (result == UNKNOWN)), result, budget_bytes, unsure
+        )
         return result
-
-    def _paged_fits(self, budget_bytes: int, unsure: NDArray[np.float64]) -> NDArray[np.int8]:
-        """Return whether the peaks fit in whole pages, where segments are expandable."""
-        slack = np.hypot(unsure, CAPPED_EXPANDABLE)
-        reserved = paged(self.least_allocated_bytes)
-        with np.errstate(divide="ignore"):
-            is_no = (slack < 1) & (reserved > np.floor(budget_bytes / (1 - slack)))
-        is_yes = reserved <= np.floor(budget_bytes / (1 + slack))
-        return np.select([is_yes, is_no], [_YES, _NO], _UNCERTAIN).astype(np.int8)
 
     @cached_property
     def _most_wasted(self) -> NDArray[np.float64]:
-        wasted = np.zeros(len(self._configs))
+        wasted = np.zeros(self._count)
         known: dict[Any, int] = {}
         for row, step in self.steps.items():
             if step.may_waste:
@@ -228,76 +246,9 @@ class PeakMemory:
 
     def _spread(self, peaks: Peaks) -> NDArray[np.int64]:
         """Return the totals of those that have a prediction, in an array over all rows."""
-        result = np.full(len(self._configs), -1, np.int64)
+        result = np.full(self._count, -1, np.int64)
         result[list(self.steps)] = np.minimum(peaks.total_bytes, np.iinfo(np.int64).max)
         return result
-
-
-class OneByOne:
-    """Answers as `PeakMemory` does from predictions that were made one at a time.
-
-    Args:
-        predict: as `MemoryPredictor.predict`.
-        configs: what is to be trained.
-    """
-
-    def __init__(
-        self, predict: Callable[[TrialConfig], MemoryPrediction], configs: Sequence[TrialConfig]
-    ) -> None:
-        self._known: list[MemoryPrediction | InputError] = []
-        for config in configs:
-            try:
-                self._known.append(predict(config))
-            except InputError as error:
-                self._known.append(error.with_traceback(None))
-
-    @cached_property
-    def refused(self) -> Mapping[int, InputError]:
-        """See `WholeMemory`."""
-        rows = enumerate(self._known)
-        return {row: known for row, known in rows if isinstance(known, InputError)}
-
-    @property
-    def peak_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`."""
-        return np.array([getattr(p, "peak_allocated_bytes", -1) for p in self._known], np.int64)
-
-    @property
-    def least_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`."""
-        return self.peak_allocated_bytes
-
-    @property
-    def uncertainty(self) -> NDArray[np.float64]:
-        """See `WholeMemory`."""
-        return np.array([getattr(p, "uncertainty", 0.0) for p in self._known], np.float64)
-
-    def prediction(self, row: int) -> MemoryPrediction:
-        """See `WholeMemory`."""
-        known = self._known[row]
-        if isinstance(known, InputError):
-            raise type(known)(*known.args)
-        return known
-
-    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
-        """Do nothing: each replays its own step when it is asked."""
-
-    def fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
-        unsure = self.uncertainty if uncertainty is None else uncertainty
-        fits = (
-            Fit.UNCERTAIN if isinstance(p, InputError) else p.widened(error).fits(budget_bytes)
-            for p, error in zip(self._known, unsure.tolist(), strict=True)
-        )
-        return np.array([FITS.index(fit) for fit in fits], np.int8)
-
-    def quick_fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
-        return self.fits(budget_bytes, uncertainty=uncertainty)
 
 
 def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:

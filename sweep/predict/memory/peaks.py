@@ -1,14 +1,14 @@
-"""Owns the most that is alive at once in a step, of many steps at a time.
+"""The most that is alive at once in a step, of many steps at a time.
 
 What is alive is a sum, so that a few polynomials for each segment give its peak at once; with an
 array for each symbol they give it of all configurations of a structure. What the allocator does not
-split off comes on top (`sweep.predict.memory.replay`). Knows nothing of where accounts come from.
+split off comes on top (`sweep.predict.memory.replay`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -70,7 +70,7 @@ class Peaks:
         # The update needs every gradient, and next to nothing else.
         update = self.there.copy()
         update[_GRADIENTS] = self.there[_ADAPTERS]
-        return np.where(self._is_update(update), update, self.passing)
+        return np.where(update.sum(axis=0) > self.passing.sum(axis=0), update, self.passing)
 
     @cached_property
     def total_bytes(self) -> Bytes:
@@ -86,9 +86,6 @@ class Peaks:
         is_update = self.total_bytes[row] > self.passing[:, row].sum()
         return _MOMENTS[_UPDATE if is_update else self.passing_moments[row]]
 
-    def _is_update(self, update: Bytes) -> NDArray[np.bool_]:
-        return np.asarray(update.sum(axis=0) > self.passing.sum(axis=0), np.bool_)
-
 
 def find_peaks(steps: Sequence[Step]) -> Peaks:
     """Return the peak of each step, as if every block were as large as what was asked for.
@@ -101,10 +98,10 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
     width = _width(steps)
     there, passing = (np.zeros((len(PARTS), len(steps)), width) for _ in range(2))
     moments = np.zeros(len(steps), np.int8)
-    resident = _Resident()
+    known: dict[Hashable, list[int]] = {}
     for rows in alike.values():
         walk = _Walk([steps[row] for row in rows], width)
-        there[:, rows] = np.array([resident.of(steps[row]) for row in rows], width).T
+        there[:, rows] = np.array([_resident(steps[row], known) for row in rows], width).T
         moments[rows], passing[np.ix_(_ROWS, rows)] = walk.highest()
     return Peaks(there, passing + there, moments)
 
@@ -116,32 +113,18 @@ def _width(steps: Sequence[Step]) -> Any:
     return np.int64 if most("b") * most("s") * max(most("s"), _LENGTHY) < _WIDE else object
 
 
-class _Resident:
-    """What is there throughout a step; many steps have the same adapters."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[int]] = {}
-
-    def of(self, step: Step) -> list[int]:
-        """Return the bytes of each of `PARTS`."""
-        config = step.config
-        profile = step.profile
-        key = (
-            # Many structures have the same base and the same adapters.
-            profile.base,
-            profile.adapters,
-            profile.positions,
-            step.workspace_bytes,
-            config.lora_rank,
-            config.adapter_dtype,
-            config.optimizer,
-            config.expandable_segments,
-            step.held_gradients,
-            config.is_sharded and config.data_parallel,
-        )
-        if key not in self._known:
-            self._known[key] = _there_throughout(step)
-        return self._known[key]
+def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
+    """Return the bytes of each of `PARTS` that are there throughout; many steps have the same
+    adapters, and many structures the same base."""
+    config, profile = step.config, step.profile
+    key = (
+        (profile.base, profile.adapters, profile.positions),
+        (config.lora_rank, config.adapter_dtype, config.optimizer, config.expandable_segments),
+        (config.is_sharded and config.data_parallel, step.workspace_bytes, step.held_gradients),
+    )
+    if key not in known:
+        known[key] = _there_throughout(step)
+    return known[key]
 
 
 def _there_throughout(step: Step) -> list[int]:

@@ -1,4 +1,4 @@
-"""Owns bytes as a polynomial in what a configuration sets, and finding that polynomial back.
+"""Bytes as a polynomial in what a configuration sets, and finding that polynomial back.
 
 A polynomial maps a monomial to its coefficient; a monomial is its symbols' letters in order
 (``bss`` is batch x length x length, the empty one is a constant). Plain values, so that it travels
@@ -15,8 +15,6 @@ One trace holds for every batch, length and rank because it is made with a prime
 used is a factor, and of powers of the primes. The factors of a number are unique, so those that are
 a symbol's prime say how often the symbol is in the product, and what is left is the coefficient. To
 the model's code a prime is a number like any other: it compares, pads and slices as in a training.
-
-Knows nothing of torch, nor of what the bytes are for.
 """
 
 from __future__ import annotations
@@ -95,7 +93,8 @@ class Symbols:
         # Any prime does for batch and rank. A length has to stay on its side of the attention
         # window and within the positions that the model knows: beyond, its code goes another way.
         near = lengths[:_LENGTH_CHOICES] if longer_than else lengths[-_LENGTH_CHOICES:]
-        self.s = max(near, key=_neighbours_largest_factor)
+        # Large prime factors tell a sequence with one token more or less.
+        self.s = max(near, key=lambda p: min(_largest_factor(p + step) for step in _NEIGHBOURS))
         # The largest ones: a product of dimensions is the less likely to have one as its factor.
         others = [p for p in reversed(usable) if p != self.s]
         self.b, self.r, self.c, self.p = others[:4]
@@ -147,11 +146,6 @@ class Symbols:
 
 
 @cache
-def _neighbours_largest_factor(prime: int) -> int:
-    """Return how large the prime factors are that tell a sequence with one token more or less."""
-    return min(_largest_factor(prime + step) for step in _NEIGHBOURS)
-
-
 def _largest_factor(number: int) -> int:
     largest, factor = 1, 2
     while number > 1:

@@ -1,7 +1,4 @@
-"""Owns the memory prediction of one configuration: its peak, how sure that is, and what it fits.
-
-Knows nothing of how steps come about.
-"""
+"""The memory prediction of one configuration: its peak, how sure that is, and what it fits."""
 
 from __future__ import annotations
 
@@ -11,11 +8,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Self
 
-import numpy as np
-
 from search_spaces.config import TrialConfig
 from sweep.predict.memory.allocator import paged
-from sweep.predict.memory.peaks import Peaks
 from sweep.predict.memory.replay import Uncapped, replay_uncapped, runs_under
 from sweep.predict.memory.step import Step
 
@@ -130,8 +124,9 @@ class MemoryPrediction:
     """Relative: the truth is within the peak times 1 - this and times 1 + this."""
     reserved_uncertainty: float
     """The same of the reserved peak."""
-    step: Step = field(repr=False)
-    """What was walked."""
+    step: Step | None = field(default=None, repr=False)
+    """What was walked; None where the allocated peak alone decides what fits: on a CPU, where
+    nothing is reserved beside it, and where no more is known."""
     uncapped: Uncapped | None = field(default=None, repr=False)
     """Its replay, where it has been replayed already."""
     most_reserved: float = FRAGMENTATION
@@ -140,7 +135,7 @@ class MemoryPrediction:
     @property
     def quantized_share(self) -> float | None:
         """Of the weights that are meant to be in 4 bits, how many are; None for a 16-bit base."""
-        return self.step.profile.quantized_share
+        return None if self.step is None else self.step.profile.quantized_share
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
@@ -148,7 +143,9 @@ class MemoryPrediction:
 
         Takes some milliseconds, once.
         """
-        if self._expands:
+        if self.step is None:
+            return self.peak_allocated_bytes
+        if self.step.config.expandable_segments:
             return int(paged(self.peak_allocated_bytes))
         return (self.uncapped or replay_uncapped(self.step)).reserved_bytes
 
@@ -205,54 +202,15 @@ class MemoryPrediction:
 
         Its own error and that of the peak have nothing to do with each other.
         """
-        alone = CAPPED_SHARDED if self.step.config.is_sharded else CAPPED
-        return math.hypot(self.uncertainty, CAPPED_EXPANDABLE if self._expands else alone)
-
-    @property
-    def _expands(self) -> bool:
-        return self.step.config.expandable_segments
+        if self.step is None:
+            return self.uncertainty
+        config = self.step.config
+        alone = CAPPED_SHARDED if config.is_sharded else CAPPED
+        return math.hypot(
+            self.uncertainty, CAPPED_EXPANDABLE if config.expandable_segments else alone
+        )
 
     def _runs_under(self, limit_bytes: int) -> bool:
-        if self._expands:
+        if self.step is None or self.step.config.expandable_segments:
             return self.peak_reserved_bytes <= limit_bytes
         return runs_under(self.step, limit_bytes=limit_bytes)
-
-
-@dataclass(frozen=True)
-class AllocatedPeak(MemoryPrediction):
-    """A peak that fits where it is within the budget: on a CPU, and where no more is known."""
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The allocated peak: nothing is reserved beside it."""
-        return self.peak_allocated_bytes
-
-    @property
-    def _slack(self) -> float:
-        return self.uncertainty
-
-    def _runs_under(self, limit_bytes: int) -> bool:
-        return self.peak_allocated_bytes <= limit_bytes
-
-
-def predicted(step: Step, peaks: Peaks, uncapped: Uncapped | None) -> MemoryPrediction:
-    """Return the prediction of a step, given its peak.
-
-    Args:
-        step: what was walked.
-        peaks: of this step alone, as if every block were as large as what was asked for.
-        uncapped: the step's replay; None where none is needed.
-    """
-    stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
-    if uncapped is not None and step.may_waste:
-        peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
-    return MemoryPrediction(
-        peak_allocated_bytes=int(peaks.total_bytes[0]),
-        breakdown=peaks.breakdown(0),
-        moment=peaks.moment(0),
-        uncertainty=stated.allocated,
-        reserved_uncertainty=stated.reserved,
-        step=step,
-        uncapped=uncapped,
-        most_reserved=most_reserved(step.config),
-    )

@@ -1,15 +1,11 @@
-"""Owns where the profiles of a model's structures come from: a cache on disk, or whoever traces.
-
-What cannot be traced is remembered, and what a dying process said of the machine. Knows nothing of
-predictions, or of how tracing processes are spoken to.
-"""
+"""The profiles of a model's structures: from a cache on disk, or traced."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +14,9 @@ from typing import Any
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from storage import files
-from sweep.predict.memory.mixing import mixed
+from sweep.predict.memory.derived import mixed
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable
-from sweep.predict.memory.tracing_children import Tracer
+from sweep.predict.memory.tracing_children import Traced, Tracer
 
 _ROOT = Path(__file__).parents[3]
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -28,14 +24,11 @@ TRACED_BY = ("search_spaces", "sweep/predict/memory", "sweep/training")
 """Directories whose code the tracing child runs; a profile is of no use once any of it changes."""
 _ATTEMPTS = 2
 """Times that a structure is traced whose tracing process dies; each time in a new process."""
-_DEAD_STRUCTURES_MAX = 3
-"""Structures in a row that no process survived, after which no other one is tried."""
+_FAULTS_MAX = 3 * _ATTEMPTS
+"""Times in a row that a tracing process may die before nothing is traced any more: each may take
+minutes to die, and a study would ask for hundreds."""
 OnProgress = Callable[[int, int], None]
 """Told how many structures are done, of how many."""
-
-
-def _counted_from(done: int, of: int, on_progress: OnProgress) -> Callable[[int], None]:
-    return lambda more: on_progress(done + more, of)
 
 
 def tell_nobody(_done: int, _of: int) -> None:
@@ -58,27 +51,29 @@ class ProfileStore:
         self._profiles: dict[Structure, Profile] = {}
         self._refused: dict[Structure, InputError] = {}
         self._has_answered = False
-        self._dead_structures = 0
+        self._faults = 0
+        """Times in a row that a tracing process died."""
+        self._last_fault = ""
 
     def get(self, structure: Structure) -> Profile:
         """Return a structure's profile.
 
         What cannot be traced is not tried again: it is refused at once, with the same reason.
-        Raises what `Tracer.trace` raises, and `EnvironmentFault` only as long as the tracing
-        process has never answered.
+
+        Raises:
+            InputError: it cannot be traced.
+            EnvironmentFault: the tracing process has never answered.
         """
-        if structure in self._refused:
-            # A new exception each time, as one that is raised twice keeps the frames of both.
-            refused = self._refused[structure]
-            raise type(refused)(*refused.args)
-        if (known := self.find(structure)) is not None:
-            return known
-        if structure.is_mixed:
-            return _put_together(structure, *map(self.get, structure.parts()))
-        in_bf16 = structure.in_bf16()
-        if in_bf16 is not None and (shared := self.get(in_bf16)).is_same_in_fp16:
-            return shared
-        return self._trace(structure)
+        self.fetch([structure])
+        for part in structure.parts():
+            for needed in (part.in_bf16(), part):
+                if needed in self._refused:
+                    # A new exception each time, as one that is raised twice keeps both's frames.
+                    refused = self._refused[needed]
+                    raise type(refused)(*refused.args)
+        known = self.find(structure)
+        assert known is not None, "what was fetched is there or refused"
+        return known
 
     def find(self, structure: Structure) -> Profile | None:
         """Return a structure's profile where nothing has to be traced for it, now or ever."""
@@ -91,27 +86,28 @@ class ProfileStore:
 
     def _find(self, structure: Structure) -> Profile | None:
         if structure.is_mixed:
-            parts = tuple(map(self.find, structure.parts()))
-            return None if None in parts else _put_together(structure, *filter(None, parts))
+            packed, wide = map(self.find, structure.parts())
+            if packed is None or wide is None:
+                return None
+            quantized = structure.config.quantized_layers(len(packed.positions))
+            return mixed(packed, wide, quantized=quantized)
         in_bf16 = structure.in_bf16()
-        shared = None if in_bf16 is None else self._read(in_bf16)
-        is_shared = shared is not None and shared.is_same_in_fp16
-        return shared if is_shared else self._read(structure)
-
-    def _read(self, structure: Structure) -> Profile | None:
-        """Return what was traced of exactly this structure, by this process or another."""
-        if structure in self._profiles:
-            return self._profiles[structure]
+        shared = None if in_bf16 is None else self.find(in_bf16)
+        if shared is not None and shared.is_same_in_fp16:
+            return shared
         try:
             values = json.loads(self._path(structure).read_text(encoding="utf-8"))
             return Profile.from_json(values)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def fetch(self, structures: Iterable[Structure], *, on_progress: OnProgress) -> None:
+    def fetch(
+        self, structures: Iterable[Structure], *, on_progress: OnProgress = tell_nobody
+    ) -> None:
         """Trace what is not there yet of structures that will be asked for, several at once.
 
-        `get` refuses those that cannot be traced.
+        A process that dies once may have been the machine's fault, so its structure is tried again;
+        where it always does, `get` refuses the structure as any other that cannot be traced.
 
         Args:
             structures: of one space, say.
@@ -120,83 +116,50 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        wanted = [part for structure in structures for part in structure.parts()]
-        self._fetch([s.in_bf16() or s for s in wanted], on_progress)
+        parts = [part for structure in structures for part in structure.parts()]
         # What tells the two 16-bit types apart has to be traced in both.
-        self._fetch(wanted, on_progress)
-
-    def _fetch(self, structures: Iterable[Structure], on_progress: OnProgress) -> None:
-        wanted = [s for s in dict.fromkeys(structures) if not self._is_settled(s)]
-        missing = wanted
-        while missing and self._dead_structures < _DEAD_STRUCTURES_MAX:
-            done = len(wanted) - len(missing)
-            died = self._trace_together(missing, _counted_from(done, len(wanted), on_progress))
-            # Alone, it is tried again and given up as any other.
-            for structure in died:
-                with contextlib.suppress(InputError):
-                    self.get(structure)
-            missing = [s for s in wanted if not self._is_settled(s)]
-
-    def _trace_together(
-        self, structures: list[Structure], on_done: Callable[[int], None]
-    ) -> list[Structure]:
-        """Trace structures, and return those whose process died.
-
-        Where as many die as may in a row, the rest is left for later: it is likely the machine.
-        """
-        done = 0
-        died: list[Structure] = []
-        on_done(done)
-        # Closed at once, as what is still being traced has a process of its own.
-        with contextlib.closing(self._tracer.trace_all(self._model, structures)) as answers:
-            for structure, answer in answers:
-                if isinstance(answer, EnvironmentFault):
-                    died.append(structure)
-                    if len(died) == _DEAD_STRUCTURES_MAX:
-                        break
-                else:
-                    self._note(structure, answer)
-                    done += 1
-                    on_done(done)
-        return died
+        for wanted in ([part.in_bf16() or part for part in parts], parts):
+            missing = [s for s in dict.fromkeys(wanted) if not self._is_settled(s)]
+            if not missing:
+                continue
+            is_tried, before = self._faults < _FAULTS_MAX, self._faults
+            if is_tried:
+                self._trace(missing, on_progress)
+            dead = [structure for structure in missing if not self._is_settled(structure)]
+            if dead and is_tried and not self._has_answered:
+                # Of the others nothing is known yet: the next question is another attempt.
+                self._refused[dead[0]] = Untraceable(self._last_fault)
+                self._faults = before + _ATTEMPTS
+                raise EnvironmentFault(self._last_fault)
+            self._refused |= {structure: Untraceable(self._last_fault) for structure in dead}
 
     def _is_settled(self, structure: Structure) -> bool:
-        """Whether `get` would trace nothing."""
+        """Whether a structure is there, or known not to be traceable."""
         is_refused = structure in self._refused or structure.in_bf16() in self._refused
         return is_refused or self.find(structure) is not None
 
-    def _trace(self, structure: Structure) -> Profile:
-        """Trace a structure, and remember where that cannot work.
-
-        A process that dies of it once may have been the machine's fault, so it is tried again. One
-        that always does is the structure's: it has no profile from then on, so that others can go
-        on. Where several in a row end like that, nothing else is started: each may take minutes to
-        die, and a study would ask for hundreds. Where no structure was ever answered, it is said
-        first that the machine is at fault.
-        """
-        if self._dead_structures == _DEAD_STRUCTURES_MAX:
-            *_, last = self._refused.values()
-            raise Untraceable(*last.args)
+    def _trace(self, structures: Sequence[Structure], on_progress: OnProgress) -> None:
+        done = 0
+        on_progress(done, len(structures))
         for _ in range(_ATTEMPTS):
-            try:
-                values = self._tracer.trace(self._model, structure)
-            except InputError as error:
-                self._note(structure, error)
-                raise
-            except EnvironmentFault as error:
-                fault = error
-            else:
-                self._note(structure, values)
-                return self._profiles[structure]
-        self._dead_structures += 1
-        reason = f"model '{self._model.name}' cannot be traced: {fault}"
-        self._refused[structure] = Untraceable(reason)
-        raise Untraceable(reason) if self._has_answered else EnvironmentFault(reason)
+            missing = [s for s in structures if not self._is_settled(s)]
+            # Closed at once, as what is still being traced has a process of its own.
+            with contextlib.closing(self._tracer.trace_all(self._model, missing)) as answers:
+                for structure, answer in answers:
+                    self._note(structure, answer)
+                    if self._faults == _FAULTS_MAX:
+                        return
+                    if self._faults == 0:
+                        done += 1
+                        on_progress(done, len(structures))
 
-    def _note(self, structure: Structure, answer: dict[str, Any] | InputError) -> None:
+    def _note(self, structure: Structure, answer: Traced) -> None:
         """Keep what a process answered; that it did says that processes work."""
-        self._has_answered = True
-        self._dead_structures = 0
+        if isinstance(answer, EnvironmentFault):
+            self._faults += 1
+            self._last_fault = f"model '{self._model.name}' cannot be traced: {answer}"
+            return
+        self._has_answered, self._faults = True, 0
         if isinstance(answer, InputError):
             self._refused[structure] = answer.with_traceback(None)
         else:
@@ -204,16 +167,9 @@ class ProfileStore:
             self._profiles[structure] = Profile.from_json(answer)
 
     def _path(self, structure: Structure) -> Path:
-        return self._cache_dir / f"{self._digest(structure)}.json"
-
-    def _digest(self, structure: Structure) -> str:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _put_together(structure: Structure, packed: Profile, wide: Profile) -> Profile:
-    layers = len(packed.positions)
-    return mixed(packed, wide, quantized=structure.config.quantized_layers(layers))
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return self._cache_dir / f"{digest[:32]}.json"
 
 
 def write_cache(path: Path, values: dict[str, Any]) -> None:

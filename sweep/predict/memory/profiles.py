@@ -1,7 +1,7 @@
-"""Owns what is known of a structure's memory: which tensors a training step has, and when.
+"""What is known of a structure's memory: which tensors a training step has, and when.
 
 A structure is what of a configuration decides which tensors exist; batch, length, rank and number
-of steps only scale them. Knows nothing of how profiles are made, kept or used.
+of steps only scale them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Owns a step replayed through a simulated allocator: what is reserved, and what is wasted.
+"""A step replayed through a simulated allocator: what is reserved, and what is wasted.
 
 Both depend on the order of all births and deaths, so that the segments' tapes are gone through one
-by one, which takes milliseconds. Knows nothing of where tapes come from.
+by one, which takes milliseconds; equal steps are replayed once, many on all processors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import accumulate
 
+from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -20,9 +25,13 @@ from sweep.predict.memory.allocator import (
     grains,
 )
 from sweep.predict.memory.polynomials import evaluate
-from sweep.predict.memory.profiles import Segment
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.step import Step, Visit
 
+WORTH_PROCESSES = 300
+"""Steps whose replays take longer than starting processes for them: one or two seconds."""
+_AT_ONCE = 50
+"""Steps that a process is given at a time: so few that all processes end together."""
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 
@@ -46,41 +55,6 @@ class SizedTape:
     places: int
     small_peak_bytes: int
     """How high small requests rise above where the tape begins."""
-
-
-class Sizes:
-    """The sizes of a profile's tapes.
-
-    Args:
-        sizes: bytes, by the tapes' index.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._small = [size if size <= SMALL_BYTES else 0 for size in sizes]
-        # A death, whose birth has the index -1, requests nothing.
-        self._requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes] + [0]
-        # At -1 - index is what a death gives back.
-        self._changes = self._small + [-size for size in reversed(self._small)]
-
-    def tape(self, segment: Segment) -> SizedTape:
-        """Return a segment's tape at these sizes."""
-        requests, small = self._requests, self._small
-        parts = segment.stretches
-        stretches = [
-            ([(requests[birth], at) for birth, of, at in part.births if requests[of]], part.fetched)
-            for part in parts
-        ]
-        leaves = [(path, at, small[of]) for part in parts for path, of, at in part.leaves]
-        return SizedTape(stretches, leaves, segment.births, self._rise(segment))
-
-    def _rise(self, segment: Segment) -> int:
-        changes = self._changes
-        moves = [
-            changes[of if birth >= 0 else -1 - of]
-            for part in segment.stretches
-            for birth, of, _ in part.births
-        ]
-        return max(accumulate(moves, initial=0))
 
 
 class Replay:
@@ -209,23 +183,43 @@ class _Tapes:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._sizes: dict[bool, Sizes] = {}
         self._known: dict[tuple[str, bool], SizedTape] = {}
+        self._sizes = {flag: _sizes(step, flag) for flag in step.profiles}
 
     def of(self, visit: Visit) -> SizedTape:
         """Return the tape of a segment."""
-        key = visit.key
-        if key not in self._known:
-            sizes = self._sizes_of(visit.is_checkpointed)
-            self._known[key] = sizes.tape(self._step.segment(visit))
-        return self._known[key]
+        if visit.key not in self._known:
+            self._known[visit.key] = self._sized(visit)
+        return self._known[visit.key]
 
-    def _sizes_of(self, is_checkpointed: bool) -> Sizes:
-        if is_checkpointed not in self._sizes:
-            sizes = self._step.profiles[is_checkpointed].sizes
-            values = self._step.values
-            self._sizes[is_checkpointed] = Sizes([evaluate(size, values) for size in sizes])
-        return self._sizes[is_checkpointed]
+    def _sized(self, visit: Visit) -> SizedTape:
+        requests, changes = self._sizes[visit.is_checkpointed]
+        segment = self._step.segment(visit)
+        parts = segment.stretches
+        moves = [
+            changes[of if birth >= 0 else -1 - of] for part in parts for birth, of, _ in part.births
+        ]
+        return SizedTape(
+            stretches=[
+                ([(requests[birth], at) for birth, of, at in p.births if requests[of]], p.fetched)
+                for p in parts
+            ],
+            leaves=[(path, at, changes[of]) for part in parts for path, of, at in part.leaves],
+            places=segment.births,
+            small_peak_bytes=max(accumulate(moves, initial=0)),
+        )
+
+
+def _sizes(step: Step, is_checkpointed: bool) -> tuple[list[int], list[int]]:
+    """Return the grains of large requests and the bytes of small ones, by the tapes' index.
+
+    A death, whose birth has the index -1, requests nothing; at -1 - index is what it gives back of
+    small ones.
+    """
+    sizes = [evaluate(size, step.values) for size in step.profiles[is_checkpointed].sizes]
+    requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes]
+    small = [size if size <= SMALL_BYTES else 0 for size in sizes]
+    return [*requests, 0], [*small, *(-size for size in reversed(small))]
 
 
 def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
@@ -241,3 +235,55 @@ def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
         seen.add(visit.key)
         replay.play(tapes.of(visit), layer=visit.layer)
     replay.end_step()
+
+
+def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) -> list[Uncapped]:
+    """Return what each step comes to without a limit.
+
+    Args:
+        steps: of any structures, and of any sizes.
+        on_progress: told how many different ones have been replayed, of how many.
+    """
+    distinct = {_alike(step): step for step in steps}
+    # Neighbours are of one structure, so that a process is sent few profiles at a time.
+    keys = sorted(distinct, key=lambda key: key[0])
+    results: list[Uncapped] = []
+    on_progress(0, len(keys))
+    for more in _replayed([distinct[key] for key in keys]):
+        results += more
+        on_progress(len(results), len(keys))
+    known = dict(zip(keys, results, strict=True))
+    return [known[_alike(step)] for step in steps]
+
+
+def _alike(step: Step) -> tuple[tuple[int, ...], Hashable]:
+    """Return what decides over a replay."""
+    config = step.config
+    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.held_gradients
+    gpus = config.is_sharded and config.data_parallel
+    states = config.adapter_dtype, config.optimizer, gpus
+    return tuple(map(id, step.profiles.values())), (*sizes, *states)
+
+
+def _replayed(steps: Sequence[Step]) -> Iterator[list[Uncapped]]:
+    """Yield replays in order, some at a time."""
+    chunks = [steps[start : start + _AT_ONCE] for start in range(0, len(steps), _AT_ONCE)]
+    processors = len(os.sched_getaffinity(0))
+    done = 0
+    if len(steps) >= WORTH_PROCESSES and processors > 1:
+        # Replays leave no garbage, and it would be looked for all the time.
+        with (
+            contextlib.suppress(BrokenProcessPool),
+            process_pool(processors, settle_in=gc.disable) as pool,
+        ):
+            with unheard_by_new_processes():
+                answers = pool.map(_replay, chunks)
+            for results in answers:
+                done += 1
+                yield results
+    # What a process that died has left is done here.
+    yield from map(_replay, chunks[done:])
+
+
+def _replay(steps: Sequence[Step]) -> list[Uncapped]:
+    return [replay_uncapped(step) for step in steps]

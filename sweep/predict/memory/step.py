@@ -1,7 +1,7 @@
-"""Owns one training step as memory sees it: what stays, and its segments in order, at real sizes.
+"""One training step as memory sees it: what stays, and its segments in order, at real sizes.
 
 A profile has a few layers; here each of the model's layers gets the segments of the one that stands
-for it, recomputed or not. Knows nothing of how profiles are made, nor of the allocator.
+for it, recomputed or not.
 """
 
 from __future__ import annotations

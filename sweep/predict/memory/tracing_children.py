@@ -1,9 +1,8 @@
-"""Owns the tracing children: processes in which torch and transformers are imported, as they never
-are in this one, and which answer one question a line with one profile a line.
+"""Tracing children: processes in which torch and transformers are imported, as they never are in
+this one, and which answer one question a line with one profile a line.
 
-A child is started at its first question and gone with its owner. It gets so long for an answer and
-no longer, whatever it does instead. A whole space's structures are traced by several at once. Knows
-nothing of what is done with profiles.
+A child gets so long for an answer and no longer, whatever it does instead, and is gone with its
+owner.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
-import subprocess
 import sys
+import tempfile
 import time
 import weakref
-from collections.abc import Generator, Iterable, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from threading import Timer
 from typing import IO, Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from sweep.child_environment import child_environment
+from sweep.errands import last_words
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.processes import Child
 
@@ -37,13 +38,6 @@ _STRUCTURES_WORTH_A_CHILD = 12
 anyway, so a further child is started where it spares most of a second."""
 _ANSWER_BYTES_MAX = 64 * 2**20
 """A profile takes some 60 KiB, and one of a model with ten times the layers ten times that."""
-_LAST_WORDS_BYTES = 16384
-"""Of what a child prints beside its answers so much is kept, the last."""
-_CHUNK_BYTES = 65536
-_TURN_SECONDS = 0.2
-"""Between two looks at whether the process is there."""
-_LONGEST_TURN_SECONDS = 1.0
-"""Counts of a turn that took longer: this process was stopped meanwhile, and the child perhaps."""
 _LAST_MOMENT_SECONDS = 1.0
 """A child whose pipe is closed gets so long to end by itself, so that its own status is seen."""
 
@@ -52,249 +46,21 @@ Traced = dict[str, Any] | InputError | EnvironmentFault
 
 
 class Tracer(Protocol):
-    """Traces structures of a model. Real: `TracingChildren`, and `TracingChild` alone."""
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """Return the structure's profile as JSON values.
-
-        Raises:
-            Untraceable: the model's code cannot be walked.
-            InputError: the model's config cannot be built.
-            EnvironmentFault: the child does not answer.
-        """
-        ...
+    """Traces structures of a model. Real: `TracingChildren`."""
 
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]
     ) -> Generator[tuple[Structure, Traced]]:
-        """Yield each structure as it is done, with what `trace` would return or raise of it."""
-        ...
+        """Yield each structure as it is done, with its profile or why it has none.
 
-
-class _Process:
-    """One process, its three pipes, and the question that it was asked last."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._child = Child(
-            [*command, str(os.getpid())],
-            stderr=subprocess.PIPE,
-            # It walks shapes: the GPU's memory is the trials'.
-            environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
-        )
-        process = self._child.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
-        for stream in self._streams:
-            os.set_blocking(stream.fileno(), False)
-        # At exit, too, and where nobody refers to it any more.
-        self.close = weakref.finalize(self, _close, self._child, self._streams)
-        self._open: set[IO[bytes]] = {self._stdout, self._stderr}
-        self._to_send = self._said = self._printed = b""
-        self._seconds_left = 0.0
-        self._is_garrulous = False
-
-    @property
-    def _streams(self) -> tuple[IO[bytes], ...]:
-        return self._stdin, self._stdout, self._stderr
-
-    def poll(self) -> int | None:
-        """Return the exit status once it was ended and waited for."""
-        return self._child.process.returncode
-
-    def ask(self, question: bytes, *, seconds: float) -> None:
-        """Have it asked, as soon as it listens, and answer within so many seconds."""
-        self._seconds_left = seconds
-        self._to_send = question + b"\n"
-
-    def wait(self, seconds: float) -> None:
-        """Count so many seconds in which it was waited for, and could answer."""
-        self._seconds_left -= seconds
-
-    def speaks_unasked(self) -> bool:
-        """Return whether it says what is the answer to no question: the next would get it."""
-        self._read_all()
-        return bool(self._said)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether there is an answer, or none will come."""
-        return b"\n" in self._said or self._fault is not None
-
-    @property
-    def _fault(self) -> str | None:
-        """Why no answer will come."""
-        if self._is_garrulous:
-            return f"it said more than {_ANSWER_BYTES_MAX:,} bytes without a line end"
-        if self._child.has_ended():
-            # All that it wrote is in the pipe by then.
-            self._read_all()
-            return None if b"\n" in self._said else "it ended"
-        if self._stdout not in self._open:
-            return "it closed its pipe"
-        if self._seconds_left > 0:
-            return None
-        # What came while this process was stopped itself is in time.
-        self._read_all()
-        return None if b"\n" in self._said else "it took too long"
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Have it looked at, by functions that are to be called."""
-        for stream in self._open:
-            selector.register(stream, selectors.EVENT_READ, partial(self._read, stream))
-        if self._to_send:
-            selector.register(self._stdin, selectors.EVENT_WRITE, self._write)
-
-    def answer(self) -> bytes:
-        """Return the answer that is there.
-
-        Raises:
-            EnvironmentFault: there is none; it has been ended.
+        That is `Untraceable` where the model's code cannot be walked, another `InputError` where
+        the model's config cannot be built, `EnvironmentFault` where a child does not answer.
         """
-        if b"\n" not in self._said:
-            raise EnvironmentFault(f"the tracing process gave no answer: {self._last_words()}")
-        line, _, self._said = self._said.partition(b"\n")
-        return line
-
-    def _read_all(self) -> None:
-        for stream in (self._stdout, self._stderr):
-            # Not for ever: what it started may have its pipes, and go on.
-            for _ in range(_ANSWER_BYTES_MAX // _CHUNK_BYTES):
-                if stream not in self._open or self._is_garrulous or not self._read(stream):
-                    break
-
-    def _read(self, stream: IO[bytes]) -> bool:
-        """Read what is there, and return whether anything was."""
-        try:
-            chunk = os.read(stream.fileno(), _CHUNK_BYTES)
-        except BlockingIOError:
-            return False
-        if not chunk:
-            self._open.discard(stream)
-        elif stream is self._stderr:
-            self._printed = (self._printed + chunk)[-_LAST_WORDS_BYTES:]
-        else:
-            self._said += chunk
-            self._is_garrulous = len(self._said) > _ANSWER_BYTES_MAX and b"\n" not in self._said
-        return bool(chunk)
-
-    def _write(self) -> None:
-        try:
-            self._to_send = self._to_send[os.write(self._stdin.fileno(), self._to_send) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            # It reads no more; how it ends is still to be heard.
-            self._to_send = b""
-
-    def _last_words(self) -> str:
-        """End it, and return why that had to be or how it ended by itself."""
-        fault = self._fault
-        is_leaving = fault in ("it ended", "it closed its pipe")
-        end = self._child.end(patience=_LAST_MOMENT_SECONDS if is_leaving else 0.0)
-        self._read_all()
-        self.close()
-        words = self._printed.decode(errors="replace").strip().splitlines()
-        how = fault if end.was_killed else f"it ended with {end}"
-        return f"{how}: {words[-1].strip()[:500]}" if words else f"{how}"
-
-
-def _close(child: Child, streams: Iterable[IO[bytes]]) -> None:
-    child.end()
-    for stream in streams:
-        with contextlib.suppress(OSError):
-            stream.close()
-
-
-class TracingChild:
-    """A `Tracer` in a process of its own, in which torch and transformers are imported."""
-
-    def __init__(self, command: tuple[str, ...] = _COMMAND) -> None:
-        self._command = command
-        self._process: _Process | None = None
-        self._never_began: str | None = None
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """See `Tracer.trace`."""
-        self.ask(model, structure)
-        _first_to_answer([self])
-        return self.answer(model)
-
-    def trace_all(
-        self, model: ModelSpec, structures: Iterable[Structure]
-    ) -> Generator[tuple[Structure, Traced]]:
-        """See `Tracer.trace_all`; one after another."""
-        return _all_traced([self], model, structures)
-
-    def ask(self, model: ModelSpec, structure: Structure) -> None:
-        """Have a structure traced; one that has no process to do it is answered by that."""
-        self._never_began = None
-        if self._process is not None and self._process.speaks_unasked():
-            self.close()
-        if self._process is None:
-            try:
-                self._process = _Process(self._command)
-            except OSError as error:
-                # Too many processes or open files, say.
-                self._never_began = words_of(error)
-                return
-        question = {"model": model.to_json(), "structure": structure.to_json()}
-        self._process.ask(json.dumps(question).encode(), seconds=_DEADLINE_SECONDS)
-
-    def answer(self, model: ModelSpec) -> dict[str, Any]:
-        """Return what was asked for, once it `is_done`. Raises what `Tracer.trace` does."""
-        if self._process is None:
-            raise EnvironmentFault(f"the tracing process cannot be started: {self._never_began}")
-        try:
-            line = self._process.answer()
-        except EnvironmentFault:
-            self.close()
-            raise
-        match _parsed(line):
-            case {"profile": dict(profile)}:
-                return profile
-            case {"untraceable": str(reason)}:
-                raise Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
-            case {"input": str(reason)}:
-                raise InputError(f"model '{model.name}': {reason}")
-        # What says one thing that is no answer may say another before the next.
-        self.close()
-        text = line[:200].decode(errors="replace")
-        raise EnvironmentFault(f"the tracing process said what is no answer: {text!r}")
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `answer` would wait for nothing."""
-        return self._process is None or self._process.is_done
-
-    def wait(self, seconds: float) -> None:
-        """Count so many seconds in which it was waited for."""
-        if self._process is not None:
-            self._process.wait(seconds)
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Have its pipes looked at, by functions that are to be called."""
-        if self._process is not None:
-            self._process.register(selector)
-
-    def close(self) -> None:
-        """End the child with all that it started. Idempotent; a later question starts a new one."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
-
-
-def _parsed(line: bytes) -> Any:
-    """Return the values of a line; None where it is not JSON, or nested past all reason."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        ...
 
 
 class TracingChildren:
-    """A `Tracer` of several children: one traces a structure, all of them a space.
+    """A `Tracer` in processes of its own, several of them for many structures.
 
     Args:
         count: of children at most; by default as many as there are processors, up to four.
@@ -312,22 +78,36 @@ class TracingChildren:
     ) -> None:
         self._outlive = outlive
         count = count or min(len(os.sched_getaffinity(0)), _CHILDREN_MAX)
-        self._children = [TracingChild(command) for _ in range(count)]
+        self._children = [_Child(command) for _ in range(count)]
 
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """See `Tracer.trace`."""
-        return self._children[0].trace(model, structure)
+        """Return the profile of one structure, or raise why it has none."""
+        ((_, traced),) = self.trace_all(model, [structure])
+        if isinstance(traced, dict):
+            return traced
+        raise traced
 
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]
     ) -> Generator[tuple[Structure, Traced]]:
         """See `Tracer.trace_all`."""
-        known = tuple(structures)
-        count = -(-len(known) // _STRUCTURES_WORTH_A_CHILD)
+        waiting = deque(structures)
+        is_space = len(waiting) > 1
+        idle = self._children[: -(-len(waiting) // _STRUCTURES_WORTH_A_CHILD)]
+        busy: dict[Future[Traced], tuple[_Child, Structure]] = {}
         try:
-            yield from _all_traced(self._children[:count], model, known)
+            while waiting or busy:
+                while waiting and idle:
+                    child, structure = idle.pop(), waiting.popleft()
+                    busy[child.ask(model, structure)] = child, structure
+                for answered in wait(busy, return_when=FIRST_COMPLETED).done:
+                    child, structure = busy.pop(answered)
+                    idle.append(child)
+                    yield structure, answered.result()
         finally:
-            if not self._outlive:
+            for child, _ in busy.values():
+                child.close()
+            if is_space and not self._outlive:
                 self.close()
 
     def close(self) -> None:
@@ -336,46 +116,107 @@ class TracingChildren:
             child.close()
 
 
-def _all_traced(
-    children: Iterable[TracingChild], model: ModelSpec, structures: Iterable[Structure]
-) -> Generator[tuple[Structure, Traced]]:
-    """Give each child the next structure whenever it has answered, and yield the answers."""
-    idle, waiting = list(children), iter(structures)
-    busy: dict[TracingChild, Structure] = {}
+class _Child:
+    """One process, and a thread that speaks with it: a child ends with the thread that started it
+    (`Child`), and reading from it takes as long as it likes.
+    """
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+        self._thread = ThreadPoolExecutor(1)
+        self._child: Child | None = None
+        self._printed: IO[bytes]
+        self._end: weakref.finalize[..., Any]
+
+    def ask(self, model: ModelSpec, structure: Structure) -> Future[Traced]:
+        """Have a structure traced, in a new process where there is none."""
+        if self._child is None:
+            try:
+                self._thread.submit(self._start).result()
+            except (OSError, RuntimeError) as error:
+                # Neither a process nor, perhaps, a thread; what was queued for one is not run.
+                self._thread, failed = ThreadPoolExecutor(1), Future[Traced]()
+                reason = f"the tracing process cannot be started: {words_of(error)}"
+                failed.set_result(EnvironmentFault(reason))
+                return failed
+        question = {"model": model.to_json(), "structure": structure.to_json()}
+        return self._thread.submit(self._traced, model.name, json.dumps(question).encode() + b"\n")
+
+    def close(self) -> None:
+        """End the process with all that it started. Idempotent; a later question starts a new
+        one."""
+        if (child := self._child) is not None:
+            # The thread is told so at once, where it waits for an answer.
+            child.kill()
+            self._thread.submit(self._close).result()
+
+    def _start(self) -> None:
+        with contextlib.ExitStack() as opened:
+            self._printed = opened.enter_context(tempfile.TemporaryFile())
+            self._child = Child(
+                [*self._command, str(os.getpid())],
+                stderr=self._printed,
+                # It walks shapes: the GPU's memory is the trials'.
+                environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+            )
+            opened.pop_all()
+        # Where nobody refers to it any more, too.
+        self._end = weakref.finalize(self, _end, self._child, self._printed)
+
+    def _close(self) -> None:
+        if self._child is not None:
+            self._child = None
+            self._end()
+
+    def _traced(self, name: str, question: bytes) -> Traced:
+        """Ask, and return what is answered in time."""
+        child = self._child
+        if child is None:
+            return EnvironmentFault("the tracing process was ended")
+        assert child.process.stdin is not None
+        assert child.process.stdout is not None
+        began, line = time.monotonic(), b""
+        timer = Timer(_DEADLINE_SECONDS, child.kill)
+        timer.daemon = True
+        timer.start()
+        # It may have ended before it reads; how, is still to be heard.
+        with contextlib.suppress(OSError):
+            child.process.stdin.write(question)
+            child.process.stdin.flush()
+            line = child.process.stdout.readline(_ANSWER_BYTES_MAX)
+        timer.cancel()
+        match _parsed(line):
+            case {"profile": dict(profile)}:
+                return profile
+            case {"untraceable": str(reason)}:
+                return Untraceable(f"model '{name}': memory is not predicted: {reason}")
+            case {"input": str(reason)}:
+                return InputError(f"model '{name}': {reason}")
+        if line.endswith(b"\n") or len(line) == _ANSWER_BYTES_MAX:
+            text = line[:200].decode(errors="replace").rstrip("\n")
+            fault = f"the tracing process said what is no answer: {text!r}"
+        else:
+            is_late = time.monotonic() - began >= _DEADLINE_SECONDS
+            end = child.end(patience=_LAST_MOMENT_SECONDS)
+            how = "it took too long" if is_late else "it closed its pipe"
+            how = how if end.was_killed else f"it ended with {end}"
+            fault = f"the tracing process gave no answer: {how}{last_words(self._printed)}"
+        self._close()
+        return EnvironmentFault(fault)
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the values of a line; None where it is not JSON."""
     try:
-        while True:
-            for child, structure in zip(tuple(idle), waiting, strict=False):
-                busy[child] = structure
-                idle.remove(child)
-                child.ask(model, structure)
-            if not busy:
-                return
-            for child in _first_to_answer(busy):
-                structure = busy.pop(child)
-                idle.append(child)
-                yield structure, _traced(child, model)
-    finally:
-        for child in busy:
-            child.close()
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
-def _first_to_answer(children: Iterable[TracingChild]) -> list[TracingChild]:
-    """Wait for an answer, and return who has one, or will have none any more."""
-    known = tuple(children)
-    while not (done := [child for child in known if child.is_done]):
-        began = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            for child in known:
-                child.register(selector)
-            for key, _ in selector.select(_TURN_SECONDS):
-                key.data()
-        for child in known:
-            child.wait(min(time.monotonic() - began, _LONGEST_TURN_SECONDS))
-    return done
-
-
-def _traced(child: TracingChild, model: ModelSpec) -> Traced:
-    try:
-        return child.answer(model)
-    except (InputError, EnvironmentFault) as error:
-        return error
+def _end(child: Child, printed: IO[bytes]) -> None:
+    child.end()
+    for stream in (child.process.stdin, child.process.stdout, printed):
+        # What was not read by then is lost with it.
+        with contextlib.suppress(OSError):
+            assert stream is not None
+            stream.close()

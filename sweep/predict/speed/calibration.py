@@ -1,14 +1,15 @@
-"""Owns the fit of the speed model to trials that were measured on a card.
+"""The speed model's factors: how far they may be from the catalogue, and their fit to trials.
 
 Every factor multiplies a physical term and cannot be negative; few trials move it little from what
-the catalogue says. Knows nothing of studies, storage or processes.
+the catalogue says. In logarithms the model is nearly straight and its uncertainty is normal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,9 @@ from sweep.predict.speed.work import TERMS, Term
 
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
+
+Array = NDArray[np.float64]
+Rows = NDArray[np.intp] | slice
 
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
@@ -92,11 +96,11 @@ class Calibration:
         return min(uncalibrated, max(STEP_NOISE, after_one / math.sqrt(self.trials)))
 
 
-def in_order(factors: Mapping[Factor, float] | None) -> NDArray[np.float64]:
+def in_order(calibration: Calibration | None) -> Array:
     """Return factors in the order of `FACTORS`; the catalogue's rates where there are none."""
-    if factors is None:
+    if calibration is None:
         return np.ones(len(FACTORS))
-    return np.array([factors[factor] for factor in FACTORS])
+    return np.array([calibration.factors[factor] for factor in FACTORS])
 
 
 def calibrate(
@@ -115,10 +119,8 @@ def calibrate(
     """
     if not observations or any(seconds <= 0.0 for _, seconds in observations):
         raise ValueError("calibrate needs at least one trial, and positive step times")
-    configs, measured = (
-        [config for config, _ in observations],
-        np.array([s for _, s in observations]),
-    )
+    configs = [config for config, _ in observations]
+    measured = np.array([seconds for _, seconds in observations])
     for reason in (refusal(config, model=model, gpu=gpu) for config in configs):
         if reason is not None:
             raise InputError(reason)
@@ -130,7 +132,7 @@ def calibrate(
     return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
 
 
-def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.float64]:
+def _fitted(steps: StepPhases, measured: Array) -> Array:
     """Return the non-negative factors nearest to trials and prior, each error over its spread."""
     # Only a fit needs it, and it takes longer to import than a plan takes to make.
     from scipy.optimize import nnls
@@ -147,9 +149,74 @@ def _fitted(steps: StepPhases, measured: NDArray[np.float64]) -> NDArray[np.floa
     return factors
 
 
-def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> NDArray[np.float64]:
+def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> Array:
     """Return how far the factors may be from the catalogue's rates, together: a covariance in the
     order of `FACTORS`."""
     on_card = np.array([float(factor in TERMS) for factor in FACTORS])
     spreads = np.array([spread[factor] for factor in FACTORS])
     return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
+
+
+class LogFactors:
+    """The steps of configurations on a card, by the logarithms of the speed model's factors.
+
+    A configuration without a prediction is taken for the median of the others.
+
+    Args:
+        configs: what is to be trained.
+        model: the model's config.
+        gpu: the card that runs it.
+
+    Raises:
+        ValueError: none of the configurations has a prediction.
+    """
+
+    def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
+        phases = StepPhases.of(configs, model=model, gpu=gpu)
+        seconds = phases.seconds(np.ones(len(FACTORS)))
+        known = np.flatnonzero(~np.isnan(seconds))
+        if not len(known):
+            raise ValueError("none of the configurations has a predicted step")
+        median = known[np.argsort(seconds[known])[len(known) // 2]]
+        stand_ins = np.where(np.isnan(seconds), median, np.arange(len(seconds)))
+        self._phases = _part(phases, stand_ins)
+        eight_bit = FACTOR_SPREAD["matmul" if gpu.measured_8bit else "eight_bit"]
+        self._spreads = {**FACTOR_SPREAD, "eight_bit": eight_bit}
+
+    @cached_property
+    def spread(self) -> Array:
+        """Covariance of the factors' logarithms before anything was measured."""
+        return factor_covariance(self._spreads)
+
+    @cached_property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, by the catalogue's rates."""
+        unchanged = np.zeros(len(FACTORS))
+        return self.slopes(unchanged, slice(None))[:, FACTORS.index("launch")]
+
+    def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
+        """Return the logarithm of some configurations' seconds."""
+        return np.log(_part(self._phases, rows).seconds(np.exp(log_factors)))
+
+    def slopes(self, log_factors: Array, rows: Rows) -> Array:
+        """Return by how much some configurations' log seconds rise with each log factor."""
+        phases, factors = _part(self._phases, rows), np.exp(log_factors)
+        return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
+
+
+def ratio_spread(
+    config: TrialConfig, other: TrialConfig, *, model: ModelSpec, gpu: GpuSpec
+) -> float:
+    """Return how far two configurations' speed ratio may be off: a logarithm's standard deviation.
+
+    What a GPU is off by as a whole is in both, and cancels. Errors are those of `LogFactors`.
+    """
+    steps = LogFactors([config, other], model=model, gpu=gpu)
+    own, others = steps.slopes(np.zeros(len(FACTORS)), slice(None))
+    return float(np.sqrt((own - others) @ steps.spread @ (own - others)))
+
+
+def _part(phases: StepPhases, rows: Rows) -> StepPhases:
+    """Return the steps of some of the configurations."""
+    parts = {field.name: getattr(phases, field.name)[rows] for field in fields(phases)}
+    return replace(phases, **parts)

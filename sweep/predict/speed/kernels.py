@@ -1,15 +1,16 @@
-"""Owns what each part of a decoder layer asks of a card: FLOPs, bytes moved, operations launched.
+"""What each part of a decoder layer asks of a GPU: FLOPs, bytes moved, operations launched.
 
 The counts for eager kernels were read off the operations that transformers, PEFT and bitsandbytes
 really dispatch, tensor by tensor; those for Liger and for a compiled layer follow from what their
-kernels read and write. Knows nothing of how fast a card does any of it.
+kernels read and write.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sweep.predict.speed.layout import FP32_BYTES, Layout, Mask, Sizes
 
@@ -33,28 +34,6 @@ DOUBLE_SCALE_BYTES = (1 + 4 + 8 + 4) / 64
 """Double-quantized ones: read as a byte, expanded, offset in place, and read again."""
 
 
-@dataclass(frozen=True, eq=False)
-class Amount:
-    """Work for a card, of each configuration of a layout or of all alike; amounts add up."""
-
-    flops: float | Sizes = 0.0
-    """Matrix FLOPs."""
-    bytes: float | Sizes = 0.0
-    """Bytes read and written in the card's memory."""
-    launches: float | Sizes = 0.0
-    """Operations that the host has to launch."""
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(
-            self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches
-        )
-
-    def __mul__(self, times: float | Sizes | Mask) -> Amount:
-        """Return it so often; with a mask, where that holds, and none elsewhere."""
-        often: float | Sizes = times if isinstance(times, float | int) else times.astype(float)
-        return Amount(self.flops * often, self.bytes * often, self.launches * often)
-
-
 MASKED_SLOWNESS = 1.2
 """How many times as long the memory-efficient kernel takes over a product as a flash kernel, beside
 reading the mask: at 4,096 tokens 0.8 to 1.5 in three models on an H200, by the ratio of both
@@ -63,31 +42,43 @@ MASKED_DOUBT = 0.3
 """How far attention under the mask may be off, relative: 27 % at worst in those models, which the
 slowness was taken from."""
 
-Pair = tuple[Amount, Amount]
-"""Forward and backward."""
+Work = NDArray[np.float64]
+"""What is asked of a GPU: a row each of `FLOPS`, `BYTES` and `LAUNCHES`, a column a configuration.
+
+With an axis in front, forward and backward; with another one, by term.
+"""
+FLOPS, BYTES, LAUNCHES = range(3)
+"""Matrix FLOPs; bytes read and written in the GPU's memory; operations that the host launches."""
+Passes = tuple[tuple[Any, Any], tuple[Any, Any]]
+"""Bytes and launches, forward and backward."""
 
 
-def _fused(layout: Layout, *, eager: Pair, liger: Pair, compiled: Pair) -> Pair:
+def asked(layout: Layout, flops: Any = 0.0, *, moved: Any = 0.0, launches: Any = 0.0) -> Work:
+    """Return work, from numbers for all configurations or arrays with one for each."""
+    work = np.empty((3, len(layout.configs)))
+    work[FLOPS], work[BYTES], work[LAUNCHES] = flops, moved, launches
+    return work
+
+
+def _fused(layout: Layout, *, eager: Passes, liger: Passes, compiled: Passes) -> Work:
     """Return what the kernels of each configuration do: as written, Liger's, or the compiler's."""
+    work = np.zeros((2, 3, len(layout.configs)))
     is_eager = ~(layout.is_liger | layout.is_compiled)
     whose = ((eager, is_eager), (liger, layout.is_liger), (compiled, layout.is_compiled))
-    parts = [(pair, mask) for pair, mask in whose if mask.any()]
-    if len(parts) == 1:
-        return parts[0][0]
-    forward, backward = Amount(), Amount()
-    for pair, mask in parts:
-        forward, backward = forward + pair[0] * mask, backward + pair[1] * mask
-    return forward, backward
+    for passes, mask in whose:
+        if mask.any():
+            work += np.stack([asked(layout, moved=b, launches=n) for b, n in passes]) * mask
+    return work
 
 
-def product(layout: Layout, rows: int, columns: int) -> Amount:
+def product(layout: Layout, rows: int, columns: int) -> Work:
     """One product of the tokens with a frozen matrix; its input's gradient is such another."""
     tokens = layout.tokens
     moved = tokens * rows + rows * columns + tokens * columns
-    return Amount(2.0 * tokens * rows * columns, layout.compute * moved, 1)
+    return asked(layout, 2.0 * tokens * rows * columns, moved=layout.compute * moved, launches=1)
 
 
-def eight_bit_product(layout: Layout, rows: int, columns: int) -> Amount:
+def eight_bit_product(layout: Layout, rows: int, columns: int) -> Work:
     """The same in 8 bits, where that is asked for: the input is rounded row by row, and sums of
     integers are brought back to 16 bits.
 
@@ -98,10 +89,11 @@ def eight_bit_product(layout: Layout, rows: int, columns: int) -> Amount:
     made = layout.compute + np.where(is_fused, SUM_BYTES, EAGER_SUM_BYTES) * is_int8
     moved = tokens * (rows * (read + 2 * BYTE) + columns * made) + rows * columns * BYTE
     launches = np.where(is_fused, 2.0, EAGER_LAUNCHES) + is_int8
-    return Amount(2.0 * tokens * rows * columns, moved, launches) * layout.is_8bit_compute
+    flops = 2.0 * tokens * rows * columns
+    return asked(layout, flops, moved=moved, launches=launches) * layout.is_8bit_compute
 
 
-def dequantization(layout: Layout, rows: int, columns: int) -> Pair:
+def dequantization(layout: Layout, rows: int, columns: int) -> Work:
     """One expansion of a quantized matrix, which every pass over it needs.
 
     8-bit weights multiply as they are; going back a copy of them is transposed.
@@ -113,11 +105,11 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Pair:
     moved = rows * columns * (stored + np.where(is_rounded, BYTE, layout.compute))
     # 8-bit compute has a decoder of its own, in one kernel.
     launches = np.where(is_double & ~is_rounded, 3.0, 1.0)
-    once = Amount(bytes=moved, launches=launches) * layout.is_quantized
-    return once * ~(is_rounded & ~is_packed), once
+    once = asked(layout, moved=moved, launches=launches) * layout.is_quantized
+    return np.stack([once * ~(is_rounded & ~is_packed), once])
 
 
-def linear_casts(layout: Layout, name: str) -> Amount:
+def linear_casts(layout: Layout, name: str) -> Work:
     """Casts of a linear layer's input and output to and from the compute type, in each pass."""
     rows, columns = layout.linears[name]
     cast = _cast(layout, rows, layout.input_bytes(name))
@@ -125,167 +117,139 @@ def linear_casts(layout: Layout, name: str) -> Amount:
     return (cast + back) * ~layout.is_compiled
 
 
-def adapter_products(layout: Layout, name: str) -> Pair:
+def adapter_products(layout: Layout, name: str) -> Work:
     """An adapter's two thin products forward; their inputs' and their own gradients backward."""
     rows, columns = layout.linears[name]
     rank, tokens = layout.rank, layout.tokens
     flops = 2.0 * tokens * rank * (rows + columns)
     moved = layout.compute * tokens * (rows + columns + 2 * rank)
-    return Amount(flops, moved, 2), Amount(2 * flops, 2 * moved, 4)
+    forward = asked(layout, flops, moved=moved, launches=2)
+    return np.stack([forward, 2 * forward])
 
 
-def adapter_elementwise(layout: Layout, name: str) -> Pair:
+def adapter_elementwise(layout: Layout, name: str) -> Work:
     """What PEFT does around those products: copy, cast, dropout, scale, add."""
     rows, columns = layout.linears[name]
-    tokens, c = layout.tokens, layout.compute
-    # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
-    compiled = (
-        Amount(bytes=tokens * 3 * c * columns, launches=2),
-        Amount(bytes=tokens * (2 * c * columns + 3 * c * rows), launches=4),
-    )
-    eager = _eager_adapter(layout, name)
-    return _fused(layout, eager=eager, liger=eager, compiled=compiled)
-
-
-def _eager_adapter(layout: Layout, name: str) -> Pair:
-    rows, columns = layout.linears[name]
-    tokens, c = layout.tokens, layout.compute
+    tokens, c, is_compiled = layout.tokens, layout.compute, layout.is_compiled
     given, returned = layout.input_bytes(name), layout.output_bytes(name)
-    scale = Amount(bytes=tokens * 2 * c * columns, launches=1)
-    add = Amount(bytes=tokens * (2 * returned + c) * columns, launches=1)
-    merge = Amount(bytes=tokens * 3 * given * rows, launches=1)
+    scale = asked(layout, moved=tokens * 2 * c * columns, launches=1)
+    add = asked(layout, moved=tokens * (2 * returned + c) * columns, launches=1)
+    merge = asked(layout, moved=tokens * 3 * given * rows, launches=1)
     # Adapters of another type than the products: cast each time, and their gradients back.
-    weights = Amount(launches=2) * (c != layout.trained)
+    is_other: Mask = c != layout.trained
+    weights = asked(layout, launches=2) * is_other
     entry = _adapter_input(layout, rows, given)
     # PEFT copies what a 4-bit layer returns before it adds to it.
-    copy = Amount(bytes=tokens * 2 * returned * columns, launches=1) * layout.is_4bit
+    copy = asked(layout, moved=tokens * 2 * returned * columns, launches=1) * layout.is_4bit
+    forward = entry + weights + scale + add + copy
     backward = entry + weights + scale + merge + _cast(layout, columns, returned)
-    return entry + weights + scale + add + copy, backward + Amount(launches=2)
+    eager = np.stack([forward, backward + asked(layout, launches=2)])
+    # The sum is one kernel; going back, scaling and summing the input's gradients are two more.
+    summed = asked(layout, moved=tokens * 3 * c * columns, launches=2)
+    scaled = asked(layout, moved=tokens * (2 * c * columns + 3 * c * rows), launches=4)
+    return eager * ~is_compiled + np.stack([summed, scaled]) * is_compiled
 
 
-def _adapter_input(layout: Layout, width: int, given: Sizes) -> Amount:
+def _adapter_input(layout: Layout, width: int, given: Sizes) -> Work:
     """Dropout and casts of an adapter's input; PEFT casts it first, but beside a 4-bit layer."""
     elements = layout.tokens * width
     taken = np.where(layout.is_4bit, given, layout.trained)
     is_other: Mask = taken != given
-    cast = Amount(bytes=elements * (given + taken), launches=1) * is_other
-    dropped = Amount(bytes=elements * (2 * taken + 1), launches=1) * layout.has_dropout
+    cast = asked(layout, moved=elements * (given + taken), launches=1) * is_other
+    dropped = asked(layout, moved=elements * (2 * taken + 1), launches=1) * layout.has_dropout
     return _cast(layout, width, taken) + cast + dropped
 
 
-def _cast(layout: Layout, width: int, element: Sizes) -> Amount:
+def _cast(layout: Layout, width: int, element: Sizes) -> Work:
     """A cast between ``element`` bytes and the compute type; nothing where they are the same."""
     moved = layout.tokens * width * (element + layout.compute)
     is_other: Mask = element != layout.compute
-    return Amount(bytes=moved, launches=1) * is_other
+    return asked(layout, moved=moved, launches=1) * is_other
 
 
-def norm(layout: Layout, width: int) -> Pair:
+def norm(layout: Layout, width: int) -> Work:
     """A root-mean-square norm; transformers' own is a chain of fp32 operations."""
     s, c = layout.stream, layout.compute
     elements = layout.tokens * width
-    is_narrow = s != FP32_BYTES
-    casts = 2 * (s + FP32_BYTES) * is_narrow
+    casts = 2.0 * (s != FP32_BYTES)
+    cast_bytes = casts * (s + FP32_BYTES)
     return _fused(
         layout,
         eager=(
-            Amount(bytes=elements * (20 + 2 * s + casts), launches=6 + 2.0 * is_narrow),
-            Amount(bytes=elements * (72 + 2 * s + casts), launches=12 + 2.0 * is_narrow),
+            (elements * (20 + 2 * s + cast_bytes), 6 + casts),
+            (elements * (72 + 2 * s + cast_bytes), 12 + casts),
         ),
-        liger=(
-            Amount(bytes=elements * 2 * s, launches=1),
-            Amount(bytes=elements * 3 * s, launches=3),
-        ),
-        compiled=(
-            Amount(bytes=elements * (s + c), launches=1),
-            Amount(bytes=elements * (2 * s + c), launches=1),
-        ),
+        liger=((elements * 2 * s, 1), (elements * 3 * s, 3)),
+        compiled=((elements * (s + c), 1), (elements * (2 * s + c), 1)),
     )
 
 
-def rotation(layout: Layout) -> Pair:
+def rotation(layout: Layout) -> Work:
     """Rotary positions of queries and keys."""
     moved = layout.tokens * (layout.queries + layout.keys) * layout.projected
     return _fused(
         layout,
-        eager=(Amount(bytes=10 * moved, launches=10), Amount(bytes=16 * moved, launches=20)),
-        liger=(Amount(bytes=2 * moved, launches=3), Amount(bytes=2 * moved, launches=3)),
-        compiled=(Amount(bytes=2 * moved, launches=1), Amount(bytes=2 * moved, launches=1)),
+        eager=((10 * moved, 10), (16 * moved, 20)),
+        liger=((2 * moved, 3), (2 * moved, 3)),
+        compiled=((2 * moved, 1), (2 * moved, 1)),
     )
 
 
-def attention(layout: Layout) -> Pair:
+def attention(layout: Layout) -> Work:
     """The attention itself: a causal flash kernel, or scores that are written out."""
-    is_eager = layout.are(lambda config: config.attention == "eager")
     rows = layout.tokens * layout.seq_len
     products = 4.0 * rows * layout.queries
     moved = layout.compute * layout.tokens * 2 * (layout.queries + layout.keys)
-    # A flash kernel skips what the causal mask hides, and forms the scores again going back.
-    flash = Amount(products / 2, moved, 1), Amount(products / 2 * 2.5, 2 * moved, 3)
     scores = rows * int(layout.model.config["num_attention_heads"])
+    # A flash kernel skips what the causal mask hides, and forms the scores again going back.
+    flash = (
+        asked(layout, products / 2, moved=moved, launches=1),
+        asked(layout, products / 2 * 2.5, moved=2 * moved, launches=3),
+    )
     written = (
-        Amount(products, moved + 32 * scores, 9),
-        Amount(2 * products, 2 * moved + 36 * scores, 12),
+        asked(layout, products, moved=moved + 32 * scores, launches=9),
+        asked(layout, 2 * products, moved=2 * moved + 36 * scores, launches=12),
     )
-    is_masked = layout.is_masked
-    masked = _masked_attention(layout, products=products, moved=moved)
-    forward, backward = (
-        w * is_eager + m * is_masked + f * ~(is_eager | is_masked)
-        for w, m, f in zip(written, masked, flash, strict=True)
+    # sdpa under the mask that keeps packed examples apart: the memory-efficient kernel over all
+    # scores, which reads the mask for each head; keys and values repeated for grouped heads; truth
+    # values become what is added to the scores.
+    c, flops = layout.compute, products * MASKED_SLOWNESS
+    more = 2 * c * layout.tokens * (layout.queries + layout.keys)
+    mask, added = c * scores, rows * (1 + c)
+    masked = (
+        asked(layout, flops, moved=moved + more + mask + added, launches=6),
+        asked(layout, flops * 2.5, moved=2 * moved + more + mask, launches=5),
     )
-    return forward, backward
-
-
-def _masked_attention(layout: Layout, *, products: Sizes, moved: Sizes) -> Pair:
-    """sdpa under the mask that keeps packed texts apart: the memory-efficient kernel over all
-    scores, which reads the mask for each head; keys and values repeated for grouped heads."""
-    rows = layout.tokens * layout.seq_len
-    c = layout.compute
-    repeated = 2 * c * layout.tokens * (layout.queries + layout.keys)
-    mask = c * rows * int(layout.model.config["num_attention_heads"])
-    # Truth values become what is added to the scores.
-    added = rows * (1 + c)
-    flops = products * MASKED_SLOWNESS
-    return (
-        Amount(flops, moved + repeated + mask + added, 6),
-        Amount(flops * 2.5, 2 * moved + repeated + mask, 5),
+    is_eager, is_masked = layout.is_eager_attention, layout.is_masked
+    return np.asarray(
+        np.stack(written) * is_eager
+        + np.stack(masked) * is_masked
+        + np.stack(flash) * ~(is_eager | is_masked)
     )
 
 
-def attention_casts(layout: Layout) -> Amount:
+def attention_casts(layout: Layout) -> Work:
     """Autocast brings queries, keys and values to the compute type, and their gradients back."""
-    width = layout.queries + 2 * layout.keys
-    cast = _cast(layout, width, layout.projected)
-    return Amount(bytes=cast.bytes, launches=3 * cast.launches) * ~layout.is_compiled
+    cast = _cast(layout, layout.queries + 2 * layout.keys, layout.projected)
+    cast[LAUNCHES] *= 3
+    return cast * ~layout.is_compiled
 
 
-def activation(layout: Layout) -> Pair:
+def activation(layout: Layout) -> Work:
     """The gate of the feed-forward part."""
     elements = layout.tokens * layout.inner
-    y, c = layout.projected, layout.compute
+    y, c = elements * layout.projected, elements * layout.compute
     return _fused(
         layout,
-        eager=(
-            Amount(bytes=elements * 5 * y, launches=2),
-            Amount(bytes=elements * 9 * y, launches=3),
-        ),
-        liger=(
-            Amount(bytes=elements * 3 * y, launches=1),
-            Amount(bytes=elements * 5 * y, launches=1),
-        ),
-        compiled=(
-            Amount(bytes=elements * 3 * c, launches=1),
-            Amount(bytes=elements * 5 * c, launches=1),
-        ),
+        eager=((5 * y, 2), (9 * y, 3)),
+        liger=((3 * y, 1), (5 * y, 1)),
+        compiled=((3 * c, 1), (5 * c, 1)),
     )
 
 
-def residual(layout: Layout) -> Pair:
+def residual(layout: Layout) -> Work:
     """Two sums into the stream; backward also the sums over what reads one norm's output."""
-    elements, s = layout.tokens * layout.hidden, layout.stream
-    written = (
-        Amount(bytes=elements * 6 * s, launches=2),
-        Amount(bytes=elements * 15 * s, launches=5),
-    )
-    compiled = Amount(bytes=elements * 4 * s), Amount(bytes=elements * 6 * s, launches=1)
+    moved = layout.tokens * layout.hidden * layout.stream
+    written = (6 * moved, 2), (15 * moved, 5)
+    compiled = (4 * moved, 0), (6 * moved, 1)
     return _fused(layout, eager=written, liger=written, compiled=compiled)

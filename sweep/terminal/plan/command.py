@@ -24,9 +24,7 @@ from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory, runs_directory, storage_url
-from sweep.planning.cache import cached_survey
-from sweep.planning.cheapest import Cheapest, on_card, ranked
-from sweep.planning.comparison import compare_cards
+from sweep.planning.comparison import Cheapest, compare_cards, on_card, ranked
 from sweep.planning.documents import (
     card_document,
     cheapest_document,
@@ -35,12 +33,9 @@ from sweep.planning.documents import (
     forecast_document,
     longest_document,
 )
-from sweep.planning.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
-from sweep.planning.longest import longest_rows
 from sweep.planning.plan import (
     CardPlan,
     bill_offers,
-    epoch_of,
     plan_configuration,
     plan_space,
 )
@@ -52,7 +47,9 @@ from sweep.planning.question import (
     read_configurations,
     resolve_request,
 )
-from sweep.planning.survey import Survey
+from sweep.planning.sizes import longest_rows
+from sweep.planning.survey import Survey, cached_survey
+from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.tracing_children import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
@@ -185,7 +182,7 @@ def _of_each_card(question: Question, progress: Progress) -> Answer:
     def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
         forecaster = forecasters[plan.gpu.name]
         if isinstance(about, TrialConfig):
-            return forecaster.forecast(about)
+            return forecaster.expect(about)
         return _surveyed(about, forecaster, progress).recommended
 
     comparison = compare_cards(plans, work=work, offers=offers, look=look)
@@ -271,35 +268,28 @@ def _many(question: Question, name: str, progress: Progress) -> Answer:
             refuse_impossible(config, model=question.model)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-    forecaster.foresee([config for _, config in lines], progress=progress, one_by_one=True)
-    forecasts = [_forecast_line(where, config, forecaster) for where, config in lines]
+    known = forecaster.forecast(
+        [config for _, config in lines], progress=progress, is_replayed=True
+    )
+    forecasts = [_forecast_line(where, known[at]) for at, (where, _) in enumerate(lines)]
     bills = [
-        bill_offers(
-            forecast,
-            work=question.request.work,
-            offers=offers,
-            model=question.model,
-            shapes=question.shapes,
-        )
-        for forecast in forecasts
+        bill_offers(forecast, work=question.request.work, offers=offers) for forecast in forecasts
     ]
     documents = [
-        forecast_document(f, bills=b)
-        | epoch_document(epoch_of(f, question.shapes), f, b[0].offer if b else None)
+        forecast_document(f, bills=b) | epoch_document(f, b)
         for f, b in zip(forecasts, bills, strict=True)
     ]
     view = configurations_view(forecasts, [b[0] if b else None for b in bills])
     return Answer(documents, view, any(forecast.fits for forecast in forecasts))
 
 
-def _forecast_line(where: str, config: TrialConfig, forecaster: Forecaster) -> Forecast:
+def _forecast_line(where: str, forecast: Forecast) -> Forecast:
     """Return the forecast of a line of a file.
 
     Raises:
         InputError: it names modules that the model does not have, which is a mistake in the file
             and no answer about memory.
     """
-    forecast = forecaster.forecast(config)
     if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
         raise InputError(f"{where}: {forecast.broken.reason}")
     return forecast

@@ -12,8 +12,8 @@ from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
-from sweep.planning.forecast import Forecast
 from sweep.predict.cost import Bill
+from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from sweep.predict.speed.predictor import SpeedPrediction

@@ -15,12 +15,11 @@ from search_spaces.errors import listed
 from search_spaces.knobs import CAPACITY_KEYS
 from search_spaces.linears import CapacityClass
 from sweep.planning.comparison import CardComparison
-from sweep.planning.forecast import Forecast
-from sweep.planning.plan import CardPlan
+from sweep.planning.plan import CardPlan, Use, few
 from sweep.planning.recommendation import STANDARD, certainty, speed_order
 from sweep.planning.survey import Survey
-from sweep.planning.whatif import Use, few
 from sweep.predict.cost import Bill
+from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.offers import OfferComparison
 from sweep.terminal.plan.costs import usd_range, work_words
@@ -96,7 +95,7 @@ def offer_words(bill: Bill) -> str:
 
 def _too_small(plan: CardPlan) -> str:
     assert plan.survey is not None, "of one configuration something is shown"
-    least = plan.survey.least_bytes
+    least = plan.survey.found.least_bytes
     if least is None:
         what = "every configuration is forbidden for this model and GPU"
         return ": ".join([what, *plan.obstacles])

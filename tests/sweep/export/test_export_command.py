@@ -15,8 +15,9 @@ from search_spaces.linears import CapacityClass
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.export.formats import format_names
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from sweep.training import eight_bit
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
@@ -32,9 +33,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def finished_study(home: Path, **space: Any) -> str:
     """Run a short study on a simulated card and return its name."""
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", **({"trials": 3} | space)) as study:
-        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
     return "study"
 
 

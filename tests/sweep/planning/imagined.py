@@ -7,8 +7,7 @@ from typing import Any
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
-from sweep.planning.evidence import NO_EVIDENCE, Evidence
-from sweep.planning.forecast import Forecaster
+from sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL
 
@@ -26,7 +25,7 @@ def a_forecaster(
         model=model,
         gpu=card,
         budget_bytes=card.budget_bytes if budget_gib is None else int(budget_gib * GIB),
-        memory=predictor or ImaginedPredictor(),
+        predictor=predictor or ImaginedPredictor(),
         evidence=evidence,
     )
 

@@ -13,7 +13,7 @@ from search_spaces.errors import InputError
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
-from sweep.planning.cheapest import Cheapest, JobCard, Outcome, job, on_card, ranked
+from sweep.planning.comparison import Cheapest, JobCard, Outcome, job, on_card, ranked
 from sweep.planning.documents import cheapest_document
 from sweep.planning.plan import AskedWork
 from sweep.planning.spaces import own_space

@@ -9,9 +9,9 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from sweep.planning.documents import longest_document
-from sweep.planning.forecast import Forecaster
-from sweep.planning.longest import LENGTH_STEP, longest_rows
-from sweep.planning.plan import Asked
+from sweep.planning.sizes import LENGTH_STEP, longest_rows
+from sweep.planning.spaces import Asked
+from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from tests.sweep.imagined_study import MISTRAL, a_space
 from tests.sweep.planning.imagined import a_forecaster
@@ -35,7 +35,7 @@ def one_by_one(forecaster: Forecaster, batch: int) -> tuple[int, int]:
             config = TrialConfig(
                 micro_batch_size=batch, seq_len=length, checkpoint_fraction=fraction
             )
-            longest[forecaster.fit(config)] = length
+            longest[forecaster.expect(config).fit] = length
     return longest[Fit.YES], max(longest[Fit.YES], longest[Fit.UNCERTAIN])
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
@@ -30,7 +28,6 @@ from sweep.planning import survey as surveys
 from sweep.planning.comparison import CardComparison, compare_cards
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import evidence_from
-from sweep.planning.forecast import Forecast, Forecaster
 from sweep.planning.plan import (
     AskedWork,
     CardPlan,
@@ -38,9 +35,10 @@ from sweep.planning.plan import (
     plan_configuration,
     plan_space,
 )
+from sweep.planning.sizes import shape_table
 from sweep.planning.spaces import own_space
 from sweep.planning.survey import survey
-from sweep.planning.table import boundary, shape_table
+from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import predict_step
@@ -68,7 +66,7 @@ def every(space: SearchSpace) -> list[TrialConfig]:
 
 
 def test_a_forecast_says_what_fits_and_how_fast() -> None:
-    forecast = a_forecaster().forecast(TrialConfig(micro_batch_size=8))
+    forecast = a_forecaster().expect(TrialConfig(micro_batch_size=8))
     expected = predict_step(forecast.config, model=MISTRAL, gpu=find_gpu("a10"))
     assert (forecast.fit, forecast.fits) == (Fit.YES, True)
     assert forecast.tokens_per_second == pytest.approx(expected.tokens_per_second)
@@ -89,21 +87,21 @@ def test_an_uncertain_fit_is_still_given_a_best_guess(
 ) -> None:
     # 5 GiB, 16 MiB of adapters and 4096 tokens at a MiB each.
     forecaster = a_forecaster(budget_gib=budget_gib)
-    forecast = forecaster.forecast(TrialConfig(micro_batch_size=8))
+    forecast = forecaster.expect(TrialConfig(micro_batch_size=8))
     assert (forecast.fit, forecast.fits) == (fit, fits)
 
 
 def test_what_a_rule_forbids_does_not_fit_and_costs_nothing() -> None:
-    forecast = a_forecaster(gpu="t4", budget_gib=100).forecast(TrialConfig())
+    forecast = a_forecaster(gpu="t4", budget_gib=100).expect(TrialConfig())
     assert forecast.broken is not None
     assert forecast.broken.rule == "bf16-needs-ampere"
     assert (forecast.fits, forecast.fit, forecast.step_seconds) == (False, Fit.NO, None)
-    assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL) == ()
+    assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()]) == ()
 
 
 def test_what_a_rule_forbids_may_be_unpredictable() -> None:
     predictor = ImaginedPredictor(fault=InputError("no such modules"))
-    forecast = a_forecaster(gpu="t4", predictor=predictor).forecast(TrialConfig())
+    forecast = a_forecaster(gpu="t4", predictor=predictor).expect(TrialConfig())
     assert forecast.memory is None
     assert forecast_document(forecast, bills=())["peak_allocated_bytes"] is None
 
@@ -124,7 +122,7 @@ def test_a_plan_of_one_configuration_that_cannot_be_predicted_is_an_error(
 
 def test_what_cannot_be_traced_is_not_known_to_fit_and_a_note_says_why() -> None:
     predictor = ImaginedPredictor(fault=Untraceable("cannot be traced: mine.attention"))
-    forecast = a_forecaster(predictor=predictor).forecast(TrialConfig())
+    forecast = a_forecaster(predictor=predictor).expect(TrialConfig())
     assert (forecast.memory, forecast.fit, forecast.fits) == (None, Fit.UNCERTAIN, None)
     document = forecast_document(forecast, bills=())
     assert document["fits"] is document["invalid"] is document["peak_allocated_bytes"] is None
@@ -134,9 +132,7 @@ def test_what_cannot_be_traced_is_not_known_to_fit_and_a_note_says_why() -> None
 
 def test_what_the_model_has_no_modules_for_is_invalid() -> None:
     predictor = ImaginedPredictor(fault=InputError("no linear layer 'w'"))
-    document = forecast_document(
-        a_forecaster(predictor=predictor).forecast(TrialConfig()), bills=()
-    )
+    document = forecast_document(a_forecaster(predictor=predictor).expect(TrialConfig()), bills=())
     assert document["fits"] is False
     assert document["invalid"]["reason"] == "no linear layer 'w'"
 
@@ -150,40 +146,18 @@ def test_a_plan_is_no_surer_than_the_studys_trials_allow() -> None:
         predicted = PredictionRecord(peak_allocated_bytes=peak, peak_reserved_bytes=peak)
         snapshot = a_snapshot(measured.model_copy(update={"prediction": predicted}))
         evidence = evidence_from(snapshot, model=MISTRAL, gpu=find_gpu("a10"))
-        return a_forecaster(evidence=evidence).fit(TrialConfig(micro_batch_size=34))
+        return a_forecaster(evidence=evidence).expect(TrialConfig(micro_batch_size=34)).fit
 
     assert fit(1.0) is Fit.NO
     assert fit(0.95) is Fit.UNCERTAIN
 
 
 def test_without_a_speed_there_is_no_cost_and_a_note_says_why() -> None:
-    forecast = a_forecaster(model=UNKNOWN).forecast(TrialConfig())
+    forecast = a_forecaster(model=UNKNOWN).expect(TrialConfig())
     document = forecast_document(forecast, bills=())
     assert forecast.fits
     assert document["step_seconds"] is document["bottleneck"] is document["cost"] is None
     assert "not known" in document["notes"][0]
-
-
-# Boundaries
-
-
-@given(st.integers(0, 200), st.integers(0, 200), st.integers(-3, 210))
-def test_a_boundary_is_found_wherever_the_search_begins(count: int, last: int, near: int) -> None:
-    asked: list[int] = []
-
-    def holds(number: int) -> bool:
-        asked.append(number)
-        return number <= last
-
-    assert boundary(count, holds, near=near) == min(count, last)
-    assert all(1 <= number <= count for number in asked)
-    assert len(asked) <= 2 * math.log2(count + 2) + 3
-
-
-def test_a_good_guess_costs_two_questions() -> None:
-    asked: list[int] = []
-    boundary(10_000, lambda n: asked.append(n) is None and n <= 77, near=77)
-    assert asked == [77, 78]
 
 
 # The table
@@ -208,7 +182,7 @@ def test_the_largest_micro_batch_is_exact() -> None:
     table = shape_table(forecaster, TrialConfig())
     for length, largest in table.largest.items():
         fits = [
-            forecaster.fit(TrialConfig(micro_batch_size=batch, seq_len=length))
+            forecaster.expect(TrialConfig(micro_batch_size=batch, seq_len=length)).fit
             for batch in range(1, 64)
         ]
         assert largest.sure == fits.count(Fit.YES)
@@ -258,7 +232,7 @@ def test_a_table_where_nothing_fits_is_one_of_dashes() -> None:
 def test_a_survey_counts_what_asking_of_each_configuration_counts(budget_gib: float) -> None:
     forecaster = a_forecaster(budget_gib=budget_gib)
     counts = survey(a_space(), forecaster).counts
-    fits = [forecaster.fit(config) for config in every(a_space())]
+    fits = [forecaster.expect(config).fit for config in every(a_space())]
     assert (counts.fit, counts.uncertain, counts.too_large) == tuple(
         fits.count(fit) for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO)
     )
@@ -276,8 +250,8 @@ def test_a_survey_counts_no_batches_that_do_not_go_into_each_other() -> None:
 def test_a_survey_recommends_the_fastest_that_surely_fits() -> None:
     forecaster = a_forecaster(budget_gib=15)
     found = survey(a_space(), forecaster)
-    fitting = [c for c in every(a_space()) if forecaster.fit(c) is Fit.YES]
-    fastest = max(fitting, key=lambda c: forecaster.forecast(c).tokens_per_second or 0)
+    fitting = [c for c in every(a_space()) if forecaster.expect(c).fit is Fit.YES]
+    fastest = max(fitting, key=lambda c: forecaster.expect(c).tokens_per_second or 0)
     assert found.recommended is not None
     assert found.recommended.config == fastest
 
@@ -287,7 +261,7 @@ def brute_force(forecaster: Forecaster, space: SearchSpace, batch: int, length: 
     fitting: dict[Fit, list[float]] = {Fit.YES: [], Fit.UNCERTAIN: [], Fit.NO: []}
     for config in every(space):
         if (config.micro_batch_size, config.seq_len) == (batch, length):
-            forecast = forecaster.forecast(config)
+            forecast = forecaster.expect(config)
             fitting[forecast.fit].append(forecast.tokens_per_second or 0.0)
     best = next(fit for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO) if fitting[fit])
     return best, max(fitting[best])
@@ -307,7 +281,7 @@ def test_a_cell_is_the_best_that_the_space_holds_at_that_size(budget_gib: float)
     forecaster = a_forecaster(budget_gib=budget_gib)
     table = survey(space, forecaster).table
     if table is None:
-        assert all(forecaster.fit(config) is Fit.NO for config in every(space))
+        assert all(forecaster.expect(config).fit is Fit.NO for config in every(space))
         return
     assert (table.batches, table.lengths) == ((1, 4, 8, 16), (512, 2048))
     for (batch, length), cell in table.cells.items():
@@ -413,7 +387,7 @@ def test_a_gain_inside_the_speeds_error_is_no_reason_to_be_less_sure_of_the_fit(
     forecaster = a_forecaster(predictor=UnsureOfCompiled(), budget_gib=21)
     found = survey(compiled_or_not(1, 2, 4, 8), forecaster)
     compiled, plain = (
-        forecaster.forecast(TrialConfig(micro_batch_size=8, compile=on)) for on in (True, False)
+        forecaster.expect(TrialConfig(micro_batch_size=8, compile=on)) for on in (True, False)
     )
     assert compiled.fit is plain.fit is Fit.YES
     assert (compiled.tokens_per_second or 0) > (plain.tokens_per_second or 0)
@@ -624,7 +598,7 @@ def test_where_nothing_fits_the_smallest_need_is_told() -> None:
     plan = planned(a_space(), a_forecaster(budget_gib=2))
     assert (plan.shown, plan.table, plan.fits, plan.bills) == (None, None, False, ())
     assert plan.survey is not None
-    assert plan.survey.least_bytes == 5 * GIB + (8 + 512) * 2**20
+    assert plan.survey.found.least_bytes == 5 * GIB + (8 + 512) * 2**20
 
 
 @pytest.mark.parametrize(
@@ -823,9 +797,9 @@ def test_work_that_cannot_be_is_refused(asked: Mapping[str, Any], message: str) 
 
 
 def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
-    forecast = a_forecaster().forecast(TrialConfig())
+    forecast = a_forecaster().expect(TrialConfig())
     offers = [an_offer(usd_per_hour=9, download_bytes_per_second=1e9), an_offer(usd_per_hour=1)]
-    cheap, dear = bill_offers(forecast, work=AskedWork(), offers=offers, model=MISTRAL)
+    cheap, dear = bill_offers(forecast, work=AskedWork(), offers=offers)
     assert cheap.usd < dear.usd
     assert dear.item("download").seconds == pytest.approx(2 * 7.248e9 / 1e9, rel=1e-3)
 
@@ -838,7 +812,7 @@ OFFERS = {"a10": (an_offer(),), "h100-80gb": (an_offer(gpu="h100-80gb", usd_per_
 def looked(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
     forecaster = a_forecaster(gpu=plan.gpu.name, budget_gib=plan.budget_bytes / GIB)
     if isinstance(about, TrialConfig):
-        return forecaster.forecast(about)
+        return forecaster.expect(about)
     return survey(about, forecaster).recommended
 
 
@@ -936,8 +910,8 @@ PARTS = {"weights", "adapters", "gradients", "optimizer", "activations", "loss"}
 
 
 def test_a_forecasts_document_has_the_promised_keys() -> None:
-    forecast = a_forecaster().forecast(TrialConfig())
-    every_bill = bill_offers(forecast, work=AskedWork(), offers=[an_offer()], model=MISTRAL)
+    forecast = a_forecaster().expect(TrialConfig())
+    every_bill = bill_offers(forecast, work=AskedWork(), offers=[an_offer()])
     document = forecast_document(forecast, bills=every_bill)
     assert document.keys() >= INTERFACE_KEYS
     assert set(document["breakdown"]) == PARTS
@@ -964,8 +938,8 @@ def test_a_plans_document_is_json(budget_gib: float) -> None:
 
 def test_a_study_on_the_card_calibrates_speed_and_judges_memory() -> None:
     evidence = evidence_from(a_snapshot(*TRIALS), model=MISTRAL, gpu=find_gpu("a10"))
-    forecast = a_forecaster(evidence=evidence).forecast(TrialConfig(micro_batch_size=2))
-    plain = a_forecaster().forecast(TrialConfig(micro_batch_size=2))
+    forecast = a_forecaster(evidence=evidence).expect(TrialConfig(micro_batch_size=2))
+    plain = a_forecaster().expect(TrialConfig(micro_batch_size=2))
     assert (forecast.speed_basis, plain.speed_basis) == ("calibrated", "predicted")
     assert forecast.step_seconds == pytest.approx(1.2 * (plain.step_seconds or 0), rel=0.03)
     assert evidence.memory_error == pytest.approx(0.1)
@@ -975,7 +949,7 @@ def test_what_was_measured_is_told_as_measured() -> None:
     evidence = evidence_from(a_snapshot(*TRIALS), model=MISTRAL, gpu=find_gpu("a10"))
     # Written differently, the same run.
     asked = TrialConfig(micro_batch_size=4, lora_alpha=32, effective_batch_size=4)
-    forecast = a_forecaster(evidence=evidence).forecast(asked)
+    forecast = a_forecaster(evidence=evidence).expect(asked)
     document = forecast_document(forecast, bills=())
     assert document["basis"]["speed"] == "measured"
     assert document["measured"]["trial"] == 2
@@ -986,7 +960,7 @@ def test_what_was_measured_is_told_as_measured() -> None:
 def test_a_study_on_another_card_does_not_calibrate_and_says_so() -> None:
     snapshot = a_snapshot(*TRIALS, emulated_on="NVIDIA H200")
     evidence = evidence_from(snapshot, model=MISTRAL, gpu=find_gpu("a10"))
-    forecast = a_forecaster(evidence=evidence).forecast(TRIALS[0].config)
+    forecast = a_forecaster(evidence=evidence).expect(TRIALS[0].config)
     assert forecast.speed_basis == "predicted"
     assert "NVIDIA H200" in evidence.notes[0]
     on_host = evidence_from(snapshot, model=MISTRAL, gpu=find_gpu("h200"))
@@ -1000,7 +974,7 @@ def test_a_trial_that_ran_out_of_memory_overrules_the_prediction(
     config = TrialConfig(micro_batch_size=8)
     record = a_record(0, config, outcome=OutOfMemory(stage="backward"))
     evidence = evidence_from(a_snapshot(record), model=MISTRAL, gpu=find_gpu("a10"))
-    forecast = a_forecaster(budget_gib=budget_gib, evidence=evidence).forecast(config)
+    forecast = a_forecaster(budget_gib=budget_gib, evidence=evidence).expect(config)
     assert forecast.fit is verdict
 
 
@@ -1008,8 +982,7 @@ def test_a_trial_that_fitted_overrules_the_prediction_under_as_large_a_budget() 
     config = TrialConfig(micro_batch_size=64)
     evidence = evidence_from(a_snapshot(a_record(0, config)), model=MISTRAL, gpu=find_gpu("a10"))
     settled = [a_forecaster(budget_gib=gib, evidence=evidence) for gib in (19, 20)]
-    assert [one.fit(config) for one in settled] == [Fit.NO, Fit.YES]
-    assert [one.is_hopeless(config) for one in settled] == [True, False]
+    assert [one.expect(config).fit for one in settled] == [Fit.NO, Fit.YES]
 
 
 @pytest.mark.parametrize(

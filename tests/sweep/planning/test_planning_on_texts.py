@@ -17,10 +17,10 @@ from storage.definition import StudySnapshot
 from sweep.data.study_epochs import StudyEpochs
 from sweep.planning.documents import card_document
 from sweep.planning.evidence import evidence_from
-from sweep.planning.forecast import Forecaster
 from sweep.planning.plan import AskedWork, plan_configuration, plan_space
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
+from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
 from tests.sweep.imagined_memory import ImaginedPredictor
@@ -43,7 +43,7 @@ def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
         "model": MISTRAL,
         "gpu": A10,
         "budget_bytes": A10.budget_bytes,
-        "memory": ImaginedPredictor(),
+        "predictor": ImaginedPredictor(),
         "shapes": shapes(rows),
     }
     return Forecaster(**(values | changes))
@@ -67,7 +67,7 @@ def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower()
     speeds: dict[tuple[int, int, Fit], list[float]] = {}
     for params in space.combinations():
         config = space.config(params)
-        forecast = forecaster.forecast(config)
+        forecast = forecaster.expect(config)
         size = config.micro_batch_size, config.seq_len, forecast.fit
         speeds.setdefault(size, []).append(forecast.tokens_per_second or 0.0)
     for size, cell in table.cells.items():
@@ -125,9 +125,9 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
     plan = plan_space(survey(space, forecaster), forecaster=forecaster, work=AskedWork(), offers=[])
     assert plan.shown is not None
     speeds = {
-        size: forecaster.tokens_per_second(
+        size: forecaster.expect(
             space.config({"micro_batch_size": size, "packing": "none"})
-        )
+        ).tokens_per_second
         for size in (1, 2, 4, 8, 16)
     }
     assert plan.shown.config.micro_batch_size == max(speeds, key=lambda size: speeds[size] or 0.0)
@@ -135,7 +135,7 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
 
 
 def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
-    forecast = a_forecaster([50, 60, 70]).forecast(CONFIG)
+    forecast = a_forecaster([50, 60, 70]).expect(CONFIG)
     assert forecast.broken is not None
     assert forecast.broken.rule == "texts-make-no-micro-batch"
 

@@ -17,7 +17,7 @@ from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, TrialRecord
-from sweep.planning.target_speed import with_target_speeds
+from sweep.planning.evidence import with_target_speeds
 from sweep.predict.speed.calibration import Calibration, calibrate
 from sweep.predict.speed.predictor import predict_step
 from tests.reports import synthetic
@@ -106,5 +106,5 @@ def test_what_a_stand_in_measured_would_not_make_other_cards_better_predicted() 
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, sweep.planning.target_speed; sys.exit('torch' in sys.modules)"
+    code = "import sys, sweep.planning.evidence; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

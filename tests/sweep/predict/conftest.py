@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 
 @pytest.fixture(scope="session")
-def tracing_child() -> Iterator[TracingChild]:
-    child = TracingChild()
+def tracing_child() -> Iterator[TracingChildren]:
+    child = TracingChildren(1, outlive=True)
     yield child
     child.close()
 
@@ -25,7 +25,7 @@ def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def predict_row(tracing_child: TracingChild, profile_cache: Path) -> Predict:
+def predict_row(tracing_child: TracingChildren, profile_cache: Path) -> Predict:
     """Predict the memory of a committed row, once for all tests."""
     predictors: dict[str, TracingPredictor] = {}
     known: dict[tuple[str, str], MemoryPrediction] = {}

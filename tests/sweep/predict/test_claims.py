@@ -17,7 +17,7 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.predict.speed.predictor import predict_step
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
@@ -44,7 +44,7 @@ def twenty_billion() -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def predict(tracing_child: TracingChild, profile_cache: Path) -> Predict:
+def predict(tracing_child: TracingChildren, profile_cache: Path) -> Predict:
     """Predict a configuration of a model, by name, on a card of the catalogue."""
 
     def predicted(model: str, gpu: str, config: TrialConfig) -> MemoryPrediction:

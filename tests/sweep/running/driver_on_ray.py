@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import psutil
 
@@ -10,24 +12,19 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from sweep.running.on_ray.cluster import Cluster
-from sweep.running.on_ray.connecting import joined
-from sweep.running.on_ray.host import HostSettings
+from sweep.running.on_ray.cluster import Cluster, joined
+from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, TrialRequest
 
 LONG = StepBudget(measured_max=100_000, relative_interval=1e-9, seconds_max=120)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=64, lora_rank=4, compute_dtype="fp32")
 
 
-def settings(study: str) -> HostSettings:
-    return HostSettings(
-        model=load_model_spec("demo").to_json(),
-        target=Target(gpu="cpu", device="cpu", budget_bytes=2**30),
-        weights="random",
-        seed=0,
-        texts=None,
-        study=study,
-    )
+CPU = Target(gpu="cpu", device="cpu", budget_bytes=2**30)
+
+
+def new_runner(target: Target = CPU) -> Callable[..., SupervisedRunner]:
+    return partial(SupervisedRunner, load_model_spec("demo"), target=target)
 
 
 def processes_of(part: str) -> dict[str, int]:
@@ -59,7 +56,9 @@ def main() -> None:
 
     told: dict[str, int] = {}
     with joined(address) as ray:
-        place = Cluster(ray).places(settings(study), gpu="cpu", warn=print)[0]
+        place = Cluster(ray).places(new_runner(), study=study, device="cpu", gpu="cpu", warn=print)[
+            0
+        ]
         place.runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 

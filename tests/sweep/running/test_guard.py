@@ -83,6 +83,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 from tests.sweep.running.misbehaving_worker import BEAT_AND_ANSWER
 from tests.sweep.running.test_misbehaviour import CPU, QUICK
 
@@ -98,7 +99,7 @@ with SupervisedRunner(
     module="tests.sweep.running.misbehaving_worker",
 ) as runner:
     config = TrialConfig(lora_rank=BEAT_AND_ANSWER)
-    outcome = runner.run(config, steps=StepBudget(), observe=watch)
+    outcome = runner.run(TrialRequest(config=config, steps=StepBudget()), observe=watch)
 print(outcome.verdict, flush=True)
 """
 
@@ -125,7 +126,7 @@ def test_a_driver_that_was_stopped_hears_first_what_its_worker_said_in_the_meant
 def test_what_is_printed_onto_a_full_disk_fails_nobody() -> None:
     script = (
         "import sys\n"
-        "from sweep.running.printing import print_without_fail\n"
+        "from sweep.running.__main__ import print_without_fail\n"
         "print_without_fail()\n"
         "for stream in (sys.stdout, sys.stderr):\n"
         "    print('no room for this \\udcff', file=stream, flush=True)\n"

@@ -9,8 +9,13 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from sweep.running.device_info import Card
-from sweep.running.on_ray.node import SelfPortrait
-from sweep.running.on_ray.nodes import Node, chosen, refuse_differences, refuse_missing
+from sweep.running.on_ray.cluster import (
+    Node,
+    SelfPortrait,
+    chosen,
+    refuse_differences,
+    refuse_missing,
+)
 
 A10, H200 = "NVIDIA A10", "NVIDIA H200"
 VERSIONS = {"qlora-sweep": "0.1.0", "torch": "2.13.0", "transformers": "5.17.0", "triton": None}

@@ -22,12 +22,10 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
-from sweep.running.on_ray.cluster import Cluster, Place
-from sweep.running.on_ray.connecting import checked_address, joined
-from sweep.running.on_ray.nodes import Node
+from sweep.running.on_ray.cluster import Cluster, Node, Place, checked_address, joined
 from sweep.running.on_ray.runner import RayRunner
 from sweep.running.wire import Progress, TrialRequest
-from tests.sweep.running.driver_on_ray import LONG, SMALL, processes_of, settings
+from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes_of
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 
 pytest.importorskip("ray")
@@ -66,7 +64,20 @@ def nodes(local: LocalCluster, cluster: Cluster) -> list[Node]:
 
 
 def on(ray: Any, node: Node, study: str, **options: Any) -> RayRunner:
-    return RayRunner(ray, settings(study), node_id=node.id, address=node.address, **options)
+    return RayRunner(
+        ray,
+        new_runner(),
+        home=f"{study}/0",
+        device="cpu",
+        node_id=node.id,
+        address=node.address,
+        **options,
+    )
+
+
+def places(cluster: Cluster, study: str, **options: Any) -> tuple[Place, ...]:
+    given = {"device": "cpu", "gpu": "cpu", "warn": no_warning, **options}
+    return cluster.places(new_runner(), study=study, **given)
 
 
 def an_attempt(study: str) -> Attempt:
@@ -135,7 +146,7 @@ def test_an_actor_that_is_killed_is_a_crash_and_the_next_trial_has_another(
     with on(ray, nodes[STEADY], "killed-actor") as runner:
         outcome = disturbed(runner, "killed-actor", kill("actor"))
         assert isinstance(outcome, Crashed), outcome
-        assert outcome.phase == "measure"
+        assert outcome.phase == "measure", outcome
         assert f"actor's process on node {nodes[STEADY].address} ended" in outcome.detail
         # It is killed while it has nothing to do: that is nobody's crash.
         assert isinstance(runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
@@ -195,20 +206,20 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
     nodes: list[Node],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    places = cluster.places(settings("lost"), gpu="cpu", warn=no_warning)
+    found = places(cluster, "lost")
     try:
-        assert len(places) == 4
-        lost = named(places, nodes[DOOMED].address)
+        assert len(found) == 4
+        lost = named(found, nodes[DOOMED].address)
         with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
             disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
         with pytest.raises(CardLost):
             lost.runner.run(TrialRequest(config=SMALL, steps=STEPS))
         assert lost.name in (lost.runner.fault() or "")
-        steady = named(places, nodes[STEADY].address)
+        steady = named(found, nodes[STEADY].address)
         assert isinstance(steady.runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
         assert steady.runner.fault() is None
     finally:
-        for place in places:
+        for place in found:
             place.runner.close()
     assert capfd.readouterr() == ("", "")
 
@@ -260,21 +271,21 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
     cluster = Cluster(ray)
     cluster.nodes = (pretended,)
     target = Target(gpu="h200", device="cuda", budget_bytes=2**30)
-    wanted = replace(settings("cards"), target=target)
-    places = cluster.places(wanted, gpu="h200", warn=no_warning)
-    assert sorted(place.name for place in places) == [
+    wanted: dict[str, Any] = {"study": "cards", "device": "cuda", "gpu": "h200"}
+    begun = cluster.places(new_runner(target), **wanted, warn=no_warning)
+    assert sorted(place.name for place in begun) == [
         f"{node.address} card 0",
         f"{node.address} card 1",
     ]
-    places[0].runner.close()
+    begun[0].runner.close()
     warnings: list[str] = []
     assert until(lambda: ray.available_resources().get("GPU", 0) == 1)
-    (place,) = cluster.places(wanted, gpu="h200", warn=warnings.append)
-    assert place.name == places[0].name
+    (place,) = cluster.places(new_runner(target), **wanted, warn=warnings.append)
+    assert place.name == begun[0].name
     assert len(warnings) == 1
     assert warnings[0].startswith("1 of 2 places of the Ray cluster are held by other jobs")
     place.runner.close()
-    places[1].runner.close()
+    begun[1].runner.close()
 
 
 def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> None:
@@ -287,11 +298,9 @@ def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> N
 def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    cluster.places(settings("here"), gpu="cpu", paths=[str(tmp_path)], warn=no_warning)[0]
+    places(cluster, "here", paths=[str(tmp_path)])
     with pytest.raises(EnvironmentFault, match=r"/nowhere is not on .*, .*: each node reads it"):
-        cluster.places(
-            settings("nowhere"), gpu="cpu", paths=["/nowhere", str(tmp_path)], warn=no_warning
-        )
+        places(cluster, "nowhere", paths=["/nowhere", str(tmp_path)])
     assert processes_of("nowhere") == {}
 
 

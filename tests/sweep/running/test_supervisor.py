@@ -249,6 +249,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
 
 def watch(progress):
     print(runner._worker.process.pid, flush=True)
@@ -259,7 +260,8 @@ runner = SupervisedRunner(
     target=Target(gpu="cpu", device="cpu", budget_bytes=2**28),
     log_path=Path(sys.argv[1]),
 )
-runner.run(TrialConfig(), steps=StepBudget(measured_max=10000, seconds_max=600), observe=watch)
+steps = StepBudget(measured_max=10000, seconds_max=600)
+runner.run(TrialRequest(config=TrialConfig(), steps=steps), observe=watch)
 """
 
 

@@ -24,7 +24,6 @@ STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=3, measured_max=3)
 SMALL = TrialConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch_fused")
 TOGETHER = SMALL.model_copy(update={"data_parallel": 2})
 A_GRADIENT_BYTES = 4
-_FOLLOWER = b"sweep.running.follower"
 
 
 a_runner = partial(a_cpu_runner, load_model_spec("demo"))
@@ -36,18 +35,23 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunne
         yield runner
 
 
-def followers() -> list[int]:
-    """Return the processes below this one that are no team's first."""
+def ranks() -> list[tuple[int, int]]:
+    """Return the processes below this one that are not the first of their ranks: rank, number."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
             mark = b"QLORA_SWEEP_CHILD" in Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
             continue
-        if _FOLLOWER in command.split(b"\0") and mark and _is_below_this(int(name)):
-            found.append(int(name))
-    return found
+        is_rank = words[3:4] == [b"sweep.running"] and words[6:7] not in ([], [b""])
+        if is_rank and mark and _is_below_this(int(name)):
+            found.append((int(words[6]), int(name)))
+    return sorted(found)
+
+
+def followers() -> list[int]:
+    return [process for _, process in ranks()]
 
 
 def _is_below_this(number: int) -> bool:
@@ -155,6 +159,22 @@ def test_a_process_that_dies_with_nothing_to_do_is_no_trials_verdict(
     while Path(f"/proc/{idle}").exists():
         time.sleep(0.01)
     assert measured(runner.run(TrialRequest(config=TOGETHER, steps=STEPS))).cards == 2
+
+
+def test_of_three_ranks_one_that_died_idle_is_replaced_and_the_others_stay(
+    tmp_path: Path,
+) -> None:
+    three, others = SMALL.model_copy(update={"data_parallel": 3}), ranks()
+    with a_runner(tmp_path / "worker.log") as runner:
+        assert measured(runner.run(TrialRequest(config=three, steps=STEPS))).cards == 3
+        (_, dead), (_, alive) = (found for found in ranks() if found not in others)
+        os.kill(dead, signal.SIGKILL)
+        while Path(f"/proc/{dead}").exists():
+            time.sleep(0.01)
+        assert measured(runner.run(TrialRequest(config=three, steps=STEPS))).cards == 3
+        now = [found for found in ranks() if found not in others]
+        assert [rank for rank, _ in now] == [1, 2]
+        assert now[1] == (2, alive)
 
 
 def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: SupervisedRunner) -> None:

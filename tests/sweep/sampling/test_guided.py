@@ -14,8 +14,7 @@ from search_spaces.loading import shipped_presets
 from search_spaces.space import SearchSpace
 from storage import mapping
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
-from sweep.sampling.candidates import SpaceCandidates
-from sweep.sampling.encoding import Encoding
+from sweep.sampling.encoding import Encoding, SpaceCandidates
 from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler, quiet_optuna
@@ -205,7 +204,7 @@ def _volume(study: optuna.Study, objectives: list[str]) -> float:
 
 @pytest.mark.parametrize("preset", shipped_presets(), ids=lambda space: str(space.name))
 def test_every_preset_is_looked_at_whole(preset: SearchSpace) -> None:
-    candidates = SpaceCandidates(Encoding(preset), is_valid=lambda _: True, seed=0)
+    candidates = SpaceCandidates(preset, is_valid=lambda _: True, seed=0)
     assert candidates.is_listed
 
 
@@ -316,3 +315,31 @@ def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() ->
     slower = train(TrialConfig(micro_batch_size=1))
     assert outlook(slower) == outlook(None)
     assert outlook(OutOfMemory(stage="forward")) != outlook(None)
+
+
+def test_one_trial_more_never_makes_fewer_teach_the_sampler() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    sampler, encoding = study.sampler, Encoding(space)
+    assert isinstance(sampler, GuidedSampler)
+    configs = [
+        config
+        for index in range(encoding.size or 0)
+        if peak_bytes(config := encoding.config(encoding.combination(index))) <= BUDGET
+    ]
+    taught = []
+    for number, config in enumerate(configs[:203]):
+        result = mapping.to_optuna(
+            a_record(config, number=number), objectives=space.objectives, budget_bytes=BUDGET
+        )
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=encoding.params_of(config),
+                distributions=encoding.distributions,
+                values=result.values,
+                user_attrs=result.attributes,
+            )
+        )
+        taught.append(len(sampler._learned(study, besides=None).learned))
+    assert taught == sorted(taught)
+    assert taught[-1] == 200

@@ -3,6 +3,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from optuna.samplers import BaseSampler
@@ -164,6 +165,17 @@ def test_a_space_is_exhausted_once_every_way_to_train_was_tried() -> None:
     assert frontier.is_exhausted(tried)
 
 
+def test_what_runs_is_left_for_nobody_and_is_left_again_once_it_is_closed_untried() -> None:
+    space = a_small_space()
+    keys = [identity(space.config(values)) for values in space.combinations()]
+    frontier = Frontier(Encoding(space))
+    running = {keys[0]}
+    tried = set(keys) - running
+    assert frontier.is_exhausted(tried, running)
+    assert not frontier.is_exhausted(tried, set())
+    assert frontier.is_exhausted(tried | running, set())
+
+
 def test_a_continuous_space_is_never_exhausted() -> None:
     space = a_space(dimensions={"checkpoint_fraction": {"low": 0.0, "high": 1.0}})
     assert not Frontier(Encoding(space)).is_exhausted(set())
@@ -199,3 +211,40 @@ def test_one_acceptable_configuration_in_a_thousand_is_found(name: SamplerName) 
     preflight = Knowing(refuses=lambda config: config.lora_rank != 777)
     sampler = make_sampler(name, space, seed=1, preflight=preflight)
     assert asked(sampler, space, trials=1)[0].lora_rank == 777
+
+
+@pytest.mark.parametrize(("lanes", "is_spread"), [(1, False), (2, True)])
+def test_with_several_lanes_tpe_is_told_of_the_trials_that_run(lanes: int, is_spread: bool) -> None:
+    space = a_space(dimensions={"checkpoint_fraction": {"low": 0.0, "high": 1.0}}, fixed={})
+    encoding = Encoding(space)
+
+    def asked_beside(running: int) -> list[float]:
+        sampler = make_sampler("tpe", space, seed=0, lanes=lanes)
+        study = optuna.create_study(sampler=sampler, direction="maximize")
+        for share in np.linspace(0.0, 1.0, 30):
+            params = {"checkpoint_fraction": float(share)}
+            study.add_trial(
+                optuna.trial.create_trial(
+                    params=params,
+                    distributions=encoding.distributions,
+                    value=1.0 - float(share - 0.3) ** 2,
+                )
+            )
+        for share in np.linspace(0.25, 0.35, running):
+            study.enqueue_trial({"checkpoint_fraction": float(share)})
+            study.ask(encoding.distributions)
+        return [study.ask(encoding.distributions).params["checkpoint_fraction"]]
+
+    assert (asked_beside(8) != asked_beside(0)) is is_spread
+
+
+def test_what_was_closed_before_it_ran_is_still_to_be_tried() -> None:
+    for name in ("guided", "tpe"):
+        space = a_space(dimensions={"micro_batch_size": {"choices": [1, 2]}}, fixed={})
+        encoding = Encoding(space)
+        sampler = make_sampler(name, space, seed=0)  # type: ignore[arg-type]
+        study = optuna.create_study(sampler=sampler, direction="maximize")
+        closed = study.ask(encoding.distributions)
+        study.tell(closed, state=TrialState.FAIL)
+        asked_then = [study.ask(encoding.distributions).params for _ in range(2)]
+        assert closed.params in asked_then

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from search_spaces.config import TrialConfig
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
 from sweep.study.events import Event, StopReason, TrialFinished, TrialProgress
 from sweep.study.interruption import Interruption
-from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, Knowing, a_space, a_study, train
 
@@ -50,7 +51,7 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
     runner = ReplayRunner(otherwise=train, pause=lambda: time.sleep(beat_seconds))
     interruption = Interruption(cancel=runner.cancel)
     check = slow_from_the_second("checking") if slow == "check" else lambda _: None
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=check)
+    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=check)
     choosing = slow_from_the_second("choosing")
     choosing(a_space().baseline_config())
     sampler = make_sampler(
@@ -63,11 +64,13 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
     try:
         with a_study(home, sampler=sampler) as study, interruption.handling_signals():
             reason = tune(
-                study,
-                runner=runner,
-                preflight=preflight,
-                on_event=listen,
-                interruption=interruption,
+                Driver(
+                    study,
+                    runner=runner,
+                    preflight=preflight,
+                    on_event=listen,
+                    interruption=interruption,
+                )
             )
     except KeyboardInterrupt:
         if not interruption.is_requested():

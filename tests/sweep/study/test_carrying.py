@@ -16,11 +16,12 @@ from storage.opening import open_study
 from storage.reading import read_study
 from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
 from sweep.study.carrying import Taken, carry_over, holding, refuse_incomparable
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space, train
@@ -39,8 +40,8 @@ def definition(**changes: Any) -> StudyDefinition:
     )
 
 
-def preflight() -> Preflight:
-    return Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+def preflight() -> Forecaster:
+    return Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
 
 
 def opened(home: Path, name: str, **changes: Any) -> OpenStudy:
@@ -62,7 +63,7 @@ def anything(_: TrialConfig) -> bool:
 @pytest.fixture
 def source(tmp_path: Path) -> StudySnapshot:
     with opened(tmp_path, "narrow", trials=8) as study:
-        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight())
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight()))
     return read_study("narrow", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
 
 
@@ -98,7 +99,7 @@ def test_it_is_never_run_again_and_the_sampler_knows_it(
 
     with opened(tmp_path, "wide", trials=5, **WIDER) as study:
         taken = carry_over(study, source, is_valid=anything)
-        tune(study, runner=ReplayRunner(otherwise=note), preflight=preflight())
+        tune(Driver(study, runner=ReplayRunner(otherwise=note), preflight=preflight()))
         done = study.records()
     assert len(done) <= taken.all + 5
     assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(ran)

@@ -16,11 +16,12 @@ from storage.opening import open_study
 from storage.ranking import rank, rank_study
 from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory, Verdict
-from sweep.planning.target_speed import with_target_speeds
+from sweep.planning.evidence import with_target_speeds
+from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
-from sweep.study.preflight import Preflight, SpeedForecast
+from sweep.study.driver import Driver
 from sweep.study.pruning import Rivals
 from sweep.study.stopping import Stopping
 from sweep.study.tuner import tune
@@ -71,7 +72,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
     space = a_space(**(BOTH | changes))
     target = Target(gpu="a10", device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
     host = find_gpu("a10" if emulated_on is None else "h200")
-    preflight = Preflight(
+    preflight = Forecaster(
         model=MODEL,
         budget_bytes=BUDGET,
         violation=lambda _: None,
@@ -103,7 +104,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
             fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
         )
         runner = ReplayRunner(otherwise=at(0.8))
-        tune(study, runner=runner, preflight=preflight, stopping=stopping)
+        tune(Driver(study, runner=runner, preflight=preflight, stopping=stopping))
     return with_target_speeds(read_study("study", url=url, home=home))
 
 

@@ -29,13 +29,13 @@ from storage.records import (
     TrialRecord,
 )
 from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, keep_going
 from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.samplers import make_sampler
-from sweep.study.confirmation import confirm
+from sweep.study.driver import Driver
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
-from sweep.study.preflight import Preflight
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import (
     BUDGET,
@@ -69,8 +69,8 @@ class Clock:
         return self.seconds
 
 
-def a_preflight() -> Preflight:
-    return Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+def a_preflight() -> Forecaster:
+    return Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
 
 
 def soaking(config: TrialConfig, **changes: Any) -> Outcome:
@@ -100,7 +100,7 @@ def opened(home: Path, **space: Any) -> OpenStudy:
 
 
 def drive(study: OpenStudy, runner: ReplayRunner, **changes: Any) -> StopReason:
-    return tune(study, runner=runner, preflight=a_preflight(), clock=Clock(), **changes)
+    return tune(Driver(study, runner=runner, preflight=a_preflight(), clock=Clock(), **changes))
 
 
 def ranking_of(study: OpenStudy) -> Ranking:
@@ -438,7 +438,7 @@ def test_what_runs_out_in_its_soak_loses_to_the_next_which_is_soaked_too(tmp_pat
     runner = a_runner(soak=tight)
     preflight = a_preflight()
     with opened(tmp_path, **SPACE) as study:
-        tune(study, runner=runner, preflight=preflight, clock=Clock())
+        tune(Driver(study, runner=runner, preflight=preflight, clock=Clock()))
         ranking = ranking_of(study)
     assert [config.micro_batch_size for config in runner.soaked] == [10, 8]
     assert ranking.winner is not None
@@ -458,7 +458,7 @@ def test_a_study_that_is_resumed_remembers_what_ran_out_in_a_soak(tmp_path: Path
         drive(study, a_runner(soak=tight))
     preflight = a_preflight()
     with opened(tmp_path, **SPACE) as study:
-        tune(study, runner=a_runner(), preflight=preflight, clock=Clock())
+        tune(Driver(study, runner=a_runner(), preflight=preflight, clock=Clock()))
     larger = BASELINE.model_copy(update={"micro_batch_size": 12})
     assert preflight.ruled_out(larger) is not None
 
@@ -563,9 +563,8 @@ def test_anew_it_is_all_measured_once_more_also_where_the_space_says_no(tmp_path
             if series == {1}:
                 drive(study, runner)
             else:
-                assert confirm(
-                    study, runner=runner, preflight=a_preflight(), clock=Clock(), is_anew=True
-                )
+                again = Driver(study, runner=runner, preflight=a_preflight(), clock=Clock())
+                assert tune(again, is_anew=True) is StopReason.CONFIRMED
             assert {r.series for r in study.confirmations()} == series
             assert len(batches(study.confirmations(), "soak")) == len(series)
 

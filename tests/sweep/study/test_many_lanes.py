@@ -29,6 +29,7 @@ from storage.study import OpenStudy
 from sweep.running.lanes import Lane, Lanes
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
 from sweep.study.events import Event, LaneLost, StopReason, TrialFinished, TrialStarted
 from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import FAILURES_IN_A_ROW
@@ -69,7 +70,7 @@ def a_grid(home: Path, **changes: Any) -> OpenStudy:
 
 
 def drive(study: OpenStudy, where: Lanes, **changes: Any) -> StopReason:
-    return tune(study, runner=where, preflight=a_preflight(), **changes)
+    return tune(Driver(study, runner=where, preflight=a_preflight(), **changes))
 
 
 def meeting(of: int) -> Answer:

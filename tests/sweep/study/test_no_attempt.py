@@ -14,6 +14,7 @@ from storage.records import Crashed, Lost, Measured, Outcome, TrialRecord, Verdi
 from storage.recovery import MAX_ATTEMPTS, attempts
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
+from sweep.study.driver import Driver
 from sweep.study.events import Event, StopReason, TrialProgress, TrialStarted
 from sweep.study.interruption import Interruption
 from sweep.study.machine_faults import ConsecutiveFailures
@@ -28,7 +29,7 @@ AGAIN = range(MAX_ATTEMPTS + 1)
 
 def drive(study: OpenStudy, runner: ReplayRunner, **changes: Any) -> StopReason:
     values = {"preflight": a_preflight(), "clock": Clock()}
-    return tune(study, runner=runner, **(values | changes))
+    return tune(Driver(study, runner=runner, **(values | changes)))
 
 
 def asked_in(study: OpenStudy, *, when: Callable[[Event], bool], times: int) -> StopReason:
@@ -236,7 +237,7 @@ def test_a_clock_of_the_calendar_that_jumps_changes_nothing(
     monkeypatch.setattr("time.time", lambda: next(jumps) * (-1) ** (next(jumps) // 10**7))
     with a_study(tmp_path, trials=3, time_budget_seconds=3600) as study:
         assert (
-            tune(study, runner=ReplayRunner(otherwise=train), preflight=a_preflight())
+            tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=a_preflight()))
             is StopReason.TRIALS_SPENT
         )
         assert all(0 <= r.wall_seconds < 60 for r in study.records())

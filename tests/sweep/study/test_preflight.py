@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from storage.records import (
     PredictionRecord,
     TrialRecord,
 )
+from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.arrays import WholeMemory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
 from sweep.predict.memory.profiles import Untraceable
-from sweep.study.preflight import Preflight
 from tests.sweep.imagined_memory import imagined
 from tests.sweep.simulated_device import MODEL, a_measurement, a_record
 
@@ -44,6 +46,9 @@ class TenthOfAGibibyte:
     def __init__(self) -> None:
         self.asked: list[TrialConfig] = []
 
+    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        return WholeMemory(self.predict, configs)
+
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         self.asked.append(config)
         return predicted(
@@ -55,9 +60,9 @@ def allowed(_: TrialConfig) -> Violation | None:
     return None
 
 
-def a_preflight(**changes: Any) -> Preflight:
+def a_preflight(**changes: Any) -> Forecaster:
     values: dict[str, Any] = {"model": MODEL, "budget_bytes": BUDGET, "violation": allowed}
-    return Preflight(**(values | changes))
+    return Forecaster(**(values | changes))
 
 
 def batch(size: int, **changes: Any) -> TrialConfig:

@@ -12,8 +12,8 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.models import load_model_spec
 from storage.records import Measured
 from sweep.data.study_epochs import StudyEpochs
+from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.study.preflight import Preflight, SpeedForecast
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, a_record
 
@@ -27,8 +27,8 @@ def epochs() -> StudyEpochs:
 
 
 @pytest.fixture
-def preflight(epochs: StudyEpochs) -> Preflight:
-    return Preflight(
+def preflight(epochs: StudyEpochs) -> Forecaster:
+    return Forecaster(
         model=MISTRAL,
         budget_bytes=20 * GIB,
         violation=lambda _: None,
@@ -52,7 +52,7 @@ def _config(**values: Any) -> TrialConfig:
     ],
 )
 def test_memory_is_that_of_the_longest_rows(
-    preflight: Preflight, values: dict[str, Any], width: int
+    preflight: Forecaster, values: dict[str, Any], width: int
 ) -> None:
     record = preflight.expect(_config(**values)).record
     assert record is not None
@@ -60,7 +60,7 @@ def test_memory_is_that_of_the_longest_rows(
     assert record.peak_allocated_bytes == full.peak_allocated_bytes
 
 
-def test_one_by_one_and_together_are_the_same(preflight: Preflight) -> None:
+def test_one_by_one_and_together_are_the_same(preflight: Forecaster) -> None:
     configs = [_config(packing=p) for p in ("none", "grouped", "packed")]
     whole = preflight.foresee(configs)
     assert whole.peak_bytes is not None
@@ -70,7 +70,7 @@ def test_one_by_one_and_together_are_the_same(preflight: Preflight) -> None:
         assert record.peak_allocated_bytes == peak
 
 
-def test_speed_is_of_the_tokens_that_carry_loss(preflight: Preflight, epochs: StudyEpochs) -> None:
+def test_speed_is_of_the_tokens_that_carry_loss(preflight: Forecaster, epochs: StudyEpochs) -> None:
     none, packed = (_config(packing=packing) for packing in ("none", "packed"))
     full = SpeedForecast(model=MISTRAL, gpu=CARD).predict(none)
     on_texts = {c.packing: preflight.expect(c).record.tokens_per_second for c in (none, packed)}  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ def test_speed_is_of_the_tokens_that_carry_loss(preflight: Preflight, epochs: St
     assert on_texts["packed"] > on_texts["none"]
 
 
-def test_physics_and_tokens_of_many_are_the_speeds_of_each(preflight: Preflight) -> None:
+def test_physics_and_tokens_of_many_are_the_speeds_of_each(preflight: Forecaster) -> None:
     configs = [_config(packing=p, effective_batch_size=8) for p in ("none", "grouped", "packed")]
     foreseen = preflight.foresee(configs)
     assert foreseen.physics is not None
@@ -105,7 +105,7 @@ def test_trials_on_texts_calibrate_by_what_they_computed(epochs: StudyEpochs) ->
 
 
 def test_texts_that_make_no_micro_batch_are_refused_and_not_unpredicted(
-    preflight: Preflight,
+    preflight: Forecaster,
 ) -> None:
     too_large = _config(micro_batch_size=4096)
     assert preflight.expect(too_large).is_refused

@@ -158,7 +158,7 @@ def _measured(config: TrialConfig, speed: int, peak: int) -> Measured:
         )
     ),
 )
-def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
+def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
     told: list[TrialRecord],
     known: int,
     again: list[TrialRecord],
@@ -200,8 +200,6 @@ def test_the_rivals_that_are_kept_stop_what_any_trial_of_the_ranking_stops(
     kept = rivals.of(config)
     assert stopped_by(kept) == stopped_by(everything)
     assert set(kept) <= set(everything)
-    if objectives == ("tokens_per_second",):
-        assert len(kept) <= 2
 
 
 SPREAD = {

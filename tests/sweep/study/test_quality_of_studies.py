@@ -17,6 +17,7 @@ from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, keep_going
 from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
 from sweep.study.pruning import Rival, is_hopeless
 from sweep.study.quality import TOKENS_MIN, default_tokens
 from sweep.study.tuner import tune
@@ -89,7 +90,7 @@ def driven(home: Path, **space: Any) -> tuple[Learning, Ranking]:
     study = opened(home, **space)
     runner = Learning(otherwise=slower_by_rank)
     with study:
-        tune(study, runner=runner, preflight=a_preflight(), clock=Clock())
+        tune(Driver(study, runner=runner, preflight=a_preflight(), clock=Clock()))
         return runner, rank(study.records(), study.definition, study.confirmations())
 
 
@@ -127,7 +128,7 @@ def test_a_study_goes_on_with_the_tokens_that_it_chose(tmp_path: Path) -> None:
     study = opened(tmp_path)
     again = Learning(otherwise=train)  # Another speed altogether.
     with study:
-        tune(study, runner=again, preflight=a_preflight(), clock=Clock())
+        tune(Driver(study, runner=again, preflight=a_preflight(), clock=Clock()))
     assert chosen is not None
     assert {c and c.tokens for c in again.qualities} == {chosen.tokens}
 

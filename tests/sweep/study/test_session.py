@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from typer.main import get_command
 
@@ -24,7 +25,7 @@ from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
 from sweep.running.cards import ChosenCard
-from sweep.running.lanes import Lanes
+from sweep.running.lanes import Lane, Lanes
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.wire import TrialRequest
@@ -32,7 +33,6 @@ from sweep.study import session
 from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.interruption import Interruption
 from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
-from sweep.study.tuner import confirm_anew
 from sweep.terminal.knob_options import add_knobs
 from sweep.terminal.places import OnCards
 from tests.sweep.imagined_memory import ImaginedPredictor
@@ -65,15 +65,13 @@ def test_each_chosen_card_has_a_lane_or_as_many_as_a_trial_trains_on_together() 
     alone = replace(prepared("a10", study="lanes"), cards=cards(0, 2))
     assert alone.cards_per_trial == 1
     found = supervised_runner(alone)
-    assert isinstance(found, Lanes)
     assert [lane.name for lane in found.all] == ["card 0", "card 2"]
 
     both = prepared("a10", study="lanes", held={"data_parallel": 2})
     assert both.cards_per_trial == 2
     teams = supervised_runner(replace(both, cards=cards(0, 1, 2, 3, 4)))
-    assert isinstance(teams, Lanes)
     assert [lane.name for lane in teams.all] == ["card 0 and card 1", "card 2 and card 3"]
-    assert not isinstance(supervised_runner(prepared("a10", study="lanes")), Lanes)
+    assert [lane.name for lane in supervised_runner(prepared("a10", study="lanes")).all] == [""]
 
 
 def test_a_trial_of_two_cards_takes_two_of_this_machine_or_is_refused() -> None:
@@ -105,6 +103,26 @@ def unwatched(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listen
 def run(what: Prepared, storage: str, **changes: Any) -> StopReason:
     values: dict[str, Any] = {"watch": unwatched, "warn": lambda _: None, "new_runner": simulated}
     return drive(what, storage=storage, **(values | changes))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_with_several_lanes_tpe_shares_what_it_asks_for_with_those_that_run(
+    home: Path, count: int
+) -> None:
+    what = prepared(sampler="tpe", trials=14, confirm=False)
+    changes = {"dimensions": {"lora_rank": {"low": 1, "high": 64}}, "fixed": {}}
+    space = SearchSpace.model_validate(what.space.model_dump() | changes)
+    what = replace(what, definition=what.definition.model_copy(update={"space": space}))
+    storage = f"sqlite:///{home}/sweep.db"
+
+    def lanes(_: Prepared) -> Lanes:
+        return Lanes([Lane(small(_), name=f"card {at}") for at in range(count)])
+
+    run(what, storage, new_runner=lanes)
+    (study,) = optuna.get_all_study_names(storage)
+    trials = optuna.load_study(study_name=study, storage=storage).get_trials()
+    shared = [trial for trial in trials if any("relative_params" in k for k in trial.system_attrs)]
+    assert bool(shared) is (count > 1)
 
 
 def test_what_was_typed_overrides_what_the_space_says() -> None:
@@ -242,7 +260,7 @@ def test_a_stored_study_is_measured_again_on_its_own_terms(home: Path) -> None:
         "cpu-demo", stored.definition, confirm={"soak_seconds": 1.0}, card=lambda: None
     )
     assert (what.name, what.space.seed, what.space.trials) == ("cpu-demo", 7, 3)
-    assert run(what, url, work=confirm_anew, new_runner=small) is StopReason.CONFIRMED
+    assert run(what, url, is_anew=True, new_runner=small) is StopReason.CONFIRMED
     again = read_study("cpu-demo", url=url, home=runs_directory())
     assert len(again.records) == 3
     assert {run.purpose for run in again.confirmations} == {"confirm", "soak"}
@@ -256,7 +274,7 @@ def test_on_another_card_than_the_studys_nothing_is_measured_again(home: Path) -
     what = prepare_again(h200.name, h200.definition, confirm={}, card=lambda: a10)
     run(h200, url, watch=stopping_at_once)
     with pytest.raises(InputError, match="another definition"):
-        run(what, url, work=confirm_anew)
+        run(what, url, is_anew=True)
 
 
 @contextmanager
@@ -443,7 +461,7 @@ def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(home:
         confirm={},
         card=lambda: None,
     )
-    run(what, url, work=confirm_anew, new_runner=lambda _: runner)
+    run(what, url, is_anew=True, new_runner=lambda _: runner)
     assert runner.calls[0] == "run"
     assert "start" not in runner.calls
 

@@ -15,11 +15,12 @@ from storage.ranking import rank
 from storage.reading import read_study
 from storage.records import Crashed, Measured, Outcome, OutOfMemory, TrialRecord, Verdict
 from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
 from sweep.study.events import StopReason
-from sweep.study.preflight import Preflight
 from sweep.study.stopping import Spent, Stopping, price_of
 from sweep.study.tuner import tune
 from sweep.terminal.summary import not_ruled_out
@@ -68,8 +69,8 @@ class SmallerIsFaster(Physical):
         return OneFactor(np.log([1.2 * c.tokens_per_step / self.predict(c) for c in configs]))
 
 
-def a_preflight(speed: Physical | None = None) -> Preflight:
-    return Preflight(
+def a_preflight(speed: Physical | None = None) -> Forecaster:
+    return Forecaster(
         model=MODEL,
         budget_bytes=BUDGET,
         violation=lambda _: None,
@@ -92,7 +93,7 @@ def run(
             fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
         )
         runner = ReplayRunner(otherwise=answer)
-        return tune(study, runner=runner, preflight=preflight, stopping=stopping), study
+        return tune(Driver(study, runner=runner, preflight=preflight, stopping=stopping)), study
 
 
 def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(
@@ -117,6 +118,21 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(
         f"would then be {units.share(promising['gain_if_better'])} better: "
         f"{units.share(promising['gain'])} is expected of it."
     )
+
+
+def test_a_trial_is_chosen_by_what_its_stop_rule_worked_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weigh, solved = GuidedSampler._weigh, []
+
+    def counting(*arguments: Any) -> Any:
+        solved.append(arguments)
+        return weigh(*arguments)
+
+    monkeypatch.setattr(GuidedSampler, "_weigh", counting)
+    reason, study = run(tmp_path)
+    assert reason is StopReason.GAIN_SPENT
+    assert len(solved) <= len(study.records()) + 1
 
 
 TWO_RANKS: dict[str, Any] = {
@@ -238,7 +254,7 @@ def stops(*gains: float, **changes: Any) -> StopReason | None:
     """Why a search ends by what is to be gained, now and before the last trial."""
     answers = {None: Outlook(gains[0]), 1: Outlook(gains[1])}
     stopping = Stopping(a_space(**changes), outlook=answers.__getitem__)
-    spent = Spent(trials=2, seconds=1.0, card_seconds_of_study=1.0)
+    spent = Spent(trials=2, seconds=1.0)
     return stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS)
 
 
@@ -260,18 +276,9 @@ def test_a_search_ends_where_two_looks_in_a_row_promise_too_little(
 
 
 def test_a_sampler_that_expects_nothing_never_ends_a_search_by_gain() -> None:
-    spent = Spent(trials=2, seconds=1.0, card_seconds_of_study=1.0)
+    spent = Spent(trials=2, seconds=1.0)
     stopping = Stopping(a_space())
     assert stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS) is None
-
-
-@pytest.mark.parametrize(("seconds", "is_over"), [(3599.0, False), (3600.0, True)])
-def test_dollars_are_spent_by_all_runs_at_the_price_of_the_card(
-    seconds: float, is_over: bool
-) -> None:
-    stopping = Stopping(a_space(max_dollars=0.5), usd_per_hour=0.5)
-    reason = stopping.out_of_time(Spent(trials=1, seconds=1.0, card_seconds_of_study=seconds))
-    assert (reason is StopReason.DOLLARS_SPENT) is is_over
 
 
 def test_a_limit_in_dollars_needs_a_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

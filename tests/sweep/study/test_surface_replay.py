@@ -12,7 +12,7 @@ from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, SurfaceRow
 from sweep.cli import main
 from sweep.sampling.encoding import identity
-from sweep.study.surface_replay import Recorded, search, trials_of
+from sweep.study.recorded import Recorded, search, trials_of
 from sweep.terminal.replay import document_of
 from tests.bench.replays import wrong
 from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file

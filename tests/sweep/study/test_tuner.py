@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,11 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.arrays import WholeMemory
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
 from sweep.study.events import (
     Event,
     StopReason,
@@ -37,8 +40,7 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.study.interruption import Interruption
-from sweep.study.preflight import Preflight
-from sweep.study.tuner import tune
+from sweep.study.tuner import Search, tune
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -69,13 +71,13 @@ class Clock:
         return self.seconds
 
 
-def a_preflight(**changes: Any) -> Preflight:
+def a_preflight(**changes: Any) -> Forecaster:
     values: dict[str, Any] = {
         "model": MODEL,
         "budget_bytes": BUDGET,
         "violation": lambda _: None,
     }
-    return Preflight(**(values | changes))
+    return Forecaster(**(values | changes))
 
 
 def run(study: OpenStudy, **changes: Any) -> StopReason:
@@ -84,7 +86,7 @@ def run(study: OpenStudy, **changes: Any) -> StopReason:
         "preflight": a_preflight(),
         "clock": Clock(),
     }
-    return tune(study, **(values | changes))
+    return tune(Driver(study, **(values | changes)))
 
 
 def crashing(*configs: TrialConfig, times: int = 1000) -> Callable[[TrialConfig], Outcome]:
@@ -341,6 +343,9 @@ class Counted:
     def predict(self, config: TrialConfig) -> Any:
         self.asked[config, self._learned] += 1
         return self._answer(config)
+
+    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        return WholeMemory(self.predict, configs)
 
     def learn(self, record: TrialRecord) -> None:
         self._learned += 1
@@ -608,3 +613,22 @@ def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path
         run(study)
         (record,) = study.records()
     assert (record.verdict, record.is_baseline, record.attempt) == (Verdict.FITS, True, 1)
+
+
+def test_whether_anything_is_left_to_try_costs_no_copy_of_all_that_was_tried(
+    tmp_path: Path,
+) -> None:
+    class Tried(set[str]):
+        """What was tried, which may be much."""
+
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("all that was tried is gone through")
+
+        def __or__(self, other: Any) -> Any:
+            raise AssertionError("all that was tried is copied")
+
+    with a_study(tmp_path, trials=3) as study:
+        driver = Driver(study, runner=ReplayRunner(otherwise=train), preflight=a_preflight())
+        search = Search(driver)
+        search._tried = Tried()
+        assert driver.run(search) is StopReason.TRIALS_SPENT

@@ -19,8 +19,9 @@ from search_spaces.config import TrialConfig
 from storage.definition import RunningTrial, StudySnapshot
 from storage.reading import read_study
 from storage.records import TrialRecord
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from sweep.terminal.following import follow
 from tests.storage.builders import confirmed
@@ -120,8 +121,8 @@ def test_a_study_is_followed_while_another_thread_drives_it(
     def drive() -> None:
         with study:
             looked.wait(20)
-            preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-            tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+            preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+            tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
 
     def read() -> StudySnapshot:
         snapshot = read_study("study", url=url, home=tmp_path / "runs")

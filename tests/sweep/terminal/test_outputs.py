@@ -11,8 +11,9 @@ import pytest
 from search_spaces.loading import parse_space
 from storage.outputs import checked_output, write_output
 from sweep.cli import main
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
@@ -36,9 +37,9 @@ WRITERS = {
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("studied")
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", trials=3) as study:
-        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
     return home
 
 

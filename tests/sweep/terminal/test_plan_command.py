@@ -28,12 +28,11 @@ from storage.opening import open_study
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
-from sweep.planning.cache import SURVEYED_BY
-from sweep.planning.cheapest import Cheapest, on_card, ranked
-from sweep.planning.longest import longest_rows
+from sweep.planning.comparison import Cheapest, on_card, ranked
 from sweep.planning.plan import AskedWork, plan_space
 from sweep.planning.question import PlanRequest, read_configurations, resolve_request
-from sweep.planning.survey import survey
+from sweep.planning.sizes import longest_rows
+from sweep.planning.survey import SURVEYED_BY, survey
 from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
@@ -1027,7 +1026,7 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
     or says where things are kept.
     """
     program = (
-        "import json, sys, sweep.planning.cache as _; "
+        "import json, sys, sweep.planning.survey as _; "
         "print(json.dumps({name: getattr(m, '__file__', '') for name, m in sys.modules.items()}))"
     )
     done = subprocess.run(

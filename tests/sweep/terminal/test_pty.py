@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 from tests.sweep.terminal.screen import Screen
@@ -75,9 +76,9 @@ def _read(descriptor: int) -> bytes:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", trials=12) as study:
-        tune(study, runner=ReplayRunner(otherwise=train), preflight=preflight)
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
     return home
 
 

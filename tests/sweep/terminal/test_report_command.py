@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sweep.cli import main
+from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.study.preflight import Preflight
+from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
@@ -18,9 +19,9 @@ from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a short study on a simulated card and return its name."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    preflight = Preflight(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(tmp_path / "runs", trials=3) as opened:
-        tune(opened, runner=ReplayRunner(otherwise=train), preflight=preflight)
+        tune(Driver(opened, runner=ReplayRunner(otherwise=train), preflight=preflight))
     return "study"
 
 

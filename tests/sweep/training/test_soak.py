@@ -11,7 +11,6 @@ from search_spaces.space import StepBudget
 from storage.records import Measured, OutOfMemory
 from sweep.training.adapters import attached
 from sweep.training.device import CpuDevice
-from sweep.training.soak import Interlude
 from sweep.training.step import TrainingLoop
 from sweep.training.trial import Beat
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config, trial_on
@@ -109,15 +108,14 @@ def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
         device = Watched()
         trial_on(base, config, steps=STEPS, is_soak=True, device=device).run()
         assert device.passes == 2
-        interlude = Interlude(device)
+        trial = trial_on(base, config, is_soak=True, device=device)
         with attached(base, config) as attachment:
             loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
             device.reset_peak()
             before = device.peak_allocated_bytes()
-            interlude.play(loop, beat=lambda: None)
+            trial.evaluate_and_save(loop)
         logits = config.tokens_per_micro_batch * int(TINY.config["vocab_size"]) * 4
         assert device.peak_allocated_bytes() - before >= logits
-        assert interlude.is_over
 
 
 def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(

@@ -23,9 +23,8 @@ from storage.records import (
     Stage,
 )
 from sweep.training.adapters import Attached, attached
-from sweep.training.device import CpuDevice, bytes_beyond
-from sweep.training.flops import flops_per_token
-from sweep.training.marks import CpuMark, Mark
+from sweep.training.device import CpuDevice, Mark, bytes_beyond
+from sweep.training.matrices import flops_per_token
 from sweep.training.meter import whole_step_seconds
 from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
@@ -358,7 +357,7 @@ def test_two_micro_steps_have_the_peak_of_a_whole_accumulation(
 ) -> None:
     # This process's own seconds: other processes take as much of the clock's as they like.
     own = SimpleNamespace(perf_counter=time.process_time)
-    monkeypatch.setattr("sweep.training.marks.time", own)
+    monkeypatch.setattr("sweep.training.device.time", own)
     monkeypatch.setattr("sweep.training.trial.time", own)
     config = tiny_config(**ACCUMULATING)
     with tiny_base(config) as base:
@@ -494,7 +493,7 @@ def test_model_flops_are_four_per_frozen_and_six_per_adapter_weight() -> None:
     assert flops == 4 * matrices + 6 * adapters + 6 * LAYERS * 32 * 128
 
 
-class _LateMark(CpuMark):
+class _LateMark(Mark):
     """A mark that is passed when somebody has waited for it, as a busy card's."""
 
     def __init__(self, log: list[str], name: str) -> None:

@@ -14,16 +14,16 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from storage.records import Ineffective, Invalid, Measured, Measurement, Outcome
 from sweep.training.adapters import attached
-from sweep.training.flops import flops_per_token
+from sweep.training.matrices import flops_per_token
 from sweep.training.model import build_base
 from sweep.training.step import TrainingLoop
 from sweep.training.texts import Texts, TextsRound, are_apart
-from sweep.training.trial import Beat
-from sweep.training.trial_texts import (
+from sweep.training.trial import (
     AHEAD_OF_TEXTS,
     DOCUMENTS_TOGETHER,
     ROWS_OF_TEXTS,
     TOKENS_OF_TEXTS,
+    Beat,
 )
 from tests.bench.try_models import spec_of
 from tests.sweep.data.prepared import prepared

@@ -1,22 +1,58 @@
-"""Owns the tracing child's first lines: bound to its parent's life before anything takes time.
+"""The tracing child: one question a line in, one answer a line out.
 
 Run as ``python -P -m sweep.predict.memory.tracing PARENT``, where PARENT is the number of the
-process that started it. Knows nothing of tracing.
+process that started it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec
+from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.processes import bind_to_parent
+from sweep.training.lean_imports import OPTIONAL, lean_imports
 
 
 def main() -> None:
-    """Import what tracing takes and answer questions."""
+    """Answer until the input ends. Whatever else is printed goes to standard error."""
+    # Before anything that takes time: the parent may end at any moment.
     bind_to_parent(int(sys.argv[1]))
-    from sweep.predict.memory.tracing.conversation import serve
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            out.write(json.dumps(answer(json.loads(line))) + "\n")
+            out.flush()
 
-    serve()
+
+def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the profile that was asked for, or why there is none."""
+    trace = _imported()
+    model = ModelSpec.from_json(question["model"])
+    structure = Structure.from_json(question["structure"])
+    try:
+        return {"profile": trace(model, structure)}
+    except Untraceable as error:
+        return {"untraceable": str(error)}
+    except InputError as error:
+        return {"input": str(error)}
+
+
+@cache
+def _imported() -> Callable[[ModelSpec, Structure], dict[str, Any]]:
+    """Import torch, transformers and PEFT, with bitsandbytes stood in for."""
+    with lean_imports(*OPTIONAL, "pandas", "datasets"):
+        from sweep.predict.memory.tracing import fourbit
+
+        fourbit.install()
+        from sweep.predict.memory.tracing.profile import trace
+    return trace
 
 
 if __name__ == "__main__":

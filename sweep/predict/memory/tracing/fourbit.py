@@ -1,4 +1,4 @@
-"""Owns a stand-in of the bitsandbytes package: its 4-bit layer, with the real one's tensors.
+"""A stand-in of the bitsandbytes package: its 4-bit layer, with the real one's tensors.
 
 The real layer's packed parameter cannot be built from tensors without data, and the package takes
 most of a second to import. What is copied from bitsandbytes 0.50: the input is cast to the compute

@@ -1,7 +1,4 @@
-"""Owns one structure's profile: build the excerpt, walk a step, reduce what was counted.
-
-Also what the failures on that way mean. Knows nothing of processes or files.
-"""
+"""One structure's profile: build the excerpt, walk a step, reduce what was counted."""
 
 from __future__ import annotations
 
@@ -21,20 +18,18 @@ from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.polynomials import Symbols
 from sweep.predict.memory.profiles import Structure, Untraceable, is_masked_by_text
-from sweep.predict.memory.tracing import fourbit, liger
-from sweep.predict.memory.tracing.building import base_memory
-from sweep.predict.memory.tracing.eight_bit import standing_in
+from sweep.predict.memory.tracing import fourbit, fused
 from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
 from sweep.predict.memory.tracing.model import (
     Excerpt,
     Traceable,
     attach,
+    base_memory,
     build_base,
     excerpt,
     share_input_copies,
 )
-from sweep.predict.memory.tracing.segments import accounts, tapes
-from sweep.predict.memory.tracing.walk import Walk, walk
+from sweep.predict.memory.tracing.walk import Walk, accounts, tapes, walk
 from sweep.training.model import BaseModel, compute_type
 
 _FP16 = re.compile(r"(?<!b)float16|\.half\b")
@@ -52,7 +47,7 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         Untraceable: the model's code cannot be walked without data.
         InputError: the config cannot be built, or contradicts itself.
     """
-    with standing_in(is_compiled=structure.config.compile):
+    with fused.eight_bit_kernels(is_compiled=structure.config.compile):
         return _traced(spec, structure)
 
 
@@ -75,7 +70,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     fuses_layers = config.kernels == "liger" or config.compile
     if config.compile:
         fourbit.compile_layers(base.model)
-    with liger.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
+    with fused.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
         if config.compile:
             share_input_copies(target.base)

@@ -15,7 +15,7 @@ import torch
 from search_spaces.models import ModelSpec
 from storage.records import Measured
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.training.model import build_base
 from sweep.training.texts import Texts
 from tests.bench.try_models import config_of, spec_of
@@ -51,7 +51,7 @@ FRACTION = {"gpt_oss": 1.0}
     ],
 )
 def test_a_sample_more_takes_what_is_predicted_of_it(
-    tracing_child: TracingChild, tmp_path: Path, family: str
+    tracing_child: TracingChildren, tmp_path: Path, family: str
 ) -> None:
     tiny = spec_of(family)
     spec = ModelSpec(tiny.name, tiny.source, {**tiny.config, **WINDOWED.get(family, {})})
@@ -89,7 +89,7 @@ def test_a_sample_more_takes_what_is_predicted_of_it(
     ],
 )
 def test_a_packed_sample_more_takes_what_is_predicted_of_it(
-    tracing_child: TracingChild, tmp_path: Path, family: str, attention: str, error: float
+    tracing_child: TracingChildren, tmp_path: Path, family: str, attention: str, error: float
 ) -> None:
     """The kernels of a card keep the same tensors, and two models were measured there."""
     texts = Texts(prepared(tmp_path / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0)

@@ -8,8 +8,7 @@ import pytest
 
 from search_spaces.loading import load_space
 from search_spaces.space import SearchSpace
-from sweep.predict.memory.kinds import one_of_each_kind
-from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
 

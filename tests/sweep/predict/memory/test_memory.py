@@ -17,7 +17,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -356,7 +356,7 @@ def test_the_table_covers_what_it_must() -> None:
 
 
 def test_a_structure_that_is_known_is_predicted_without_another_trace(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     predictor = TracingPredictor(
         load_model_spec("mistral-7b-v0.3"), cache_dir=profile_cache, tracer=tracing_child

@@ -13,7 +13,7 @@ from search_spaces.models import load_model_spec
 from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.test_trace import model
 
 LAYERS = 6
@@ -24,7 +24,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def predictor(tracing_child: TracingChild, profile_cache: Path) -> TracingPredictor:
+def predictor(tracing_child: TracingChildren, profile_cache: Path) -> TracingPredictor:
     return TracingPredictor(model("llama"), cache_dir=profile_cache, tracer=tracing_child)
 
 
@@ -44,7 +44,7 @@ def predictor(tracing_child: TracingChild, profile_cache: Path) -> TracingPredic
 )
 def test_what_is_put_together_takes_what_is_traced_as_a_whole(
     predictor: TracingPredictor,
-    tracing_child: TracingChild,
+    tracing_child: TracingChildren,
     knobs: dict[str, Any],
     shape: dict[str, Any],
 ) -> None:
@@ -54,6 +54,7 @@ def test_what_is_put_together_takes_what_is_traced_as_a_whole(
     whole = model("llama", every_layer_is_its_own=list(range(LAYERS)))
     structure = Structure.of(config, is_checkpointed=is_checkpointed)
     traced = Profile.from_json(tracing_child.trace(whole, structure))
+    assert put_together.step is not None
     step = replace(put_together.step, profiles={is_checkpointed: traced})
     expected = PeakMemory([config], [step]).prediction(0)
     # The base of equal layers has other remainders, of less than a MiB each, than one of both.
@@ -70,7 +71,7 @@ def test_what_is_put_together_takes_what_is_traced_as_a_whole(
 
 
 def test_memory_goes_from_that_of_all_layers_in_4_bits_to_that_of_none(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     spec = load_model_spec("tinyllama-1.1b")
     tiny = TracingPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from search_spaces.config import parse_config
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.on_cpu import UNCERTAINTY, CpuMemory
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.predictor import CPU_UNCERTAINTY, CpuMemory
+from sweep.predict.memory.tracing_children import TracingChildren
 
 ROWS = Path(__file__).parents[3] / "data" / "cpu" / "peaks.jsonl"
 """The demo model under torch 2.13, bitsandbytes 0.50.2 and peft 0.21.2, 2026-11-23, by
@@ -17,7 +17,7 @@ ROWS = Path(__file__).parents[3] / "data" / "cpu" / "peaks.jsonl"
 
 
 def test_predicted_peaks_are_within_what_is_stated(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     memory = CpuMemory(load_model_spec("demo"), cache_dir=profile_cache, tracer=tracing_child)
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
@@ -26,11 +26,13 @@ def test_predicted_peaks_are_within_what_is_stated(
         predicted = memory.predict(parse_config(row["config"])).peak_allocated_bytes
         errors.append(predicted / row["peak_allocated_bytes"] - 1)
     assert len(errors) == 46
-    assert -0.02 < min(errors) <= max(errors) < UNCERTAINTY
+    assert -0.02 < min(errors) <= max(errors) < CPU_UNCERTAINTY
     assert sorted(map(abs, errors))[len(errors) // 2] < 0.01
 
 
-def test_a_peak_alone_decides_what_fits(tracing_child: TracingChild, profile_cache: Path) -> None:
+def test_a_peak_alone_decides_what_fits(
+    tracing_child: TracingChildren, profile_cache: Path
+) -> None:
     memory = CpuMemory(load_model_spec("demo"), cache_dir=profile_cache, tracer=tracing_child)
     known = memory.predict(parse_config({"micro_batch_size": 4, "seq_len": 64}))
     peak = known.peak_allocated_bytes

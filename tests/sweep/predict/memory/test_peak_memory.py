@@ -14,13 +14,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.arrays import FITS, UNKNOWN
+from sweep.predict.memory.arrays import FITS, UNKNOWN, PeakMemory
 from sweep.predict.memory.peaks import find_peaks
 from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.predictor import Fit, TracingPredictor
 from sweep.predict.memory.profiles import Account
 from sweep.predict.memory.step import Step
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, UNSPLIT, ImaginedTracer
 from tests.sweep.predict.memory.test_memory import FailingTracer
 from tests.sweep.predict.mixed_space import mixed_configs
@@ -71,7 +71,9 @@ def assert_as_walked(steps: list[Step]) -> None:
 
 
 def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[Step]:
-    return list(predictor.predict_all(configs).steps.values())
+    whole = predictor.predict_all(configs)
+    assert isinstance(whole, PeakMemory)
+    return list(whole.steps.values())
 
 
 @pytest.mark.parametrize("tracer", [ImaginedTracer(), ImaginedTracer(loss_bytes=0, window=600)])
@@ -83,7 +85,7 @@ def test_the_most_alive_is_that_of_a_walk_number_by_number(
 
 
 def test_the_most_alive_in_a_real_model_is_that_of_a_walk_number_by_number(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     model = load_model_spec("tinyllama-1.1b")
     predictor = TracingPredictor(model, cache_dir=profile_cache, tracer=tracing_child)

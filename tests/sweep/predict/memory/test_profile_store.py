@@ -15,7 +15,7 @@ from search_spaces.models import ModelSpec
 from sweep.predict.memory import tracing_children
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import Traced, TracingChild, TracingChildren
+from sweep.predict.memory.tracing_children import Traced, TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL, WEIGHTS, ImaginedTracer
 
 SPACE = [
@@ -181,7 +181,7 @@ def test_several_children_share_the_structures_and_are_gone_afterwards() -> None
         assert isinstance(answer, dict)
         assert tuple(answer["target_modules"]) == structure.config.target_modules
     assert len({answer["pid"] for answer in answers.values() if isinstance(answer, dict)}) == 3
-    assert all(child._process is None for child in children._children)
+    assert all(child._child is None for child in children._children)
 
 
 def test_children_that_outlive_a_space_serve_the_next_one_until_they_are_closed() -> None:
@@ -195,7 +195,7 @@ def test_children_that_outlive_a_space_serve_the_next_one_until_they_are_closed(
     }
     assert len(pids) == 1
     children.close()
-    assert all(child._process is None for child in children._children)
+    assert all(child._child is None for child in children._children)
 
 
 def test_a_few_structures_are_not_worth_a_further_child() -> None:
@@ -228,13 +228,13 @@ def test_children_end_where_nobody_waits_for_their_answers() -> None:
     children = _children(2, seconds=0.01)
     answers = children.trace_all(MODEL, _structures(30))
     next(answers)
-    processes = [child._process for child in children._children]
+    started = [child._child for child in children._children]
     answers.close()
-    assert all(process is not None and process.poll() is not None for process in processes)
+    assert all(child is not None and child.process.poll() is not None for child in started)
 
 
 def test_two_real_children_trace_what_one_does(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     """Their profiles depend neither on who traced them nor on what was traced before."""
     model = ModelSpec(

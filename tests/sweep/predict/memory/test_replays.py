@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sweep.predict.memory import replays
+from sweep.predict.memory import replay
+from sweep.predict.memory.arrays import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.replay import replay_uncapped
-from sweep.predict.memory.replays import replay_all
+from sweep.predict.memory.replay import replay_all, replay_uncapped
 from sweep.predict.memory.step import Step
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.predict.mixed_space import mixed_configs
@@ -18,15 +18,17 @@ from tests.sweep.predict.mixed_space import mixed_configs
 @pytest.fixture
 def steps(tmp_path: Path) -> list[Step]:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
-    return list(predictor.predict_all(mixed_configs(60)).steps.values())
+    whole = predictor.predict_all(mixed_configs(60))
+    assert isinstance(whole, PeakMemory)
+    return list(whole.steps.values())
 
 
 @pytest.mark.parametrize("worth_processes", [1, 10_000])
 def test_each_of_many_steps_comes_to_what_it_comes_to_alone(
     steps: list[Step], worth_processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replays, "WORTH_PROCESSES", worth_processes)
-    monkeypatch.setattr(replays, "_processors", lambda: 2)
+    monkeypatch.setattr(replay, "WORTH_PROCESSES", worth_processes)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     told: list[tuple[int, int]] = []
     found = replay_all(steps, on_progress=lambda done, of: told.append((done, of)))
     assert found == [replay_uncapped(step) for step in steps]

@@ -13,7 +13,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.replay import runs_under
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
 TINYLLAMA = load_model_spec("tinyllama-1.1b")
@@ -22,7 +22,7 @@ SHARED = {**LEAN, "sharding": "fsdp"}
 
 
 @pytest.fixture(scope="module")
-def predictor(tracing_child: TracingChild, profile_cache: Path) -> TracingPredictor:
+def predictor(tracing_child: TracingChildren, profile_cache: Path) -> TracingPredictor:
     return TracingPredictor(TINYLLAMA, cache_dir=profile_cache, tracer=tracing_child)
 
 

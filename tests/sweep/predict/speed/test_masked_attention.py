@@ -6,7 +6,6 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from search_spaces.config import TrialConfig
@@ -26,9 +25,8 @@ def _seconds(model: str, rows: int, packing: str) -> float:
     card = find_gpu("h200")
     matrix = card.matrix_rate("bf16")
     assert matrix is not None
-    forward, backward = attention(Layout.of([config], load_model_spec(model)))
-    work = forward + backward
-    flops, moved = np.asarray(work.flops).item(), np.asarray(work.bytes).item()
+    forward, backward = attention(Layout([config], load_model_spec(model)))
+    flops, moved, _ = (forward + backward)[:, 0].tolist()
     memory = card.copy_rate * ELEMENTWISE_EFFICIENCY
     return float(flops / (matrix * ATTENTION_EFFICIENCY) + moved / memory)
 

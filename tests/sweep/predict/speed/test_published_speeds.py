@@ -22,9 +22,8 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.arrays import StepTimes
 from sweep.predict.speed.calibration import Calibration, calibrate
-from sweep.predict.speed.predictor import predict_step, predict_steps
+from sweep.predict.speed.predictor import StepTimes, predict_step, predict_steps
 
 DATA = Path(__file__).parents[3] / "data"
 H200 = find_gpu("h200")

@@ -12,10 +12,14 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import load_model_spec
-from sweep.predict.speed.arrays import StepTimes
-from sweep.predict.speed.calibration import EIGHT_BIT_SPREAD, FACTORS, Calibration, calibrate
-from sweep.predict.speed.log_factors import ratio_spread
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.calibration import (
+    EIGHT_BIT_SPREAD,
+    FACTORS,
+    Calibration,
+    calibrate,
+    ratio_spread,
+)
+from sweep.predict.speed.predictor import SpeedPrediction, StepTimes, predict_step
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.rows import EIGHT_BIT, config_of, model_of
 

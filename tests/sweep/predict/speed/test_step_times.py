@@ -12,9 +12,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.arrays import StepTimes
 from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate
-from sweep.predict.speed.predictor import predict_step
+from sweep.predict.speed.predictor import StepTimes, predict_step
 from tests.sweep.predict.mixed_space import mixed_configs
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")

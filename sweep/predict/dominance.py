@@ -1,8 +1,7 @@
-"""Owns when one configuration needs at least the memory of another, whatever the device.
+"""When one configuration needs at least the memory of another, whatever the device.
 
-Only relations that hold by construction are claimed, knob by knob: what is not claimed costs one
-trial, what is claimed wrongly hides a configuration that fits. Knows nothing of budgets,
-predictions or trials.
+Only relations that hold by construction are claimed, setting by setting: what is not claimed costs
+one trial, what is claimed wrongly hides a configuration that fits.
 """
 
 from __future__ import annotations
@@ -131,16 +130,12 @@ def base_alone(whole: Footprint) -> Footprint:
 
     What could not even be loaded cannot be trained with smaller adapters or shorter rows either.
     """
-    return Footprint(_of_base(whole.sizes), _of_base(whole.kinds))
-
-
-def _of_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Of what is sharded each card's share of the base depends on how many they are.
-    return {
-        key: value
-        for key, value in values.items()
-        if KNOBS[key].shapes_base or key == "data_parallel"
-    }
+    # Of what is sharded each GPU's share of the base depends on how many they are.
+    keys = {key for key, knob in KNOBS.items() if knob.shapes_base or key == "data_parallel"}
+    return Footprint(
+        {key: value for key, value in whole.sizes.items() if key in keys},
+        {key: value for key, value in whole.kinds.items() if key in keys},
+    )
 
 
 class RanOut:
@@ -151,40 +146,31 @@ class RanOut:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, ...], dict[tuple[Any, ...], list[_Known]]] = {}
-        """By the knobs that must be equal, of a base alone fewer than of others, and by their
-        values."""
+        self._known: dict[tuple[str, ...], dict[tuple[Any, ...], list[tuple[int, int, Footprint]]]]
+        """By the settings that must be equal, of a base alone fewer than of others, and by their
+        values: the order of learning, the trial and its footprint."""
+        self._known = {}
         self._count = 0
 
     def learn(self, number: int, known: Footprint) -> None:
         """Remember what ran out of memory."""
         alike = self._known.setdefault(tuple(known.kinds), {})
-        ran_out = _Known(self._count, number, known)
-        alike.setdefault(tuple(known.kinds.values()), []).append(ran_out)
+        of_kind = alike.setdefault(tuple(known.kinds.values()), [])
+        of_kind.append((self._count, number, known))
         self._count += 1
 
     def below(self, larger: Footprint) -> int | None:
         """Return the trial that was learned first of those that a footprint dominates; None for
         none."""
         values = {**larger.sizes, **larger.kinds}
-        comparable = (
-            known
+        found = [
+            (place, number)
             for keys, alike in self._known.items()
             if values.keys() >= set(keys)
-            for known in alike.get(tuple(values[key] for key in keys), ())
-        )
-        found = (known for known in comparable if dominates(larger, known.footprint))
-        first = min(found, key=lambda known: known.place, default=None)
-        return None if first is None else first.number
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A trial that ran out of memory, in the order of learning."""
-
-    place: int
-    number: int
-    footprint: Footprint
+            for place, number, known in alike.get(tuple(values[key] for key in keys), ())
+            if dominates(larger, known)
+        ]
+        return min(found)[1] if found else None
 
 
 def dominates(larger: Footprint, smaller: Footprint) -> bool:

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from sweep.sampling.belief import (
-    Array,
+from sweep.sampling.expecting import Array
+from sweep.sampling.surrogate import (
     Column,
-    Mixture,
     Observed,
     Peaks,
     Seen,
-    SpeedBelief,
+    SpeedSurrogate,
     chance_to_fit,
-    gain_over,
 )
 from tests.sweep.simulated_device import OneFactor
 
@@ -22,10 +19,10 @@ LOG_TOKENS = np.log(1000.0) + 0.0 * SIZES
 TRUTH = 9.0 + 0.08 * SIZES + np.array([0.0, 0.1, 0.25])[KINDS]
 
 
-def a_belief(log_speed: Array) -> SpeedBelief:
-    """A belief whose physical model forecasts so."""
+def a_surrogate(log_speed: Array) -> SpeedSurrogate:
+    """A surrogate whose physical model forecasts so."""
     columns = [Column.of_numbers(SIZES, scale=2.0), Column.of_kinds(list(KINDS), common=0.5)]
-    return SpeedBelief(columns, log_tokens=LOG_TOKENS, physics=OneFactor(LOG_TOKENS - log_speed))
+    return SpeedSurrogate(columns, log_tokens=LOG_TOKENS, physics=OneFactor(LOG_TOKENS - log_speed))
 
 
 def observed(*rows: int) -> Observed:
@@ -34,41 +31,30 @@ def observed(*rows: int) -> Observed:
 
 
 def test_one_trial_calibrates_a_forecast_that_is_off_by_a_factor() -> None:
-    speed = a_belief(TRUTH - 0.3).given(observed(3))
+    speed = a_surrogate(TRUTH - 0.3).posterior(observed(3))
     assert np.abs(speed.mean - TRUTH).max() < 0.03
     assert speed.weights.argmax() == 0
 
 
 def test_a_reversed_forecast_loses_its_say_and_the_trials_decide() -> None:
-    belief = a_belief(-TRUTH)
-    speed = belief.given(observed(0, 7, 9, 14, 18))
+    surrogate = a_surrogate(-TRUTH)
+    speed = surrogate.posterior(observed(0, 7, 9, 14, 18))
     assert speed.weights[0] < 0.01
     assert TRUTH[int(speed.mean.argmax())] > TRUTH.max() - 0.1
 
 
 def test_what_one_structure_has_over_its_forecast_is_believed_of_its_like() -> None:
     flat = TRUTH - np.array([0.0, 0.0, 0.25])[KINDS]
-    speed = a_belief(flat).given(observed(0, 4, 10, 16, 20))
+    speed = a_surrogate(flat).posterior(observed(0, 4, 10, 16, 20))
     others = speed.mean - flat
     assert others[KINDS == 2].mean() > others[KINDS == 0].mean() + 0.1
 
 
 def test_uncertainty_falls_where_something_was_measured() -> None:
-    before = a_belief(TRUTH).given(observed())
-    after = a_belief(TRUTH).given(observed(3))
+    before = a_surrogate(TRUTH).posterior(observed())
+    after = a_surrogate(TRUTH).posterior(observed(3))
     assert after.deviation[3] < 0.3 * before.deviation[3]
     assert after.deviation[3] < after.deviation[20] < before.deviation[20]
-
-
-def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
-    draws = np.exp(0.05 + 0.2 * np.random.default_rng(0).standard_normal(200_000))
-    exact = gain_over(np.array([0.05]), np.array([0.2]), 0.0)[0]
-    assert exact == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
-
-
-def test_no_gain_is_expected_beyond_what_a_trial_can_gain() -> None:
-    nobody_knows = Mixture(np.ones(1), np.zeros((1, 1)), np.full((1, 1), 5.0))
-    assert 0.3 < nobody_knows.gain_over(0.0)[0] < 1.0
 
 
 # Memory
@@ -119,5 +105,5 @@ def test_compiled_layers_say_nothing_of_eager_ones() -> None:
 
 
 def test_before_anything_is_measured_a_speed_is_as_forecast() -> None:
-    speed = a_belief(TRUTH).given(observed())
+    speed = a_surrogate(TRUTH).posterior(observed())
     assert np.abs(speed.mean - TRUTH).max() < 0.1

@@ -1,20 +1,102 @@
-"""Owns what a card holds of a base that is sharded by FSDP2: its share, and what is gathered when.
+"""Profiles that are made of traced ones: of a base in two kinds of layers, and of one of several
+GPUs' share.
 
-As `sweep.training.sharding` and accelerate cut it up: each decoder layer is a group, so are the
-embedding, and the head. What is gathered is received in one tensor and copied out of it, so that
-for a moment it is there twice. Constants of 4-bit weights are no parameters, so every card holds
-all of them. Knows nothing of steps.
+A model part of whose layers are in 4 bits is put together from the profiles of one kind each: both
+are traced of the same layers, so that the layers of one are put behind those of the other, and each
+layer of the model is told which of them stands for it.
+
+A base that FSDP2 shards is cut up as `sweep.training.sharding` and accelerate do it: each decoder
+layer is a group, so are the embedding, and the head. What is gathered is received in one tensor and
+copied out of it, so that for a moment it is there twice. Constants of 4-bit weights are no
+parameters, so every GPU holds all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
 from search_spaces.models import ModelSpec
-from sweep.predict.memory.profiles import BIRTH, DEATH, Account, Base, Profile, Segment
+from sweep.predict.memory.profiles import (
+    BIRTH,
+    DEATH,
+    LEAVE,
+    Account,
+    Base,
+    Entry,
+    Profile,
+    Segment,
+)
+
+_ONCE = ("embed", "head", "head_backward")
+
+
+def mixed(packed: Profile, wide: Profile, *, quantized: Collection[int]) -> Profile:
+    """Return the profile of a model of whose layers some are in 4 bits.
+
+    Args:
+        packed: of the model with all layers in 4 bits.
+        wide: of the model with none.
+        quantized: the layers that are.
+    """
+    shift = len(packed.adapters)
+    pairs = enumerate(zip(packed.positions, wide.positions, strict=True))
+    segments = {
+        name: _once(segment, wide.segments[name], shift=shift) if name in _ONCE else segment
+        for name, segment in packed.segments.items()
+    }
+    for name, segment in wide.segments.items():
+        kind, _, position = name.partition(" ")
+        if name not in _ONCE:
+            tape = _shifted(segment.tape, by=len(packed.sizes))
+            segments[f"{kind} {int(position) + shift}"] = replace(segment, tape=tape)
+    return replace(
+        packed,
+        positions=tuple(
+            in_packed if layer in quantized else in_wide + shift
+            for layer, (in_packed, in_wide) in pairs
+        ),
+        base=_base(packed.base, wide.base, share=len(quantized) / len(packed.positions)),
+        adapters=(*packed.adapters, *wide.adapters),
+        segments=segments,
+        sizes=(*packed.sizes, *wide.sizes),
+    )
+
+
+def _once(packed: Segment, wide: Segment, *, shift: int) -> Segment:
+    """Return a segment that happens once: beside what its own profile tells of it, what each layer
+    of the other kind adds."""
+    kept: Account = dict(packed.kept)
+    for key, polynomial in wide.repeated.items():
+        part, _, position = key.partition(" ")
+        kept[f"{part} {int(position) + shift}"] = polynomial
+    return replace(packed, kept=kept)
+
+
+def _shifted(tape: tuple[Entry, ...], *, by: int) -> tuple[Entry, ...]:
+    """Return a tape whose births name sizes further back."""
+    return tuple(
+        (what, key, value + by) if what in (BIRTH, LEAVE) else (what, key, value)
+        for what, key, value in tape
+    )
+
+
+def _base(packed: Base, wide: Base, *, share: float) -> Base:
+    """Return the base in between: layers are alike, and all else is in both."""
+
+    def between(low: int, high: int) -> int:
+        return round(share * low + (1 - share) * high)
+
+    return Base(
+        allocated_bytes=between(packed.allocated_bytes, wide.allocated_bytes),
+        requested_bytes=between(packed.requested_bytes, wide.requested_bytes),
+        reserved_bytes=between(packed.reserved_bytes, wide.reserved_bytes),
+        holes=packed.holes,
+    )
+
 
 _WIDE_BYTES = 2
 """Of an element of the base that is not packed."""

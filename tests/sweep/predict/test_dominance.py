@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
-from sweep.study.dominance import Footprint, RanOut, base_alone, dominates, footprint
+from sweep.predict.dominance import Footprint, RanOut, base_alone, dominates, footprint
 from tests.sweep.simulated_device import MODEL
 
 configs = st.builds(

@@ -1,0 +1,767 @@
+"""What is expected of configurations: the rules, their memory, their speed, and what trials showed.
+
+Plans, samplers, the driver of a study and reports all ask a `Forecaster`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces import rules
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.errors import InputError, SweepError
+from search_spaces.gpus import GpuSpec
+from search_spaces.linears import lora_parameters
+from search_spaces.models import ModelSpec
+from search_spaces.rules import Violation
+from storage.records import (
+    DominatedOutOfMemory,
+    EpochRecord,
+    Invalid,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    PredictionRecord,
+    TrialRecord,
+    Verdict,
+)
+from sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
+from sweep.predict.memory.arrays import FITS, UNKNOWN, WholeMemory, predict_nothing
+from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.memory.predictor import MemoryPredictor, Residuals
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
+from sweep.predict.speed.calibration import Calibration, LogFactors, calibrate
+from sweep.predict.speed.phases import refusal
+from sweep.predict.speed.predictor import SpeedPrediction, StepTimes, predict_steps
+
+PREDICTIONS_KEPT = 4096
+"""Configurations whose memory is not predicted again; one takes some 30 KiB."""
+TOO_FEW_TEXTS = "texts-make-no-micro-batch"
+"""The rule of a configuration for which the dataset is too small, or cut too short."""
+UNBUILDABLE = "cannot-be-built"
+"""The rule of what only the model's own code forbids: a target module that it does not have."""
+TRIALS_TO_CALIBRATE = 5
+"""Measured trials from which a GPU is known better than its data sheet."""
+TRIALS_CALIBRATED = 256
+"""The newest so many say how fast it is now, each of its eleven factors twenty times over."""
+TRACED = "structures traced"
+"""What is always the first to take its time."""
+
+Array = NDArray[np.float64]
+Basis = Literal["predicted", "calibrated", "measured"]
+"""Where a number comes from: a GPU's rates and a model's code, those with trials, or a trial."""
+Progress = Callable[[str], OnProgress]
+"""Returns what is told how much is done of what is named, and of how much."""
+
+
+def silent(_: str) -> OnProgress:
+    """Tell nobody."""
+    return tell_nobody
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a stored study has shown of a model, as far as it holds for one GPU."""
+
+    study: str | None = None
+    """Name of the study; None where nothing was asked."""
+    budget_bytes: int = 0
+    """Budget that its trials ran under."""
+    calibration: Calibration | None = None
+    """Of the speed; None where its trials ran on another GPU."""
+    trials: Mapping[TrialConfig, TrialRecord] = field(default_factory=dict)
+    """Trials measured to the end, on any GPU, by canonical configuration."""
+    ran_out: frozenset[TrialConfig] = frozenset()
+    """Configurations that really ran out of memory."""
+    is_same_card: bool = False
+    """Whether its trials ran on the GPU that is asked about."""
+    memory_errors: tuple[float, ...] = ()
+    """Predicted peak over the measured one, less 1, where a trial has both."""
+    records: Sequence[TrialRecord] = ()
+    """All of its trials: the worst of their errors widens predictions, as in the study itself."""
+    notes: tuple[str, ...] = ()
+    """What of the study cannot be used, and why."""
+
+    @property
+    def memory_error(self) -> float | None:
+        """Median size of the memory prediction's relative error; None where nothing tells."""
+        return statistics.median(map(abs, self.memory_errors)) if self.memory_errors else None
+
+    def fits(self, config: TrialConfig, *, budget_bytes: int) -> bool | None:
+        """Return whether ``config`` fits, as a trial has shown; None where none has."""
+        if self.study is None:
+            return None
+        known = canonical(config)
+        if known in self.trials and self.budget_bytes <= budget_bytes:
+            return True
+        if known in self.ran_out and self.budget_bytes >= budget_bytes:
+            return False
+        return None
+
+    def trial(self, config: TrialConfig) -> TrialRecord | None:
+        """Return the trial that measured ``config`` on the GPU that is asked about."""
+        return self.trials.get(canonical(config)) if self.is_same_card else None
+
+
+NO_EVIDENCE = Evidence()
+
+
+class SpeedModel(Protocol):
+    """Predicts the speed of a configuration, the better the more trials it has seen."""
+
+    def predict(self, config: TrialConfig) -> float | None:
+        """Return tokens/s; None where it cannot say."""
+        ...
+
+    def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
+        """Return the model of many configurations' steps; None where it cannot say."""
+        ...
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial."""
+        ...
+
+
+class SpeedForecast:
+    """Predicts speed on one GPU by its data sheet and by the trials that it ran."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        shapes: ShapesOnTexts | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self._model = model
+        self._gpu = gpu
+        self._shapes = shapes
+        self._calibration = calibration
+        self._measured: list[TrialRecord] = []
+        self._is_stale = False
+
+    def predict(self, config: TrialConfig) -> float | None:
+        """Return tokens/s; None where the architecture or the compute type has no prediction."""
+        speed = float(self.tokens_per_second([config])[0])
+        return None if math.isnan(speed) else speed
+
+    def tokens_per_second(self, configs: Sequence[TrialConfig]) -> Array:
+        """Return the speeds of many configurations; not a number where there is no prediction."""
+        times = StepTimes(self._full(configs), model=self._model, gpu=self._gpu)
+        seconds = times.seconds(self._calibrated())
+        if self._shapes is not None:
+            pairs = zip(configs, seconds.tolist(), strict=True)
+            seconds = np.array([self._shapes.step_seconds(*pair) for pair in pairs], float)
+        return tokens_per_step(configs, self._shapes) / seconds
+
+    def steps(self, configs: Sequence[TrialConfig]) -> list[SpeedPrediction | InputError]:
+        """Return all that is predicted of each step, or why nothing is."""
+        predict = predict_steps if self._shapes is None else self._shapes.predict_steps
+        known = self._calibrated()
+        return predict(configs, model=self._model, gpu=self._gpu, calibration=known)
+
+    def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
+        """Return the data sheet's model of the configurations' steps."""
+        try:
+            return LogFactors(self._full(configs), model=self._model, gpu=self._gpu)
+        except ValueError:
+            return None
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial; only those measured to the end say something of the GPU."""
+        if record.verdict is Verdict.FITS and record.measurement is not None:
+            self._measured.append(record)
+            self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE
+
+    def _full(self, configs: Sequence[TrialConfig]) -> Sequence[TrialConfig]:
+        """Return the configurations of full rows that take as long."""
+        return configs if self._shapes is None else [self._shapes.for_speed(c) for c in configs]
+
+    def _calibrated(self) -> Calibration | None:
+        if self._is_stale:
+            newest = self._measured[-TRIALS_CALIBRATED:]
+            self._calibration = calibrated(
+                newest, model=self._model, gpu=self._gpu, shapes=self._shapes
+            )
+            self._is_stale = False
+        return self._calibration
+
+
+def calibrated(
+    records: Iterable[TrialRecord],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    shapes: ShapesOnTexts | None,
+) -> Calibration | None:
+    """Return what measured trials say of a GPU's speed; None where they say nothing."""
+    observations = [
+        (record.config, record.measurement.step_seconds)
+        for record in records
+        if record.measurement is not None and refusal(record.config, model=model, gpu=gpu) is None
+    ]
+    if shapes is not None:
+        # What full sequences would take that a step on texts stands for.
+        observations = [(shapes.for_speed(c), shapes.full_seconds(c, s)) for c, s in observations]
+    return calibrate(observations, model=model, gpu=gpu) if observations else None
+
+
+class _Memory:
+    """Predicted memory of some configurations; no trial changes it, only how sure it is."""
+
+    def __init__(self, whole: WholeMemory) -> None:
+        self.whole = whole
+        self.fits: dict[tuple[int, float], Fit] = {}
+        """By row, and by how far its peak may be off."""
+        self._predictions: dict[int, MemoryPrediction] = {}
+
+    def prediction(self, row: int) -> MemoryPrediction:
+        """Return what is predicted of a row, as sure as predictions state it."""
+        if row not in self._predictions:
+            self._predictions[row] = self.whole.prediction(row)
+        return self._predictions[row]
+
+
+class Forecasts:
+    """What is expected of many configurations, a row each.
+
+    Every column is worked out when it is first read. It holds until the forecaster learns of a
+    further trial.
+    """
+
+    def __init__(
+        self,
+        forecaster: Forecaster,
+        configs: Sequence[TrialConfig],
+        memory: Callable[[], _Memory],
+        fits: Sequence[Fit] | None = None,
+    ) -> None:
+        self.configs = configs
+        self.forecaster = forecaster
+        self.budget_bytes = forecaster.budget_bytes
+        self.is_cut_up = forecaster.is_cut_up
+        self._make_memory = memory
+        self._known_fits = fits
+        self._rows: dict[int, Forecast] = {}
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def __getitem__(self, row: int) -> Forecast:
+        if row not in self._rows:
+            self._rows[row] = Forecast(self.configs[row], self, row)
+        return self._rows[row]
+
+    def few(self, rows: Sequence[int]) -> Forecasts:
+        """Return some rows alone, of which more is going to be asked."""
+        configs = [self.configs[row] for row in rows]
+        return self.forecaster.forecast(configs, fits=[self.fit(row) for row in rows])
+
+    @cached_property
+    def _memory(self) -> _Memory:
+        return self._make_memory()
+
+    @property
+    def refused(self) -> Mapping[int, InputError]:
+        """Why no memory is predicted, of the rows of which none is."""
+        return self._memory.whole.refused
+
+    @cached_property
+    def peak_bytes(self) -> Array | None:
+        """Predicted allocated peaks, not a number where one is not predicted; None for none."""
+        peaks = self._memory.whole.peak_allocated_bytes.astype(float)
+        return None if (peaks < 0).all() else np.where(peaks < 0, np.nan, peaks)
+
+    @property
+    def least_bytes(self) -> NDArray[np.int64]:
+        """No more than the peaks, without replaying a step."""
+        return self._memory.whole.least_allocated_bytes
+
+    @property
+    def uncertainty(self) -> Array:
+        """How far each peak may be off, relative, as predictions state it."""
+        return self._memory.whole.uncertainty
+
+    @cached_property
+    def errors(self) -> Array:
+        """The same, no surer than the trials allow."""
+        return self.forecaster.residuals.widest(self.uncertainty, self.configs)
+
+    @cached_property
+    def _quick_fits(self) -> list[int]:
+        codes = self._memory.whole.quick_fits(self.budget_bytes, uncertainty=self.errors)
+        return [int(code) for code in codes]
+
+    def fit(self, row: int) -> Fit:
+        """Return whether a row fits, whatever the rules say; a trial that has shown it overrules.
+
+        Uncertain too where nothing is predicted.
+        """
+        shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
+        if shown is not None:
+            return Fit.YES if shown else Fit.NO
+        if self._known_fits is not None:
+            return self._known_fits[row]
+        error, known = float(self.errors[row]), self._memory.fits
+        if (row, error) not in known:
+            code = self._quick_fits[row]
+            known[row, error] = FITS[code] if code != UNKNOWN else self._replayed_fit(row)
+        return known[row, error]
+
+    def _replayed_fit(self, row: int) -> Fit:
+        memory = self.memory(row)
+        return Fit.UNCERTAIN if memory is None else memory.fits(self.budget_bytes)
+
+    def memory(self, row: int) -> MemoryPrediction | None:
+        """Return what a row needs, no surer than the trials allow; None for no prediction."""
+        if row in self.refused:
+            return None
+        return self._memory.prediction(row).widened(float(self.errors[row]))
+
+    @cached_property
+    def tokens_per_step(self) -> Array | None:
+        """Those that carry loss, as a mean of the texts; None for full rows, all of whose do."""
+        shapes = self.forecaster.shapes
+        return None if shapes is None else tokens_per_step(self.configs, shapes)
+
+    @cached_property
+    def tokens_per_second(self) -> Array:
+        """Measured where a trial was, else predicted; 0 where nothing is known."""
+        speeds = np.nan_to_num(self._rates.tokens_per_second(self.configs))
+        if self.forecaster.evidence.is_same_card:
+            tokens = tokens_per_step(self.configs, self.forecaster.shapes)
+            for row, config in enumerate(self.configs):
+                trial = self.forecaster.evidence.trial(config)
+                if trial is not None and trial.measurement is not None:
+                    speeds[row] = tokens[row] / trial.measurement.step_seconds
+        return speeds
+
+    @cached_property
+    def steps(self) -> list[SpeedPrediction | InputError]:
+        """All that is predicted of each step, or why nothing is."""
+        return self._rates.steps(self.configs)
+
+    @property
+    def _rates(self) -> SpeedForecast:
+        speed = self.forecaster.speed
+        assert isinstance(speed, SpeedForecast), "a plan is of a GPU"
+        return speed
+
+    @cached_property
+    def physics(self) -> LogFactors | None:
+        """The data sheet's model of the steps; None where there is none."""
+        speed = self.forecaster.speed
+        return None if speed is None else speed.physics(self.configs)
+
+    @cached_property
+    def target(self) -> LogFactors | None:
+        """The same on the target, where another GPU stands in for it; else None."""
+        speed = self.forecaster.target_speed
+        return None if speed is None else speed.physics(self.configs)
+
+    @cached_property
+    def trainable_parameters(self) -> Array | None:
+        """Sizes of the adapters; None where the model's layers are not known."""
+        counts = [lora_parameters(config, self.forecaster.model) for config in self.configs]
+        return None if None in counts else np.array(counts, dtype=float)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of one configuration: a row of `Forecasts`.
+
+    Each part is worked out when it is first read: looking for the fastest of a thousand asks for
+    the memory of none.
+    """
+
+    config: TrialConfig
+    _all: Forecasts = field(repr=False, compare=False)
+    _row: int = field(repr=False, compare=False, default=0)
+
+    @cached_property
+    def rule(self) -> Violation | None:
+        """The rule that forbids it, if one does; takes no prediction."""
+        return self.forecaster.broken(self.config)
+
+    @cached_property
+    def memory(self) -> MemoryPrediction | None:
+        """What it needs, no surer than the trials allow; None where nothing can be predicted."""
+        return self._all.memory(self._row)
+
+    @property
+    def peak_allocated_bytes(self) -> int | None:
+        """Of that."""
+        return None if self.memory is None else self.memory.peak_allocated_bytes
+
+    @property
+    def far_beyond_bytes(self) -> int | None:
+        """What it needs at least, where that is surely too much and seen without a replay."""
+        least, error = int(self._all.least_bytes[self._row]), float(self._all.errors[self._row])
+        return least if least * (1.0 - error) > self._all.budget_bytes else None
+
+    @property
+    def _refused(self) -> InputError | None:
+        return self._all.refused.get(self._row)
+
+    @cached_property
+    def broken(self) -> Violation | None:
+        """That rule, or that the model cannot be built so."""
+        error = self._refused
+        if self.rule is not None or error is None or isinstance(error, Untraceable):
+            return self.rule
+        return Violation(UNBUILDABLE, str(error))
+
+    @cached_property
+    def fit(self) -> Fit:
+        """Whether it fits; uncertain too where nothing can be predicted."""
+        return Fit.NO if self.broken is not None else self._all.fit(self._row)
+
+    @cached_property
+    def fits(self) -> bool | None:
+        """The best guess, also where `fit` is uncertain; None where there is nothing to go by."""
+        if self.fit is not Fit.UNCERTAIN:
+            return self.fit is Fit.YES
+        return None if self.memory is None else self.memory.is_likely(self._all.budget_bytes)
+
+    @cached_property
+    def trial(self) -> TrialRecord | None:
+        """The trial of a stored study that measured it on this GPU."""
+        return None if self.rule else self.forecaster.evidence.trial(self.config)
+
+    @cached_property
+    def _step(self) -> SpeedPrediction | InputError | None:
+        return None if self.broken else self._all.steps[self._row]
+
+    @property
+    def speed(self) -> SpeedPrediction | None:
+        """None where the architecture or the compute type has no prediction, or a rule forbids
+        it."""
+        return None if isinstance(self._step, InputError) else self._step
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Those that carry loss, as a mean of the texts; None for full rows, all of whose do."""
+        shapes = self.forecaster.shapes
+        return None if shapes is None else shapes.loss_tokens_per_step(self.config)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why something is missing."""
+        why = {"memory is": self._refused, "speed and cost are": self._step}
+        errors = {what: error for what, error in why.items() if isinstance(error, InputError)}
+        told = (f"{what} not predicted: {error}" for what, error in errors.items())
+        return () if self.broken is not None else tuple(told)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of an optimizer step: measured where it was, else predicted."""
+        if self.trial is not None and self.trial.measurement is not None:
+            return self.trial.measurement.step_seconds
+        return None if self.speed is None else self.speed.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that carry loss per second: of texts, or of full rows."""
+        seconds = self.step_seconds
+        if seconds is None:
+            return None
+        return (self.tokens_per_step or self.config.tokens_per_step) / seconds
+
+    @property
+    def speed_uncertainty(self) -> float | None:
+        """Relative: the truth is expected within this much of the step's seconds."""
+        if self.trial is not None and self.trial.measurement is not None:
+            measured = self.trial.measurement
+            ends = measured.step_seconds_ci95
+            return None if ends is None else max(abs(e / measured.step_seconds - 1.0) for e in ends)
+        return None if self.speed is None else self.speed.uncertainty
+
+    @property
+    def step_uncertainty(self) -> float:
+        """The same for sums of money and time: a step measured too few times for an interval of its
+        own is no surer than its prediction."""
+        if self.speed_uncertainty is not None:
+            return self.speed_uncertainty
+        return 0.0 if self.speed is None else self.speed.uncertainty
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float] | None:
+        """The least and the most that the speed's uncertainty leaves possible."""
+        speed, error = self.tokens_per_second, self.speed_uncertainty
+        if speed is None or error is None:
+            return None
+        return speed / (1.0 + error), speed / (1.0 - error) if error < 1.0 else math.inf
+
+    @property
+    def speed_basis(self) -> Basis | None:
+        """Where the speed comes from."""
+        if self.trial is not None:
+            return "measured"
+        return None if self.speed is None else self.speed.basis
+
+    @property
+    def forecaster(self) -> Forecaster:
+        """What was asked."""
+        return self._all.forecaster
+
+    @property
+    def epoch(self) -> EpochRecord | None:
+        """One pass over the texts; None without texts."""
+        return self.forecaster.epoch_of(self.config)
+
+    @cached_property
+    def _ruled_out(self) -> Outcome | None:
+        return self.forecaster.ruled_out(self.config)
+
+    @cached_property
+    def is_refused(self) -> bool:
+        """Whether there is a `refusal`; quicker, as nobody wants to know what it says."""
+        return self._ruled_out is not None or self._all.fit(self._row) is Fit.NO
+
+    @cached_property
+    def refusal(self) -> Outcome | None:
+        """The verdict that spares the GPU a trial; None where only running it tells.
+
+        What is predicted not to fit is refused by the verdict that `sweep plan` gives as well,
+        though a smaller trial ran out of memory too: the prediction says how much it needs. What is
+        too close to say is left to the GPU.
+        """
+        if isinstance(self._ruled_out, Invalid) or self.memory is None:
+            return self._ruled_out
+        if self._all.fit(self._row) is not Fit.NO:
+            return self._ruled_out
+        budget, percent = self._all.budget_bytes, 100 * self.memory.uncertainty
+        return PredictedOutOfMemory(
+            predicted_bytes=self.memory.needed_bytes(budget),
+            detail=f"budget {budget} bytes, peak predicted within {percent:.3g} %",
+        )
+
+    @cached_property
+    def record(self) -> PredictionRecord | None:
+        """What a trial's record keeps of it; None where memory is not predicted, and of what is
+        not valid: nobody is to wait for the tracing of a step that never runs."""
+        if isinstance(self._ruled_out, Invalid) or self.memory is None:
+            return None
+        speed = self.forecaster.speed
+        return PredictionRecord(
+            peak_allocated_bytes=self.memory.peak_allocated_bytes,
+            peak_reserved_bytes=self.memory.peak_reserved_bytes,
+            tokens_per_second=None if speed is None else speed.predict(self.config),
+        )
+
+
+class Forecaster:
+    """Predicts for any configuration of one model on one GPU, and learns from trials.
+
+    Args:
+        model: what is trained.
+        budget_bytes: what a training may take.
+        gpu: whose rules and rates hold where neither ``violation`` nor ``speed`` is given.
+        violation: the rules, bound to model and device.
+        predictor: None where memory cannot be predicted; the device then decides.
+        speed: None where speed cannot be predicted.
+        target_speed: of the target, where another GPU stands in for it.
+        shapes: of the texts that are trained on; None where rows are full.
+        evidence: what a stored study has shown.
+        is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
+        warn: told once of each reason why memory is not predicted, which is then left to the
+            device; without it, faults of the environment are raised.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        budget_bytes: int,
+        gpu: GpuSpec | None = None,
+        violation: Callable[[TrialConfig], Violation | None] | None = None,
+        predictor: MemoryPredictor | None = None,
+        speed: SpeedModel | None = None,
+        target_speed: SpeedModel | None = None,
+        shapes: ShapesOnTexts | None = None,
+        evidence: Evidence = NO_EVIDENCE,
+        is_cut_up: bool = True,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.budget_bytes = budget_bytes
+        self.shapes = shapes
+        self.evidence = evidence
+        self.is_cut_up = is_cut_up
+        self.residuals = Residuals(evidence.records)
+        self.speed = speed
+        self._gpu = gpu
+        if gpu is not None:
+            self.speed = speed or SpeedForecast(
+                model=model, gpu=gpu, shapes=shapes, calibration=evidence.calibration
+            )
+            violation = violation or partial(
+                rules.violation,
+                model=model,
+                compute_capability=gpu.compute_capability,
+                device="cuda",
+                has_texts=shapes is not None,
+            )
+        assert violation is not None, "rules are of a GPU, or given"
+        self._violation = violation
+        self._predictor = (
+            predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
+        )
+        self.target_speed = target_speed
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._ran_out = RanOut()
+        self._expected: dict[TrialConfig, Forecast] = {}
+        self._memory: dict[TrialConfig, _Memory] = {}
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The GPU that is asked about."""
+        assert self._gpu is not None, "a plan is of a GPU"
+        return self._gpu
+
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether any speed is known."""
+        return self.speed is not None
+
+    def forecast(
+        self,
+        configs: Sequence[TrialConfig],
+        *,
+        progress: Progress | None = None,
+        is_replayed: bool = False,
+        fits: Sequence[Fit] | None = None,
+    ) -> Forecasts:
+        """Return what is expected of many configurations.
+
+        Args:
+            configs: a row each.
+            progress: told of what takes its time; without it nothing is traced together.
+            is_replayed: whether all of each is going to be looked at, so that steps are replayed
+                together, on all processors.
+            fits: of each, where that is known from before.
+        """
+
+        def memory() -> _Memory:
+            if progress is not None:
+                self.prepare(configs, on_progress=progress(TRACED))
+            whole = self._whole(configs) or predict_nothing(configs)
+            if is_replayed:
+                whole.replay(on_progress=(progress or silent)("steps replayed"))
+            return _Memory(whole)
+
+        return Forecasts(self, configs, memory, fits)
+
+    def foresee(self, configs: Sequence[TrialConfig]) -> Any:
+        """Return the same, as samplers ask for it."""
+        return self.forecast(configs)
+
+    def expect(self, config: TrialConfig) -> Forecast:
+        """Return what is expected of one; the same value until a further trial is learned."""
+        if config not in self._expected:
+            of_one = Forecasts(self, [config], lambda: self._kept_memory(config))
+            self._expected[config] = of_one[0]
+        return self._expected[config]
+
+    def _kept_memory(self, config: TrialConfig) -> _Memory:
+        """Return the memory of one, which stays what it is whatever trials show."""
+        if config not in self._memory:
+            whole = self._whole([config])
+            if whole is None:
+                return _Memory(predict_nothing([config]))
+            self._memory[config] = _Memory(whole)
+        if len(self._memory) > PREDICTIONS_KEPT:
+            del self._memory[next(iter(self._memory))]
+        return self._memory[config]
+
+    def prepare(self, configs: Iterable[TrialConfig], *, on_progress: OnProgress) -> None:
+        """Do ahead, and together, what predicting the memory of valid configurations takes.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered, and nobody is warned of it.
+        """
+        if self._predictor is None:
+            return
+        try:
+            self._predictor.prepare(filter(self.is_valid, configs), on_progress=on_progress)
+        except SweepError as error:
+            self._tell(error)
+
+    def _whole(self, configs: Sequence[TrialConfig]) -> WholeMemory | None:
+        """Return what is predicted of the configurations' memory; None where nothing can be."""
+        if self._predictor is None:
+            return None
+        try:
+            whole = self._predictor.predict_all(configs)
+        except SweepError as error:
+            self._tell(error)
+            return None
+        if self._warn is not None:
+            for refused in whole.refused.values():
+                self._tell(refused)
+        return whole
+
+    def _tell(self, error: SweepError) -> None:
+        """Warn of an error once; raise it where nobody is to be warned."""
+        if self._warn is None:
+            raise error
+        message = f"memory of some configurations is not predicted, so the device decides: {error}"
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+    def broken(self, config: TrialConfig) -> Violation | None:
+        """Return the rule that forbids ``config`` on this model, GPU and texts, or None."""
+        broken = self._violation(config)
+        if broken is not None or self.shapes is None:
+            return broken
+        refusal = self.shapes.epochs.refusal(config)
+        return None if refusal is None else Violation(TOO_FEW_TEXTS, refusal)
+
+    def is_valid(self, config: TrialConfig) -> bool:
+        """Return whether no rule forbids ``config``, and the texts make a batch of it."""
+        return self.broken(config) is None
+
+    def ruled_out(self, config: TrialConfig) -> Outcome | None:
+        """Return the verdict of the rules, or of a smaller trial that ran out of memory."""
+        broken = self.broken(config)
+        if broken is not None:
+            return Invalid(rule=broken.rule, detail=broken.reason)
+        number = self._ran_out.below(self._footprint(config))
+        return None if number is None else DominatedOutOfMemory(by=number)
+
+    def _footprint(self, config: TrialConfig) -> Footprint:
+        return footprint(config, model=self.model, has_texts=self.shapes is not None)
+
+    def epoch_of(self, config: TrialConfig) -> EpochRecord | None:
+        """Return what an epoch of the texts is to ``config``; None without texts."""
+        return None if self.shapes is None else self.shapes.epochs.record(config)
+
+    def learn(self, record: TrialRecord) -> None:
+        """Take in a finished trial: one that ran out is remembered, a measured one calibrates."""
+        self._expected.clear()
+        if self.speed is not None:
+            self.speed.learn(record)
+        match record.outcome:
+            case OutOfMemory(stage=stage):
+                whole = self._footprint(record.config)
+                least = base_alone(whole) if stage == "load" else whole
+                self._ran_out.learn(record.number, least)
+            case _:
+                self.residuals.learn(record)
+
+    def learn_all(self, records: Iterable[TrialRecord]) -> None:
+        """Take in the finished trials of a study that goes on."""
+        for record in records:
+            self.learn(record)

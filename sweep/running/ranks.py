@@ -1,0 +1,230 @@
+"""The further ranks of a configuration that several GPUs train together: the same worker each,
+started by the one that the supervisor knows, given the same commands, heard and replaced.
+
+They are in the first worker's process group and bound to its life, so that whoever ends it ends
+them. What befalls one of them is told from a thread: the first may by then wait for it within a
+step, for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+from search_spaces.errors import words_of
+from storage.records import Crashed, Outcome
+from sweep.running.wire import (
+    Finished,
+    Ready,
+    RunCommand,
+    UnreadableError,
+    Unusable,
+    WorkerSettings,
+    read_message,
+    to_line,
+)
+from sweep.training import team
+
+_BEAT_SECONDS = 1.0
+"""Between two signs of life while the others are waited for."""
+_START_SECONDS = 300.0
+"""Until another rank has imported its libraries and taken its GPU."""
+_END_SECONDS = 60.0
+"""Until it has ended its trial, once the first has."""
+_CAUSE_SECONDS = 10.0
+"""That a rank which may have ended gets to be heard, where the first failed."""
+
+
+class RankError(Exception):
+    """Another rank did not start."""
+
+
+class Ranks:
+    """The other ranks, started as far as a trial needs them; they stay, with their bases.
+
+    Args:
+        settings: of all of them.
+        beat: called while they are waited for.
+        module: what they run; tests put another there.
+
+    Attributes:
+        on_failure: told what befell one of them, from a thread.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        *,
+        beat: Callable[[], None],
+        module: str = "sweep.running",
+    ) -> None:
+        self._settings, self._beat, self._module = settings, beat, module
+        self._all: dict[int, _Rank] = {}
+        self._of_trial: list[_Rank] = []
+        self._size = 1
+        self._meetings: list[IO[bytes]] = []
+        """Files by which the processes of a group find each other, the newest last."""
+        self.on_failure: Callable[[Outcome], None] = lambda _: None
+
+    def begin(self, command: RunCommand) -> RunCommand:
+        """Have as many others as the configuration takes begin with a command; return it as they
+        have it.
+
+        Raises:
+            RankError: one cannot be started.
+        """
+        size = command.request.config.data_parallel
+        ended = [rank for rank, process in self._all.items() if process.has_ended()]
+        for rank in ended:
+            # It had nothing to do: that is no configuration's doing.
+            del self._all[rank]
+        is_new_group = bool(ended) or size != self._size
+        if is_new_group:
+            # What is started now would take itself for one of the old group.
+            team.leave()
+        for rank in range(1, size):
+            if rank not in self._all:
+                self._all[rank] = _Rank(rank, self._settings, self._module, self._tell_failure)
+        self._of_trial = told = [self._all[rank] for rank in range(1, size)]
+        for process in told:
+            process.await_ready(self._beat)
+        if is_new_group:
+            # Those that are left out leave the group too.
+            self._size, told = size, list(self._all.values())
+            # In memory, so that nothing is left however they end; the last is still in use.
+            self._meetings = self._meetings[-1:]
+            self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
+        if self._meetings:
+            meeting = f"/proc/{os.getpid()}/fd/{self._meetings[-1].fileno()}"
+            command = command.model_copy(update={"meeting": meeting})
+        for process in told:
+            process.tell(command)
+        return command
+
+    def end(self) -> str | None:
+        """Wait until the others have ended the trial too; return why they cannot run another."""
+        reasons = [process.end() for process in self._of_trial]
+        return next((words for words in reasons if words is not None), None)
+
+    def hear_out(self) -> None:
+        """Let a rank that ended be heard first: without it the others fail for another reason."""
+        until = time.monotonic() + _CAUSE_SECONDS
+        for process in self._of_trial:
+            process.hearing.join(max(0.0, until - time.monotonic()))
+
+    def _tell_failure(self, outcome: Outcome) -> None:
+        self.on_failure(outcome)
+
+
+class _Rank:
+    """One of the other ranks, and the thread that hears it."""
+
+    def __init__(
+        self,
+        rank: int,
+        settings: WorkerSettings,
+        module: str,
+        on_failure: Callable[[Outcome], None],
+    ) -> None:
+        self._rank, self._on_failure = rank, on_failure
+        self._ends: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._is_training = False
+        self._run_id: str | None = None
+        """Of the command that it trains; None where it is told to leave the group."""
+        read_end, write_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                # -P: a module of the user's directory must not shadow ours.
+                [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid()), str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                pass_fds=[write_end],
+            )
+        except OSError as error:
+            os.close(read_end)
+            raise RankError(f"no process for card {rank}: {words_of(error)}") from error
+        finally:
+            os.close(write_end)
+        self._write(settings.model_dump_json().encode() + b"\n")
+        self.hearing = threading.Thread(target=self._hear, args=(os.fdopen(read_end, "rb"),))
+        self.hearing.daemon = True
+        self.hearing.start()
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        # Asked of the system: whoever reaps it meanwhile holds a lock that `poll` gives way to.
+        try:
+            looking = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            return os.waitid(os.P_PID, self._process.pid, looking) is not None
+        except ChildProcessError:
+            return True
+
+    def await_ready(self, beat: Callable[[], None]) -> None:
+        """Return once it has its GPU.
+
+        Raises:
+            RankError: it never does.
+        """
+        until = time.monotonic() + _START_SECONDS
+        while not self._ready.wait(_BEAT_SECONDS):
+            if time.monotonic() >= until:
+                raise RankError(f"the process of card {self._rank} did not start")
+            beat()
+
+    def tell(self, command: RunCommand) -> None:
+        """Write a command; whether it comes to anything is heard."""
+        self._is_training = self._rank < command.request.config.data_parallel
+        self._run_id = command.run_id if self._is_training else None
+        self._write(to_line(command))
+
+    def end(self) -> str | None:
+        """Wait for the end of its trial; return why it cannot run another."""
+        try:
+            retire = self._ends.get(timeout=_END_SECONDS).retire
+        except queue.Empty:
+            return f"card {self._rank} did not end its trial"
+        return None if retire is None else f"card {self._rank}: {retire}"
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        # That it is gone is heard, with what it said last.
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def _hear(self, messages: IO[bytes]) -> None:
+        for line in messages:
+            try:
+                self._take(read_message(line))
+            except UnreadableError as error:
+                said = f"the process of card {self._rank} said {error}"
+                self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))
+        status = self._process.wait()
+        if self._is_training or not self._ready.is_set():
+            ended = f"the process of card {self._rank} ended with status {status}"
+            self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Ready():
+                self._ready.set()
+            case Finished(run_id=run_id) if run_id != self._run_id:
+                # It only left the group.
+                pass
+            case Finished(is_apart=False):
+                self._is_training = False
+                self._ends.put(message)
+            case Finished(outcome=outcome):
+                detail = f"card {self._rank}: {getattr(outcome, 'detail', '')}"
+                self._on_failure(outcome.model_copy(update={"detail": detail}))
+            case Unusable(reason=reason):
+                detail = f"card {self._rank}: {reason}"
+                self._on_failure(Crashed(phase="start", cause="exception", detail=detail))

@@ -1,0 +1,325 @@
+"""The surrogate: how fast each configuration is expected to be, and how likely it fits.
+
+A calibrated physical model says what is expected, a Gaussian process over the settings what that
+leaves unexplained, and the trials how far either is to be trusted: several views of the model
+(trusted, loosely, as a mere hint, not at all) are weighed by how likely each makes what was
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.special import log_ndtr, ndtr
+
+from sweep.sampling.expecting import Array, Codes, Physics
+
+JITTER = 1e-8
+LINEARIZATIONS = 4
+"""Times that the physical model is linearized around its fitted factors."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One property of the configurations, as the process compares them."""
+
+    codes: Codes
+    """Which of the property's values each configuration has."""
+    alike: Array
+    """Correlation of two values, from 0 to 1, by their codes."""
+    is_kind: bool = False
+    """Whether they are words, of which one says nothing of another."""
+
+    @classmethod
+    def of_numbers(cls, values: Array, *, scale: float) -> Column:
+        """Return a column of numbers; those ``scale`` apart have a correlation of 0.6."""
+        unique, codes = np.unique(np.round(values, 9), return_inverse=True)
+        apart = (unique[:, None] - unique[None, :]) / scale
+        return cls(codes, np.exp(-0.5 * apart**2))
+
+    @classmethod
+    def of_kinds(cls, kinds: Sequence[Any], *, common: float) -> Column:
+        """Return a column of words; two different ones have a correlation of ``common``."""
+        known = {kind: code for code, kind in enumerate(dict.fromkeys(kinds))}
+        alike = np.full((len(known), len(known)), common)
+        np.fill_diagonal(alike, 1.0)
+        codes = np.array([known[kind] for kind in kinds], dtype=np.intp)
+        return cls(codes, alike, is_kind=True)
+
+
+@dataclass(frozen=True)
+class View:
+    """How far the physical model is trusted."""
+
+    weight: float
+    """Probability before anything was measured."""
+    offset: float
+    """Standard deviation of what each single property adds that the model does not know of."""
+    residual: float
+    """The same of what all of them together add."""
+    trend: float | None = None
+    """Of the slopes over the model's log seconds and over log tokens, where the model is but a
+    hint; None where its level counts."""
+    is_physical: bool = True
+    """Whether what the model predicts counts at all."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the model's own level counts, its factors fitted."""
+        return self.is_physical and self.trend is None
+
+
+VIEWS = (
+    View(weight=0.60, offset=0.015, residual=0.04),
+    View(weight=0.25, offset=0.05, residual=0.08),
+    View(weight=0.10, offset=0.15, residual=0.10, trend=1.0),
+    View(weight=0.05, offset=0.30, residual=0.30, is_physical=False),
+)
+"""The first is what makes the steps measured on an H200 most likely, of twelve surfaces of ten
+models; `tests/bench/README.md` says how they were compared."""
+LAUNCH_DOUBT = 8.0
+"""By how much more the physical model leaves unexplained of a step that the host holds up, than of
+one that the GPU does: by the same comparison."""
+LAUNCH_NOISE = 0.04
+"""Relative error of such a step's speed beside its own: the host's pace from minute to minute."""
+UNTRIED = 0.2
+"""Standard deviation that each word (kernels, a compiler, ...) adds of which nothing was tried yet:
+what trials of others show to be right may be wrong of it."""
+_LEAST = 1e-6
+_LEVEL = 3.0
+"""Standard deviation of a log speed of which nothing is known."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was measured: rows of the configurations, and each one's log tokens/s."""
+
+    rows: Codes
+    log_speed: Array
+    noise: Array
+    """Standard deviation of each."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A quantity's logarithm for every configuration, as a mixture of normal distributions."""
+
+    weights: Array
+    """Of each view."""
+    means: Array
+    """By view and configuration."""
+    deviations: Array
+
+    @cached_property
+    def mean(self) -> Array:
+        """Expected logarithm."""
+        return np.asarray(self.weights @ self.means)
+
+    @cached_property
+    def deviation(self) -> Array:
+        """Standard deviation of the logarithm."""
+        second = self.weights @ (self.deviations**2 + self.means**2)
+        return np.asarray(np.sqrt(np.maximum(second - self.mean**2, 0.0)))
+
+    def surer(self, share: float) -> Mixture:
+        """Return one distribution of the same mean, with so much of the deviation."""
+        deviation = np.maximum(share * self.deviation, _LEAST)
+        return Mixture(np.ones(1), self.mean[None, :], deviation[None, :])
+
+
+class SpeedSurrogate:
+    """Predicts the log speed of every configuration from what was measured of some.
+
+    Args:
+        columns: the properties by which they are compared.
+        log_tokens: logarithm of each one's tokens per optimizer step.
+        physics: predicts their steps; None where nothing does.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], *, log_tokens: Array, physics: Physics | None
+    ) -> None:
+        self._columns = [column for column in columns if len(column.alike) > 1]
+        self._log_tokens = log_tokens
+        self._physics = physics
+        self._launch_shares = np.zeros(len(log_tokens))
+        self._log_seconds = log_tokens
+        """Of the model as it is before any trial."""
+        if physics is not None:
+            self._launch_shares = physics.launch_shares
+            unchanged = np.zeros(len(physics.spread))
+            self._log_seconds = physics.log_seconds(unchanged, slice(None))
+
+    def posterior(self, observed: Observed) -> Mixture:
+        """Return the log speeds of all configurations, given what was measured."""
+        rows = observed.rows
+        noise = np.hypot(observed.noise, LAUNCH_NOISE * self._launch_shares[rows])
+        observed = replace(observed, noise=noise)
+        views = [view for view in VIEWS if self._physics is not None or not view.is_physical]
+        if not self._columns:
+            views = views[:1]
+        shape = len(self._log_tokens), len(rows)
+        together, single = np.ones(shape), np.zeros(shape)
+        for column in self._columns:
+            alike = column.alike[:, column.codes[rows]][column.codes]
+            together *= alike
+            single += alike
+        found = [self._under(view, observed, together, single) for view in views]
+        logs = np.array([math.log(v.weight) + f[2] for v, f in zip(views, found, strict=True)])
+        weights = np.exp(logs - logs.max())
+        return Mixture(
+            weights / weights.sum(),
+            np.array([f[0] for f in found]),
+            np.hypot([f[1] for f in found], self._untried(rows)),
+        )
+
+    def _untried(self, rows: Codes) -> Array:
+        """Return how far off the configurations may be for words of which nothing was tried."""
+        count = np.zeros(len(self._log_tokens))
+        if len(rows):
+            for column in self._columns:
+                count += column.is_kind * ~np.isin(column.codes, column.codes[rows])
+        return np.asarray(UNTRIED * np.sqrt(count))
+
+    def _under(
+        self, view: View, observed: Observed, together: Array, single: Array
+    ) -> tuple[Array, Array, float]:
+        """Return mean and deviation of every log speed, and the log likelihood of the measured.
+
+        Log speed is a prior, plus a basis times normal weights, plus residuals.
+
+        Args:
+            view: how far the model is trusted.
+            observed: what was measured.
+            together: correlation of all configurations with the measured, in all columns at once.
+            single: the same of each column, added up.
+        """
+        rows = observed.rows
+        doubt = 1.0 + LAUNCH_DOUBT * self._launch_shares * view.is_calibrated
+        share = view.offset**2 / max(1, len(self._columns))
+        scale = doubt[:, None] * doubt[rows][None, :]
+        residuals = (share * single + view.residual**2 * together) * scale
+        if view.is_calibrated:
+            prior, basis, spread = self._calibrated(observed, residuals[rows])
+        else:
+            prior, basis, spread = self._hinted(view, observed)
+        wide = basis @ spread
+        unexplained = (view.offset**2 + view.residual**2) * doubt**2
+        before = np.einsum("ij,ij->i", wide, basis) + unexplained
+        if not len(rows):
+            return prior, np.sqrt(before), 0.0
+        across = wide @ basis[rows].T + residuals
+        covariance = across[rows] + np.diag(observed.noise**2 + JITTER)
+        factor = cho_factor(covariance, lower=True)
+        errors = observed.log_speed - prior[rows]
+        pulled = cho_solve(factor, errors)
+        mean = prior + across @ pulled
+        known = np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
+        likelihood = -0.5 * errors @ pulled - np.log(np.diag(factor[0])).sum()
+        return mean, np.sqrt(np.maximum(before - known, 1e-10)), float(likelihood)
+
+    def _calibrated(self, observed: Observed, residuals: Array) -> tuple[Array, Array, Array]:
+        """Return the physical model, linearized around the factors that fit what was measured."""
+        physics = self._physics
+        assert physics is not None, "a calibrated view needs a physical model"
+        rows, spread = observed.rows, physics.spread
+        factors = np.zeros(len(spread))
+        residuals = residuals + np.diag(observed.noise**2)
+        for _ in range(LINEARIZATIONS if len(rows) else 0):
+            slopes = -physics.slopes(factors, rows)
+            seconds = physics.log_seconds(factors, rows)
+            straight = self._log_tokens[rows] - seconds - slopes @ factors
+            covariance = slopes @ spread @ slopes.T + residuals
+            pulled = cho_solve(cho_factor(covariance), observed.log_speed - straight)
+            factors = spread @ slopes.T @ pulled
+        basis = -physics.slopes(factors, slice(None))
+        seconds = physics.log_seconds(factors, slice(None))
+        return self._log_tokens - seconds - basis @ factors, basis, spread
+
+    def _hinted(self, view: View, observed: Observed) -> tuple[Array, Array, Array]:
+        """Return one level for all, with slopes over what the model predicts where that counts."""
+        levels = observed.log_speed if len(observed.rows) else self._log_tokens - self._log_seconds
+        prior = np.full(len(self._log_tokens), float(np.mean(levels)))
+        columns, variances = [np.ones_like(self._log_tokens)], [_LEVEL**2]
+        if view.trend is not None:
+            for hint in (self._log_seconds, self._log_tokens):
+                columns.append(hint - hint.mean())
+                variances.append(view.trend**2)
+        return prior, np.stack(columns, axis=1), np.diag(variances)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Predicted peaks of the configurations, with their uncertainty."""
+
+    log_bytes: Array
+    uncertainty: Array
+    """Relative: all but a few truths are within it."""
+    kinds: Codes
+    """Of which prediction's errors each partakes; all of a kind state the same uncertainty."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How much memory trials took: their peaks, or that it was more than the budget."""
+
+    rows: Codes
+    log_bytes: Array
+    is_bound: NDArray[np.bool_]
+    """Whether the number is only less than what it takes."""
+
+
+_RATIOS = np.linspace(-0.7, 0.7, 281)
+"""Log of truth over prediction, common to all configurations of a kind."""
+_SPREADS = np.array([0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2])
+"""How far single configurations may lie from that."""
+_ROOMS = np.unique(np.append(np.linspace(-1.5, 1.5, 61), np.linspace(-0.2, 0.2, 201)))
+"""Log distances to the budget at which a chance is worked out; between them it is a line."""
+_DOUBT = 0.1
+"""Probability that a prediction is off by more than it states."""
+
+
+def chance_to_fit(peaks: Peaks, seen: Seen, *, log_budget: float) -> Array:
+    """Return the probability that each configuration's peak is within the budget.
+
+    It is 1 where the peak is not predicted.
+    """
+    chance = np.ones(len(peaks.log_bytes))
+    for kind in np.unique(peaks.kinds):
+        of_kind = peaks.kinds == kind
+        stated = float(peaks.uncertainty[of_kind].max())
+        weights = _ratio_weights(stated, peaks, seen, kind)
+        room = log_budget - peaks.log_bytes[of_kind]
+        chance[of_kind] = np.interp(room, _ROOMS, _chances() @ weights.ravel())
+    return np.nan_to_num(chance, nan=1.0)
+
+
+@cache
+def _chances() -> Array:
+    """Return the chance to fit by log distance to the budget, and by ratio and spread."""
+    apart = _ROOMS[:, None, None] - _RATIOS[None, :, None]
+    return np.asarray(ndtr(apart / _SPREADS).reshape(len(_ROOMS), -1))
+
+
+def _ratio_weights(stated: float, peaks: Peaks, seen: Seen, kind: int) -> Array:
+    """Return the probability of each ratio and spread, given what was seen of one kind."""
+    narrow = np.exp(-0.5 * (_RATIOS / (stated / 3.0)) ** 2)
+    broad = np.exp(-0.5 * (_RATIOS / 0.3) ** 2)
+    ratio = (1 - _DOUBT) * narrow / narrow.sum() + _DOUBT * broad / broad.sum()
+    usual = np.exp(-0.5 * (np.log(_SPREADS / max(stated / 3.0, 0.004)) / 0.7) ** 2)
+    spread = usual / usual.sum() + 1e-3
+    logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]
+    for row, log_bytes, is_bound in zip(seen.rows, seen.log_bytes, seen.is_bound, strict=True):
+        if peaks.kinds[row] != kind or np.isnan(peaks.log_bytes[row]):
+            continue
+        off = (log_bytes - peaks.log_bytes[row] - _RATIOS[:, None]) / _SPREADS[None, :]
+        logs += log_ndtr(-off) if is_bound else -0.5 * off**2 - np.log(_SPREADS)[None, :]
+    weights = np.exp(logs - logs.max())
+    return np.asarray(weights / weights.sum())

@@ -1,0 +1,422 @@
+"""The loop of a study: ask a source, run, tell; on as many lanes as there are.
+
+Whatever runs beside it, the study is asked and told by one thread alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import InitVar, dataclass, field
+from datetime import UTC, datetime
+
+import optuna
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import CardLost, EnvironmentFault, words_of
+from search_spaces.space import StepBudget
+from storage.objectives import is_sound
+from storage.records import (
+    SEARCH,
+    Attempt,
+    Crashed,
+    Errand,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictionRecord,
+    TrialRecord,
+    held_to_budget,
+)
+from storage.recovery import attempts
+from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
+from sweep.running.lanes import Ended, Lane, Lanes
+from sweep.running.runner import Runner
+from sweep.running.wire import Progress, QualityCommand, TrialRequest
+from sweep.sampling.encoding import Encoding
+from sweep.study.events import (
+    LaneLost,
+    Listener,
+    StopReason,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
+from sweep.study.interruption import Interruption
+from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
+from sweep.study.pruning import Rival, is_hopeless
+from sweep.study.stopping import Stopping
+
+_SECONDS_PER_HOUR = 3600.0
+_WATCH_SECONDS = 0.05
+"""Least time between two looks at what is left of the money."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a source wants run."""
+
+    steps: StepBudget
+    config: TrialConfig | None = None
+    """None for the sampler's choice."""
+    errand: Errand = SEARCH
+    quality: QualityCommand | None = None
+    """What it is asked to learn; None for its speed and memory alone."""
+    leaves_result: bool = True
+    """Whether what its worker leaves on disk is a whole result."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A trial between ask and tell."""
+
+    wanted: Wanted
+    config: TrialConfig
+    handle: optuna.trial.Trial
+    begun: Attempt
+    attempt: int
+    is_baseline: bool
+    started_seconds: float
+    prediction: PredictionRecord | None = None
+    refused: Outcome | None = None
+    """The verdict that spares the device the trial; None where only running it tells."""
+    rivals: tuple[Rival, ...] = ()
+    """What it has to beat; more once another that ran beside it has ended."""
+    device_seconds: float = 0.0
+    lane: str = ""
+    """Where it runs, where there are several places."""
+
+
+class Source(ABC):
+    """Says what is run next, and hears what came of it; in the thread that drives the study."""
+
+    @abstractmethod
+    def next(self, lane: Lane) -> Wanted | StopReason | None:
+        """Return what a lane runs next, why there is nothing more, or None to wait for others."""
+
+    def check(self, trial: Running) -> None:
+        """Say what is expected of a trial that was begun: a refusal, or what it has to beat."""
+        return
+
+    def again(self, trial: Running, outcome: Outcome) -> Wanted | None:
+        """Return what a trial that ended is asked before it is told; None for nothing."""
+        return None
+
+    def told(self, record: TrialRecord) -> None:
+        """Learn from what is stored."""
+        return
+
+    def ended(self, lane: Lane, config: TrialConfig, outcome: Outcome | None) -> None:
+        """Note how a trial ended that ran; None where its lane was lost.
+
+        Raises:
+            EnvironmentFault: the lane is at fault rather than its trials.
+        """
+        return
+
+
+@dataclass
+class Driver:
+    """One run of a study.
+
+    Args:
+        study: open, under its lease.
+        runner: runs configurations, one at a time, or as many as it has lanes. A lane that is lost
+            retires, and its trial is tried again on another; the study ends with the last one.
+        preflight: spares the device what cannot be valid or cannot fit.
+        stopping: says when the search ends, and what an hour costs; by default its trials and its
+            time end it.
+        clock: seconds; only differences count.
+        on_event: hears of everything that happens.
+        interruption: whether somebody asked to stop. What runs then is ended by whoever asks; what
+            is being chosen or checked is cut short, and what was begun is closed.
+    """
+
+    study: OpenStudy
+    runner: InitVar[Runner | Lanes]
+    preflight: Forecaster
+    stopping: InitVar[Stopping | None] = None
+    clock: Callable[[], float] = time.monotonic
+    on_event: Listener = lambda _: None
+    interruption: Interruption = field(default_factory=Interruption)
+
+    def __post_init__(self, runner: Runner | Lanes, stopping: Stopping | None) -> None:
+        self.lanes = Lanes.of(runner)
+        self.space = self.study.definition.space
+        self.limits = stopping or Stopping(self.space)
+        self.baseline = self.space.baseline_config()
+        self.encoding = Encoding(self.space)
+        self.running: dict[Lane, Running] = {}
+        self._counted_seconds = self.clock()
+        self._paid_until = self._end_of_money()
+
+    def _end_of_money(self) -> float | None:
+        """Return when, by the clock, the study's money is spent; None without a limit."""
+        dollars, price = self.space.max_dollars, self.limits.usd_per_hour
+        if dollars is None or price is None:
+            return None
+        seconds = dollars / price * _SECONDS_PER_HOUR - self.study.card_seconds()
+        return self._counted_seconds + seconds / self.study.cards
+
+    @contextmanager
+    def within_money(self) -> Iterator[None]:
+        """End what runs inside the ``with`` once the money is spent; nothing is launched then."""
+        is_over = threading.Event()
+
+        def watch(until: float) -> None:
+            while (left := until - self.clock()) > 0:
+                if is_over.wait(min(max(left, _WATCH_SECONDS), _SECONDS_PER_HOUR)):
+                    return
+            self.lanes.cancel()
+
+        if self._paid_until is not None:
+            threading.Thread(target=watch, args=(self._paid_until,), daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def reason_to_stop(self) -> StopReason | None:
+        """Return why nothing more is run, whatever is left to do; None where it may be."""
+        if self.interruption.is_requested():
+            return StopReason.INTERRUPTED
+        is_spent = self._paid_until is not None and self.clock() >= self._paid_until
+        return StopReason.DOLLARS_SPENT if is_spent else None
+
+    def recover(self) -> None:
+        """Close what an earlier driver left open, and learn from what it found out."""
+        self.study.recover()
+        self.preflight.learn_all(self.study.records())
+        confirmed = self.study.confirmations()
+        self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
+
+    def run(self, source: Source) -> StopReason:
+        """Run what a source wants, trial after trial, and return why that stopped.
+
+        Raises:
+            EnvironmentFault: the database or the last lane is not to be had. What was measured is
+                stored, or in the spool.
+        """
+        try:
+            try:
+                while True:
+                    reason = self._fill(source)
+                    if not self.running:
+                        assert reason is not None, "what has nothing to run says why"
+                        return reason
+                    self._conclude(self.lanes.next_end(), source)
+            except KeyboardInterrupt:
+                self._await_running(source)
+                return StopReason.INTERRUPTED
+        except EnvironmentFault:
+            self._spool_running()
+            raise
+
+    def _fill(self, source: Source) -> StopReason | None:
+        """Give every idle lane a trial; return why no more are begun, None where all are busy."""
+        for lane in self.lanes.idle:
+            while lane not in self.running:
+                with self._closing_what_never_ran():
+                    with self.interruption.interruptible():
+                        wanted = source.next(lane)
+                        if wanted is None:
+                            break
+                        if isinstance(wanted, StopReason):
+                            return wanted
+                        trial = self._begin(wanted)
+                        source.check(trial)
+                    if trial.refused is None:
+                        self._launch(trial, lane)
+                if trial.refused is not None:
+                    with self.interruption.settling():
+                        self._tell(trial, trial.refused, source)
+        return None
+
+    @contextmanager
+    def _closing_what_never_ran(self) -> Iterator[None]:
+        """Close what is begun inside the ``with`` and left without an outcome: somebody asked to
+        stop, or device or database are not to be had. That was no attempt of a configuration.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, EnvironmentFault):
+            with suppress(EnvironmentFault):
+                self.study.abandon(besides=self._numbers())
+            raise
+
+    def _numbers(self) -> set[int]:
+        return {trial.begun.number for trial in self.running.values()}
+
+    def _begin(self, wanted: Wanted) -> Running:
+        """Ask storage for a trial, and mark it begun."""
+        started_seconds, study = self.clock(), self.study
+        config, errand = wanted.config, wanted.errand
+        if config is None:
+            handle = study.ask(self.encoding.distributions)
+            config = self.space.config(self.encoding.decode(handle.params))
+        elif errand == SEARCH:
+            params = self.encoding.params_of(config)
+            distributions = {} if params is None else self.encoding.distributions
+            handle = study.ask(distributions, params=params)
+        else:
+            handle = study.ask_again()
+        started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        begun = study.begin(handle, config, started_at, errand=errand)
+        if errand == SEARCH:
+            attempt = study.ledger.attempts(config) + 1
+        else:
+            attempt = attempts(study.on_errand(errand), config) + 1
+        is_baseline = config == self.baseline
+        self.on_event(TrialStarted(handle.number, config, is_baseline, attempt, errand))
+        return Running(wanted, config, handle, begun, attempt, is_baseline, started_seconds)
+
+    def _launch(self, trial: Running, lane: Lane) -> None:
+        """Run a trial on a lane, and stop it early where it cannot matter any more."""
+        wanted = trial.wanted
+        request = TrialRequest(
+            config=trial.config,
+            steps=wanted.steps,
+            is_soak=wanted.errand.purpose == "soak",
+            attempt=trial.begun if wanted.leaves_result else None,
+            quality=wanted.quality,
+        )
+        budget_bytes = self.study.definition.target.budget_bytes
+        trial.lane = lane.name
+
+        def observe(progress: Progress) -> bool:
+            event = TrialProgress(number=trial.begun.number, progress=progress)
+            self.lanes.say(lambda: self.on_event(event))
+            return is_hopeless(
+                progress,
+                config=trial.config,
+                rivals=trial.rivals,
+                objectives=self.space.objectives,
+            )
+
+        def job() -> Outcome:
+            started = self.clock()
+            try:
+                outcome = run_undisturbed(
+                    lambda: held_to_budget(
+                        lane.run(request, observe=observe), budget_bytes=budget_bytes
+                    ),
+                    should_stop=lambda: self.reason_to_stop() is not None,
+                )
+                return outcome if wanted.errand == SEARCH else _sound(outcome)
+            finally:
+                trial.device_seconds += self.clock() - started
+
+        self.running[lane] = trial
+        self.lanes.launch(lane, job)
+
+    def _conclude(self, ended: Ended, source: Source) -> None:
+        """Store what a trial came to that ran to its end, or that its lane was lost under."""
+        trial, lane = self.running.pop(ended.lane), ended.lane
+        if isinstance(ended.result, EnvironmentFault):
+            self._lose(trial, lane, ended.result, source)
+            return
+        with self._closing_what_never_ran():
+            more = source.again(trial, ended.result)
+        if more is not None:
+            trial.wanted = more
+            self._launch(trial, lane)
+            return
+        with self.interruption.settling():
+            self._tell(trial, ended.result, source)
+        try:
+            source.ended(lane, trial.config, ended.result)
+        except EnvironmentFault as fault:
+            lane.lost = fault
+            self._retire(lane, fault)
+
+    def _lose(self, trial: Running, lane: Lane, fault: EnvironmentFault, source: Source) -> None:
+        """Go on without a lane.
+
+        Raises:
+            EnvironmentFault: it was the last one. What ran on a card that was lost is told; what
+                no card was there for never ran.
+        """
+        # The database matters less now, and the spool has it.
+        with suppress(EnvironmentFault):
+            if self.lanes.working or isinstance(fault, CardLost):
+                self._tell(trial, lost_with_the_card(fault), source)
+            else:
+                self.study.abandon(besides=self._numbers())
+        self._retire(lane, fault)
+        source.ended(lane, trial.config, None)
+
+    def _retire(self, lane: Lane, fault: EnvironmentFault) -> None:
+        left = len(self.lanes.working)
+        if not left:
+            raise fault
+        # Nothing of it is to be beside what others measure.
+        lane.close()
+        self.on_event(LaneLost(lane.name, words_of(fault), left=left))
+
+    def _await_running(self, source: Source) -> None:
+        """Store what runs beside what was interrupted: somebody asked for it to be ended."""
+        while self.running:
+            # What is cut short here once more is in the spool.
+            with suppress(KeyboardInterrupt):
+                self._forget_unlaunched()
+                if self.running:
+                    self._conclude(self.lanes.next_end(), source)
+
+    def _forget_unlaunched(self) -> None:
+        """Forget what an interrupt came to between two lines: no lane runs it."""
+        self.running = {
+            lane: trial for lane, trial in self.running.items() if self.lanes.is_busy(lane)
+        }
+
+    def _spool_running(self) -> None:
+        """Spool what still runs where the database, or the last lane, is not to be had."""
+        self._forget_unlaunched()
+        if self.running:
+            self.lanes.cancel()
+        while self.running:
+            ended = self.lanes.next_end()
+            trial = self.running.pop(ended.lane)
+            if not isinstance(ended.result, EnvironmentFault):
+                with suppress(EnvironmentFault):
+                    self.study.spool(self._record(trial, ended.result))
+
+    def _tell(self, trial: Running, outcome: Outcome, source: Source) -> None:
+        """Store how a trial ended, before anything else happens, and learn from it."""
+        record = self._record(trial, outcome)
+        stored = self.study.tell(trial.handle, record)
+        now = self.clock()
+        # Trial by trial, so that a crash loses one trial's at most.
+        self.study.add_wall_seconds(now - self._counted_seconds)
+        self._counted_seconds = now
+        if trial.wanted.errand == SEARCH or isinstance(outcome, OutOfMemory):
+            self.preflight.learn(record)
+        source.told(stored)
+        self.on_event(TrialFinished(record=stored))
+
+    def _record(self, trial: Running, outcome: Outcome) -> TrialRecord:
+        return TrialRecord(
+            number=trial.begun.number,
+            config=trial.config,
+            outcome=outcome,
+            is_baseline=trial.is_baseline,
+            attempt=trial.attempt,
+            attempt_id=trial.begun.id,
+            started_at=trial.begun.started_at,
+            wall_seconds=self.clock() - trial.started_seconds,
+            device_seconds=trial.device_seconds,
+            prediction=trial.prediction,
+            epoch=self.preflight.epoch_of(trial.config),
+            ran_on=trial.lane or None,
+            **trial.wanted.errand.model_dump(),
+        )
+
+
+def _sound(outcome: Outcome) -> Outcome:
+    """Return an outcome, or a failure where nothing can be ranked by it: such runs have an end."""
+    if isinstance(outcome, Measured) and not is_sound(outcome.measurement):
+        return Crashed(phase="measure", detail="a speed was measured that is not a finite number")
+    return outcome
