@@ -1,0 +1,38 @@
+"""What samplers choose on the recorded surfaces, and when they find the best."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from search_spaces.gpus import GIB
+from storage.surfaces import read_surface
+from sweep.study.recorded import Recorded, SamplerName, recorded_peaks, trials_of
+from tests.bench.replays import wrong
+from tests.golden.frozen import Frozen
+from tests.reports.synthetic import SURFACES
+
+BUDGETS = (8.0, 12.0, 21.5, 39.0)
+"""GiB. Searches of guided are the same for all seeds: what differs is the budget, and the prior."""
+SEEDS = 8
+TRIALS = 25
+
+
+# Not gp: its searches take longer than all others together, and each choice is an optimization.
+@pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
+@pytest.mark.parametrize("surface", ["mistral-7b-v0.3", "tinyllama-1.1b"])
+def test_choices_of_samplers(surface: str, sampler: SamplerName, frozen: Frozen) -> None:
+    known = read_surface(str(SURFACES / f"{surface}_h200.jsonl"))
+    places = {id(row): number for number, row in enumerate(known.rows)}
+
+    def choices(seed: int) -> dict[str, object]:
+        repeated, at = divmod(seed, len(BUDGETS))
+        recorded = Recorded(known, int(BUDGETS[at] * GIB), recorded_peaks(known))
+        if repeated:
+            recorded = wrong(recorded, is_reversed=True, memory=1.3)
+        rows = [trial.row for trial in islice(trials_of(recorded, sampler, seed=seed), TRIALS)]
+        found = (number for number, row in enumerate(rows, start=1) if recorded.is_found(row))
+        return {"rows": [places[id(row)] for row in rows], "found": next(found, None)}
+
+    frozen(f"replay_{surface}_{sampler}", {f"seed {seed}": choices(seed) for seed in range(SEEDS)})
