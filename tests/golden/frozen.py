@@ -26,7 +26,7 @@ def frozen(name: str, value: Any, *, is_regenerated: bool = False) -> None:
 
     Args:
         name: of the answer's file.
-        value: what JSON can hold; floats may be off by 1e-9 of themselves, all else may not.
+        value: what JSON can hold; floats may be off by 1e-9 of themselves, or 1e-12.
         is_regenerated: whether a value that differs becomes the answer and is printed.
     """
     path = ANSWERS / f"{name}.json.gz"
@@ -64,7 +64,7 @@ def _differences(path: str, before: Any, after: Any) -> Iterator[Difference]:
         case str(), str() if "\n" in before:
             yield from _lines(path, before.splitlines(True), after.splitlines(True))
         case float(), float():
-            if not math.isclose(before, after, rel_tol=1e-9):
+            if not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12):
                 yield path, before, after
         case _:
             if type(before) is not type(after) or before != after:
