@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from search_spaces.errors import CardLost, EnvironmentFault
 from storage.records import INTERRUPTED, Crashed, Outcome, TimedOut
-from sweep.running.runner import Runner
+from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.wire import TrialRequest
 
 _END_SECONDS = 30.0
 """For which a trial that was cancelled is waited for before its runner is closed under it."""
@@ -40,25 +41,19 @@ class Lane:
         self.lost: EnvironmentFault | None = None
         """Why nothing can run here any more; None as long as it can. Not each run that raised is an
         end: of several runs of a trial the last may fail where an earlier one counts."""
-        self.raised: EnvironmentFault | None = None
-        """What a run here raised last."""
         self.renew, self.start = runner.renew, runner.start
         self.cancel, self.close = runner.cancel, runner.close
 
-    def run(self, *args: Any, **kwargs: Any) -> Outcome:
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """See `runner.Runner.run`.
 
         Raises:
             CardLost: the trial failed, and the card has a fault of its own.
             EnvironmentFault: as the lane's runner has it.
         """
-        try:
-            outcome = self._runner.run(*args, **kwargs)
-            if isinstance(outcome, Crashed | TimedOut) and (fault := self._fault()) is not None:
-                raise CardLost(f"{self.name or 'the card'}: {fault}")
-        except EnvironmentFault as fault:
-            self.raised = fault
-            raise
+        outcome = self._runner.run(request, observe=observe)
+        if isinstance(outcome, Crashed | TimedOut) and (fault := self._fault()) is not None:
+            raise CardLost(f"{self.name or 'the card'}: {fault}")
         return outcome
 
     def __enter__(self) -> Self:
