@@ -174,13 +174,15 @@ class CandidateSampler(BaseSampler):
     Args:
         candidates: what may be asked for.
         inner: draws what the candidates do not say.
-        preflight: refuses what is hopeless, and predicts.
+        forecaster: refuses what is hopeless, and predicts.
     """
 
-    def __init__(self, candidates: Candidates, *, inner: BaseSampler, preflight: Expecting) -> None:
+    def __init__(
+        self, candidates: Candidates, *, inner: BaseSampler, forecaster: Expecting
+    ) -> None:
         self._candidates = candidates
         self._inner = inner
-        self._preflight = preflight
+        self._forecaster = forecaster
         self._known: dict[int, _Told | None] = {}
         """What the trials that ended say, by number."""
 
@@ -240,7 +242,7 @@ class GuidedSampler(CandidateSampler):
 
     Args:
         candidates: what may be asked for.
-        preflight: refuses what is hopeless, and predicts.
+        forecaster: refuses what is hopeless, and predicts.
         objectives: what is searched for.
         steps: how long a trial trains.
         seed: decides between candidates of which the same is expected.
@@ -250,12 +252,12 @@ class GuidedSampler(CandidateSampler):
         self,
         candidates: Candidates,
         *,
-        preflight: Expecting,
+        forecaster: Expecting,
         objectives: Sequence[Objective],
         steps: StepBudget,
         seed: int,
     ) -> None:
-        super().__init__(candidates, inner=RandomSampler(seed=seed), preflight=preflight)
+        super().__init__(candidates, inner=RandomSampler(seed=seed), forecaster=forecaster)
         self._objectives = uncertain_first(objectives)
         self._steps = steps.warmup_min + steps.measured_min + STEPS_MORE
         self._steps_seconds_max = steps.seconds_max
@@ -343,7 +345,7 @@ class GuidedSampler(CandidateSampler):
         for row in np.argsort(-scores[: len(world.candidates)]):
             if scores[row] == -np.inf:
                 return None
-            if not self._preflight.expect(world.candidates[row].config).is_refused:
+            if not self._forecaster.expect(world.candidates[row].config).is_refused:
                 return int(row)
         return None
 
@@ -358,7 +360,7 @@ class GuidedSampler(CandidateSampler):
         known = {candidate.key: candidate.config for candidate in candidates}
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
-        foreseen = self._preflight.foresee(configs)
+        foreseen = self._forecaster.foresee(configs)
         log_tokens = np.log(
             [float(config.tokens_per_step) for config in configs]
             if foreseen.tokens_per_step is None

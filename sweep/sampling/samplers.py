@@ -34,7 +34,7 @@ def make_sampler(
     space: SearchSpace,
     *,
     seed: int,
-    preflight: Expecting = NOTHING_EXPECTED,
+    forecaster: Expecting = NOTHING_EXPECTED,
     lanes: int = 1,
 ) -> BaseSampler:
     """Return the sampler that a space or a person names.
@@ -45,18 +45,18 @@ def make_sampler(
             ``grid``.
         space: what may be tried.
         seed: makes the draws repeatable.
-        preflight: what it refuses is not asked for as long as something else is left, but by the
+        forecaster: what it refuses is not asked for as long as something else is left, but by the
             grid, which asks for everything. What it foresees guides ``guided`` alone.
         lanes: trials that run at a time.
 
     Raises:
         InputError: a grid over a continuous dimension, or over far too many combinations.
     """
-    candidates = SpaceCandidates(space, is_valid=preflight.is_valid, seed=seed)
+    candidates = SpaceCandidates(space, is_valid=forecaster.is_valid, seed=seed)
     if name == "guided":
         return GuidedSampler(
             candidates,
-            preflight=preflight,
+            forecaster=forecaster,
             objectives=space.objectives,
             steps=space.steps,
             seed=seed,
@@ -66,7 +66,7 @@ def make_sampler(
     # Each draw of gp is an optimization of its own, and most come out the same.
     attempts = 3 if name == "gp" else 32
     inner = optunas_own(name, seed=seed, lanes=lanes)
-    return WithoutRepeats(inner, candidates, preflight=preflight, attempts=attempts)
+    return WithoutRepeats(inner, candidates, forecaster=forecaster, attempts=attempts)
 
 
 def optunas_own(name: Literal["tpe", "gp", "random"], *, seed: int, lanes: int = 1) -> BaseSampler:
@@ -115,9 +115,9 @@ class WithoutRepeats(CandidateSampler):
     """
 
     def __init__(
-        self, inner: BaseSampler, candidates: Candidates, *, preflight: Expecting, attempts: int
+        self, inner: BaseSampler, candidates: Candidates, *, forecaster: Expecting, attempts: int
     ) -> None:
-        super().__init__(candidates, inner=inner, preflight=preflight)
+        super().__init__(candidates, inner=inner, forecaster=forecaster)
         self._attempts = attempts
 
     def sample_relative(
@@ -131,7 +131,7 @@ class WithoutRepeats(CandidateSampler):
             config = self._candidates.config(drawn)
             if config is None or identity(config) in tried:
                 continue
-            if not self._preflight.expect(config).is_refused:
+            if not self._forecaster.expect(config).is_refused:
                 return drawn
             hopeless.append(drawn)
             if len(hopeless) >= REFUSALS_MAX:
@@ -172,7 +172,7 @@ class EveryCombination(CandidateSampler):
                 "use --sampler guided"
             )
         inner = RandomSampler(seed=seed)
-        super().__init__(candidates, inner=inner, preflight=NOTHING_EXPECTED)
+        super().__init__(candidates, inner=inner, forecaster=NOTHING_EXPECTED)
         order = random.Random(seed).sample(range(size), size)
         self._last = candidates.combination(order[-1])
         self._frontier = Frontier(candidates, order=order)

@@ -127,7 +127,7 @@ class Driver:
         study: open, under its lease.
         runner: runs configurations, one at a time, or as many as it has lanes. A lane that is lost
             retires, and its trial is tried again on another; the study ends with the last one.
-        preflight: spares the device what cannot be valid or cannot fit.
+        forecaster: spares the device what cannot be valid or cannot fit.
         stopping: says when the search ends, and what an hour costs; by default its trials and its
             time end it.
         clock: seconds; only differences count.
@@ -138,7 +138,7 @@ class Driver:
 
     study: OpenStudy
     runner: InitVar[Runner | Lanes]
-    preflight: Forecaster
+    forecaster: Forecaster
     stopping: InitVar[Stopping | None] = None
     clock: Callable[[], float] = time.monotonic
     on_event: Listener = lambda _: None
@@ -190,9 +190,9 @@ class Driver:
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
         self.study.recover()
-        self.preflight.learn_all(self.study.records())
+        self.forecaster.learn_all(self.study.records())
         confirmed = self.study.confirmations()
-        self.preflight.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
+        self.forecaster.learn_all(r for r in confirmed if isinstance(r.outcome, OutOfMemory))
 
     def run(self, source: Source) -> StopReason:
         """Run what a source wants, trial after trial, and return why that stopped.
@@ -393,7 +393,7 @@ class Driver:
         self.study.add_wall_seconds(now - self._counted_seconds)
         self._counted_seconds = now
         if trial.wanted.errand == SEARCH or isinstance(outcome, OutOfMemory):
-            self.preflight.learn(record)
+            self.forecaster.learn(record)
         source.told(stored)
         self.on_event(TrialFinished(record=stored))
 
@@ -409,7 +409,7 @@ class Driver:
             wall_seconds=self.clock() - trial.started_seconds,
             device_seconds=trial.device_seconds,
             prediction=trial.prediction,
-            epoch=self.preflight.epoch_of(trial.config),
+            epoch=self.forecaster.epoch_of(trial.config),
             ran_on=trial.lane or None,
             **trial.wanted.errand.model_dump(),
         )

@@ -333,8 +333,8 @@ def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterato
     """
     quiet_optuna()
     rows, budget_bytes = Rows(recorded.surface, seed=seed), recorded.budget_bytes
-    preflight = preflight_of(recorded)
-    chooser = sampler_of(sampler, rows, preflight, seed=seed)
+    forecaster = forecaster_of(recorded)
+    chooser = sampler_of(sampler, rows, forecaster, seed=seed)
     study = optuna.create_study(sampler=chooser, direction="maximize")
     runner = ReplayRunner(records_of(recorded.surface, budget_bytes=budget_bytes))
 
@@ -347,13 +347,13 @@ def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterato
         seconds = time.perf_counter() - started
         row = rows.row_of(trial.params)
         assert row is not None, "a sampler asks for rows alone"
-        record = replayed(trial, row, runner, preflight)
+        record = replayed(trial, row, runner, forecaster)
         tell(study, trial, record, budget_bytes=budget_bytes)
-        preflight.learn(record)
+        forecaster.learn(record)
         yield Replayed(row, seconds, outlook)
 
 
-def preflight_of(recorded: Recorded) -> Forecaster:
+def forecaster_of(recorded: Recorded) -> Forecaster:
     """Return what is predicted of a surface's rows; every one was run, so no rule forbids it."""
     return Forecaster(
         model=recorded.surface.model,
@@ -366,7 +366,7 @@ def preflight_of(recorded: Recorded) -> Forecaster:
 
 
 def replayed(
-    trial: optuna.Trial, row: SurfaceRow, runner: ReplayRunner, preflight: Forecaster
+    trial: optuna.Trial, row: SurfaceRow, runner: ReplayRunner, forecaster: Forecaster
 ) -> TrialRecord:
     """Return what a trial of a row comes to."""
     return TrialRecord(
@@ -374,7 +374,7 @@ def replayed(
         config=row.config,
         outcome=runner.run(TrialRequest(config=row.config, steps=StepBudget())),
         device_seconds=row.device_seconds or 0.0,
-        prediction=preflight.expect(row.config).record,
+        prediction=forecaster.expect(row.config).record,
     )
 
 
@@ -389,14 +389,14 @@ def tell(
     study.tell(trial, values=result.values, state=result.state)
 
 
-def sampler_of(name: SamplerName, rows: Rows, preflight: Forecaster, *, seed: int) -> BaseSampler:
+def sampler_of(name: SamplerName, rows: Rows, forecaster: Forecaster, *, seed: int) -> BaseSampler:
     """Return a sampler that asks for a surface's rows."""
     if name != "guided":
         inner = optunas_own(name, seed=seed)
-        return WithoutRepeats(inner, rows, preflight=preflight, attempts=DRAWS[name])
+        return WithoutRepeats(inner, rows, forecaster=forecaster, attempts=DRAWS[name])
     guided = GuidedSampler(
         rows,
-        preflight=preflight,
+        forecaster=forecaster,
         objectives=("tokens_per_second",),
         steps=StepBudget(),
         seed=seed,

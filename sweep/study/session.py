@@ -400,10 +400,10 @@ def drive(
         KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
-    preflight, space = _preflight(prepared, warn=warn), prepared.space
+    forecaster, space = _forecaster(prepared, warn=warn), prepared.space
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
-        space.sampler, space, seed=space.seed, preflight=preflight, lanes=len(lanes.all)
+        space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
     )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     # Signals are requests until all is closed: one more while that lasts costs nothing.
@@ -411,7 +411,7 @@ def drive(
         with interruption.interruptible():
             study = _opened(prepared, storage, sampler, carried, warn)
             if carried is not None:
-                _take_over(study, carried, is_valid=preflight.is_valid, warn=warn)
+                _take_over(study, carried, is_valid=forecaster.is_valid, warn=warn)
         try:
             study.cards = max(len(lanes.all), len(prepared.cards))
             # Shown until the runner has ended, too.
@@ -421,7 +421,7 @@ def drive(
                 driver = Driver(
                     study,
                     lanes,
-                    preflight,
+                    forecaster,
                     stopping=_stopping(prepared, sampler, study, listener),
                     clock=prepared.clock,
                     on_event=listener,
@@ -444,7 +444,7 @@ def drive(
 
 def _look_ahead(driver: Driver, sampler: BaseSampler) -> None:
     """Trace what the space's memory is predicted from, and foresee the whole space."""
-    driver.preflight.prepare(
+    driver.forecaster.prepare(
         one_of_each_kind(driver.space),
         on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
     )
@@ -530,7 +530,7 @@ def _opened(
     )
 
 
-def _preflight(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
+def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
     memory: MemoryPredictor = (

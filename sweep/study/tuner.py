@@ -92,7 +92,7 @@ class Search(Source):
         """Say what is expected of a trial."""
         self._tried.add(identity(trial.config))
         # Now, while it may take long, and before the trial teaches anything.
-        expected = self._driver.preflight.expect(trial.config)
+        expected = self._driver.forecaster.expect(trial.config)
         trial.prediction, trial.refused = expected.record, expected.refusal
         self._set_rivals(trial)
 
@@ -103,7 +103,7 @@ class Search(Source):
 
     def again(self, trial: Running, outcome: Outcome) -> Wanted | None:
         """Return the same trial where its own speed said on how many tokens all are to train."""
-        epoch = self._driver.preflight.epoch_of(trial.config)
+        epoch = self._driver.forecaster.epoch_of(trial.config)
         if not self._quality.choose(outcome, epoch):
             return None
         return Wanted(self._space.steps, trial.config, quality=self._quality.command())
@@ -196,5 +196,5 @@ class Search(Source):
         if self._quality.is_asked or self._study.ledger.records or self._driver.running:
             # The baseline's speed says how much every trial is to learn from.
             return False
-        is_guided = self._space.sampler == "guided" and self._driver.preflight.predicts_speed
+        is_guided = self._space.sampler == "guided" and self._driver.forecaster.predicts_speed
         return is_guided and self._space.trials > 1

@@ -41,8 +41,8 @@ def behind(surface: Surface, *, budget_bytes: int, told: int, seed: int) -> tupl
         if row.peak_allocated_bytes is not None
     }
     known = Recorded(surface, budget_bytes, peaks)
-    rows, preflight = recorded.Rows(surface, seed=seed), recorded.preflight_of(known)
-    sampler = recorded.sampler_of("guided", rows, preflight, seed=seed)
+    rows, forecaster = recorded.Rows(surface, seed=seed), recorded.forecaster_of(known)
+    sampler = recorded.sampler_of("guided", rows, forecaster, seed=seed)
     assert isinstance(sampler, GuidedSampler), "asked for by name"
     study = optuna.create_study(sampler=sampler, direction="maximize")
     row_at = [row for c in rows.all if (row := rows.row_of(c.params)) is not None]
@@ -55,9 +55,9 @@ def behind(surface: Surface, *, budget_bytes: int, told: int, seed: int) -> tupl
     for at in random.Random(seed).sample(order, min(told, len(order))):
         study.enqueue_trial(rows.all[at].params)
         trial = study.ask(rows.free)
-        record = recorded.replayed(trial, row_at[at], runner, preflight)
+        record = recorded.replayed(trial, row_at[at], runner, forecaster)
         recorded.tell(study, trial, record, budget_bytes=budget_bytes)
-        preflight.learn(record)
+        forecaster.learn(record)
     trials = sampler._learned(study, besides=None)
     predicted = sampler._speed(sampler._seen(trials), trials).mean
     left = [at for at in fitting if rows.all[at].key not in trials.tried]

@@ -87,7 +87,7 @@ def a_definition(space: SearchSpace) -> StudyDefinition:
     )
 
 
-def a_preflight(space: SearchSpace) -> Forecaster:
+def a_forecaster(space: SearchSpace) -> Forecaster:
     """Return what a study has on an A10, its memory predicted by the card's own formula."""
     model, gpu = load_model_spec(space.model), find_gpu("a10")
     capability = gpu.compute_capability
@@ -103,7 +103,7 @@ def a_preflight(space: SearchSpace) -> Forecaster:
 
 def records(space: SearchSpace, count: int, *, seed: int = 0) -> Iterator[TrialRecord]:
     """Yield so many trials of different configurations, as a random search leaves them."""
-    encoding, preflight = Encoding(space), a_preflight(space)
+    encoding, forecaster = Encoding(space), a_forecaster(space)
     size = encoding.size
     assert size is not None, "a preset has no continuous dimension"
     order = random.Random(seed).sample(range(size), size)
@@ -112,7 +112,7 @@ def records(space: SearchSpace, count: int, *, seed: int = 0) -> Iterator[TrialR
         if number == count:
             return
         config = encoding.config(encoding.combination(index))
-        if not preflight.is_valid(config):
+        if not forecaster.is_valid(config):
             continue
         yield TrialRecord(
             number=number,
@@ -275,7 +275,7 @@ def drive(
     if profiled:
         opening.disable()
         pstats.Stats(opening).sort_stats("cumulative").print_stats(40)
-    preflight = a_preflight(space)
+    forecaster = a_forecaster(space)
     profile = cProfile.Profile() if profiled else None
 
     def listen(event: Event) -> None:
@@ -289,7 +289,7 @@ def drive(
             Driver(
                 study,
                 runner=ReplayRunner(otherwise=train),
-                preflight=preflight,
+                forecaster=forecaster,
                 on_event=listen,
                 interruption=StopsWhen(lambda: len(ends) > more),
             )
@@ -306,7 +306,7 @@ def _opened(url: str, home: Path, space: SearchSpace, name: str) -> OpenStudy:
         name,
         url=url,
         definition=a_definition(space),
-        sampler=make_sampler(space.sampler, space, seed=0, preflight=a_preflight(space)),
+        sampler=make_sampler(space.sampler, space, seed=0, forecaster=a_forecaster(space)),
         environment=ENVIRONMENT,
         home=home,
     )

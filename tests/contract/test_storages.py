@@ -655,7 +655,7 @@ def statements_of_a_trial(
     """Return the statements, rows read and transactions of one more trial, ask to ask."""
     # Every trial ends alike, so that all of them have the same to be written.
     model = load_model_spec(space.model)
-    preflight = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     sampler = make_sampler(space.sampler, space, seed=0)
     definition = long_study.a_definition(space)
     ended: list[tuple[int, int, int]] = []
@@ -686,7 +686,7 @@ def statements_of_a_trial(
             Driver(
                 study,
                 runner=ReplayRunner(otherwise=lambda _: fits(1e6)),
-                preflight=preflight,
+                forecaster=forecaster,
                 on_event=listen,
                 interruption=StopsWhen(lambda: len(ended) == 4),
             )

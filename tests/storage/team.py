@@ -141,7 +141,7 @@ def a_definition(*, trials: int) -> StudyDefinition:
 def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds: float) -> None:
     space = a_space(trials)
     model = load_model_spec(space.model)
-    preflight = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     with open_study(
         study,
         url=url,
@@ -151,7 +151,7 @@ def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds
         home=home,
     ) as opened:
         runner = _Counting(home, driver, seconds)
-        tune(Driver(opened, runner=runner, preflight=preflight))
+        tune(Driver(opened, runner=runner, forecaster=forecaster))
     _write(home, driver, ran=len(runner.ran), end="done")
 
 

@@ -36,9 +36,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a finished study called ``study``."""
     runs = tmp_path_factory.mktemp("finished") / "runs"
-    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(runs, trials=12) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
     return runs
 
 
@@ -217,10 +217,10 @@ def test_a_study_that_nobody_drives_is_watched_to_its_end(
 
 
 def test_a_study_in_which_nothing_fits_ends_with_1(home: Path) -> None:
-    preflight = Forecaster(model=MODEL, budget_bytes=1, violation=lambda _: None)
+    forecaster = Forecaster(model=MODEL, budget_bytes=1, violation=lambda _: None)
     baseline = {"micro_batch_size": 32, "checkpoint_fraction": 0.0}
     with a_study(home / "runs", trials=1, baseline=baseline) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
     assert main(["best", "study"]) == 1
     assert main(["best", "study", "--json"]) == 1
 

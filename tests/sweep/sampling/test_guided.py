@@ -63,7 +63,7 @@ class Foresight:
 
 def a_study(space: SearchSpace, foresight: Any, *, seed: int = 0) -> optuna.Study:
     directions = mapping.directions(space.objectives)
-    sampler = make_sampler("guided", space, seed=seed, preflight=foresight)
+    sampler = make_sampler("guided", space, seed=seed, forecaster=foresight)
     return optuna.create_study(sampler=sampler, directions=directions)
 
 
@@ -175,7 +175,7 @@ def test_several_objectives_are_bettered_together(objectives: list[str]) -> None
 
     def volume(sampler: str) -> float:
         study = optuna.create_study(
-            sampler=make_sampler(sampler, space, seed=1, preflight=Foresight()),  # type: ignore[arg-type]
+            sampler=make_sampler(sampler, space, seed=1, forecaster=Foresight()),  # type: ignore[arg-type]
             directions=mapping.directions(space.objectives),
         )
         for _ in range(8):

@@ -88,14 +88,14 @@ def test_batches_that_do_not_go_into_each_other_are_never_asked_for(name: Sample
 @pytest.mark.parametrize("name", MODEL_BASED)
 def test_what_is_refused_is_not_asked_for_while_something_else_is_left(name: SamplerName) -> None:
     space = a_space()
-    sampler = make_sampler(name, space, seed=2, preflight=Knowing(refuses=does_not_fit))
+    sampler = make_sampler(name, space, seed=2, forecaster=Knowing(refuses=does_not_fit))
     configs = asked(sampler, space, trials=15)
     assert not any(does_not_fit(config) for config in configs)
 
 
 def test_when_everything_left_is_hopeless_it_is_asked_for_all_the_same_but_once() -> None:
     space = a_small_space()
-    sampler = make_sampler("tpe", space, seed=3, preflight=Knowing(refuses=lambda _: True))
+    sampler = make_sampler("tpe", space, seed=3, forecaster=Knowing(refuses=lambda _: True))
     configs = asked(sampler, space, trials=10)
     assert len({identity(config) for config in configs}) == 10
 
@@ -208,8 +208,8 @@ def test_the_last_one_of_a_large_space_that_was_not_tried_is_found(name: Sampler
 @pytest.mark.parametrize("name", ["guided", "random", "tpe"])
 def test_one_acceptable_configuration_in_a_thousand_is_found(name: SamplerName) -> None:
     space = a_space(dimensions={"lora_rank": {"low": 1, "high": 1000}}, fixed={})
-    preflight = Knowing(refuses=lambda config: config.lora_rank != 777)
-    sampler = make_sampler(name, space, seed=1, preflight=preflight)
+    forecaster = Knowing(refuses=lambda config: config.lora_rank != 777)
+    sampler = make_sampler(name, space, seed=1, forecaster=forecaster)
     assert asked(sampler, space, trials=1)[0].lora_rank == 777
 
 

@@ -51,14 +51,14 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
     runner = ReplayRunner(otherwise=train, pause=lambda: time.sleep(beat_seconds))
     interruption = Interruption(cancel=runner.cancel)
     check = slow_from_the_second("checking") if slow == "check" else lambda _: None
-    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=check)
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=check)
     choosing = slow_from_the_second("choosing")
     choosing(a_space().baseline_config())
     sampler = make_sampler(
         "random",
         a_space(),
         seed=0,
-        preflight=Knowing(refuses=lambda config: slow == "ask" and bool(choosing(config))),
+        forecaster=Knowing(refuses=lambda config: slow == "ask" and bool(choosing(config))),
     )
     reason = StopReason.INTERRUPTED
     try:
@@ -67,7 +67,7 @@ def main(home: Path, beat_seconds: float, slow: str = "trial") -> int:
                 Driver(
                     study,
                     runner=runner,
-                    preflight=preflight,
+                    forecaster=forecaster,
                     on_event=listen,
                     interruption=interruption,
                 )

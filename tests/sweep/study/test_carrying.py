@@ -40,7 +40,7 @@ def definition(**changes: Any) -> StudyDefinition:
     )
 
 
-def preflight() -> Forecaster:
+def forecaster() -> Forecaster:
     return Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
 
 
@@ -50,7 +50,7 @@ def opened(home: Path, name: str, **changes: Any) -> OpenStudy:
         name,
         url=f"sqlite:///{home}/sweep.db",
         definition=definition(**changes),
-        sampler=make_sampler("guided", space, seed=0, preflight=preflight()),
+        sampler=make_sampler("guided", space, seed=0, forecaster=forecaster()),
         environment={},
         home=home,
     )
@@ -63,7 +63,7 @@ def anything(_: TrialConfig) -> bool:
 @pytest.fixture
 def source(tmp_path: Path) -> StudySnapshot:
     with opened(tmp_path, "narrow", trials=8) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight()))
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster()))
     return read_study("narrow", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_it_is_never_run_again_and_the_sampler_knows_it(
 
     with opened(tmp_path, "wide", trials=5, **WIDER) as study:
         taken = carry_over(study, source, is_valid=anything)
-        tune(Driver(study, runner=ReplayRunner(otherwise=note), preflight=preflight()))
+        tune(Driver(study, runner=ReplayRunner(otherwise=note), forecaster=forecaster()))
         done = study.records()
     assert len(done) <= taken.all + 5
     assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(ran)

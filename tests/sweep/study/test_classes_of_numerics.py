@@ -72,7 +72,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
     space = a_space(**(BOTH | changes))
     target = Target(gpu="a10", device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
     host = find_gpu("a10" if emulated_on is None else "h200")
-    preflight = Forecaster(
+    forecaster = Forecaster(
         model=MODEL,
         budget_bytes=BUDGET,
         violation=lambda _: None,
@@ -82,7 +82,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
         if emulated_on is None
         else SpeedForecast(model=MODEL, gpu=find_gpu("a10")),
     )
-    sampler = make_sampler("guided", space, seed=0, preflight=preflight)
+    sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
     assert isinstance(sampler, GuidedSampler)
     url = f"sqlite:///{home}/sweep.db"
     with open_study(
@@ -104,7 +104,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
             fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
         )
         runner = ReplayRunner(otherwise=at(0.8))
-        tune(Driver(study, runner=runner, preflight=preflight, stopping=stopping))
+        tune(Driver(study, runner=runner, forecaster=forecaster, stopping=stopping))
     return with_target_speeds(read_study("study", url=url, home=home))
 
 

@@ -69,7 +69,7 @@ class Clock:
         return self.seconds
 
 
-def a_preflight() -> Forecaster:
+def a_forecaster() -> Forecaster:
     return Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
 
 
@@ -100,7 +100,7 @@ def opened(home: Path, **space: Any) -> OpenStudy:
 
 
 def drive(study: OpenStudy, runner: ReplayRunner, **changes: Any) -> StopReason:
-    return tune(Driver(study, runner=runner, preflight=a_preflight(), clock=Clock(), **changes))
+    return tune(Driver(study, runner=runner, forecaster=a_forecaster(), clock=Clock(), **changes))
 
 
 def ranking_of(study: OpenStudy) -> Ranking:
@@ -436,9 +436,9 @@ def test_what_runs_out_in_its_soak_loses_to_the_next_which_is_soaked_too(tmp_pat
         return soaking(config)
 
     runner = a_runner(soak=tight)
-    preflight = a_preflight()
+    forecaster = a_forecaster()
     with opened(tmp_path, **SPACE) as study:
-        tune(Driver(study, runner=runner, preflight=preflight, clock=Clock()))
+        tune(Driver(study, runner=runner, forecaster=forecaster, clock=Clock()))
         ranking = ranking_of(study)
     assert [config.micro_batch_size for config in runner.soaked] == [10, 8]
     assert ranking.winner is not None
@@ -446,7 +446,7 @@ def test_what_runs_out_in_its_soak_loses_to_the_next_which_is_soaked_too(tmp_pat
     assert ranking.is_confirmed
     assert len(ranking.fallen) == 1
     # What is larger still is not tried any more.
-    assert preflight.ruled_out(BASELINE.model_copy(update={"micro_batch_size": 12})) is not None
+    assert forecaster.ruled_out(BASELINE.model_copy(update={"micro_batch_size": 12})) is not None
 
 
 def test_a_study_that_is_resumed_remembers_what_ran_out_in_a_soak(tmp_path: Path) -> None:
@@ -456,11 +456,11 @@ def test_a_study_that_is_resumed_remembers_what_ran_out_in_a_soak(tmp_path: Path
 
     with opened(tmp_path, **SPACE) as study:
         drive(study, a_runner(soak=tight))
-    preflight = a_preflight()
+    forecaster = a_forecaster()
     with opened(tmp_path, **SPACE) as study:
-        tune(Driver(study, runner=a_runner(), preflight=preflight, clock=Clock()))
+        tune(Driver(study, runner=a_runner(), forecaster=forecaster, clock=Clock()))
     larger = BASELINE.model_copy(update={"micro_batch_size": 12})
-    assert preflight.ruled_out(larger) is not None
+    assert forecaster.ruled_out(larger) is not None
 
 
 def test_retries_of_the_allocator_count_against_a_tie_and_the_other_is_soaked(
@@ -563,7 +563,7 @@ def test_anew_it_is_all_measured_once_more_also_where_the_space_says_no(tmp_path
             if series == {1}:
                 drive(study, runner)
             else:
-                again = Driver(study, runner=runner, preflight=a_preflight(), clock=Clock())
+                again = Driver(study, runner=runner, forecaster=a_forecaster(), clock=Clock())
                 assert tune(again, is_anew=True) is StopReason.CONFIRMED
             assert {r.series for r in study.confirmations()} == series
             assert len(batches(study.confirmations(), "soak")) == len(series)

@@ -37,7 +37,7 @@ from sweep.study.tuner import tune
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, train
 from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank
 from tests.sweep.study.test_quality_of_studies import opened as opened_for_losses
-from tests.sweep.study.test_tuner import a_preflight
+from tests.sweep.study.test_tuner import a_forecaster
 
 EIGHT = {
     "dimensions": {
@@ -70,7 +70,7 @@ def a_grid(home: Path, **changes: Any) -> OpenStudy:
 
 
 def drive(study: OpenStudy, where: Lanes, **changes: Any) -> StopReason:
-    return tune(Driver(study, runner=where, preflight=a_preflight(), **changes))
+    return tune(Driver(study, runner=where, forecaster=a_forecaster(), **changes))
 
 
 def meeting(of: int) -> Answer:
@@ -407,7 +407,7 @@ def test_a_guided_search_does_not_ask_for_what_runs(tmp_path: Path) -> None:
     together = meeting(2)
     with a_study(tmp_path, **(EIGHT | {"trials": 8, "stop_below_gain": 0.0})) as study:
         space = study.definition.space
-        study.study.sampler = make_sampler("guided", space, seed=0, preflight=a_preflight())
+        study.study.sampler = make_sampler("guided", space, seed=0, forecaster=a_forecaster())
         drive(study, lanes(together, together))
         assert len({r.config for r in study.records()}) == 8
 

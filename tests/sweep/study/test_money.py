@@ -27,7 +27,7 @@ from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_study, train
 from tests.sweep.study.test_confirmation import SPACE, opened, soaking
 from tests.sweep.study.test_targets import a_card
-from tests.sweep.study.test_tuner import a_preflight
+from tests.sweep.study.test_tuner import a_forecaster
 
 SECONDS = 20.0
 """No test waits so long unless it fails."""
@@ -76,7 +76,7 @@ def driven(study: OpenStudy, runner: Any, clock: Clock, *, is_anew: bool = False
     driver = Driver(
         study,
         runner=runner,
-        preflight=a_preflight(),
+        forecaster=a_forecaster(),
         stopping=Stopping(space, usd_per_hour=A_DOLLAR_A_SECOND),
         clock=clock,
     )
@@ -114,7 +114,7 @@ def test_a_confirmation_ends_with_the_money_and_what_is_known_stays(tmp_path: Pa
 def test_where_the_money_is_spent_nothing_is_measured_again(tmp_path: Path, is_anew: bool) -> None:
     runner = ReplayRunner(otherwise=train, soaking=soaking)
     with opened(tmp_path, **SPACE | {"confirm": False}) as study:
-        tune(Driver(study, runner=runner, preflight=a_preflight()))
+        tune(Driver(study, runner=runner, forecaster=a_forecaster()))
     with opened(tmp_path, **SPACE) as study:
         study.add_wall_seconds(10.0)
         assert driven(study, runner, Clock(), is_anew=is_anew) is StopReason.DOLLARS_SPENT
@@ -130,7 +130,7 @@ def test_dollars_are_spent_by_all_runs_at_the_price_of_the_gpu(
         study.add_wall_seconds(seconds)
         stopping = Stopping(study.definition.space, usd_per_hour=0.5)
         runner = ReplayRunner(otherwise=train)
-        driver = Driver(study, runner, a_preflight(), stopping=stopping, clock=Clock())
+        driver = Driver(study, runner, a_forecaster(), stopping=stopping, clock=Clock())
         assert (driver.reason_to_stop() is StopReason.DOLLARS_SPENT) is is_over
 
 

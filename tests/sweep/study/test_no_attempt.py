@@ -21,14 +21,14 @@ from sweep.study.machine_faults import ConsecutiveFailures
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import a_study, train
 from tests.sweep.study.test_confirmation import SPACE, opened, soaking
-from tests.sweep.study.test_tuner import ONE, Clock, a_preflight
+from tests.sweep.study.test_tuner import ONE, Clock, a_forecaster
 
 AGAIN = range(MAX_ATTEMPTS + 1)
 """So often that it would be given up, were it counted."""
 
 
 def drive(study: OpenStudy, runner: ReplayRunner, **changes: Any) -> StopReason:
-    values = {"preflight": a_preflight(), "clock": Clock()}
+    values = {"forecaster": a_forecaster(), "clock": Clock()}
     return tune(Driver(study, runner=runner, **(values | changes)))
 
 
@@ -237,7 +237,7 @@ def test_a_clock_of_the_calendar_that_jumps_changes_nothing(
     monkeypatch.setattr("time.time", lambda: next(jumps) * (-1) ** (next(jumps) // 10**7))
     with a_study(tmp_path, trials=3, time_budget_seconds=3600) as study:
         assert (
-            tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=a_preflight()))
+            tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=a_forecaster()))
             is StopReason.TRIALS_SPENT
         )
         assert all(0 <= r.wall_seconds < 60 for r in study.records())

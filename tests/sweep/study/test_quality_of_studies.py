@@ -22,7 +22,7 @@ from sweep.study.pruning import Rival, is_hopeless
 from sweep.study.quality import TOKENS_MIN, default_tokens
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import a_measurement, a_study, train
-from tests.sweep.study.test_confirmation import Clock, a_preflight
+from tests.sweep.study.test_confirmation import Clock, a_forecaster
 
 CONFIRM = {"seconds": 60.0, "repeats": 2, "soak_seconds": 0.0}
 SPACE: dict[str, Any] = {
@@ -90,7 +90,7 @@ def driven(home: Path, **space: Any) -> tuple[Learning, Ranking]:
     study = opened(home, **space)
     runner = Learning(otherwise=slower_by_rank)
     with study:
-        tune(Driver(study, runner=runner, preflight=a_preflight(), clock=Clock()))
+        tune(Driver(study, runner=runner, forecaster=a_forecaster(), clock=Clock()))
         return runner, rank(study.records(), study.definition, study.confirmations())
 
 
@@ -128,7 +128,7 @@ def test_a_study_goes_on_with_the_tokens_that_it_chose(tmp_path: Path) -> None:
     study = opened(tmp_path)
     again = Learning(otherwise=train)  # Another speed altogether.
     with study:
-        tune(Driver(study, runner=again, preflight=a_preflight(), clock=Clock()))
+        tune(Driver(study, runner=again, forecaster=a_forecaster(), clock=Clock()))
     assert chosen is not None
     assert {c and c.tokens for c in again.qualities} == {chosen.tokens}
 

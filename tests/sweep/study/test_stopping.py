@@ -69,7 +69,7 @@ class SmallerIsFaster(Physical):
         return OneFactor(np.log([1.2 * c.tokens_per_step / self.predict(c) for c in configs]))
 
 
-def a_preflight(speed: Physical | None = None) -> Forecaster:
+def a_forecaster(speed: Physical | None = None) -> Forecaster:
     return Forecaster(
         model=MODEL,
         budget_bytes=BUDGET,
@@ -83,8 +83,8 @@ def run(
     home: Path, answer: Any = train, speed: Physical | None = None, **changes: Any
 ) -> tuple[StopReason, OpenStudy]:
     """Run a guided study of the simulated card to its end."""
-    space, preflight = a_space(**changes), a_preflight(speed)
-    sampler = make_sampler("guided", space, seed=0, preflight=preflight)
+    space, forecaster = a_space(**changes), a_forecaster(speed)
+    sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
     assert isinstance(sampler, GuidedSampler)
     with a_study(home, sampler=sampler, **changes) as study:
         stopping = Stopping(
@@ -93,7 +93,7 @@ def run(
             fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
         )
         runner = ReplayRunner(otherwise=answer)
-        return tune(Driver(study, runner=runner, preflight=preflight, stopping=stopping)), study
+        return tune(Driver(study, runner=runner, forecaster=forecaster, stopping=stopping)), study
 
 
 def test_a_guided_study_ends_when_it_knows_and_says_what_it_could_not_rule_out(

@@ -71,7 +71,7 @@ class Clock:
         return self.seconds
 
 
-def a_preflight(**changes: Any) -> Forecaster:
+def a_forecaster(**changes: Any) -> Forecaster:
     values: dict[str, Any] = {
         "model": MODEL,
         "budget_bytes": BUDGET,
@@ -83,7 +83,7 @@ def a_preflight(**changes: Any) -> Forecaster:
 def run(study: OpenStudy, **changes: Any) -> StopReason:
     values: dict[str, Any] = {
         "runner": ReplayRunner(otherwise=train),
-        "preflight": a_preflight(),
+        "forecaster": a_forecaster(),
         "clock": Clock(),
     }
     return tune(Driver(study, **(values | changes)))
@@ -244,7 +244,7 @@ def test_a_baseline_that_a_rule_forbids_is_recorded_and_the_study_goes_on(tmp_pa
         return Violation("no-baseline", "here") if config == BASELINE else None
 
     with a_study(tmp_path, trials=3) as study:
-        run(study, preflight=a_preflight(violation=violation))
+        run(study, forecaster=a_forecaster(violation=violation))
         verdicts = [record.verdict for record in study.records()]
     assert verdicts[0] is Verdict.INVALID
     assert len(verdicts) == 3
@@ -252,7 +252,7 @@ def test_a_baseline_that_a_rule_forbids_is_recorded_and_the_study_goes_on(tmp_pa
 
 def test_what_was_predicted_stays_beside_what_was_measured(tmp_path: Path) -> None:
     with a_study(tmp_path, trials=6) as study:
-        run(study, preflight=a_preflight(predictor=Exact()))
+        run(study, forecaster=a_forecaster(predictor=Exact()))
         for record in study.records():
             assert record.prediction is not None
             assert record.prediction.peak_allocated_bytes == peak_bytes(record.config)
@@ -261,7 +261,7 @@ def test_what_was_predicted_stays_beside_what_was_measured(tmp_path: Path) -> No
 def test_what_cannot_fit_is_not_launched(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=train)
     with a_study(tmp_path, trials=25) as study:
-        run(study, runner=runner, preflight=a_preflight(predictor=Exact()))
+        run(study, runner=runner, forecaster=a_forecaster(predictor=Exact()))
         refused = [r for r in study.records() if isinstance(r.outcome, PredictedOutOfMemory)]
     assert refused
     assert not {record.config for record in refused} & set(runner.ran)
@@ -275,10 +275,10 @@ def test_a_study_that_goes_on_knows_what_ran_out_of_memory_before(tmp_path: Path
         run(s)
         ran_out = s.records()[0]
         assert isinstance(ran_out.outcome, OutOfMemory)
-        preflight = a_preflight()
-        run(s, preflight=preflight)
+        forecaster = a_forecaster()
+        run(s, forecaster=forecaster)
     larger = ran_out.config.model_copy(update={"lora_rank": 64})
-    assert preflight.expect(larger).refusal is not None
+    assert forecaster.expect(larger).refusal is not None
 
 
 def test_a_slow_trial_is_stopped_early_and_keeps_what_was_measured(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_over_a_whole_study_nothing_is_predicted_twice(
     tmp_path: Path,
 ) -> None:
     memory, speed = Counted(Exact().predict), Counted(tokens_per_second)
-    preflight = a_preflight(predictor=memory, speed=speed)
-    sampler = make_sampler("tpe", a_space(), seed=1, preflight=preflight)
+    forecaster = a_forecaster(predictor=memory, speed=speed)
+    sampler = make_sampler("tpe", a_space(), seed=1, forecaster=forecaster)
     with a_study(tmp_path, trials=12, sampler=sampler) as study:
-        run(study, preflight=preflight)
+        run(study, forecaster=forecaster)
         records = study.records()
     # A further trial makes speed another one, and leaves what a configuration needs as it is.
     assert max(speed.asked.values()) == 1
@@ -374,10 +374,10 @@ def test_a_sampler_that_knows_what_fits_finds_a_near_optimal_configuration(
     tmp_path: Path, name: SamplerName
 ) -> None:
     space = a_space()
-    preflight = a_preflight(predictor=Exact())
-    sampler = make_sampler(name, space, seed=1, preflight=preflight)
+    forecaster = a_forecaster(predictor=Exact())
+    sampler = make_sampler(name, space, seed=1, forecaster=forecaster)
     with a_study(tmp_path, sampler=sampler) as study:
-        run(study, preflight=preflight)
+        run(study, forecaster=forecaster)
         speeds = [r.measurement.tokens_per_second for r in study.records() if r.measurement]
     assert max(speeds) >= {"guided": 0.98, "tpe": 0.95, "random": 0.75}[name] * best_speed(space)
 
@@ -444,7 +444,7 @@ def test_what_was_refused_before_it_ran_does_not_make_a_failed_study_known(tmp_p
 
     runner = ReplayRunner(otherwise=crashing())
     with a_study(tmp_path, trials=4) as study, pytest.raises(EnvironmentFault, match="segfault"):
-        run(study, runner=runner, preflight=a_preflight(violation=violation))
+        run(study, runner=runner, forecaster=a_forecaster(violation=violation))
 
 
 def test_one_trial_that_concluded_is_an_answer(tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def test_a_request_between_the_check_and_the_launch_launches_nothing(tmp_path: P
         reason = run(
             study,
             runner=runner,
-            preflight=a_preflight(violation=violation),
+            forecaster=a_forecaster(violation=violation),
             interruption=Late(cancel=runner.cancel),
         )
         (record,) = study.records()
@@ -588,8 +588,8 @@ def test_a_request_while_a_trial_is_chosen_waits_for_nothing(tmp_path: Path) -> 
         return None
 
     with a_study(tmp_path, **ONE) as study:
-        preflight = a_preflight(violation=violation)
-        reason = run(study, runner=runner, preflight=preflight, interruption=interruption)
+        forecaster = a_forecaster(violation=violation)
+        reason = run(study, runner=runner, forecaster=forecaster, interruption=interruption)
         assert reason is StopReason.INTERRUPTED
         assert (runner.ran, study.records()) == ([], ())
     with a_study(tmp_path, **ONE) as study:
@@ -605,8 +605,10 @@ def test_a_trial_that_was_interrupted_before_it_ran_is_no_attempt(tmp_path: Path
     for _ in range(3):
         with a_study(tmp_path, **ONE) as study:
             events: list[Event] = []
-            preflight = a_preflight(violation=interrupted)
-            assert run(study, preflight=preflight, on_event=events.append) is StopReason.INTERRUPTED
+            forecaster = a_forecaster(violation=interrupted)
+            assert (
+                run(study, forecaster=forecaster, on_event=events.append) is StopReason.INTERRUPTED
+            )
             assert events[-1] == StudyFinished(StopReason.INTERRUPTED)
             assert study.records() == ()
     with a_study(tmp_path, **ONE) as study:
@@ -628,7 +630,7 @@ def test_whether_anything_is_left_to_try_costs_no_copy_of_all_that_was_tried(
             raise AssertionError("all that was tried is copied")
 
     with a_study(tmp_path, trials=3) as study:
-        driver = Driver(study, runner=ReplayRunner(otherwise=train), preflight=a_preflight())
+        driver = Driver(study, runner=ReplayRunner(otherwise=train), forecaster=a_forecaster())
         search = Search(driver)
         search._tried = Tried()
         assert driver.run(search) is StopReason.TRIALS_SPENT

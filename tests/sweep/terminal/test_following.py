@@ -121,8 +121,8 @@ def test_a_study_is_followed_while_another_thread_drives_it(
     def drive() -> None:
         with study:
             looked.wait(20)
-            preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-            tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
+            forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+            tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
 
     def read() -> StudySnapshot:
         snapshot = read_study("study", url=url, home=tmp_path / "runs")

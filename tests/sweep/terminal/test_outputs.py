@@ -37,9 +37,9 @@ WRITERS = {
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("studied")
-    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", trials=3) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
     return home
 
 

@@ -76,9 +76,9 @@ def _read(descriptor: int) -> bytes:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", trials=12) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), preflight=preflight))
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
     return home
 
 

@@ -19,9 +19,9 @@ from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a short study on a simulated card and return its name."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    preflight = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(tmp_path / "runs", trials=3) as opened:
-        tune(Driver(opened, runner=ReplayRunner(otherwise=train), preflight=preflight))
+        tune(Driver(opened, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
     return "study"
 
 

@@ -27,7 +27,7 @@ def epochs() -> StudyEpochs:
 
 
 @pytest.fixture
-def preflight(epochs: StudyEpochs) -> Forecaster:
+def forecaster(epochs: StudyEpochs) -> Forecaster:
     return Forecaster(
         model=MISTRAL,
         budget_bytes=20 * GIB,
@@ -52,41 +52,43 @@ def _config(**values: Any) -> TrialConfig:
     ],
 )
 def test_memory_is_that_of_the_longest_rows(
-    preflight: Forecaster, values: dict[str, Any], width: int
+    forecaster: Forecaster, values: dict[str, Any], width: int
 ) -> None:
-    record = preflight.expect(_config(**values)).record
+    record = forecaster.expect(_config(**values)).record
     assert record is not None
     full = ImaginedPredictor().predict(TrialConfig(seq_len=width))
     assert record.peak_allocated_bytes == full.peak_allocated_bytes
 
 
-def test_one_by_one_and_together_are_the_same(preflight: Forecaster) -> None:
+def test_one_by_one_and_together_are_the_same(forecaster: Forecaster) -> None:
     configs = [_config(packing=p) for p in ("none", "grouped", "packed")]
-    whole = preflight.foresee(configs)
+    whole = forecaster.foresee(configs)
     assert whole.peak_bytes is not None
     for config, peak in zip(configs, whole.peak_bytes, strict=True):
-        record = preflight.expect(config).record
+        record = forecaster.expect(config).record
         assert record is not None
         assert record.peak_allocated_bytes == peak
 
 
-def test_speed_is_of_the_tokens_that_carry_loss(preflight: Forecaster, epochs: StudyEpochs) -> None:
+def test_speed_is_of_the_tokens_that_carry_loss(
+    forecaster: Forecaster, epochs: StudyEpochs
+) -> None:
     none, packed = (_config(packing=packing) for packing in ("none", "packed"))
     full = SpeedForecast(model=MISTRAL, gpu=CARD).predict(none)
-    on_texts = {c.packing: preflight.expect(c).record.tokens_per_second for c in (none, packed)}  # type: ignore[union-attr]
+    on_texts = {c.packing: forecaster.expect(c).record.tokens_per_second for c in (none, packed)}  # type: ignore[union-attr]
     waste = epochs.epoch(none).waste
     assert on_texts["none"] == pytest.approx(full * (1 - waste), rel=0.1)  # type: ignore[operator]
     assert on_texts["packed"] > on_texts["none"]
 
 
-def test_physics_and_tokens_of_many_are_the_speeds_of_each(preflight: Forecaster) -> None:
+def test_physics_and_tokens_of_many_are_the_speeds_of_each(forecaster: Forecaster) -> None:
     configs = [_config(packing=p, effective_batch_size=8) for p in ("none", "grouped", "packed")]
-    foreseen = preflight.foresee(configs)
+    foreseen = forecaster.foresee(configs)
     assert foreseen.physics is not None
     assert foreseen.tokens_per_step is not None
     zeros = np.zeros(len(foreseen.physics.spread))
     seconds = np.exp(foreseen.physics.log_seconds(zeros, slice(None)))
-    each = [preflight.expect(c).record.tokens_per_second for c in configs]  # type: ignore[union-attr]
+    each = [forecaster.expect(c).record.tokens_per_second for c in configs]  # type: ignore[union-attr]
     # A mean shape is of whole tokens in width.
     assert foreseen.tokens_per_step / seconds == pytest.approx(each, rel=0.01)
 
@@ -105,8 +107,8 @@ def test_trials_on_texts_calibrate_by_what_they_computed(epochs: StudyEpochs) ->
 
 
 def test_texts_that_make_no_micro_batch_are_refused_and_not_unpredicted(
-    preflight: Forecaster,
+    forecaster: Forecaster,
 ) -> None:
     too_large = _config(micro_batch_size=4096)
-    assert preflight.expect(too_large).is_refused
-    assert preflight.foresee([too_large]).tokens_per_step == pytest.approx([4096 * 1024])
+    assert forecaster.expect(too_large).is_refused
+    assert forecaster.foresee([too_large]).tokens_per_step == pytest.approx([4096 * 1024])

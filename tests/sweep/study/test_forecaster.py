@@ -60,7 +60,7 @@ def allowed(_: TrialConfig) -> Violation | None:
     return None
 
 
-def a_preflight(**changes: Any) -> Forecaster:
+def a_forecaster(**changes: Any) -> Forecaster:
     values: dict[str, Any] = {"model": MODEL, "budget_bytes": BUDGET, "violation": allowed}
     return Forecaster(**(values | changes))
 
@@ -82,31 +82,33 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
 
 
 def test_what_a_rule_forbids_is_invalid_under_that_rule() -> None:
-    preflight = a_preflight(violation=lambda _: Violation("bf16-needs-ampere", "too old"))
-    assert preflight.expect(batch(1)).refusal == Invalid(rule="bf16-needs-ampere", detail="too old")
+    forecaster = a_forecaster(violation=lambda _: Violation("bf16-needs-ampere", "too old"))
+    assert forecaster.expect(batch(1)).refusal == Invalid(
+        rule="bf16-needs-ampere", detail="too old"
+    )
 
 
 def test_nothing_is_predicted_of_what_a_rule_forbids() -> None:
     # To trace a step takes seconds, and this one would never run.
     predictor = TenthOfAGibibyte()
     violation = Violation("bf16-needs-ampere", "too old")
-    preflight = a_preflight(predictor=predictor, violation=lambda _: violation)
-    expected = preflight.expect(batch(1))
+    forecaster = a_forecaster(predictor=predictor, violation=lambda _: violation)
+    expected = forecaster.expect(batch(1))
     assert (expected.record, expected.is_refused) == (None, True)
     assert predictor.asked == []
 
 
 def test_without_any_knowledge_the_device_decides() -> None:
-    assert a_preflight().expect(batch(1000)).refusal is None
+    assert a_forecaster().expect(batch(1000)).refusal is None
 
 
 def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> None:
-    preflight = a_preflight()
+    forecaster = a_forecaster()
     ran_out = OutOfMemory(stage="backward")
-    preflight.learn(a_record(batch(8), ran_out, number=7))
-    assert preflight.expect(batch(8)).refusal == DominatedOutOfMemory(by=7)
-    assert preflight.expect(batch(9)).refusal == DominatedOutOfMemory(by=7)
-    assert preflight.expect(batch(7)).refusal is None
+    forecaster.learn(a_record(batch(8), ran_out, number=7))
+    assert forecaster.expect(batch(8)).refusal == DominatedOutOfMemory(by=7)
+    assert forecaster.expect(batch(9)).refusal == DominatedOutOfMemory(by=7)
+    assert forecaster.expect(batch(7)).refusal is None
 
 
 @pytest.mark.parametrize(
@@ -118,22 +120,22 @@ def test_a_configuration_that_ran_out_of_memory_is_never_launched_again() -> Non
     ],
 )
 def test_only_memory_that_really_ran_out_dominates(outcome: Outcome) -> None:
-    preflight = a_preflight()
-    preflight.learn(a_record(batch(8), outcome))
-    assert preflight.expect(batch(8)).refusal is None
+    forecaster = a_forecaster()
+    forecaster.learn(a_record(batch(8), outcome))
+    assert forecaster.expect(batch(8)).refusal is None
 
 
 def test_a_base_that_could_not_be_loaded_rules_out_everything_on_it() -> None:
-    preflight = a_preflight()
-    preflight.learn(a_record(batch(8, lora_rank=64), OutOfMemory(stage="load"), number=3))
-    assert preflight.expect(batch(1, lora_rank=1)).refusal == DominatedOutOfMemory(by=3)
-    assert preflight.expect(batch(1, quantization="none")).refusal is None
+    forecaster = a_forecaster()
+    forecaster.learn(a_record(batch(8, lora_rank=64), OutOfMemory(stage="load"), number=3))
+    assert forecaster.expect(batch(1, lora_rank=1)).refusal == DominatedOutOfMemory(by=3)
+    assert forecaster.expect(batch(1, quantization="none")).refusal is None
 
 
 def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
-    assert preflight.expect(batch(200)).refusal is None
-    match preflight.expect(batch(300)).refusal:
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
+    assert forecaster.expect(batch(200)).refusal is None
+    match forecaster.expect(batch(300)).refusal:
         case PredictedOutOfMemory(predicted_bytes=needed, detail=detail):
             assert needed == 30 * GIB
             assert "within 2 %" in detail
@@ -145,60 +147,60 @@ def test_what_cannot_fit_is_refused_with_its_prediction_and_how_sure_that_is() -
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_what_is_refused_is_what_a_plan_says_does_not_fit(size: int, is_compiled: bool) -> None:
     config, predictor = batch(size, compile=is_compiled), TenthOfAGibibyte()
-    preflight = a_preflight(predictor=predictor)
+    forecaster = a_forecaster(predictor=predictor)
     fit = predictor.predict(config).fits(BUDGET)
-    expected = preflight.expect(config)
+    expected = forecaster.expect(config)
     assert (expected.refusal is not None) is (fit is Fit.NO)
     assert expected.is_refused is (fit is Fit.NO)
 
 
 def test_what_is_too_close_to_say_is_left_to_the_device() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
     close = batch(204)
     assert TenthOfAGibibyte().predict(close).fits(BUDGET) is Fit.UNCERTAIN
-    assert preflight.expect(close).refusal is None
-    assert preflight.expect(batch(210)).refusal is not None
+    assert forecaster.expect(close).refusal is None
+    assert forecaster.expect(batch(210)).refusal is not None
 
 
 def test_trials_that_confirm_the_prediction_do_not_make_it_surer_than_it_says() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
-    preflight.learn_all([measured_at(1.0)] * 50)
-    assert preflight.expect(batch(204)).refusal is None
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
+    forecaster.learn_all([measured_at(1.0)] * 50)
+    assert forecaster.expect(batch(204)).refusal is None
 
 
 @pytest.mark.parametrize("share", [0.7, 1.3])
 def test_a_trial_off_its_prediction_makes_the_others_less_sure(share: float) -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
-    assert preflight.expect(batch(280)).refusal is not None
-    preflight.learn_all([measured_at(1.0)] * 5 + [measured_at(share)])
-    assert preflight.expect(batch(280)).refusal is None
-    assert preflight.expect(batch(300)).refusal is not None
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
+    assert forecaster.expect(batch(280)).refusal is not None
+    forecaster.learn_all([measured_at(1.0)] * 5 + [measured_at(share)])
+    assert forecaster.expect(batch(280)).refusal is None
+    assert forecaster.expect(batch(300)).refusal is not None
 
 
 def test_how_sure_a_prediction_is_does_not_depend_on_when_it_was_asked_for() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
     early, late = batch(100), batch(101)
     for share in (1.05, 1.0599):
-        preflight.expect(early).refusal  # noqa: B018 - asked for before the next trial is learned
-        preflight.learn(measured_at(share))
-    sure = [preflight.expect(config).memory for config in (early, late)]
+        forecaster.expect(early).refusal  # noqa: B018 - asked for before the next trial is learned
+        forecaster.learn(measured_at(share))
+    sure = [forecaster.expect(config).memory for config in (early, late)]
     assert sure[0] is not None
     assert sure[1] is not None
     assert sure[0].uncertainty == sure[1].uncertainty > 0.06
 
 
 def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte())
-    preflight.learn_all([measured_at(0.6, compile=True)] * 5)
-    assert preflight.expect(batch(320)).refusal is not None
-    assert preflight.expect(batch(320, compile=True)).refusal is None
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte())
+    forecaster.learn_all([measured_at(0.6, compile=True)] * 5)
+    assert forecaster.expect(batch(320)).refusal is not None
+    assert forecaster.expect(batch(320, compile=True)).refusal is None
 
 
 def test_a_configuration_is_predicted_once_however_often_it_is_asked_about() -> None:
     predictor = TenthOfAGibibyte()
-    preflight = a_preflight(predictor=predictor)
+    forecaster = a_forecaster(predictor=predictor)
     for _ in range(3):
-        expected = preflight.expect(batch(204))
+        expected = forecaster.expect(batch(204))
         assert (expected.is_refused, expected.refusal) == (False, None)
         assert expected.record is not None
     assert predictor.asked == [batch(204)]
@@ -208,8 +210,8 @@ def test_the_prediction_is_there_for_the_record() -> None:
     expected = PredictionRecord(
         peak_allocated_bytes=3 * GIB, peak_reserved_bytes=predicted(3 * GIB).peak_reserved_bytes
     )
-    assert a_preflight(predictor=TenthOfAGibibyte()).expect(batch(30)).record == expected
-    assert a_preflight().expect(batch(30)).record is None
+    assert a_forecaster(predictor=TenthOfAGibibyte()).expect(batch(30)).record == expected
+    assert a_forecaster().expect(batch(30)).record is None
 
 
 class Faulty(TenthOfAGibibyte):
@@ -233,12 +235,12 @@ def test_what_cannot_be_predicted_is_left_to_the_device_and_the_rest_is_predicte
 ) -> None:
     warnings: list[str] = []
     predictor = Faulty(liger=[kind("module 'mamba' cannot be walked")])
-    preflight = a_preflight(predictor=predictor, warn=warnings.append)
+    forecaster = a_forecaster(predictor=predictor, warn=warnings.append)
     for size in (300, 400, 500):
-        assert preflight.expect(batch(size, kernels="liger")).refusal is None
-        assert not preflight.expect(batch(size, kernels="liger")).is_refused
-        assert preflight.expect(batch(size, kernels="liger")).record is None
-        assert preflight.expect(batch(size)).refusal is not None
+        assert forecaster.expect(batch(size, kernels="liger")).refusal is None
+        assert not forecaster.expect(batch(size, kernels="liger")).is_refused
+        assert forecaster.expect(batch(size, kernels="liger")).record is None
+        assert forecaster.expect(batch(size)).refusal is not None
     assert len(warnings) == 1
     assert "module 'mamba'" in warnings[0]
 
@@ -246,10 +248,10 @@ def test_what_cannot_be_predicted_is_left_to_the_device_and_the_rest_is_predicte
 def test_each_reason_why_something_is_not_predicted_is_told_once() -> None:
     warnings: list[str] = []
     faults = {"liger": [InputError("no module 'w'")], "hf": [Untraceable("data decides")]}
-    preflight = a_preflight(predictor=Faulty(**faults), warn=warnings.append)
+    forecaster = a_forecaster(predictor=Faulty(**faults), warn=warnings.append)
     for size in (1, 2, 3):
         for kernels in faults:
-            assert preflight.expect(batch(size, kernels=kernels)).refusal is None
+            assert forecaster.expect(batch(size, kernels=kernels)).refusal is None
     assert [warning.rpartition(": ")[2] for warning in warnings] == [
         "no module 'w'",
         "data decides",
@@ -270,9 +272,9 @@ class Constant:
 
 
 def test_the_expected_speed_is_in_the_record_too() -> None:
-    preflight = a_preflight(predictor=TenthOfAGibibyte(), speed=Constant())
-    preflight.learn_all([measured_at(1.0)] * 3)
-    known, unknown = (preflight.expect(batch(1, kernels=k)).record for k in ("hf", "liger"))
+    forecaster = a_forecaster(predictor=TenthOfAGibibyte(), speed=Constant())
+    forecaster.learn_all([measured_at(1.0)] * 3)
+    known, unknown = (forecaster.expect(batch(1, kernels=k)).record for k in ("hf", "liger"))
     assert known is not None
     assert known.tokens_per_second == 3.0
     assert unknown is not None
