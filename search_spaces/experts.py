@@ -2,7 +2,7 @@
 
 bitsandbytes replaces `torch.nn.Linear` and nothing else, and transformers 5 keeps all experts of a
 layer in one three-dimensional tensor: they stay in 16 bits, and nothing says so. From the config
-alone: nothing is loaded. What the real modules hold is counted by `sweep.training.matrices`.
+alone: nothing is loaded. What the real modules hold is counted by `sweep.training.model`.
 """
 
 from __future__ import annotations

@@ -1,36 +1,22 @@
-"""Owns whether a space holds any configuration that the rules allow, however large the space is.
-
-Knows nothing of memory. A rule reads few keys: which ones is seen by watching it, and it is then
-asked about every value of those keys alone, whatever the other dimensions hold.
-"""
+"""Whether a space holds any configuration that the rules allow."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any, Literal, cast
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from pydantic import BaseModel
-
-from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.config import TrialConfig
+from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
-from search_spaces.rules import RULES, Rule, Setting, Violation
-from search_spaces.space import BATCHES, SearchSpace
+from search_spaces.rules import RULES, Setting, Violation
+from search_spaces.space import SearchSpace
 
-ROWS_MAX = 100_000
-"""Combinations of what one rule reads that are looked at; a rule with more is left undecided."""
-STEPS_MAX = 1_000_000
-"""Attempts to meet several rules at once; what is still open then counts as possible."""
-
+TRIED_MAX = 5_000
+"""Configurations that are held against the rules: all of a space, or so many drawn from it."""
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
-
-Row = Mapping[str, int]
-"""By dimension, the position of a value among the dimension's."""
 
 
 def refuse_impossible(
@@ -76,129 +62,43 @@ def obstacles(
 ) -> tuple[Violation, ...]:
     """Return the rules that leave no configuration of ``space`` valid; none where one is.
 
-    Exact, but for a rule that reads a range without steps, or too many values to go through: such a
-    rule is taken to allow something.
+    Of a space of more than `TRIED_MAX` configurations so many are drawn.
 
     Args:
         space: what may be tried.
         model: what would be trained.
-        compute_capability: of the card; None on a CPU, or where it is not known.
+        compute_capability: of the GPU; None on a CPU, or where it is not known.
         device: where it would run.
-        has_texts: whether it would train on texts, and not on full-length random rows.
+        has_texts: whether it would train on a dataset, and not on full-length random rows.
     """
     setting = Setting(model, device, compute_capability, has_texts)
-    dimensions = _Dimensions(space)
-    tables = (_table(dimensions, name, rule, setting) for name, rule in RULES.items())
-    forbidding = [table for table in tables if table is not None and table.reason is not None]
-    exclusive = [table for table in forbidding if not table.allowed]
-    # Small tables first: what contradicts each other is then found before much is gone through.
-    ordered = [table.allowed for table in sorted(forbidding, key=lambda table: len(table.allowed))]
-    if not exclusive and _is_common(ordered, {}, itertools.count()):
-        return ()
-    return tuple(Violation(table.rule, table.reason or "") for table in exclusive or forbidding)
+    reasons: dict[str, str] = {}
+    by_all: set[str] = set(RULES)
+    for params in _tried(space):
+        config = space.config(params)
+        broken = {name: why for name, rule in RULES.items() if (why := rule(config, setting))}
+        if not broken:
+            return ()
+        reasons = broken | reasons
+        by_all &= broken.keys()
+    named = [name for name in RULES if name in reasons and (name in by_all or not by_all)]
+    return tuple(Violation(name, reasons[name]) for name in named)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """What one rule says of every combination of the dimensions that it reads."""
-
-    rule: str
-    allowed: tuple[Row, ...]
-    reason: str | None
-    """Why it forbids the first one that it forbids; None where it forbids nothing."""
-
-
-class _Watched:
-    """A configuration that notes which of its keys are read, by its own members as well."""
-
-    def __init__(self, config: TrialConfig) -> None:
-        self._config = config
-        self.read: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in CONFIG_KEYS:
-            self.read.add(name)
-            return getattr(self._config, name)
-        member = getattr(TrialConfig, name)
-        if isinstance(member, property) and member.fget is not None:
-            return member.fget(self)
-        if isinstance(member, FunctionType) and not hasattr(BaseModel, name):
-            return MethodType(member, self)
-        # What pydantic makes of the whole configuration may read anything.
-        self.read.update(CONFIG_KEYS)
-        return getattr(self._config, name)
-
-
-class _Dimensions:
-    """The values of a space's dimensions, worked out once."""
-
-    def __init__(self, space: SearchSpace) -> None:
-        self._space = space
-        self._columns = {key: dimension.values() for key, dimension in space.dimensions.items()}
-        self._first = {key: dimension.first for key, dimension in space.dimensions.items()}
-
-    def among(self, keys: set[str]) -> set[str]:
-        """Return those of the keys that are dimensions."""
-        return keys & self._first.keys()
-
-    def rows(self, keys: Sequence[str]) -> Iterator[Row] | None:
-        """Return every combination of some dimensions; None where there are too many, or no end."""
-        columns = [self._columns[key] for key in keys]
-        sizes = [len(column) for column in columns if column is not None]
-        if len(sizes) < len(columns) or math.prod(sizes) > ROWS_MAX:
-            return None
-        positions = itertools.product(*map(range, sizes))
-        return (dict(zip(keys, row, strict=True)) for row in positions)
-
-    def config(self, row: Row) -> TrialConfig | None:
-        """Return a configuration with a row's values, and the first of every other dimension.
-
-        None where the row's batches do not go into each other, or it is left out of the space.
-        """
-        values = {key: (self._columns[key] or ())[position] for key, position in row.items()}
-        params = {**self._first, **values}
-        batches = (dict(zip(BATCHES, pair, strict=True)) for pair in self._space.batches)
-        others = ({**both, **row} for both in batches for row in self._space.together)
-        for known in itertools.chain([params], others):
-            possible = {**params, **known, **values}
-            if self._space.goes_together(possible):
-                return self._space.config(possible)
-        return None
-
-
-def _table(dimensions: _Dimensions, name: str, rule: Rule, setting: Setting) -> _Table | None:
-    """Ask a rule about every combination of what it reads; None where those are too many."""
-    keys: set[str] = set()
-    while (rows := dimensions.rows(sorted(keys))) is not None:
-        allowed, reason = [], None
-        for row in rows:
-            config = dimensions.config(row)
-            if config is None:
-                continue
-            watched = _Watched(config)
-            why = rule(cast(TrialConfig, watched), setting)
-            more = dimensions.among(watched.read) - keys
-            if more:
-                # What a rule reads may depend on what it read before: ask again about more.
-                keys |= more
-                break
-            if why is None:
-                allowed.append(row)
-            else:
-                reason = reason or why
-        else:
-            return _Table(name, tuple(allowed), reason)
-    return None
-
-
-def _is_common(tables: Sequence[tuple[Row, ...]], chosen: Row, steps: Iterator[int]) -> bool:
-    """Whether a row of each table agrees with the others and with what was chosen before."""
-    if not tables:
-        return True
-    for row in tables[0]:
-        if next(steps) > STEPS_MAX:
-            return True
-        agrees = all(chosen.get(key, position) == position for key, position in row.items())
-        if agrees and _is_common(tables[1:], {**chosen, **row}, steps):
-            return True
-    return False
+def _tried(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    """Yield the combinations of a space, or some of them."""
+    size = space.size()
+    if size is not None and size <= TRIED_MAX:
+        yield from space.combinations()
+        return
+    drawn = random.Random(0)
+    values = {key: dimension.values() for key, dimension in space.dimensions.items()}
+    for _ in range(TRIED_MAX):
+        params = {
+            key: drawn.choice(values[key] or ())
+            if not isinstance(dimension, FloatRange) or values[key]
+            else dimension.at(drawn.random())
+            for key, dimension in space.dimensions.items()
+        }
+        if space.goes_together(params):
+            yield params

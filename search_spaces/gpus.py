@@ -90,7 +90,7 @@ class Interconnect(BaseModel):
 
     kind: Literal["nvlink", "pcie"]
     bytes_per_second: float = Field(gt=0)
-    """Each way, by the standard; `sweep.predict.speed.phases` says what is reached of it."""
+    """Each way, by the standard; `sweep.predict.speed.steps` says what is reached of it."""
 
 
 @dataclass(frozen=True)

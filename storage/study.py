@@ -180,24 +180,19 @@ class OpenStudy:
                     self.study.enqueue_trial(dict(params))
                 trial = self.study.ask()
                 if self.ledger.record(trial.number) is None:
-                    self._suggest(trial, distributions, is_drawn=params is None)
-                    return trial
+                    break
                 # Optuna counts trials to number them: where one was deleted, a number comes twice.
                 self.study.tell(trial, state=TrialState.FAIL)
+            if params is None and any(not d.single() for d in distributions.values()):
+                # Chosen before the database is held, as that may take seconds.
+                _ = trial.relative_params
+            with self._storage.together():
+                for name, distribution in distributions.items():
+                    mapping.suggest(trial, name, distribution)
+            return trial
 
         self._hold()
         return self._patiently(attempt, before_retry=self._drop_unbegun)
-
-    def _suggest(
-        self, trial: Trial, distributions: Mapping[str, BaseDistribution], *, is_drawn: bool
-    ) -> None:
-        """Give a trial its parameters, all of them or none."""
-        if is_drawn and any(not d.single() for d in distributions.values()):
-            # Chosen before the database is held, as that may take seconds.
-            _ = trial.relative_params
-        with self._storage.together():
-            for name, distribution in distributions.items():
-                mapping.suggest(trial, name, distribution)
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""
@@ -314,7 +309,12 @@ class OpenStudy:
             )
         if record.attempt_id is None:
             record = record.model_copy(update={"attempt_id": self._begun.get(record.number)})
-        unspooled = self._spool_it(record)
+        unspooled: EnvironmentFault | None = None
+        try:
+            self._spool.append(record)
+        except EnvironmentFault as fault:
+            # A healthy database outweighs what is in the way of that.
+            unspooled = fault
         self._open.pop(record.number, None)
         try:
             self._hold()
@@ -331,14 +331,6 @@ class OpenStudy:
         if unspooled is not None:
             raise self._untold(record, closed, unspooled)
         return self._keep(record)
-
-    def _spool_it(self, record: TrialRecord) -> EnvironmentFault | None:
-        """Spool a result; return what is in the way of that, which a healthy database outweighs."""
-        try:
-            self._spool.append(record)
-        except EnvironmentFault as fault:
-            return fault
-        return None
 
     def _untold(
         self, record: TrialRecord, fault: EnvironmentFault, unspooled: EnvironmentFault | None

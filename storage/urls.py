@@ -125,6 +125,8 @@ def _parse_postgresql(url: str) -> PostgresUrl:
         ) from None
     if not parsed.database:
         raise InputError(f"storage '{redact(url)}' names no database; it reads like {_EXAMPLE}")
+    if "@" in (parsed.host or ""):
+        raise InputError(f"storage '{redact(url)}': an '@' in a password is written %40")
     text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     values = [parsed.password or ""]
     for key, value in parsed.query.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_rules_that_leave_nothing_only_together_are_all_named(
     assert rules_against(lora_rank=RANKS, seq_len=among(512, 1024)) == []
 
 
-def test_what_a_property_of_the_configuration_reads_counts_as_read(
+def test_a_rule_may_read_what_follows_from_several_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from search_spaces import feasibility
@@ -112,7 +111,7 @@ def test_what_a_property_of_the_configuration_reads_counts_as_read(
     assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
 
 
-def test_what_a_method_of_the_configuration_reads_counts_as_read_and_nothing_else() -> None:
+def test_a_rule_may_read_what_follows_from_one_setting() -> None:
     # No value of a range without steps changes how many layers are held in 4 bits.
     elsewhere = {"lora_dropout": FloatRange(low=0.0, high=0.1), "lora_rank": RANKS}
     assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001)) == [
@@ -135,27 +134,27 @@ def test_batches_that_do_not_go_into_each_other_are_no_way_out(
     assert rules_against(micro_batch_size=among(3, 4), effective_batch_size=effective) == []
 
 
-def test_a_huge_space_is_decided_at_once() -> None:
+def test_a_huge_space_is_decided_by_some_of_it() -> None:
     wide = IntRange(low=1, high=9_999)
-    started = time.monotonic()
-    assert rules_against(
-        lora_rank=wide,
-        micro_batch_size=wide,
-        seq_len=IntRange(low=40_000, high=49_999),
-        compute_dtype=among("bf16", "fp16"),
-    ) == ["seq-len-beyond-positions"]
-    assert time.monotonic() - started < 20
+    dimensions = {
+        "lora_rank": wide,
+        "micro_batch_size": wide,
+        "compute_dtype": among("bf16", "fp16"),
+    }
+    beyond = IntRange(low=40_000, high=49_999)
+    assert rules_against(**dimensions, seq_len=beyond) == ["seq-len-beyond-positions"]
+    assert rules_against(**dimensions, seq_len=wide) == []
 
 
-def test_a_rule_that_reads_more_than_can_be_listed_refuses_nothing(
+def test_of_a_space_without_end_some_configurations_are_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from search_spaces import feasibility
 
-    never = {"never": lambda config, _: f"{config.lora_dropout} {config.lora_rank}"}
-    monkeypatch.setattr(feasibility, "RULES", never)
-    assert rules_against(lora_rank=RANKS) == ["never"]
-    assert rules_against(lora_rank=RANKS, lora_dropout=FloatRange(low=0.0, high=0.1)) == []
+    rules = {"dropout": lambda config, _: "much" if config.lora_dropout > 0.001 else None}
+    monkeypatch.setattr(feasibility, "RULES", rules)
+    assert rules_against(lora_dropout=FloatRange(low=0.0, high=0.1)) == []
+    assert rules_against(lora_dropout=FloatRange(low=0.01, high=0.1)) == ["dropout"]
 
 
 def subsets(*values: Any) -> st.SearchStrategy[Choices]:
