@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from sweep.data.texts import PreparedTexts, TextsRequest
     from sweep.export.recipe import Recipe
     from sweep.hugging_face import ThroughputCallback
-    from sweep.study.events import Listener
-    from sweep.study.interruption import Interruption
+    from sweep.study.events import Interruption, Listener
 
 __all__ = ["Plan", "Study", "Winner", "best", "plan", "tune"]
 __all__ += ["EnvironmentFault", "InputError", "NothingFits", "SweepError"]
@@ -221,8 +220,8 @@ def plan(
         InputError: something that is named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
-    from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
+    from sweep.predict.cost import AskedWork
     from sweep.terminal.plan.command import answer
 
     request = PlanRequest(

@@ -376,8 +376,8 @@ def plan(
     configuration is asked about: what is not typed is the standard recipe's. A GPU that is named
     first and those of --gpu are all asked about, and compared.
     """
-    from sweep.planning.plan import AskedWork
     from sweep.planning.question import PlanRequest
+    from sweep.predict.cost import AskedWork
     from sweep.terminal.plan import command
 
     request = PlanRequest(
@@ -456,6 +456,7 @@ def status(
 def confirm(
     study: opt.StudyArgument,
     soak: opt.SoakOption = None,
+    max_dollars: opt.MaxDollarsOption = None,
     storage: opt.StorageOption = None,
     as_json: opt.JsonOption = False,
 ) -> int:
@@ -465,7 +466,8 @@ def confirm(
     """
     from sweep.terminal import driving
 
-    return driving.confirm(study, typed=_soak(soak) or {}, storage=storage, as_json=as_json)
+    typed = {"confirm": _soak(soak) or {}, "max_dollars": max_dollars}
+    return driving.confirm(study, typed=typed, storage=storage, as_json=as_json)
 
 
 @app.command(epilog=opt.examples("sweep best a10", "sweep best a10 --json"))

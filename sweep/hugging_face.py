@@ -30,8 +30,7 @@ from sweep.finetuning import course
 from sweep.finetuning.beside import Deviation, behind, compared_memory, compared_speed, off
 from sweep.finetuning.trainer import name_quantizer
 from sweep.running.device_info import environment_with, read_card
-from sweep.training.adapters import recompute, with_adapters
-from sweep.training.compiling import compile_each
+from sweep.training.adapters import compile_each, recompute, with_adapters
 from sweep.training.device import open_device
 from sweep.training.model import build_base, decoder_layers, loading_arguments
 

@@ -1,8 +1,4 @@
-"""Owns asking NVML: one card, each of its figures by itself, and none where the driver refuses.
-
-Nothing else imports pynvml. Knows nothing of what the figures are for, nor anything of ours, so
-that the room that trains may ask as well as the rooms above it.
-"""
+"""What NVML says of a card: each of its figures by itself, and none where the driver refuses."""
 
 from __future__ import annotations
 
@@ -46,17 +42,6 @@ class CardMemory:
     total: int
     free: int
     used: int
-
-
-@contextmanager
-def first_visible_card(nvml: Any = NVML) -> Iterator[NvmlCard | None]:
-    """Yield the first card that ``CUDA_VISIBLE_DEVICES`` leaves visible; None where there is none.
-
-    Args:
-        nvml: what pynvml is; tests hand in another.
-    """
-    with visible_cards(nvml, most=1) as cards:
-        yield cards[0] if cards else None
 
 
 @contextmanager
@@ -119,31 +104,26 @@ class NvmlCard:
         self._handle = handle
         self._nvml = nvml
 
-    def product(self) -> str | None:
-        """Return its name."""
-        name = _ask(self._nvml.nvmlDeviceGetName, self._handle)
-        return None if name is None else str(name)
+    def ask(self, question: str) -> Any:
+        """Return what one of NVML's functions says of the card; None where it refuses."""
+        return _ask(getattr(self._nvml, question), self._handle)
+
+    def versions(self) -> tuple[str | None, str | None]:
+        """Return the driver's version and the newest CUDA that it supports, as in ``12.8``."""
+        cuda = _ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2)
+        newest = None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}"
+        return _ask(self._nvml.nvmlSystemGetDriverVersion), newest
 
     def memory(self) -> CardMemory | None:
         """Return its memory."""
-        memory = _ask(self._nvml.nvmlDeviceGetMemoryInfo, self._handle)
+        memory = self.ask("nvmlDeviceGetMemoryInfo")
         if memory is None:
             return None
         return CardMemory(int(memory.total), int(memory.free), int(memory.used))
 
-    def uuid(self) -> str | None:
-        """Return what CUDA knows it by, whatever else is visible."""
-        uuid = _ask(self._nvml.nvmlDeviceGetUUID, self._handle)
-        return None if uuid is None else str(uuid)
-
-    def compute_capability(self) -> tuple[int, int] | None:
-        """Return its compute capability."""
-        capability = _ask(self._nvml.nvmlDeviceGetCudaComputeCapability, self._handle)
-        return None if capability is None else (int(capability[0]), int(capability[1]))
-
     def processes(self) -> tuple[CardProcess, ...]:
         """Return who has memory on it; nobody where the driver does not say, as in containers."""
-        running = _ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, self._handle) or ()
+        running = self.ask("nvmlDeviceGetComputeRunningProcesses") or ()
         return tuple(CardProcess(process.pid, process.usedGpuMemory) for process in running)
 
     def sm_clock_mhz(self) -> int | None:
@@ -155,23 +135,13 @@ class NvmlCard:
 
     def throttle_reasons(self) -> tuple[str, ...]:
         """Return what holds its clocks down."""
-        reasons = _ask(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle) or 0
+        reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         return tuple(name for name, bit in _THROTTLE_BITS.items() if reasons & bit)
 
     def energy_joules(self) -> float | None:
         """Return the energy it has used since the driver was loaded, every process together."""
-        millijoules = _ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
+        millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else float(millijoules) / 1000.0
-
-    def driver_version(self) -> str | None:
-        """Return the driver's version."""
-        version = _ask(self._nvml.nvmlSystemGetDriverVersion)
-        return None if version is None else str(version)
-
-    def cuda_version(self) -> str | None:
-        """Return the newest CUDA version that the driver supports, as in ``12.8``."""
-        version = _ask(self._nvml.nvmlSystemGetCudaDriverVersion_v2)
-        return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 
 class FaultWatch:

@@ -160,7 +160,14 @@ class Child:
         if self._end is None:
             self._await(patience)
             self.kill()
-            self._end = self._reaped() if self._await(kill_seconds) else self._given_up()
+            if self._await(kill_seconds):
+                status, kills = self.process.wait(), oom_kills()
+                is_oom = status == -signal.SIGKILL and not self._was_killed
+                has_grown = self._oom_kills is not None and (kills or 0) > self._oom_kills
+                self._end = End(status, self._was_killed, is_oom and has_grown)
+            else:
+                _unending.append(self.process)
+                self._end = End(None, was_killed=True)
             _kill_marked(self._mark)
             self._reap_orphans()
         return self._end
@@ -176,11 +183,6 @@ class Child:
             pause = min(2 * pause, 0.05)
         return True
 
-    def _reaped(self) -> End:
-        status = self.process.wait()
-        is_oom = status == -signal.SIGKILL and not self._was_killed and self._oom_grew()
-        return End(status, was_killed=self._was_killed, is_host_out_of_memory=is_oom)
-
     def _reap_orphans(self) -> None:
         """Reap what it left, where this process inherits it: as a container's first, say."""
         deadline = time.monotonic() + _ORPHANS_SECONDS
@@ -188,14 +190,6 @@ class Child:
             while time.monotonic() < deadline:
                 if os.waitpid(-self.pid, os.WNOHANG) == (0, 0):
                     time.sleep(0.005)
-
-    def _given_up(self) -> End:
-        _unending.append(self.process)
-        return End(None, was_killed=True)
-
-    def _oom_grew(self) -> bool:
-        before, now = self._oom_kills, oom_kills()
-        return before is not None and now is not None and now > before
 
 
 def _kill_marked(mark: str) -> None:

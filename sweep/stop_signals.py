@@ -3,7 +3,7 @@ a scheduler, SIGUSR1 of a queue whose time limit is near and SIGHUP of a termina
 one and the same.
 
 Each cuts a command short by a `KeyboardInterrupt`; the driver of a study takes them as requests
-instead (`sweep.study.interruption`). Knows no command.
+instead (`sweep.study.events`). Knows no command.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ import pytest
 
 import sweep.namesakes
 from sweep.namesakes import EXIT_CODE, NAMES, changed_files, namesakes
-from sweep.predict.memory import tracing_children
+from sweep.predict.memory import profile_store
 from sweep.running import child
 from sweep.terminal.doctor import PROBE
 
 ROOT = Path(sweep.namesakes.__file__).parents[1]
 STARTS = [["-m", "qlora_sweep"], ["-m", "sweep"], ["-m", "sweep.cli"]]
-CHILDREN = ["sweep.running", "sweep.predict.memory.tracing", "sweep.training.probe"]
+CHILDREN = ["sweep.running", "sweep.predict.memory.tracing", "sweep.training.libraries"]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_child_refuses_too(site: Path, tmp_path: Path, module: str) -> None:
 
 
 def test_children_never_look_in_the_users_directory() -> None:
-    assert PROBE[1] == tracing_children._COMMAND[1] == "-P"
+    assert PROBE[1] == profile_store._COMMAND[1] == "-P"
     source = Path(child.__file__).read_text(encoding="utf-8")
     assert '[sys.executable, "-P", "-m", module' in source
 

@@ -18,13 +18,8 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from sweep.finetuning.run import DETAIL_LENGTH, Run, Send, Standing
 from sweep.finetuning.wire import End, Refused, TrainingJob, Unable
 from sweep.running.wire import to_line
-from sweep.training.adapters import attached
-from sweep.training.compiling import start_compiler_processes
-from sweep.training.exceptions import (
-    is_from_the_compiler,
-    knob_of_kernel,
-    lacks_kernel_resources,
-)
+from sweep.training.adapters import attached, start_compiler_processes
+from sweep.training.exceptions import knob_at_fault
 from sweep.training.model import Unavailable, build_base
 
 
@@ -49,13 +44,11 @@ class Training(Standing):
 
     def _end_of(self, error: Exception) -> End:
         """Return what an exception means, in strings and numbers alone."""
-        words, config = words_of(error)[:DETAIL_LENGTH], self.job.config
-        if lacks_kernel_resources(error):
-            return Refused(reason=f"{knob_of_kernel(error, config)} does not run here: {words}")
+        words, knob = words_of(error)[:DETAIL_LENGTH], knob_at_fault(error, self.job.config)
         if self.device.ran_out(error):
             return self.ran_out(words)
-        if config.compile and is_from_the_compiler(error):
-            return Refused(reason=f"compile does not work here: {words}")
+        if knob is not None:
+            return Refused(reason=f"{knob} does not run here: {words}")
         return Unable(reason=f"in {self.doing}: {words}", checkpoint_step=self.saved)
 
     def _run(self) -> End:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sweep.training.compiling import Compilation
+from sweep.training.adapters import Compilation
 from sweep.training.device import Device, Mark
 
 _AHEAD_STEPS = 2

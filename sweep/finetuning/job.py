@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, Interrupted, NothingFits
-from search_spaces.redaction import shown
 from storage import files
 from sweep.finetuning import checkpoints
 from sweep.finetuning.wire import (
@@ -31,17 +30,15 @@ from sweep.finetuning.wire import (
     Unable,
     message_adapter,
 )
-from sweep.processes import End as ProcessEnd
-from sweep.running import ends
 from sweep.running.child import (
-    WorkerEnded,
+    AttentiveClock,
+    WorkerFault,
     WorkerMisbehaved,
     WorkerProcess,
     WorkerSilent,
+    outcome_of,
 )
-from sweep.running.patience import AttentiveClock
 from sweep.running.wire import UnreadableError, read_line
-from sweep.running.worker_log import WorkerLog
 
 __all__ = ["Promise", "TrainingJob", "TrainingResult", "follow_job", "run_job"]
 
@@ -112,14 +109,15 @@ def follow_job(
     """
     limits = patience or Patience()
     files.make_directory(Path(job.output))
-    log = WorkerLog(Path(job.output).absolute() / LOG)
-    try:
-        process = WorkerProcess(
-            job, log=log, module=module, clock=AttentiveClock(), patience=limits.closed
-        )
-        return _Followed(job, process, log, limits, observe).to_the_end()
-    finally:
-        log.close()
+    clock = AttentiveClock()
+    process = WorkerProcess(
+        job,
+        log_path=Path(job.output).absolute() / LOG,
+        module=module,
+        clock=clock,
+        patience=limits.closed,
+    )
+    return _Followed(job, process, clock, limits, observe).to_the_end()
 
 
 class _Followed:
@@ -129,13 +127,13 @@ class _Followed:
         self,
         job: TrainingJob,
         process: WorkerProcess,
-        log: WorkerLog,
+        clock: AttentiveClock,
         patience: Patience,
         observe: Observer,
     ) -> None:
         self._job = job
         self._process = process
-        self._log = log
+        self._clock = clock
         self._patience = patience
         self._observe = observe
         self._doing = "starting"
@@ -159,21 +157,22 @@ class _Followed:
     def _end(self) -> End:
         try:
             return next(message for message in self._messages() if isinstance(message, End))
-        except WorkerSilent:
-            end, words = self._close()
-            return self._unable(ends.timed_out("warmup", end, words=words, why=self._silence()))
-        except WorkerMisbehaved as error:
-            end, words = self._close()
-            return self._unable(ends.nonsense("warmup", end, words=words, did=str(error)))
-        except WorkerEnded:
-            end, words = self._close()
-            return self._unable(ends.crash("warmup", end, words=words))
+        except WorkerFault as fault:
+            end, words = self._process.close(patience=self._patience.closed)
+            outcome = outcome_of(fault, "warmup", end, words=words)
+            return self._unable(outcome.detail)
 
     def _messages(self) -> Iterator[Message]:
         """Yield what it says; the observer has heard it by then."""
+        heard_at = self._clock.look()
         while True:
-            until = self._process.clock.look() + self._limit()
-            line = self._process.next_line(until=until)
+            line = self._process.next_line()
+            if line is None:
+                # Asked anew each time: somebody may have asked it to stop.
+                if self._clock.now >= heard_at + self._limit():
+                    raise WorkerSilent(f"no sign of life for {self._limit():g} s, in {self._doing}")
+                continue
+            heard_at = self._clock.now
             try:
                 message = read_line(line, message_adapter)
             except UnreadableError as error:
@@ -193,16 +192,8 @@ class _Followed:
         is_starting = self._doing == "starting"
         return self._patience.start if is_starting else self._patience.working
 
-    def _silence(self) -> str:
-        return f"no sign of life for {self._limit():g} s, in {self._doing}"
-
-    def _close(self) -> tuple[ProcessEnd, str]:
-        end = self._process.close(patience=self._patience.closed)
-        return end, self._log.tail()
-
-    def _unable(self, outcome: object) -> Unable:
-        detail = shown(str(getattr(outcome, "detail", outcome)))
+    def _unable(self, reason: str) -> Unable:
         saved = self._saved
         if saved is None and self._job.keeps_checkpoints:
             saved = next(iter(checkpoints.steps_of(Path(self._job.output))), None)
-        return Unable(reason=detail, checkpoint_step=saved)
+        return Unable(reason=reason, checkpoint_step=saved)

@@ -84,7 +84,7 @@ class Standing:
             step=self.step,
             doing=self.doing,
             detail=detail[:DETAIL_LENGTH],
-            peak_allocated_bytes=self.device.peak_allocated_bytes(),
+            peak_allocated_bytes=self.device.memory().peak_allocated_bytes,
             checkpoint_step=self.saved,
         )
 
@@ -200,7 +200,7 @@ class Run(TrainerCallback):
         budget = self._job.budget_bytes
         if budget is None:
             return None
-        peak = self._device.peak_allocated_bytes()
+        peak = self._device.memory().peak_allocated_bytes
         over = over_budget(peak, budget_bytes=budget, stage="forward")
         return None if over is None else self._training.ran_out(over.detail)
 
@@ -277,9 +277,9 @@ class Run(TrainerCallback):
         return None
 
     def _note_peak(self) -> None:
-        steps, device = self._course.steps, self._device
-        steps.peak_allocated_bytes = max(steps.peak_allocated_bytes, device.peak_allocated_bytes())
-        reserved = device.peak_reserved_bytes() or 0
+        steps, memory = self._course.steps, self._device.memory()
+        steps.peak_allocated_bytes = max(steps.peak_allocated_bytes, memory.peak_allocated_bytes)
+        reserved = memory.peak_reserved_bytes or 0
         steps.peak_reserved_bytes = max(steps.peak_reserved_bytes, reserved)
 
     def _finish(self) -> End:

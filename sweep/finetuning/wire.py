@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from search_spaces.space import Weights
+from sweep.running.wire import ChildSettings
 
 CHECKPOINT_SECONDS = 600.0
 """About so often a checkpoint is written; a kill loses no more than that."""
@@ -42,13 +42,12 @@ class Promise(_Frozen):
     """`storage.environment.fingerprint` of the machine that measured, as far as it is known."""
 
 
-class TrainingJob(_Frozen):
+class TrainingJob(ChildSettings):
     """One training, whole: two equal ones train the same."""
 
     config: TrialConfig
     model: dict[str, Any]
     """`ModelSpec.to_json`."""
-    weights: Weights = "random"
     texts: str | None = None
     """Directory of prepared texts; None trains on full rows of random tokens."""
     fingerprint: str | None = None
@@ -62,13 +61,8 @@ class TrainingJob(_Frozen):
     """Optimizer steps after which it ends, however many epochs that is."""
     seed: int = 0
     """Of weights, adapters, order and dropout."""
-    device: Literal["cuda", "cpu"]
     budget_bytes: int | None = None
     """Enforced on the process for real; None for all that the device has."""
-    cards: tuple[str, ...] = ()
-    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
-    neighbours: int = 0
-    """Trainings that share the machine's cores with it."""
     output: str
     """Directory for checkpoints, and for the log of what libraries print."""
     keeps_checkpoints: bool = True

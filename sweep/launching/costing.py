@@ -15,7 +15,6 @@ from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from storage.confirmations import RUNS_TO_CONFIRM
-from sweep.planning.plan import CHECKPOINT_BYTES
 from sweep.planning.question import Question
 from sweep.planning.survey import (
     COMPILE_SECONDS,
@@ -23,8 +22,9 @@ from sweep.planning.survey import (
     STEPS_OVER_FEWEST,
     TRIAL_SECONDS,
     Survey,
-    cached_survey,
+    survey,
 )
+from sweep.predict.cost import CHECKPOINT_BYTES
 from sweep.predict.forecast import Progress
 
 LIMITS = ("trials", "time_budget_seconds")
@@ -79,16 +79,16 @@ def foreseen(
     space = space.model_copy(update={key: getattr(typed, key) for key in LIMITS})
     bytes_ = _download_bytes(space, question.model)
     try:
-        survey = cached_survey(space, question.forecaster(gpu), directory=cache, progress=progress)
+        found = survey(space, question.forecaster(gpu), directory=cache, progress=progress)
     except InputError as error:
         return Course(None, START_SECONDS + TRIAL_SECONDS, bytes_, note=str(error))
-    if not survey.counts.fit + survey.counts.uncertain:
+    if not found.counts.fit + found.counts.uncertain:
         raise NothingFits(
             f"space '{space.name}': nothing of it is predicted to fit {gpu.name}, so none is "
             f"rented: sweep plan {space.name} --gpu {gpu.name} says by how much"
         )
-    again = _confirming(survey, typed.confirm)
-    return Course(survey.study_seconds(), _least(survey), bytes_, confirming=again)
+    again = _confirming(found, typed.confirm)
+    return Course(found.study_seconds(), _least(found), bytes_, confirming=again)
 
 
 def _confirming(survey: Survey, budget: ConfirmBudget | None) -> tuple[float, float]:

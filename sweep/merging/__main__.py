@@ -17,7 +17,7 @@ _KIBIBYTE = 1024
 
 
 def _merge(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
-    from sweep.training.lean_imports import OPTIONAL, lean_imports
+    from sweep.training.libraries import OPTIONAL, lean_imports
 
     with lean_imports(*OPTIONAL):
         from sweep.merging.report import MergeDone, MergeOrder

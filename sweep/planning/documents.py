@@ -6,18 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
-from sweep.planning.comparison import CardComparison, Cheapest, JobCard, Outcome
-from sweep.planning.plan import CardPlan, WhatIf
-from sweep.planning.recommendation import STANDARD
-from sweep.planning.sizes import LENGTH_STEP, Longest, LongestRow, ShapeTable
-from sweep.planning.survey import Survey
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill
+from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
+from sweep.planning.candidates import STANDARD
+from sweep.planning.plan import CardComparison, CardPlan, WhatIf
+from sweep.planning.survey import ShapeTable, Survey
+from sweep.predict.cost import SECONDS_PER_HOUR, Bill, OfferComparison
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
-from sweep.predict.offers import OfferComparison
 
 MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
 
@@ -35,14 +32,14 @@ def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     epoch, speed = forecast.epoch, forecast.tokens_per_second
     if epoch is None or speed is None:
         return {}
-    ends = forecast.tokens_per_second_range or (speed, speed)
-    seconds, low, high = (epoch.loss_tokens / rate for rate in (speed, ends[1], ends[0]))
+    low, high = forecast.tokens_per_second_range or (speed, speed)
+    rates = {"": speed, "_low": high, "_high": low}
+    seconds = {end: epoch.loss_tokens / rate for end, rate in rates.items()}
     hour = None
     if bills:
         hour = forecast.config.data_parallel * bills[0].offer.usd_per_hour / SECONDS_PER_HOUR
-    times = {"": seconds, "_low": low, "_high": high}
-    dollars = {f"dollars{end}": None if hour is None else hour * t for end, t in times.items()}
-    took = {f"seconds{end}": time for end, time in times.items()}
+    dollars = {f"dollars{end}": hour and hour * time for end, time in seconds.items()}
+    took = {f"seconds{end}": time for end, time in seconds.items()}
     return {"epoch": epoch.model_dump(mode="json") | took | dollars}
 
 
@@ -82,14 +79,11 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     }
 
 
-def _certainty(forecast: Forecast) -> str:
-    return "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
-
-
 def _fit(forecast: Forecast) -> dict[str, Any]:
     """Return a configuration and whether it fits."""
+    certainty = "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
     config = forecast.config.model_dump(mode="json")
-    return {"config": config, "fits": forecast.fits, "fits_certainty": _certainty(forecast)}
+    return {"config": config, "fits": forecast.fits, "fits_certainty": certainty}
 
 
 def _range(forecast: Forecast) -> list[float | None] | None:
@@ -110,10 +104,7 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     evidence = plan.evidence
     return {
         **answer,
-        "gpu": _gpu(plan.gpu, plan.budget_bytes),
-        "model": plan.model.name,
-        "space_kind": plan.asked.kind,
-        "held": dict(plan.asked.held),
+        **_about(plan),
         "table": None if plan.table is None else _table(plan.table),
         **({} if plan.survey is None else _survey(plan, plan.survey)),
         "what_ifs": [_what_if(change) for change in plan.what_ifs],
@@ -131,8 +122,10 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: GpuSpec, budget_bytes: int) -> dict[str, Any]:
-    return {"name": gpu.name, "memory_bytes": gpu.memory_bytes, "budget_bytes": budget_bytes}
+def _about(plan: CardPlan | Longest) -> dict[str, Any]:
+    gpu = {**_of(plan.gpu, "name", "memory_bytes"), "budget_bytes": plan.budget_bytes}
+    asked = {"space_kind": plan.asked.kind, "held": dict(plan.asked.held)}
+    return {"gpu": gpu, "model": plan.model.name, **asked}
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:
@@ -161,10 +154,8 @@ def _table(table: ShapeTable) -> dict[str, Any]:
             {
                 "micro_batch_size": batch,
                 "seq_len": length,
-                "fits": cell.fits,
-                "fits_certainty": _certainty(cell),
+                **_fit(cell),
                 **_of(cell, "peak_allocated_bytes", "tokens_per_second"),
-                "config": cell.config.model_dump(mode="json"),
             }
             for (batch, length), cell in table.cells.items()
         ],
@@ -219,13 +210,10 @@ def _gain(plan: CardPlan, forecast: Forecast) -> dict[str, Any]:
 
 
 def _brief(forecast: Forecast) -> dict[str, Any]:
-    return {
-        "config": forecast.config.model_dump(mode="json"),
-        "fits_certainty": _certainty(forecast),
-        "tokens_per_second": forecast.tokens_per_second,
-        "tokens_per_second_range": _range(forecast),
-        "peak_allocated_bytes": forecast.peak_allocated_bytes,
-    }
+    known = _fit(forecast)
+    del known["fits"]
+    speed_and_peak = _of(forecast, "tokens_per_second", "peak_allocated_bytes")
+    return {**known, **speed_and_peak, "tokens_per_second_range": _range(forecast)}
 
 
 def comparison_document(
@@ -284,10 +272,7 @@ def longest_document(longest: Longest) -> dict[str, Any]:
     """Return the longest rows on one card; 0 tokens where not even the shortest row fits."""
     best = longest.best
     return {
-        "gpu": _gpu(longest.gpu, longest.budget_bytes),
-        "model": longest.model.name,
-        "space_kind": longest.asked.kind,
-        "held": dict(longest.asked.held),
+        **_about(longest),
         "multiple_of": LENGTH_STEP,
         "limit": longest.limit,
         "structures": longest.configurations,

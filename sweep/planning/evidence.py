@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product
+from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
-from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, Target, TargetSpeed
+from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
 from storage.objectives import fitting, rankable
 from storage.records import Measurement, OutOfMemory, TrialRecord
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import Traced
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import StepTimes
 
@@ -57,11 +56,11 @@ def evidence_from(
         )
     if target.device == "cpu":
         raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a card")
-    is_same_card = _host(target) == gpu.name
+    ran_on = target.emulated_on or target.gpu
+    is_same_card = match_product(ran_on) == gpu
     # As everywhere, the last trial of a configuration that came to a conclusion decides.
     measured = {canonical(r.config): r for r in fitting(rankable(snapshot.records))}
     steady = [r for r in measured.values() if r.measurement and not r.measurement.is_noisy]
-    ran_on = target.emulated_on or target.gpu
     other = f"study '{snapshot.name}' ran on {ran_on}: its speeds do not calibrate the {gpu.name}'s"
     return Evidence(
         study=snapshot.name,
@@ -98,36 +97,8 @@ def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> 
     )
 
 
-def _host(target: Target) -> str | None:
-    """Return the name of the GPU that really ran the trials, where the catalogue has it."""
-    if target.emulated_on is None:
-        return target.gpu if target.gpu in gpu_catalogue() else None
-    host = match_product(target.emulated_on)
-    return None if host is None else host.name
-
-
-class WhenRead(Mapping[K, V], Generic[K, V]):
-    """A mapping that is made at the first look."""
-
-    def __init__(self, make: Callable[[], Mapping[K, V]]) -> None:
-        self._make = make
-
-    @cached_property
-    def _made(self) -> Mapping[K, V]:
-        return self._make()
-
-    def __getitem__(self, key: K) -> V:
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
 def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
-    """Return a study with its trials' speeds on the target GPU, worked out when first read.
+    """Return a study with its trials' speeds on the target GPU.
 
     Nothing is added where the target ran itself, or is a GPU that the catalogue does not know.
     """
@@ -145,21 +116,11 @@ def target_speeds(
     calibrate that: factors fitted to a study's steps on an H200 leave the published steps of six
     other GPUs no better predicted.
     """
-    if definition.target.emulated_on is None:
-        return {}
-    try:
-        gpu = find_gpu(definition.target.gpu)
-    except InputError:
-        return {}
-    return WhenRead(lambda: _speeds(records, ModelSpec.from_json(definition.model), gpu))
-
-
-def _speeds(
-    records: Sequence[TrialRecord], model: ModelSpec, gpu: GpuSpec
-) -> Mapping[int, TargetSpeed]:
     measured = [(record, record.measurement) for record in records if record.measurement]
-    if not measured:
+    gpu = match_product(definition.target.gpu)
+    if definition.target.emulated_on is None or gpu is None or not measured:
         return {}
+    model = ModelSpec.from_json(definition.model)
     times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
     seconds, unsure = times.seconds(None).tolist(), times.uncertainty(None).tolist()
     return {
@@ -192,21 +153,24 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
         snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added.
         cache_dir: where structures that were traced are kept; a report waits for no other.
     """
-    target = snapshot.definition.target
+    target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
     if target.device != "cuda":
         return snapshot
-    model, ran_on = (
-        ModelSpec.from_json(snapshot.definition.model),
-        match_product(target.emulated_on or target.gpu),
-    )
+    ran_on = match_product(target.emulated_on or target.gpu)
     predictor = TracingPredictor(
         model,
         cache_dir=cache_dir,
         compute_capability=None if ran_on is None else ran_on.compute_capability,
         tracer=_Nobody(),
     )
-    tried = [record.config for record in snapshot.records]
-    known = KeptForecasts(tried, model=model, predictor=predictor, budget_bytes=target.budget_bytes)
+    forecaster = Forecaster(
+        model=model,
+        budget_bytes=target.budget_bytes,
+        predictor=predictor,
+        violation=lambda _: None,
+        warn=lambda _: None,
+    )
+    known = KeptForecasts([record.config for record in snapshot.records], forecaster)
     return replace(snapshot, memory_forecasts=known)
 
 
@@ -216,32 +180,20 @@ class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
     Any configuration may be asked for; those that were tried are listed.
     """
 
-    def __init__(
-        self,
-        tried: Sequence[TrialConfig],
-        *,
-        model: ModelSpec,
-        predictor: MemoryPredictor,
-        budget_bytes: int,
-    ) -> None:
+    def __init__(self, tried: Sequence[TrialConfig], forecaster: Forecaster) -> None:
         self._tried = dict.fromkeys(tried)
-        self._forecaster = Forecaster(
-            model=model,
-            budget_bytes=budget_bytes,
-            predictor=predictor,
-            violation=lambda _: None,
-            warn=lambda _: None,
-        )
+        self._forecaster = forecaster
 
     def __getitem__(self, config: TrialConfig) -> MemoryForecast:
-        forecast = self._forecaster.expect(config)
-        if config not in self._tried and (least := forecast.far_beyond_bytes) is not None:
+        known = self._forecaster.forecast([config])
+        least, error = int(known.least_bytes[0]), float(known.errors[0])
+        if config not in self._tried and least * (1.0 - error) > known.budget_bytes:
             # Replaying the allocator takes most of a prediction, and would only add to it.
             return MemoryForecast(least, {}, "no")
-        if forecast.memory is None:
+        memory = known.memory(0)
+        if memory is None:
             raise KeyError(config)
-        fits: Any = forecast.fit.value
-        return MemoryForecast(forecast.memory.peak_allocated_bytes, forecast.memory.breakdown, fits)
+        return MemoryForecast(memory.peak_allocated_bytes, memory.breakdown, known.fit(0).value)
 
     def __iter__(self) -> Iterator[TrialConfig]:
         return (config for config in self._tried if config in self)
@@ -252,9 +204,6 @@ class KeptForecasts(Mapping[TrialConfig, MemoryForecast]):
 
 class _Nobody:
     """A tracer that traces nothing: what is not kept is not known."""
-
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        raise Untraceable(f"model '{model.name}': the structure {structure} was not traced before")
 
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]

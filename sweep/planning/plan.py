@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, get_args
+from typing import Any
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError, quote
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
-from search_spaces.knobs import CAPACITY_KEYS, KNOBS, TARGET_SETS
-from search_spaces.linears import parameters
+from search_spaces.knobs import CAPACITY_KEYS, MICRO_BATCH_MAX
+from search_spaces.loading import with_fixed
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
-from storage.records import EpochRecord
-from sweep.planning.sizes import ShapeTable, shape_table
-from sweep.planning.spaces import NOT_ASKED, Asked
-from sweep.planning.survey import Survey
-from sweep.predict.cost import Bill, Workload, bill
+from search_spaces.space import SearchSpace
+from sweep.planning.candidates import (
+    NOT_ASKED,
+    Asked,
+    is_surely_faster,
+    nearest_capacity,
+    preferred,
+    single_changes,
+)
+from sweep.planning.survey import (
+    LargestBatch,
+    ShapeTable,
+    Size,
+    Survey,
+    class_of,
+    fitting,
+)
+from sweep.predict.cost import AskedWork, Bill, OfferComparison, Workload, bill, compare_offers
 from sweep.predict.forecast import (
     TRACED,
     UNBUILDABLE,
@@ -33,14 +46,11 @@ from sweep.predict.forecast import (
 )
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.calibration import NINE_IN_TEN, ratio_spread
+from sweep.predict.speed.predictor import NINE_IN_TEN, ratio_spread
 
-STEPS = 1000
-"""Optimizer steps where nothing else is asked."""
-AMOUNT_MAX = 1e15
-"""More steps, samples or tokens than this is a slip."""
-CHECKPOINT_BYTES = 2
-"""Bytes of a parameter as models are published: bf16."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+LENGTHS = (512, 1024, 2048, 4096)
+"""Rows and columns of the table of one structure."""
 WORTH_SPEED = 0.005
 """A smaller gain in speed, relative, is none."""
 WORTH_MEMORY = 0.01
@@ -52,89 +62,23 @@ TASK_KEYS = (*CAPACITY_KEYS, "seq_len", "effective_batch_size", "lora_dropout", 
 no advice about a GPU."""
 
 
-@dataclass(frozen=True)
-class AskedWork:
-    """How much training is asked about, in one of four ways; 1,000 steps where in none.
-
-    Raises:
-        InputError: in more than one way, an amount out of range, or epochs of no dataset.
-    """
-
-    steps: int | None = None
-    samples: int | None = None
-    tokens: int | None = None
-    dataset_samples: int | None = None
-    epochs: float | None = None
-    has_texts: bool = False
-    """Whether there are texts, of which an epoch is asked about where nothing else is."""
-
-    def __post_init__(self) -> None:
-        amounts = {
-            "--steps": self.steps,
-            "--samples": self.samples,
-            "--tokens": self.tokens,
-            "--dataset-samples": self.dataset_samples,
-        }
-        for option, value in {**amounts, "--epochs": self.epochs}.items():
-            if value is not None and not 0 < value <= AMOUNT_MAX:
-                raise InputError(
-                    f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
-                    f"got {quote(value)}"
-                )
-        given = [option for option, value in amounts.items() if value is not None]
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
-        if self.epochs is not None and self.dataset_samples is None and not self.has_texts:
-            raise InputError(
-                "--epochs needs --dataset-samples, how many samples an epoch has, or --data"
-            )
-        if self.epochs is not None and self.has_texts and given:
-            raise InputError(f"--epochs is of the texts, and {given[0]} says how much to train")
-
-    def workload(
-        self, config: TrialConfig, *, model: ModelSpec, shapes: ShapesOnTexts | None = None
-    ) -> Workload:
-        """Return the work for ``config``: the fewest whole steps of its effective batch.
-
-        A sample of texts is a row as it is trained on, and its tokens are those that carry loss.
-        """
-        per_step, per_sample = config.samples_per_step, float(config.seq_len)
-        if shapes is not None:
-            per_sample = shapes.loss_tokens_per_step(config) / per_step
-        download = float((parameters(model) or 0) * CHECKPOINT_BYTES)
-        each: dict[str, Any] = {
-            "samples_per_step": per_step,
-            "tokens_per_sample": per_sample,
-            "download_bytes": download,
-        }
-        if self.samples is not None:
-            return Workload.of_samples(self.samples, **each)
-        if self.tokens is not None:
-            return Workload.of_tokens(self.tokens, **each)
-        if self.dataset_samples is not None:
-            epochs = 1.0 if self.epochs is None else self.epochs
-            return Workload.of_epochs(epochs, dataset_samples=self.dataset_samples, **each)
-        steps = STEPS if self.steps is None else self.steps
-        epoch = None if shapes is None else shapes.epochs.record(config)
-        if epoch is not None and self.steps is None:
-            steps = math.ceil(epoch.steps * (self.epochs or 1.0))
-        return Workload(steps, **each)
-
-
 def bill_offers(
     forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer]
 ) -> tuple[Bill, ...]:
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
-    config, asked = forecast.config, forecast.forecaster
+    config, asked, uncertainty = forecast.config, forecast.forecaster, forecast.speed_uncertainty
     workload = work.workload(config, model=asked.model, shapes=asked.shapes)
+    if uncertainty is None:
+        # A step measured too few times for an interval is no surer than its prediction.
+        uncertainty = 0.0 if forecast.speed is None else forecast.speed.uncertainty
     bills = [
         bill(
             workload,
             step_seconds=forecast.step_seconds,
             offer=offer,
-            uncertainty=forecast.step_uncertainty,
+            uncertainty=uncertainty,
             cards=config.data_parallel,
         )
         for offer in offers
@@ -196,11 +140,6 @@ class CardPlan:
     """What configurations come to on the texts; None without texts."""
 
     @property
-    def epoch(self) -> EpochRecord | None:
-        """One pass over the texts, as the shown configuration trains on them."""
-        return None if self.shown is None else self.shown.epoch
-
-    @property
     def fits(self) -> bool:
         """Whether anything fits, by the best guess."""
         return self.shown is not None and bool(self.shown.fits)
@@ -240,14 +179,15 @@ class CardPlan:
 def plan_space(
     survey: Survey,
     *,
-    forecaster: Forecaster,
     work: AskedWork,
     offers: Sequence[Offer],
     asked: Asked = NOT_ASKED,
     progress: Progress = silent,
 ) -> CardPlan:
     """Return the plan of a space that was looked over: what it holds, and what is recommended."""
-    made = _plan_of(survey.recommended, forecaster, work=work, offers=offers, progress=progress)
+    made = _plan_of(
+        survey.recommended, survey.forecaster, work=work, offers=offers, progress=progress
+    )
     return replace(made, table=survey.table, survey=survey, asked=asked)
 
 
@@ -294,13 +234,11 @@ def _plan_of(
         bills=bills,
         evidence=forecaster.evidence,
         shapes=forecaster.shapes,
-        what_ifs=() if shown is None else what_ifs(shown, forecaster, progress=progress),
+        what_ifs=() if shown is None else what_ifs(shown, progress=progress),
     )
 
 
-def what_ifs(
-    shown: Forecast, forecaster: Forecaster, *, progress: Progress = silent
-) -> tuple[WhatIf, ...]:
+def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, ...]:
     """Return every single change of a configuration, the most useful first.
 
     Empty where its own memory is not known.
@@ -310,71 +248,27 @@ def what_ifs(
     """
     if shown.memory is None or shown.broken is not None:
         return ()
-    changed = single_changes(shown.config, forecaster)
-    forecasts = forecaster.forecast(list(changed), progress=progress)
+    changed = single_changes(shown.config, shown.forecaster)
+    forecasts = shown.forecaster.forecast(list(changed), progress=progress)
     found = (_what_if(key, shown, forecasts[at]) for at, key in enumerate(changed.values()))
     return tuple(sorted(filter(None, found), key=_order))
 
 
-def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialConfig, str]:
-    """Return every valid configuration with one setting changed, and which."""
-    changes: dict[TrialConfig, str] = {}
-    for key in KNOBS:
-        for value in _other_values(key, config):
-            try:
-                changed = TrialConfig.model_validate({**config.model_dump(), key: value})
-            except ValueError:
-                continue
-            if canonical(changed) != canonical(config) and forecaster.is_valid(changed):
-                changes[changed] = key
-    return changes
-
-
-def few(changes: Iterable[WhatIf]) -> list[WhatIf]:
+def few(changes: Sequence[WhatIf]) -> list[WhatIf]:
     """Return the changes that are worth a line: useful ones that leave the task what it is.
 
     Of each use a few, every knob before a second value of any.
     """
-    useful = [one for one in changes if one.use is not Use.NONE and one.key not in TASK_KEYS]
-    turned: Counter[tuple[Use, str]] = Counter()
-    ranked: dict[Use, list[tuple[int, WhatIf]]] = {use: [] for use in Use}
-    for change in useful:
-        ranked[change.use].append((turned[change.use, change.key], change))
-        turned[change.use, change.key] += 1
-    shown = (sorted(of_use, key=lambda pair: pair[0]) for of_use in ranked.values())
-    kept = [change for of_use in shown for _, change in of_use[:SHOWN_OF_EACH]]
-    return sorted(kept, key=_order)
-
-
-def _other_values(key: str, config: TrialConfig) -> Sequence[Any]:
-    value, kind = getattr(config, key), TrialConfig.model_fields[key].annotation
-    if key in _VALUES:
-        values = _VALUES[key](value)
-    elif kind is bool:
-        values = (not value,)
-    else:
-        values = get_args(kind)
-    return [other for other in dict.fromkeys(values) if other != value]
-
-
-def _half_and_double(value: int | None) -> tuple[int, ...]:
-    return () if value is None else (max(1, value // 2), value * 2)
-
-
-_VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
-    "lora_rank": _half_and_double,
-    # It scales a product and changes neither speed nor memory.
-    "lora_alpha": lambda _: (),
-    "learning_rate": lambda _: (),
-    "lora_dropout": lambda _: (0.0, 0.05),
-    "target_modules": lambda _: TARGET_SETS,
-    "micro_batch_size": _half_and_double,
-    "seq_len": _half_and_double,
-    "effective_batch_size": _half_and_double,
-    "quantized_fraction": lambda _: (0.5, 1.0),
-    "checkpoint_fraction": lambda value: (0.0, value / 2, 0.5, 1.0),
-}
-"""What numbers and lists are turned to, by key; words and truth values go through all of theirs."""
+    shown: list[WhatIf] = []
+    for use in (Use.FASTER, Use.LEANER, Use.FASTER_WHERE_IT_FITS):
+        turned: Counter[str] = Counter()
+        ranked: list[tuple[int, WhatIf]] = []
+        for one in changes:
+            if one.use is use and one.key not in TASK_KEYS:
+                ranked.append((turned[one.key], one))
+                turned[one.key] += 1
+        shown += [one for _, one in sorted(ranked, key=lambda pair: pair[0])[:SHOWN_OF_EACH]]
+    return sorted(shown, key=_order)
 
 
 def _what_if(key: str, shown: Forecast, changed: Forecast) -> WhatIf | None:
@@ -400,3 +294,157 @@ def _order(change: WhatIf) -> tuple[Use, float]:
     if change.use is Use.LEANER:
         return change.use, float(change.memory_change_bytes)
     return change.use, -(change.speed_change or 0.0)
+
+
+def shape_table(forecaster: Forecaster, base: TrialConfig) -> ShapeTable:
+    """Return ``base`` at every size; its own size is among them.
+
+    Lengths beyond the model's positions are left out, as are micro-batches that the effective batch
+    is no multiple of. Batches end with the first one that fits at no length.
+    """
+    positions = forecaster.model.max_positions or max(base.seq_len, *LENGTHS)
+    lengths = sorted({base.seq_len, *(length for length in LENGTHS if length <= positions)})
+    batches = [b for b in sorted({base.micro_batch_size, *BATCHES}) if goes_into(b, base)]
+    sizes = [(batch, length) for batch in batches for length in lengths]
+    forecasts = forecaster.forecast([reshaped(base, *size) for size in sizes])
+    cells: dict[Size, Forecast] = {}
+    for batch in batches:
+        row = {size: forecasts[at] for at, size in enumerate(sizes) if size[0] == batch}
+        cells |= row
+        if batch >= base.micro_batch_size and all(cell.fit is Fit.NO for cell in row.values()):
+            break
+    shown = tuple(dict.fromkeys(batch for batch, _ in cells))
+    largest = {length: _largest_batch(forecaster, base, length) for length in lengths}
+    return ShapeTable(base, shown, tuple(lengths), cells, largest)
+
+
+def reshaped(base: TrialConfig, batch: int, length: int) -> TrialConfig:
+    """Return ``base`` at another size."""
+    return base.model_copy(update={"micro_batch_size": batch, "seq_len": length})
+
+
+def goes_into(batch: int, config: TrialConfig) -> bool:
+    """Whether a micro-batch goes into the effective batch of a configuration."""
+    return config.effective_batch_size is None or config.effective_batch_size % batch == 0
+
+
+def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> LargestBatch:
+    most = min(base.effective_batch_size or MICRO_BATCH_MAX, MICRO_BATCH_MAX)
+    allowed = [batch for batch in range(1, most + 1) if goes_into(batch, base)]
+    first = forecaster.forecast([reshaped(base, allowed[0], length)])[0]
+    if first.broken is not None or first.memory is None:
+        return LargestBatch(sure=0, possible=0)
+    counts = fitting(
+        allowed, lambda batch: forecaster.forecast([reshaped(base, batch, length)]).fit(0)
+    )
+    return LargestBatch(*(allowed[count - 1] if count else 0 for count in counts))
+
+
+@dataclass(frozen=True)
+class CardComparison:
+    """The same training on several cards: as many tokens, in steps of one effective batch."""
+
+    chosen: Mapping[str, Forecast]
+    """The configuration of each card, by its name."""
+    workload: Workload
+    """What each of them does."""
+    bills: OfferComparison | None
+    """None where no price of any of them is known."""
+
+    @property
+    def fastest(self) -> str:
+        """The card of most tokens/s, by what is predicted."""
+        return max(self.chosen, key=lambda gpu: self.chosen[gpu].tokens_per_second or 0.0)
+
+    @property
+    def perhaps_fastest(self) -> tuple[str, ...]:
+        """The other cards that the uncertainty of the speeds leaves as fast, the faster first."""
+        first = self.chosen[self.fastest]
+        others = {gpu: forecast for gpu, forecast in self.chosen.items() if forecast is not first}
+        tied = [gpu for gpu, other in others.items() if not is_surely_faster(first, other)]
+        return tuple(sorted(tied, key=lambda gpu: -(others[gpu].tokens_per_second or 0.0)))
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences per optimizer step, on every card."""
+        return self.workload.samples_per_step
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in every sequence, on every card."""
+        return next(iter(self.chosen.values())).config.seq_len
+
+
+Look = Callable[[CardPlan, SearchSpace | TrialConfig], Forecast | None]
+"""Returns what to prefer of a space on the card of a plan; a configuration's own forecast."""
+
+
+def compare_cards(
+    plans: Sequence[CardPlan],
+    *,
+    work: AskedWork,
+    offers: Mapping[str, Sequence[Offer]],
+    look: Look,
+) -> CardComparison | None:
+    """Return what the same training costs on several cards; None where fewer than two can do it.
+
+    The same training means the same samples, of one length, in steps of one effective batch, for
+    adapters of one capacity class. Each card does it with its own fastest configuration whose
+    micro-batch goes into that batch, and accumulates the rest.
+    """
+    able = [plan for plan in plans if plan.fits]
+    chosen = _rivals(able, look) if len(able) > 1 else {}
+    if len(chosen) < 2:
+        return None
+    bills = [
+        bill
+        for gpu, forecast in chosen.items()
+        for bill in bill_offers(forecast, work=work, offers=offers.get(gpu, ()))
+    ]
+    first = next(iter(chosen.values())).config
+    workload = work.workload(first, model=able[0].model, shapes=able[0].shapes)
+    return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
+
+
+def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
+    """Return the forecast of each card that can do the same training."""
+    surveys = [(plan, plan.survey) for plan in able if plan.survey is not None]
+    if len(surveys) < len(able):
+        return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
+    first, *_ = (survey.fastest_by_class for _, survey in surveys)
+    common = set.intersection(*(set(survey.fastest_by_class) for _, survey in surveys))
+    # Of the class nearest to the standard one, the length that is fastest on the first card.
+    capacity = nearest_capacity({key[0] for key in common}, model=able[0].model)
+    best = preferred(first[key] for key in common if key[0] == capacity)
+    if best is None:
+        return {}
+    shared = class_of(best.config, able[0].model)
+    own = {plan.gpu.name: survey.fastest_by_class[shared] for plan, survey in surveys}
+    steps = [forecast.config.samples_per_step for forecast in own.values()]
+    # The largest step of any of them hardly accumulates; what all their micro-batches go into
+    # leaves each with its fastest configuration.
+    for whole in (max(steps), math.lcm(*steps)):
+        chosen = {
+            plan.gpu.name: own[plan.gpu.name]
+            if own[plan.gpu.name].config.samples_per_step == whole
+            else _accumulating(plan, survey.space, own[plan.gpu.name].config, whole, look)
+            for plan, survey in surveys
+        }
+        fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
+        if len(fitting) == len(chosen):
+            return fitting
+    return {}
+
+
+def _accumulating(
+    plan: CardPlan, space: SearchSpace, shared: TrialConfig, whole: int, look: Look
+) -> Forecast | None:
+    """Return a card's preferred way to make an effective batch, in the class and at the length of
+    ``shared``; None where it has none.
+    """
+    same = (*CAPACITY_KEYS, "seq_len", *(() if plan.shapes is None else ("packing",)))
+    held = {key: getattr(shared, key) for key in same}
+    try:
+        return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
+    except InputError:
+        return None

@@ -25,11 +25,11 @@ from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
-from sweep.planning.comparison import job
+from sweep.planning.backwards import job
+from sweep.planning.candidates import Asked, SpaceKind, own_space
 from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import AskedWork
-from sweep.planning.spaces import Asked, SpaceKind, own_space
-from sweep.predict.forecast import NO_EVIDENCE, Evidence, Forecaster
+from sweep.predict.cost import AskedWork
+from sweep.predict.forecast import NO_EVIDENCE, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running.device_info import Card
@@ -119,17 +119,16 @@ class Question:
             InputError: what was typed is no configuration, does not go with the space, or leaves
                 none of it that is valid.
         """
-        asked = self._asked_of(gpu)
+        asked: SearchSpace | TrialConfig
+        if self.request.is_exact:
+            asked = parse_config(self.held, where="options")
+        else:
+            refuse_without_texts(self._space_of(gpu)[0])
+            asked = self._offered(gpu).space
+            asked = with_fixed(asked, self.held) if self.held else asked
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, model=self.model, has_texts=self.texts is not None)
         return asked
-
-    def _asked_of(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
-        if self.request.is_exact:
-            return parse_config(self.held, where="options")
-        refuse_without_texts(self._space_of(gpu)[0])
-        space = self._offered(gpu).space
-        return with_fixed(space, self.held) if self.held else space
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a card's space, for a person."""
@@ -162,8 +161,8 @@ class Question:
         elif gpu.name == space.gpu:
             del target["gpu"]
         texts = {"data" if key == "texts" else key: v for key, v in self.request.data.items()}
-        numerics = {"numerics": self.request.numerics}
-        options = _typed({**target, **texts, **numerics, **self.request.configuration})
+        target |= {**texts, "numerics": self.request.numerics, **self.request.configuration}
+        options = _typed(target)
         return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()
 
     def _space_of(self, gpu: GpuSpec) -> tuple[SearchSpace, SpaceKind]:
@@ -180,22 +179,21 @@ class Question:
         asked, shared = self._space_of(gpu)[0].budget_gib_on(gpu.name), gpu.compute_capability
         if shared not in self.predictors:
             self.predictors[shared] = self.predictor(self.model, gpu)
-        own = gpu.budget_bytes
+        own, evidence = gpu.budget_bytes, NO_EVIDENCE
+        if self.request.study is not None:
+            snapshot = self.read_study(self.request.study, self.request.storage)
+            texts = None if self.texts is None else self.texts.summary
+            evidence = evidence_from(
+                snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes
+            )
         return Forecaster(
             model=self.model,
             gpu=gpu,
             budget_bytes=own if asked is None else min(own, int(asked * GIB)),
             predictor=self.predictors[shared],
-            evidence=self._evidence(gpu),
+            evidence=evidence,
             shapes=self.shapes,
         )
-
-    def _evidence(self, gpu: GpuSpec) -> Evidence:
-        if self.request.study is None:
-            return NO_EVIDENCE
-        snapshot = self.read_study(self.request.study, self.request.storage)
-        texts = None if self.texts is None else self.texts.summary
-        return evidence_from(snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes)
 
 
 def resolve_request(
@@ -300,7 +298,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
         return "standard", None, None
     cards = gpu_names()
     card = cards.get(name.strip().lower())
-    preset = preset_name(name) or (preset_name(card.name) if card is not None else None)
+    preset = preset_name(name) or (preset_name(card.name) if card else None)
     if preset is not None:
         return "preset", load_space(preset), cards.get(preset)
     if card is not None and not Path(name).exists():
@@ -327,8 +325,7 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     here = card()
     if here is None:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
-    spec = match_product(here.product)
-    if spec is None:
+    if (spec := match_product(here.product)) is None:
         raise InputError(
             f"the catalogue does not have the {here.product} that is here: name a card with --gpu "
             "(`sweep gpus`)"
@@ -357,7 +354,15 @@ def read_configurations(
             and key.
         EnvironmentFault: the file is there and cannot be read.
     """
-    label, text = _text(name, stdin or sys.stdin.buffer)
+    label, text = name, ""
+    if name != STDIN:
+        text = read_text(Path(name), label=name)
+    else:
+        label = "stdin"
+        try:
+            text = (stdin or sys.stdin.buffer).read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(f"stdin: not UTF-8 text, byte {error.start} is wrong") from error
     configurations = [
         (where, parse_config(parse_object(line, where=where), where=where))
         for number, line in enumerate(text.split("\n"), start=1)
@@ -367,12 +372,3 @@ def read_configurations(
     if not configurations:
         raise InputError(f"{label}: no configuration in it; give one JSON object a line")
     return configurations
-
-
-def _text(name: str, stdin: BinaryIO) -> tuple[str, str]:
-    if name != STDIN:
-        return name, read_text(Path(name), label=name)
-    try:
-        return "stdin", stdin.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"stdin: not UTF-8 text, byte {error.start} is wrong") from error

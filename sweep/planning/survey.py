@@ -1,4 +1,4 @@
-"""The view over a whole space: how much of it fits, what is fastest, how long a study takes.
+"""What fits of a space or of one structure, what is fastest at each size, how long a study takes.
 
 Memory only grows with the micro-batch and speed never falls with it, so that a few predictions for
 each row (everything but the micro-batch) tell of all its configurations.
@@ -7,16 +7,16 @@ each row (everything but the micro-batch) tell of all its configurations.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
 import statistics
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +27,17 @@ from search_spaces.knobs import Numerics
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
-from sweep.planning.recommendation import (
+from sweep.planning.candidates import (
+    VALUES_SHOWN,
     Certainty,
     alternative,
     certainty_of,
+    evenly_spaced,
     nearest_capacity,
     preferred,
+    rows,
     speed_order,
 )
-from sweep.planning.sizes import LargestBatch, ShapeTable
-from sweep.planning.spaces import VALUES_SHOWN, evenly_spaced, rows
 from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts, Progress, silent
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
@@ -71,6 +72,31 @@ ClassKey = tuple[CapacityClass, int]
 """Capacity class and length: what a configuration can learn, and from how much context."""
 Picked = tuple[TrialConfig, Fit]
 """A configuration and whether it fits, which takes longest to find."""
+Size = tuple[int, int]
+"""Micro-batch and sequence length."""
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest micro-batches at one length; 0 where none does."""
+
+    sure: int
+    """That fits surely."""
+    possible: int
+    """That is not surely too large."""
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """What fits by micro-batch and sequence length."""
+
+    base: TrialConfig | None
+    """What every cell has in common, beside its size; None where each has the fastest structure."""
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    cells: Mapping[Size, Forecast]
+    largest: Mapping[int, LargestBatch]
+    """By length: of any micro-batch for one structure, else of the micro-batches of the space."""
 
 
 class Counts(BaseModel, frozen=True):
@@ -136,30 +162,29 @@ class Survey:
         """Configurations of the space; None where a dimension is continuous."""
         return self.space.size()
 
-    @cached_property
-    def _forecasts(self) -> Forecasts:
-        picked = [*self.found.candidates, *self.found.cells]
-        fits = [fit for _, fit in picked]
-        return self.forecaster.forecast([config for config, _ in picked], fits=fits)
+    def _forecasts(self, picked: Sequence[Picked]) -> list[Forecast]:
+        forecasts = self.forecaster.forecast(
+            [c for c, _ in picked], fits=[fit for _, fit in picked]
+        )
+        return [forecasts[row] for row in range(len(picked))]
 
     @cached_property
     def candidates(self) -> Mapping[ClassKey, Sequence[Forecast]]:
         """Of each class, the fastest that surely fits and the fastest of those that are less sure,
         of every class of numerics."""
         candidates: dict[ClassKey, list[Forecast]] = {}
-        for row, (config, _) in enumerate(self.found.candidates):
-            key = class_of(config, self.model)
-            candidates.setdefault(key, []).append(self._forecasts[row])
+        for forecast in self._forecasts(self.found.candidates):
+            candidates.setdefault(class_of(forecast.config, self.model), []).append(forecast)
         return candidates
 
     @cached_property
     def table(self) -> ShapeTable | None:
         """The fastest at each size of the space; None where nothing may fit at any."""
-        found, first = self.found, len(self.found.candidates)
-        if not first:
+        found = self.found
+        if not found.candidates:
             return None
-        sizes = [(batch, length) for batch in found.batches for length in found.lengths]
-        cells = {size: self._forecasts[first + at] for at, size in enumerate(sizes)}
+        sizes = itertools.product(found.batches, found.lengths)
+        cells = dict(zip(sizes, self._forecasts(found.cells), strict=True))
         return ShapeTable(None, found.batches, found.lengths, cells, found.largest)
 
     @property
@@ -170,8 +195,7 @@ class Survey:
     @cached_property
     def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
         """The one to prefer of each class; classes of which nothing may fit are left out."""
-        chosen = {key: preferred(candidates) for key, candidates in self.candidates.items()}
-        return {key: best for key, best in chosen.items() if best is not None}
+        return {key: best for key, of in self.candidates.items() if (best := preferred(of))}
 
     @cached_property
     def capacity(self) -> CapacityClass | None:
@@ -183,8 +207,8 @@ class Survey:
         """The one to prefer of each class of numerics, of that capacity, the fastest first."""
         able = sorted(self._able, key=speed_order, reverse=True)
         classes = dict.fromkeys(forecast.config.numerics for forecast in able)
-        chosen = {n: preferred(f for f in able if f.config.numerics == n) for n in classes}
-        return {numerics: best for numerics, best in chosen.items() if best is not None}
+        groups = ((n, [f for f in able if f.config.numerics == n]) for n in classes)
+        return {numerics: best for numerics, of in groups if (best := preferred(of))}
 
     @cached_property
     def recommended(self) -> Forecast | None:
@@ -198,8 +222,8 @@ class Survey:
 
     @cached_property
     def _able(self) -> list[Forecast]:
-        classes = [key for key in self.candidates if key[0] == self.capacity]
-        return [candidate for key in classes for candidate in self.candidates[key]]
+        classes = (of for (capacity, _), of in self.candidates.items() if capacity == self.capacity)
+        return list(itertools.chain.from_iterable(classes))
 
     @property
     def trials(self) -> int:
@@ -235,17 +259,29 @@ def class_of(config: TrialConfig, model: ModelSpec) -> ClassKey:
     return CapacityClass.of(config, model), config.seq_len
 
 
-def cached_survey(
-    space: SearchSpace, forecaster: Forecaster, *, directory: Path, progress: Progress = silent
+def survey(
+    space: SearchSpace,
+    forecaster: Forecaster,
+    *,
+    directory: Path | None = None,
+    progress: Progress = silent,
 ) -> Survey:
-    """Return the survey of a space, from ``directory`` where it was made before.
+    """Return what ``space`` holds for the forecaster's GPU.
 
-    An entry holds for one space, model, GPU, budget and version of the code that predicts. A
-    study's evidence changes with every trial, and surveys with it: those are not cached. Raises as
-    `survey` does.
+    Args:
+        space: what is looked over.
+        forecaster: of the GPU. A study's evidence changes with every trial, and surveys with it:
+            those are not cached.
+        directory: cache, whose entries hold for one space, model, GPU, budget and version of the
+            code that predicts.
+        progress: told of what takes its time.
+
+    Raises:
+        InputError: memory can be predicted of no configuration.
+        EnvironmentFault: the tracing process does not answer.
     """
-    if forecaster.evidence.study is not None:
-        return survey(space, forecaster, progress=progress)
+    if directory is None or forecaster.evidence.study is not None:
+        return Survey(space, _found(space, forecaster, progress), forecaster)
     path = directory / f"{_digest(space, forecaster)}.json"
     try:
         found = Found.model_validate_json(path.read_bytes())
@@ -263,73 +299,62 @@ def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
         forecaster.gpu.model_dump(mode="json"),
         forecaster.budget_bytes,
         tracing_fingerprint(),
-        _code_fingerprint(),
+        source_digest(*SURVEYED_BY),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@cache
-def _code_fingerprint() -> str:
-    return source_digest(*SURVEYED_BY)
-
-
-def survey(space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent) -> Survey:
-    """Return what ``space`` holds for the forecaster's GPU.
-
-    Raises:
-        InputError: memory can be predicted of no configuration.
-        EnvironmentFault: the tracing process does not answer.
-    """
-    return Survey(space, _found(space, forecaster, progress), forecaster)
 
 
 def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Found:
     looked = [(row, config) for row, configs in enumerate(rows(space)) for config in configs]
     broken = [forecaster.broken(config) for _, config in looked]
-    invalid = Counter(violation.rule for violation in broken if violation is not None)
     allowed = [one for one, rule in zip(looked, broken, strict=True) if rule is None]
     valid = [config for _, config in allowed]
     forecasts = forecaster.forecast(valid, progress=progress)
-    unpredicted: Counter[str] = Counter()
-    for error in forecasts.refused.values():
-        if isinstance(error, Untraceable):
-            unpredicted[str(error)] += 1
-        else:
-            invalid[UNBUILDABLE] += 1
-    if valid and len(forecasts.refused) == len(valid):
-        raise next(iter(forecasts.refused.values()))
+    refused = list(forecasts.refused.values())
+    if valid and len(refused) == len(valid):
+        raise refused[0]
+    unpredicted = [str(error) for error in refused if isinstance(error, Untraceable)]
+    rules = [rule.rule for rule in broken if rule is not None]
     fitting = _Fitting(forecasts, [row for row, _ in allowed])
     sure = [valid[row] for row in np.flatnonzero(fitting.is_sure)]
     step_seconds, step_uncertainty = _step_seconds(sure, forecaster)
     possible = int(fitting.is_possible.sum())
-    found = Found(
+    candidates = fitting.candidates()
+    sizes = {(config.micro_batch_size, config.seq_len): config for _, config in reversed(looked)}
+    batches, lengths = (
+        tuple(evenly_spaced({size[axis] for size in sizes if candidates}, most=VALUES_SHOWN))
+        for axis in (0, 1)
+    )
+    return Found(
         counts=Counts(
             fit=len(sure),
             uncertain=possible - len(sure),
-            too_large=len(valid) - len(forecasts.refused) - possible,
-            invalid=invalid,
-            unpredicted=unpredicted,
+            too_large=len(valid) - len(refused) - possible,
+            invalid=Counter([*rules, *[UNBUILDABLE] * (len(refused) - len(unpredicted))]),
+            unpredicted=Counter(unpredicted),
         ),
-        candidates=fitting.candidates(),
+        candidates=candidates,
+        batches=batches,
+        lengths=lengths,
+        cells=[
+            fitting.cell(batch, length) or (sizes[batch, length], Fit.NO)
+            for batch in batches
+            for length in lengths
+        ],
+        largest={length: fitting.largest(length) for length in lengths},
         least_bytes=fitting.least_bytes(),
         step_seconds=step_seconds,
         step_uncertainty=step_uncertainty,
         compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
     )
-    if not found.candidates:
-        return found
-    sizes = {(config.micro_batch_size, config.seq_len): config for _, config in reversed(looked)}
-    batches, lengths = (
-        tuple(evenly_spaced({size[axis] for size in sizes}, most=VALUES_SHOWN)) for axis in (0, 1)
-    )
-    cells = [
-        fitting.cell(batch, length) or (sizes[batch, length], Fit.NO)
-        for batch in batches
-        for length in lengths
-    ]
-    largest = {length: fitting.largest(length) for length in lengths}
-    changes = {"batches": batches, "lengths": lengths, "cells": cells, "largest": largest}
-    return found.model_copy(update=changes)
+
+
+def fitting(row: Sequence[int], fit: Callable[[int], Fit]) -> tuple[int, int]:
+    """Return how many of a row fit surely, and how many at least perhaps; each needs more memory
+    than the one before."""
+    possible = bisect_left(row, True, key=lambda one: fit(one) is Fit.NO)
+    sure = bisect_left(row, True, hi=possible, key=lambda one: fit(one) is not Fit.YES)
+    return sure, possible
 
 
 class _Fitting:
@@ -345,53 +370,42 @@ class _Fitting:
         self._batches = np.array([config.micro_batch_size for config in configs], int)
         self._lengths = np.array([config.seq_len for config in configs], int)
         predicted = (at for at in range(len(configs)) if at not in forecasts.refused)
-        self._rows = [list(row) for _, row in groupby(predicted, key=rows.__getitem__)]
-        self.is_sure, self.is_possible = (np.zeros(len(configs), bool) for _ in range(2))
-        self._possible = np.zeros(len(configs), int)
-        """How many of its row fit at least perhaps, by configuration."""
+        self._rows = [list(row) for _, row in itertools.groupby(predicted, key=rows.__getitem__)]
+        self.is_sure, self.is_possible = np.zeros((2, len(configs)), bool)
         self._tops = np.zeros(len(configs))
         """The highest speed of its row that fits at least perhaps."""
         for row in self._rows:
-            possible = bisect_left(row, True, key=lambda at: forecasts.fit(at) is Fit.NO)
-            sure = bisect_left(
-                row, True, hi=possible, key=lambda at: forecasts.fit(at) is not Fit.YES
-            )
+            sure, possible = fitting(row, forecasts.fit)
             self.is_sure[row[:sure]] = self.is_possible[row[:possible]] = True
-            self._possible[row] = possible
             self._tops[row] = self._speeds[row[:possible]].max(initial=0.0)
 
     def candidates(self) -> list[Picked]:
         """Return the fastest of each class, class of numerics and certainty."""
         forecasts, best = self._forecasts, dict[tuple[ClassKey, Numerics, Certainty], int]()
-        of_texts = forecasts.forecaster.shapes is not None
+
+        def order(at: int) -> tuple[float, int]:
+            return self._speeds[at], forecasts.configs[at].tokens_per_micro_batch
+
         for row in self._rows:
-            # The largest micro-batch is the fastest of its row: of the sure ones, and of the
-            # others. Of texts a larger one may be padded more than it gains.
-            able = [at for at in row if self.is_possible[at]]
-            sure = [at for at in able if self.is_sure[at]]
-            for at in able if of_texts else dict.fromkeys((*sure[-1:], *able[-1:])):
-                config = forecasts.configs[at]
-                key = class_of(config, forecasts.forecaster.model), config.numerics, self._sure(at)
-                if key not in best or self._order(at) > self._order(best[key]):
-                    best[key] = at
+            first = forecasts.configs[row[0]]
+            kind = class_of(first, forecasts.forecaster.model), first.numerics
+            # A larger micro-batch may be slower: padded more, or out of the GPU's cache.
+            for at in (at for at in row if self.is_possible[at]):
+                key = *kind, self._certainty(at)
+                best[key] = max(best.get(key, at), at, key=order)
         return [(forecasts.configs[at], forecasts.fit(at)) for at in best.values()]
 
-    def _sure(self, at: int) -> Certainty:
-        forecasts = self._forecasts
+    def _certainty(self, at: int) -> Certainty:
+        forecasts, fit = self._forecasts, Fit.YES if self.is_sure[at] else Fit.UNCERTAIN
         is_measured = forecasts.forecaster.evidence.trial(forecasts.configs[at]) is not None
-        error = 0.0 if is_measured else float(forecasts.errors[at])
-        return certainty_of(forecasts.fit(at), uncertainty=error)
-
-    def _order(self, at: int) -> tuple[float, int]:
-        return self._speeds[at], self._forecasts.configs[at].tokens_per_micro_batch
+        return certainty_of(fit, uncertainty=0.0 if is_measured else float(forecasts.errors[at]))
 
     def least_bytes(self) -> int | None:
         """Return the smallest peak of the rows of which nothing may fit."""
         least, least_of = None, self._forecasts.least_bytes
-        for at in sorted((row[0] for row in self._rows), key=least_of.__getitem__):
-            if least is not None and least_of[at] >= least:
-                break
-            if not self._possible[at]:
+        first = [row[0] for row in self._rows if not self.is_possible[row[0]]]
+        for at in sorted(first, key=least_of.__getitem__):
+            if least is None or least_of[at] < least:
                 peak = self._peak(at)
                 least = peak if least is None else min(least, peak)
         return least
@@ -418,10 +432,10 @@ class _Fitting:
         held = [row for row in self._rows if is_sized[row].any()]
         if not held:
             return None
-        furthest = max(self._possible[row[0]] for row in held)
-        nearest = [row for row in held if self._possible[row[0]] == furthest]
+        fit = [int(self.is_possible[row].sum()) for row in held]
+        nearest = [row for row, count in zip(held, fit, strict=True) if count == max(fit)]
         # Of those the one whose first that does not fit needs least.
-        row = min(nearest, key=lambda row: self._peak(row[min(furthest, len(row) - 1)]))
+        row = min(nearest, key=lambda row: self._peak(row[min(max(fit), len(row) - 1)]))
         at = next(at for at in row if is_sized[at])
         return forecasts.configs[at], forecasts.fit(at)
 
@@ -443,7 +457,11 @@ def _step_seconds(
     A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
     Of an accumulation a trial times the first micro-steps alone.
     """
-    timed = [_timed(one) for one in random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure)))]
+    timed = []
+    for config in random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure))):
+        micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
+        size = {"effective_batch_size": micro_steps * config.micro_batch_size}
+        timed.append(config.model_copy(update=size))
     steps = forecaster.forecast(timed).steps
     predicted = [step for step in steps if isinstance(step, SpeedPrediction)]
     if not predicted:
@@ -452,9 +470,3 @@ def _step_seconds(
         statistics.median(speed.step_seconds for speed in predicted),
         statistics.fmean(speed.uncertainty for speed in predicted),
     )
-
-
-def _timed(config: TrialConfig) -> TrialConfig:
-    """Return the part of an optimizer step that a trial runs."""
-    micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
-    return config.model_copy(update={"effective_batch_size": micro_steps * config.micro_batch_size})

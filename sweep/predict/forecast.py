@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, Literal, Protocol
+from functools import cached_property, lru_cache, partial
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from storage.records import (
     DominatedOutOfMemory,
     EpochRecord,
     Invalid,
+    Measurement,
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
@@ -33,16 +35,27 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from sweep.predict.dominance import Footprint, RanOut, base_alone, footprint
-from sweep.predict.memory.arrays import FITS, UNKNOWN, WholeMemory, predict_nothing
-from sweep.predict.memory.prediction import Fit, MemoryPrediction
+from sweep.predict.dominance import Footprint, base_alone, dominates, footprint
+from sweep.predict.memory.prediction import (
+    FITS,
+    UNKNOWN,
+    Fit,
+    MemoryPrediction,
+    WholeMemory,
+    predict_nothing,
+)
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
-from sweep.predict.speed.calibration import Calibration, LogFactors, calibrate
-from sweep.predict.speed.phases import refusal
-from sweep.predict.speed.predictor import SpeedPrediction, StepTimes, predict_steps
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, full_rows, tokens_per_step
+from sweep.predict.speed.predictor import (
+    Calibration,
+    LogFactors,
+    SpeedPrediction,
+    StepTimes,
+    calibrate,
+)
+from sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
 """Configurations whose memory is not predicted again; one takes some 30 KiB."""
@@ -104,9 +117,7 @@ class Evidence:
         known = canonical(config)
         if known in self.trials and self.budget_bytes <= budget_bytes:
             return True
-        if known in self.ran_out and self.budget_bytes >= budget_bytes:
-            return False
-        return None
+        return False if known in self.ran_out and self.budget_bytes >= budget_bytes else None
 
     def trial(self, config: TrialConfig) -> TrialRecord | None:
         """Return the trial that measured ``config`` on the GPU that is asked about."""
@@ -121,15 +132,12 @@ class SpeedModel(Protocol):
 
     def predict(self, config: TrialConfig) -> float | None:
         """Return tokens/s; None where it cannot say."""
-        ...
 
     def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
         """Return the model of many configurations' steps; None where it cannot say."""
-        ...
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial."""
-        ...
 
 
 class SpeedForecast:
@@ -143,11 +151,9 @@ class SpeedForecast:
         shapes: ShapesOnTexts | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        self._model = model
-        self._gpu = gpu
-        self._shapes = shapes
+        self._model, self._gpu, self._shapes = model, gpu, shapes
         self._calibration = calibration
-        self._measured: list[TrialRecord] = []
+        self._measured: deque[TrialRecord] = deque(maxlen=TRIALS_CALIBRATED)
         self._is_stale = False
 
     def predict(self, config: TrialConfig) -> float | None:
@@ -157,23 +163,20 @@ class SpeedForecast:
 
     def tokens_per_second(self, configs: Sequence[TrialConfig]) -> Array:
         """Return the speeds of many configurations; not a number where there is no prediction."""
-        times = StepTimes(self._full(configs), model=self._model, gpu=self._gpu)
-        seconds = times.seconds(self._calibrated())
-        if self._shapes is not None:
-            pairs = zip(configs, seconds.tolist(), strict=True)
-            seconds = np.array([self._shapes.step_seconds(*pair) for pair in pairs], float)
-        return tokens_per_step(configs, self._shapes) / seconds
+        return self._times(configs).tokens_per_second(self._calibrated())
 
     def steps(self, configs: Sequence[TrialConfig]) -> list[SpeedPrediction | InputError]:
         """Return all that is predicted of each step, or why nothing is."""
-        predict = predict_steps if self._shapes is None else self._shapes.predict_steps
-        known = self._calibrated()
-        return predict(configs, model=self._model, gpu=self._gpu, calibration=known)
+        return self._times(configs).predictions(self._calibrated())
+
+    def _times(self, configs: Sequence[TrialConfig]) -> StepTimes:
+        return StepTimes(configs, model=self._model, gpu=self._gpu, shapes=self._shapes)
 
     def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
         """Return the data sheet's model of the configurations' steps."""
         try:
-            return LogFactors(self._full(configs), model=self._model, gpu=self._gpu)
+            full = full_rows(configs, self._shapes)
+            return LogFactors(full, model=self._model, gpu=self._gpu)
         except ValueError:
             return None
 
@@ -183,15 +186,10 @@ class SpeedForecast:
             self._measured.append(record)
             self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE
 
-    def _full(self, configs: Sequence[TrialConfig]) -> Sequence[TrialConfig]:
-        """Return the configurations of full rows that take as long."""
-        return configs if self._shapes is None else [self._shapes.for_speed(c) for c in configs]
-
     def _calibrated(self) -> Calibration | None:
         if self._is_stale:
-            newest = self._measured[-TRIALS_CALIBRATED:]
             self._calibration = calibrated(
-                newest, model=self._model, gpu=self._gpu, shapes=self._shapes
+                self._measured, model=self._model, gpu=self._gpu, shapes=self._shapes
             )
             self._is_stale = False
         return self._calibration
@@ -212,24 +210,8 @@ def calibrated(
     ]
     if shapes is not None:
         # What full sequences would take that a step on texts stands for.
-        observations = [(shapes.for_speed(c), shapes.full_seconds(c, s)) for c, s in observations]
+        observations = [(shapes.for_speed(c), s / shapes.of(c).seconds) for c, s in observations]
     return calibrate(observations, model=model, gpu=gpu) if observations else None
-
-
-class _Memory:
-    """Predicted memory of some configurations; no trial changes it, only how sure it is."""
-
-    def __init__(self, whole: WholeMemory) -> None:
-        self.whole = whole
-        self.fits: dict[tuple[int, float], Fit] = {}
-        """By row, and by how far its peak may be off."""
-        self._predictions: dict[int, MemoryPrediction] = {}
-
-    def prediction(self, row: int) -> MemoryPrediction:
-        """Return what is predicted of a row, as sure as predictions state it."""
-        if row not in self._predictions:
-            self._predictions[row] = self.whole.prediction(row)
-        return self._predictions[row]
 
 
 class Forecasts:
@@ -243,24 +225,22 @@ class Forecasts:
         self,
         forecaster: Forecaster,
         configs: Sequence[TrialConfig],
-        memory: Callable[[], _Memory],
+        *,
+        progress: Progress | None = None,
         fits: Sequence[Fit] | None = None,
     ) -> None:
         self.configs = configs
         self.forecaster = forecaster
         self.budget_bytes = forecaster.budget_bytes
         self.is_cut_up = forecaster.is_cut_up
-        self._make_memory = memory
-        self._known_fits = fits
-        self._rows: dict[int, Forecast] = {}
+        self._progress = progress
+        self._fits: list[Fit | None] | None = None if fits is None else [*fits]
 
     def __len__(self) -> int:
         return len(self.configs)
 
     def __getitem__(self, row: int) -> Forecast:
-        if row not in self._rows:
-            self._rows[row] = Forecast(self.configs[row], self, row)
-        return self._rows[row]
+        return Forecast(self.configs[row], self, row)
 
     def few(self, rows: Sequence[int]) -> Forecasts:
         """Return some rows alone, of which more is going to be asked."""
@@ -268,39 +248,40 @@ class Forecasts:
         return self.forecaster.forecast(configs, fits=[self.fit(row) for row in rows])
 
     @cached_property
-    def _memory(self) -> _Memory:
-        return self._make_memory()
+    def _memory(self) -> WholeMemory:
+        if self._progress is not None:
+            self.forecaster.prepare(self.configs, on_progress=self._progress(TRACED))
+        return self.forecaster.whole_memory(self.configs)
+
+    def replay(self, progress: Progress) -> None:
+        """Replay all steps, on all processors, where each is going to be looked at."""
+        self._memory.replay(on_progress=progress("steps replayed"))
 
     @property
     def refused(self) -> Mapping[int, InputError]:
         """Why no memory is predicted, of the rows of which none is."""
-        return self._memory.whole.refused
+        return self._memory.refused
 
     @cached_property
     def peak_bytes(self) -> Array | None:
         """Predicted allocated peaks, not a number where one is not predicted; None for none."""
-        peaks = self._memory.whole.peak_allocated_bytes.astype(float)
+        peaks = self._memory.peak_allocated_bytes.astype(float)
         return None if (peaks < 0).all() else np.where(peaks < 0, np.nan, peaks)
 
     @property
     def least_bytes(self) -> NDArray[np.int64]:
         """No more than the peaks, without replaying a step."""
-        return self._memory.whole.least_allocated_bytes
+        return self._memory.least_allocated_bytes
 
     @property
     def uncertainty(self) -> Array:
         """How far each peak may be off, relative, as predictions state it."""
-        return self._memory.whole.uncertainty
+        return self._memory.uncertainty
 
     @cached_property
     def errors(self) -> Array:
         """The same, no surer than the trials allow."""
         return self.forecaster.residuals.widest(self.uncertainty, self.configs)
-
-    @cached_property
-    def _quick_fits(self) -> list[int]:
-        codes = self._memory.whole.quick_fits(self.budget_bytes, uncertainty=self.errors)
-        return [int(code) for code in codes]
 
     def fit(self, row: int) -> Fit:
         """Return whether a row fits, whatever the rules say; a trial that has shown it overrules.
@@ -310,17 +291,15 @@ class Forecasts:
         shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
         if shown is not None:
             return Fit.YES if shown else Fit.NO
-        if self._known_fits is not None:
-            return self._known_fits[row]
-        error, known = float(self.errors[row]), self._memory.fits
-        if (row, error) not in known:
-            code = self._quick_fits[row]
-            known[row, error] = FITS[code] if code != UNKNOWN else self._replayed_fit(row)
-        return known[row, error]
-
-    def _replayed_fit(self, row: int) -> Fit:
-        memory = self.memory(row)
-        return Fit.UNCERTAIN if memory is None else memory.fits(self.budget_bytes)
+        if self._fits is None:
+            codes = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
+            self._fits = [None if code == UNKNOWN else FITS[code] for code in codes.tolist()]
+        fit = self._fits[row]
+        if fit is None:
+            memory = self.memory(row)
+            fit = Fit.UNCERTAIN if memory is None else memory.fits(self.budget_bytes)
+            self._fits[row] = fit
+        return fit
 
     def memory(self, row: int) -> MemoryPrediction | None:
         """Return what a row needs, no surer than the trials allow; None for no prediction."""
@@ -389,11 +368,6 @@ class Forecast:
     _row: int = field(repr=False, compare=False, default=0)
 
     @cached_property
-    def rule(self) -> Violation | None:
-        """The rule that forbids it, if one does; takes no prediction."""
-        return self.forecaster.broken(self.config)
-
-    @cached_property
     def memory(self) -> MemoryPrediction | None:
         """What it needs, no surer than the trials allow; None where nothing can be predicted."""
         return self._all.memory(self._row)
@@ -403,22 +377,12 @@ class Forecast:
         """Of that."""
         return None if self.memory is None else self.memory.peak_allocated_bytes
 
-    @property
-    def far_beyond_bytes(self) -> int | None:
-        """What it needs at least, where that is surely too much and seen without a replay."""
-        least, error = int(self._all.least_bytes[self._row]), float(self._all.errors[self._row])
-        return least if least * (1.0 - error) > self._all.budget_bytes else None
-
-    @property
-    def _refused(self) -> InputError | None:
-        return self._all.refused.get(self._row)
-
     @cached_property
     def broken(self) -> Violation | None:
-        """That rule, or that the model cannot be built so."""
-        error = self._refused
-        if self.rule is not None or error is None or isinstance(error, Untraceable):
-            return self.rule
+        """The rule that forbids it, or that the model cannot be built so."""
+        rule, error = self.forecaster.broken(self.config), self._all.refused.get(self._row)
+        if rule is not None or error is None or isinstance(error, Untraceable):
+            return rule
         return Violation(UNBUILDABLE, str(error))
 
     @cached_property
@@ -436,7 +400,12 @@ class Forecast:
     @cached_property
     def trial(self) -> TrialRecord | None:
         """The trial of a stored study that measured it on this GPU."""
-        return None if self.rule else self.forecaster.evidence.trial(self.config)
+        return self.forecaster.evidence.trial(self.config)
+
+    @property
+    def measured(self) -> Measurement | None:
+        """What that trial measured."""
+        return None if self.trial is None else self.trial.measurement
 
     @cached_property
     def _step(self) -> SpeedPrediction | InputError | None:
@@ -449,50 +418,35 @@ class Forecast:
         return None if isinstance(self._step, InputError) else self._step
 
     @property
-    def tokens_per_step(self) -> float | None:
-        """Those that carry loss, as a mean of the texts; None for full rows, all of whose do."""
-        shapes = self.forecaster.shapes
-        return None if shapes is None else shapes.loss_tokens_per_step(self.config)
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Why something is missing."""
-        why = {"memory is": self._refused, "speed and cost are": self._step}
+        if self.broken is not None:
+            return ()
+        why = {"memory is": self._all.refused.get(self._row), "speed and cost are": self._step}
         errors = {what: error for what, error in why.items() if isinstance(error, InputError)}
-        told = (f"{what} not predicted: {error}" for what, error in errors.items())
-        return () if self.broken is not None else tuple(told)
+        return tuple(f"{what} not predicted: {error}" for what, error in errors.items())
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds of an optimizer step: measured where it was, else predicted."""
-        if self.trial is not None and self.trial.measurement is not None:
-            return self.trial.measurement.step_seconds
-        return None if self.speed is None else self.speed.step_seconds
+        known = self.measured or self.speed
+        return None if known is None else known.step_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens that carry loss per second: of texts, or of full rows."""
-        seconds = self.step_seconds
-        if seconds is None:
+        if self.step_seconds is None:
             return None
-        return (self.tokens_per_step or self.config.tokens_per_step) / seconds
+        (tokens,) = tokens_per_step([self.config], self.forecaster.shapes).tolist()
+        return float(tokens / self.step_seconds)
 
     @property
     def speed_uncertainty(self) -> float | None:
         """Relative: the truth is expected within this much of the step's seconds."""
-        if self.trial is not None and self.trial.measurement is not None:
-            measured = self.trial.measurement
-            ends = measured.step_seconds_ci95
-            return None if ends is None else max(abs(e / measured.step_seconds - 1.0) for e in ends)
-        return None if self.speed is None else self.speed.uncertainty
-
-    @property
-    def step_uncertainty(self) -> float:
-        """The same for sums of money and time: a step measured too few times for an interval of its
-        own is no surer than its prediction."""
-        if self.speed_uncertainty is not None:
-            return self.speed_uncertainty
-        return 0.0 if self.speed is None else self.speed.uncertainty
+        if self.measured is None:
+            return None if self.speed is None else self.speed.uncertainty
+        seconds, ends = self.measured.step_seconds, self.measured.step_seconds_ci95
+        return None if ends is None else max(abs(end / seconds - 1.0) for end in ends)
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float] | None:
@@ -505,7 +459,7 @@ class Forecast:
     @property
     def speed_basis(self) -> Basis | None:
         """Where the speed comes from."""
-        if self.trial is not None:
+        if self.measured is not None:
             return "measured"
         return None if self.speed is None else self.speed.basis
 
@@ -620,9 +574,9 @@ class Forecaster:
         self.target_speed = target_speed
         self._warn = warn
         self._warned: set[str] = set()
-        self._ran_out = RanOut()
+        self._ran_out: list[tuple[int, Footprint]] = []
         self._expected: dict[TrialConfig, Forecast] = {}
-        self._memory: dict[TrialConfig, _Memory] = {}
+        self._memory_of_one = lru_cache(PREDICTIONS_KEPT)(lambda one: self._predict_all([one]))
 
     @property
     def gpu(self) -> GpuSpec:
@@ -640,7 +594,6 @@ class Forecaster:
         configs: Sequence[TrialConfig],
         *,
         progress: Progress | None = None,
-        is_replayed: bool = False,
         fits: Sequence[Fit] | None = None,
     ) -> Forecasts:
         """Return what is expected of many configurations.
@@ -648,42 +601,15 @@ class Forecaster:
         Args:
             configs: a row each.
             progress: told of what takes its time; without it nothing is traced together.
-            is_replayed: whether all of each is going to be looked at, so that steps are replayed
-                together, on all processors.
             fits: of each, where that is known from before.
         """
-
-        def memory() -> _Memory:
-            if progress is not None:
-                self.prepare(configs, on_progress=progress(TRACED))
-            whole = self._whole(configs) or predict_nothing(configs)
-            if is_replayed:
-                whole.replay(on_progress=(progress or silent)("steps replayed"))
-            return _Memory(whole)
-
-        return Forecasts(self, configs, memory, fits)
-
-    def foresee(self, configs: Sequence[TrialConfig]) -> Any:
-        """Return the same, as samplers ask for it."""
-        return self.forecast(configs)
+        return Forecasts(self, configs, progress=progress, fits=fits)
 
     def expect(self, config: TrialConfig) -> Forecast:
         """Return what is expected of one; the same value until a further trial is learned."""
         if config not in self._expected:
-            of_one = Forecasts(self, [config], lambda: self._kept_memory(config))
-            self._expected[config] = of_one[0]
+            self._expected[config] = self.forecast([config])[0]
         return self._expected[config]
-
-    def _kept_memory(self, config: TrialConfig) -> _Memory:
-        """Return the memory of one, which stays what it is whatever trials show."""
-        if config not in self._memory:
-            whole = self._whole([config])
-            if whole is None:
-                return _Memory(predict_nothing([config]))
-            self._memory[config] = _Memory(whole)
-        if len(self._memory) > PREDICTIONS_KEPT:
-            del self._memory[next(iter(self._memory))]
-        return self._memory[config]
 
     def prepare(self, configs: Iterable[TrialConfig], *, on_progress: OnProgress) -> None:
         """Do ahead, and together, what predicting the memory of valid configurations takes.
@@ -698,19 +624,27 @@ class Forecaster:
         except SweepError as error:
             self._tell(error)
 
-    def _whole(self, configs: Sequence[TrialConfig]) -> WholeMemory | None:
-        """Return what is predicted of the configurations' memory; None where nothing can be."""
+    def whole_memory(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        """Return what is predicted of the configurations' memory.
+
+        That of one alone is kept, as it stays what it is whatever trials show.
+        """
         if self._predictor is None:
-            return None
+            return predict_nothing(configs)
         try:
-            whole = self._predictor.predict_all(configs)
+            is_one = len(configs) == 1
+            whole = self._memory_of_one(configs[0]) if is_one else self._predict_all(configs)
         except SweepError as error:
             self._tell(error)
-            return None
+            return predict_nothing(configs)
         if self._warn is not None:
             for refused in whole.refused.values():
                 self._tell(refused)
         return whole
+
+    def _predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+        assert self._predictor is not None
+        return self._predictor.predict_all(configs)
 
     def _tell(self, error: SweepError) -> None:
         """Warn of an error once; raise it where nobody is to be warned."""
@@ -738,8 +672,9 @@ class Forecaster:
         broken = self.broken(config)
         if broken is not None:
             return Invalid(rule=broken.rule, detail=broken.reason)
-        number = self._ran_out.below(self._footprint(config))
-        return None if number is None else DominatedOutOfMemory(by=number)
+        whole = self._footprint(config)
+        by = next((by for by, known in self._ran_out if dominates(whole, known)), None)
+        return None if by is None else DominatedOutOfMemory(by=by)
 
     def _footprint(self, config: TrialConfig) -> Footprint:
         return footprint(config, model=self.model, has_texts=self.shapes is not None)
@@ -753,13 +688,12 @@ class Forecaster:
         self._expected.clear()
         if self.speed is not None:
             self.speed.learn(record)
-        match record.outcome:
-            case OutOfMemory(stage=stage):
-                whole = self._footprint(record.config)
-                least = base_alone(whole) if stage == "load" else whole
-                self._ran_out.learn(record.number, least)
-            case _:
-                self.residuals.learn(record)
+        if isinstance(record.outcome, OutOfMemory):
+            whole = self._footprint(record.config)
+            least = base_alone(whole) if record.outcome.stage == "load" else whole
+            self._ran_out.append((record.number, least))
+        else:
+            self.residuals.learn(record)
 
     def learn_all(self, records: Iterable[TrialRecord]) -> None:
         """Take in the finished trials of a study that goes on."""

@@ -8,7 +8,7 @@ stands for full sequences as wide as its largest micro-batch (memory) or as its 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,11 @@ from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec
-from search_spaces.models import ModelSpec
 from sweep.data.epoch import Epoch
 from sweep.data.study_epochs import StudyEpochs, batch_key
-from sweep.predict.memory.arrays import WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction
+from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.speed.calibration import Calibration
-from sweep.predict.speed.predictor import SpeedPrediction, predict_steps
 
 ROWS_MAX = 10_000
 """Of more sequences a sample of so many tells the mean micro-batch; a space asks for hundreds."""
@@ -82,34 +77,23 @@ class ShapesOnTexts:
             few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
             self._mean = epochs.of_rows(few)
             self._longest = epochs.of_rows(np.union1d(few, longest))
-        self._known: dict[Hashable, ShapeOnTexts | None] = {}
+        self._known: dict[Hashable, ShapeOnTexts] = {}
 
     def for_memory(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that needs as much; one that the texts make no
         batch of stands for itself."""
-        known = self._of(config)
-        return config if known is None else config.model_copy(update=known.largest)
+        return config.model_copy(update=self.of(config).largest)
 
     def for_speed(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that takes as long, but for less than a token."""
-        known = self._of(config)
-        return config if known is None else config.model_copy(update=known.mean)
-
-    def step_seconds(self, config: TrialConfig, full: float) -> float:
-        """Return the mean seconds of a step on texts, from those of `for_speed`'s full rows."""
-        known = self._of(config)
-        return full if known is None else full * known.seconds
-
-    def full_seconds(self, config: TrialConfig, measured: float) -> float:
-        """Return `step_seconds`, the other way round: what a measured step says of full rows."""
-        return measured / self.step_seconds(config, 1.0)
+        return config.model_copy(update=self.of(config).mean)
 
     def loss_tokens_per_step(self, config: TrialConfig) -> float:
         """Return the tokens that carry loss in an optimizer step, as a mean of the epoch."""
-        known = self._of(config)
-        return float(config.tokens_per_step) if known is None else known.loss_tokens_per_step
+        return self.of(config).loss_tokens_per_step
 
-    def _of(self, config: TrialConfig) -> ShapeOnTexts | None:
+    def of(self, config: TrialConfig) -> ShapeOnTexts:
+        """Return what the texts make of a configuration's way to batch them."""
         key = batch_key(config)
         if key not in self._known:
             try:
@@ -118,41 +102,8 @@ class ShapesOnTexts:
                 largest = self._longest.fresh(config) if is_sampled else mean
                 self._known[key] = ShapeOnTexts.of(config, largest=largest, mean=mean)
             except InputError:
-                self._known[key] = None
+                self._known[key] = ShapeOnTexts({}, {}, 1.0, float(config.tokens_per_step))
         return self._known[key]
-
-    def predict_steps(
-        self,
-        configs: Sequence[TrialConfig],
-        *,
-        model: ModelSpec,
-        gpu: GpuSpec,
-        calibration: Calibration | None = None,
-    ) -> list[SpeedPrediction | InputError]:
-        """Return the predicted step of each configuration on these texts, or why it has none.
-
-        Arguments are those of `sweep.predict.speed.predictor.predict_step`.
-        """
-        full = predict_steps(
-            [self.for_speed(config) for config in configs],
-            model=model,
-            gpu=gpu,
-            calibration=calibration,
-        )
-        return [
-            known if isinstance(known, InputError) else self._on_texts(config, known)
-            for config, known in zip(configs, full, strict=True)
-        ]
-
-    def _on_texts(self, config: TrialConfig, full: SpeedPrediction) -> SpeedPrediction:
-        seconds = self.step_seconds(config, full.step_seconds)
-        share = seconds / full.step_seconds
-        return replace(
-            full,
-            step_seconds=seconds,
-            tokens_per_second=self.loss_tokens_per_step(config) / seconds,
-            terms={name: part * share for name, part in full.terms.items()},
-        )
 
 
 class MemoryOnTexts:
@@ -183,6 +134,13 @@ class MemoryOnTexts:
         """Do once what predicting these configurations takes first."""
         on_texts = [self._shapes.for_memory(config) for config in configs]
         self._predictor.prepare(on_texts, on_progress=on_progress)
+
+
+def full_rows(
+    configs: Sequence[TrialConfig], shapes: ShapesOnTexts | None
+) -> Sequence[TrialConfig]:
+    """Return the configurations of full rows that take as long."""
+    return configs if shapes is None else [shapes.for_speed(config) for config in configs]
 
 
 def tokens_per_step(

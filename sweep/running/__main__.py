@@ -11,6 +11,7 @@ import contextlib
 import io
 import resource
 import sys
+from importlib import import_module
 from typing import Any
 
 from sweep.processes import bind_to_parent, leave_a_guard
@@ -38,32 +39,23 @@ def print_without_fail() -> None:
         setattr(sys, name, text)
 
 
-def begin(pipe: int, *, parent: int, is_first: bool = True) -> None:
-    """Bind this process to its parent's life, before anything that takes time.
-
-    Args:
-        pipe: descriptor that it speaks through.
-        parent: number of the process that started it, which may be killed at any moment.
-        is_first: whether it has a process group of its own, and all in it end with it.
-    """
-    bind_to_parent(parent)
-    if is_first:
-        leave_a_guard(pipe)
+def main(module: str = "sweep.running.worker") -> None:
+    """Bind this process to its parent's life, before anything that takes time; then import what a
+    training takes, and what is to be done here."""
+    bind_to_parent(int(sys.argv[2]))
+    if len(sys.argv) == 3:
+        # It has a process group of its own, and all in it end with it.
+        leave_a_guard(int(sys.argv[1]))
     print_without_fail()
     # A dump of so much memory fills a disk, and keeps the process from ending meanwhile.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-def main() -> None:
-    """Import what a training takes and serve trials."""
-    begin(int(sys.argv[1]), parent=int(sys.argv[2]), is_first=len(sys.argv) == 3)
-    from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
+    from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 
     with lean_imports(*OPTIONAL):
         with compiling_later():
             import bitsandbytes  # noqa: F401
-        from sweep.running import serving
-    serving.main()
+        child = import_module(module)
+    child.main()
 
 
 if __name__ == "__main__":

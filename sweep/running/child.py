@@ -1,5 +1,5 @@
-"""The worker as a child process: how it is started, what is said to it and heard from it, how it
-is ended.
+"""A worker's process as its supervisor sees it: how it is started, told, heard and ended, and what
+an end without an answer means.
 
 Whatever the worker does, nothing here waits for it without an end: its pipes are never waited for
 alone, but with the clock and the process beside them.
@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
+import re
 import select
+import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from search_spaces import redaction
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
-from search_spaces.space import Weights
 from storage import files
+from storage.records import CrashCause, Crashed, Outcome, Phase, TimedOut
 from sweep.child_environment import child_environment
 from sweep.paths import cache_directory
 from sweep.processes import KILL_SECONDS, Child, End
-from sweep.running.patience import AttentiveClock
 from sweep.running.wire import (
     LINE_BYTES_MAX,
+    ChildSettings,
     UnreadableError,
     WorkerMessage,
-    read_message,
+    read_line,
+    worker_message_adapter,
 )
 from sweep.running.worker_log import WorkerLog
 
@@ -54,91 +57,172 @@ _QUIET = {
 _TURN_SECONDS = 0.2
 """Between two looks at the clock, the process and the log; what comes in the pipe is seen at once.
 """
-_CHUNK_BYTES = 65536
-_START_SECONDS = 120.0
-"""Until the system has started a process: it may wait for a disk that is gone."""
+_CHUNK_BYTES = 2**20
+"""More than a pipe holds, so that one read takes all that is in it."""
+_HOST_MEMORY = re.compile(r"std::bad_alloc|Cannot allocate memory|\bMemoryError\b")
+"""What is printed last by a process that the host refused memory, and that gave up over it."""
+_SENDERS: dict[int, str] = {
+    signal.SIGKILL: " from outside: from a person, from a scheduler, or from the kernel where "
+    "memory ran out",
+    **dict.fromkeys(
+        (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1),
+        " from outside",
+    ),
+    signal.SIGXCPU: ", as a limit of processor time was reached (`ulimit -t`)",
+    signal.SIGXFSZ: ", as a limit of file size was reached (`ulimit -f`)",
+}
+"""Who may have sent a signal that a process does not send itself."""
+_DETAIL_MAX = 1000
+_COUNTED_SECONDS_MAX = 1.0
+"""Most seconds between two looks that count: whoever looks far later was away, or stopped."""
+_ABSENCE_SECONDS = 5.0
+"""Between two looks, from which on the worker's silence is counted anew: it may have been stopped
+as well, with a machine that was suspended."""
 
 
-class WorkerEnded(Exception):  # noqa: N818 - an end is not always an error
-    """The worker's process ended, and all that it had said was heard."""
+@dataclass
+class AttentiveClock:
+    """Seconds that this process was there to look.
+
+    A driver that was stopped, in a debugger or with the whole machine, does not lay the time to the
+    worker; and the wall's clock, which may jump, is never asked.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    now: float = 0.0
+    returned_at: float = 0.0
+    """When it last came back from an absence."""
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    def look(self) -> float:
+        """Return the seconds until now; to be called every so often, or time stands still."""
+        last, self._last = self._last, self.clock()
+        elapsed = self._last - last
+        self.now += min(elapsed, _COUNTED_SECONDS_MAX)
+        if elapsed >= _ABSENCE_SECONDS:
+            self.returned_at = self.now
+        return self.now
 
 
-class WorkerSilent(Exception):  # noqa: N818 - nor is silence
-    """The worker said nothing in time."""
+class WorkerFault(Exception):  # noqa: N818 - an end is not always an error
+    """The worker gives no answer any more, and is to be ended."""
 
 
-class WorkerMisbehaved(Exception):  # noqa: N818 - what it did is the exception's text
-    """The worker did what no worker does, and is to be ended; says what that was."""
+class WorkerEnded(WorkerFault):
+    """Its process ended, and all that it had said was heard."""
 
 
-class ChildSettings(Protocol):
-    """What a child is for, as far as starting it goes."""
+class WorkerSilent(WorkerFault):
+    """It took longer than it may; says which limit it passed."""
 
-    @property
-    def device(self) -> Literal["cuda", "cpu"]:
-        """A child for the CPU never sees a card."""
-        ...
 
-    @property
-    def weights(self) -> Weights:
-        """Whoever loads real ones may need the hub's token."""
-        ...
+class WorkerMisbehaved(WorkerFault):
+    """It did what no worker does; says what that was."""
 
-    @property
-    def cards(self) -> tuple[str, ...]:
-        """Those that it sees, as CUDA names them; none for those that this process sees."""
-        ...
 
-    @property
-    def neighbours(self) -> int:
-        """How many others share the machine's cores with it."""
-        ...
+def outcome_of(fault: WorkerFault, phase: Phase, end: End, *, words: str) -> Crashed | TimedOut:
+    """Return what a trial came to whose worker gave no answer.
 
-    def model_dump_json(self) -> str:
-        """Return all of it as a line of JSON."""
-        ...
+    Args:
+        fault: why there was none.
+        phase: where the trial was.
+        end: how the worker ended.
+        words: the last that it printed.
+    """
+    if isinstance(fault, WorkerSilent):
+        return TimedOut(phase=phase, detail=_told(f"{fault}; the worker was ended", words))
+    if isinstance(fault, WorkerMisbehaved):
+        detail = _told(f"the worker was ended, as {fault}", words)
+        return Crashed(phase=phase, cause="protocol", detail=detail)
+    how = f"the worker ended with {end}"
+    cause: CrashCause = "exit"
+    if end.is_host_out_of_memory:
+        cause = "host_out_of_memory"
+    elif end.status != 0 and _HOST_MEMORY.search(words):
+        how, cause = f"{how}, as the host's memory ran out", "host_out_of_memory"
+    elif end.status is not None and end.status < 0:
+        how, cause = f"{how}{_SENDERS.get(-end.status, '')}", "signal"
+    return Crashed(phase=phase, cause=cause, detail=_told(how, words))
+
+
+def _told(what: str, words: str) -> str:
+    return shown(f"{what}; it printed last: {words}" if words else f"{what}; it printed nothing")
+
+
+def shown(text: str) -> str:
+    """Return text that came from a worker as it may be stored: short, without a password in it, and
+    with nothing that works unseen."""
+    return " | ".join(redaction.shown(text).splitlines())[:_DETAIL_MAX]
+
+
+def storable(outcome: Outcome) -> Outcome:
+    """Return an outcome with its words as they may be stored."""
+    detail: str = getattr(outcome, "detail", "")
+    fit = shown(detail)
+    return outcome if fit == detail else outcome.model_copy(update={"detail": fit})
 
 
 class WorkerProcess:
-    """One worker: a process group of its own, and two pipes that never make anybody wait.
+    """One worker: a process group of its own, its log, and two pipes that never make anybody wait.
+
+    It ends with the thread that starts it, so that is to be one that stays.
 
     Args:
         settings: the first thing that it is told, and the device and weights that it is for.
-        log: where it prints.
+        log_path: where it prints.
         module: what it runs.
         clock: what deadlines are told by.
         patience: seconds that it gets to end by itself once it closed one of its pipes.
 
     Raises:
-        EnvironmentFault: the machine has no room for another process.
+        EnvironmentFault: the machine has no room for another process, or its log.
     """
 
     def __init__(
         self,
         settings: ChildSettings,
         *,
-        log: WorkerLog,
+        log_path: Path,
         module: str,
         clock: AttentiveClock,
         patience: float,
     ) -> None:
-        self._log = log
         self._patience = patience
         self._clock = clock
-        first_line = settings.model_dump_json().encode() + b"\n"
-        self._child, self._messages = _start(settings, log, module)
         self._lines: deque[bytes] = deque()
         self._torn = b""
         self._to_send = b""
         self._closed_at: float | None = None
         """When one of its pipes was seen closed, or broken."""
         self._has_messages = True
-        self.send(first_line)
-
-    @property
-    def clock(self) -> AttentiveClock:
-        """What its deadlines are told by."""
-        return self._clock
+        with contextlib.ExitStack() as undo:
+            self._log = undo.enter_context(contextlib.closing(WorkerLog(log_path)))
+            try:
+                self._messages, write_end = os.pipe()
+                undo.callback(os.close, self._messages)
+                try:
+                    self._child = Child(
+                        # -P: a module of the user's directory must not shadow ours.
+                        [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())],
+                        stdout=self._log.fileno(),
+                        stderr=subprocess.STDOUT,
+                        pass_fds=[write_end],
+                        environment=_environment(settings),
+                    )
+                finally:
+                    # The child's copy is then the only one, so that its death closes the pipe.
+                    os.close(write_end)
+            except OSError as error:
+                raise _no_room(error) from error
+            undo.pop_all()
+        assert self.process.stdin is not None
+        self._stdin = self.process.stdin.fileno()
+        for descriptor in (self._messages, self._stdin):
+            os.set_blocking(descriptor, False)
+        self.send(settings.model_dump_json().encode() + b"\n")
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -150,46 +234,46 @@ class WorkerProcess:
         self._to_send += line
         self._write()
 
-    def next_message(self, *, until: float) -> WorkerMessage:
-        """Return its next message. Raises what `next_line` raises, and on what is no message."""
+    def next_message(self) -> WorkerMessage | None:
+        """Return its next message; see `next_line`. What is no message is `WorkerMisbehaved`."""
+        line = self.next_line()
         try:
-            return read_message(self.next_line(until=until))
+            return None if line is None else read_line(line, worker_message_adapter)
         except UnreadableError as error:
             raise WorkerMisbehaved(f"it said {error}") from None
 
-    def next_line(self, *, until: float) -> bytes:
-        """Return the next line that it says.
-
-        Args:
-            until: by the clock, when it is to be there.
+    def next_line(self) -> bytes | None:
+        """Return the next line that it says; None where none came in a moment.
 
         Raises:
-            WorkerSilent: it was not. What came in the meantime is read first.
             WorkerEnded: its process ended without one.
             WorkerMisbehaved: nothing can come any more, or a line does not end.
         """
-        while not self._lines:
-            now = self._clock.look()
-            if self._closed_at is not None and now >= self._closed_at + self._patience:
+        now = self._clock.look()
+        if not self._lines:
+            has_ended = self._look(_TURN_SECONDS)
+            if has_ended and not self._lines:
+                raise WorkerEnded
+            is_deaf = self._closed_at is not None and now >= self._closed_at + self._patience
+            if is_deaf and not has_ended:
                 raise WorkerMisbehaved("it closed its pipe, and lived on")
-            is_late = now >= until
-            # What came while this process was away is there, and is read first.
-            self._turn(0 if is_late else _TURN_SECONDS)
-            if is_late and not self._lines:
-                raise WorkerSilent
-        return self._lines.popleft()
+        return self._lines.popleft() if self._lines else None
 
     def fault(self) -> str | None:
         """Return why it cannot be given anything to do; None where it waits for that in silence."""
         try:
-            self._turn(0)
-        except WorkerEnded:
-            return "it ended while it had nothing to do"
+            if self._look(0):
+                return "it ended while it had nothing to do"
         except WorkerMisbehaved as error:
             return str(error)
         if self._closed_at is not None:
             return "it closed its pipe"
         return "it spoke without being asked" if self._lines or self._torn else None
+
+    def note(self, words: str) -> None:
+        """Write a line of the supervisor's own into the worker's log."""
+        with contextlib.suppress(OSError):
+            os.write(self._log.fileno(), f"sweep: {words}\n".encode(errors="replace"))
 
     def is_stopped(self) -> bool:
         """Return whether somebody stopped it, and did not tell it to go on."""
@@ -199,72 +283,64 @@ class WorkerProcess:
         """Kill its whole process group; from a signal handler, too."""
         self._child.kill()
 
-    def close(self, *, patience: float = 0.0, kill_seconds: float = KILL_SECONDS) -> End:
-        """Free the pipes and return how it ended; after ``patience`` seconds, by force.
+    def close(
+        self, *, patience: float = 0.0, kill_seconds: float = KILL_SECONDS
+    ) -> tuple[End, str]:
+        """Free log and pipes; return how it ended, after ``patience`` seconds by force, and the
+        last that it printed. Idempotent.
 
         Everything that it started ends too, however it ended itself.
         """
-        end = self._child.end(patience=patience, kill_seconds=kill_seconds)
-        if self._messages >= 0:
+        if self._messages < 0:
+            return self._child.end(), ""
+        try:
+            end = self._child.end(patience=patience, kill_seconds=kill_seconds)
+            return end, self._log.tail()
+        except BaseException:
+            # Interrupted while it was waited for: nobody comes back to end it.
+            self.kill()
+            raise
+        finally:
+            self._log.close()
             os.close(self._messages)
             self._messages = -1
-        if self.process.stdin is not None:
+            assert self.process.stdin is not None
             # What was still to be written was for a process that is gone.
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
-        return end
 
-    def _turn(self, seconds: float) -> None:
-        """Look once at everything: the pipes, for so long, the process and the log."""
+    def _look(self, seconds: float) -> bool:
+        """Wait so long until it speaks or listens, read and write what goes, and return whether it
+        had ended by then."""
         # Before the pipe is read: all that an ended process wrote is in it by then.
         has_ended = self._child.has_ended()
-        if has_ended:
-            self._read_last_words()
-        else:
-            self._exchange(seconds)
+        if not has_ended:
+            poll = select.poll()
+            if self._has_messages:
+                poll.register(self._messages, select.POLLIN)
+            if self._to_send:
+                poll.register(self._stdin, select.POLLOUT)
+            poll.poll(1000 * seconds)
+        if self._has_messages:
+            # Whatever an ended worker started may still hold the pipe, and write on.
+            self._has_messages = not has_ended
+            self._read()
+        self._write()
         self._log.keep_small()
-        if has_ended and not self._lines:
-            raise WorkerEnded
+        return has_ended
 
-    def _exchange(self, seconds: float) -> None:
-        """Wait until it speaks or listens, at most so long, and read and write what goes."""
-        poll = select.poll()
-        if self._has_messages:
-            poll.register(self._messages, select.POLLIN)
-        if self._to_send:
-            poll.register(self._stdin, select.POLLOUT)
-        for descriptor, _ in poll.poll(1000 * seconds):
-            if descriptor == self._messages:
-                self._read()
-            else:
-                self._write()
-
-    def _read_last_words(self) -> None:
-        """Read what an ended worker left in the pipe: no more than goes into one. Whatever it
-        started may still hold the pipe, and write on.
-        """
-        if self._has_messages:
-            left = fcntl.fcntl(self._messages, fcntl.F_GETPIPE_SZ)
-            for _ in range(-(-left // _CHUNK_BYTES)):
-                if not self._read():
-                    break
-            self._has_messages = False
-
-    def _read(self) -> bool:
-        """Read what is there, and return whether anything was."""
+    def _read(self) -> None:
         try:
-            chunk = os.read(self._messages, _CHUNK_BYTES) if self._has_messages else b""
+            chunk = os.read(self._messages, _CHUNK_BYTES)
         except BlockingIOError:
-            return False
+            return
         if not chunk:
             self._has_messages = False
             self._note_closed()
-            return False
         *whole, self._torn = (self._torn + chunk).split(b"\n")
         self._lines.extend(whole)
         if any(len(line) > LINE_BYTES_MAX for line in (*whole, self._torn)):
             raise WorkerMisbehaved(f"it said more than {LINE_BYTES_MAX:,} bytes without a line end")
-        return True
 
     def _write(self) -> None:
         """Write as much as it takes now, if anything is left to be written."""
@@ -282,86 +358,15 @@ class WorkerProcess:
         if self._closed_at is None:
             self._closed_at = self._clock.look()
 
-    @property
-    def _stdin(self) -> int:
-        assert self.process.stdin is not None
-        return self.process.stdin.fileno()
 
-
-def _start(settings: ChildSettings, log: WorkerLog, module: str) -> tuple[Child, int]:
-    """Return the started process, and the end of the pipe that its messages come out of."""
-    try:
-        read_end, write_end = os.pipe()
-    except OSError as error:
-        raise _no_room(error) from error
-    environment = _environment(settings)
-    try:
-        # -P: a module of the user's directory must not shadow ours.
-        command = [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())]
-        child = _in_lasting_thread(
-            lambda: Child(
-                command,
-                stdout=log.fileno(),
-                stderr=log.fileno(),
-                # Not stdout, which C libraries print to as they like.
-                pass_fds=[write_end],
-                environment=environment,
-            )
-        )
-    except (OSError, RuntimeError) as error:
-        os.close(read_end)
-        raise _no_room(error) from error
-    except BaseException:
-        os.close(read_end)
-        raise
-    finally:
-        # The child's copy is then the only one, so that its death closes the pipe.
-        os.close(write_end)
-    assert child.process.stdin is not None
-    for descriptor in (read_end, child.process.stdin.fileno()):
-        os.set_blocking(descriptor, False)
-    return child, read_end
-
-
-def _in_lasting_thread(start: Callable[[], Child]) -> Child:
-    """Start a child from a thread that lives as long as this process.
-
-    The kernel ends a child that is bound to its parent with the thread that started it. A child
-    that is there when whoever waits for it is interrupted has nobody, and is ended.
-    """
-    starting = _lasting_thread(os.getpid()).submit(start)
-    try:
-        return starting.result(timeout=_START_SECONDS)
-    except TimeoutError as error:
-        starting.add_done_callback(_abandon)
-        raise OSError(f"no process could be started for {_START_SECONDS:g} s") from error
-    except KeyboardInterrupt:
-        starting.add_done_callback(_abandon)
-        raise
-
-
-def _abandon(starting: Future[Child]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        starting.result().end()
-
-
-@cache
-def _lasting_thread(_process: int) -> ThreadPoolExecutor:
-    """Return this process's own; one that was forked off another has none of that one's threads."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sweep-start")
-
-
-def _no_room(error: OSError | RuntimeError) -> EnvironmentFault:
+def _no_room(error: OSError) -> EnvironmentFault:
     """Return why no worker can be started, with what to do."""
-    match error:
-        case OSError(errno=errno.EMFILE | errno.ENFILE):
-            why = f"too few file descriptors; {MORE_DESCRIPTORS}"
-        case OSError(errno=errno.EAGAIN):
-            why = "too few processes are allowed; raise the limit, with `ulimit -u 4096` say"
-        case OSError(errno=errno.ENOMEM):
-            why = "the host's memory is used up; end what else runs here"
-        case _:
-            why = words_of(error)
+    why = {
+        errno.EMFILE: f"too few file descriptors; {MORE_DESCRIPTORS}",
+        errno.ENFILE: f"too few file descriptors; {MORE_DESCRIPTORS}",
+        errno.EAGAIN: "too few processes are allowed; raise the limit, with `ulimit -u 4096` say",
+        errno.ENOMEM: "the host's memory is used up; end what else runs here",
+    }.get(error.errno or 0, words_of(error))
     return EnvironmentFault(f"the worker cannot be started: {why}")
 
 
@@ -375,18 +380,13 @@ def _environment(settings: ChildSettings) -> dict[str, str]:
         files.make_directory(compiled)
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     if settings.neighbours:
-        # Each would take every core to compile, and the steps that another measures would wait.
-        kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(_share_of_cores(settings.neighbours))
+        # Each would take every core to compile, and the steps that another measures would wait:
+        # each keeps one to train with, and compiles on its share of the others.
+        workers = settings.neighbours + 1
+        share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
+        kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
     own = {"CUDA_VISIBLE_DEVICES": ",".join(settings.cards)} if settings.cards else {}
     if settings.device == "cpu":
         own = _CPU_ENVIRONMENT
         kept["OMP_NUM_THREADS"] = "1"
     return kept | inherited | _QUIET | own
-
-
-def _share_of_cores(neighbours: int) -> int:
-    """Return how many of this process's cores one of several workers compiles on: each of them
-    keeps one to train with.
-    """
-    workers = neighbours + 1
-    return max(1, (len(os.sched_getaffinity(0)) - workers) // workers)

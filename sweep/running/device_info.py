@@ -1,4 +1,4 @@
-"""The GPUs in this machine: product, memory, driver, who else uses them.
+"""The GPUs in this machine: what each is, who uses it, and which a study runs on (`--cards`).
 
 NVML is asked first; what it refuses, CUDA's driver library answers. Nothing here makes a CUDA
 context: that would take memory that the trials need.
@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from reports import units
+from search_spaces.errors import EnvironmentFault, InputError
 from storage.environment import fingerprint
-from sweep.nvml import NVML, CardProcess, NvmlCard, first_visible_card, visible_cards
+from sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
 
 _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 """`CUdevice_attribute`s, as cuda.h numbers them."""
 _NAME_BYTES = 256
+ALL = "all"
+_FREE_BYTES_MISSING, _FREE_SHARE_MISSING = 2**30, 0.01
+"""What a card that nobody uses may be short of, and what of that grows with the card: the driver's
+own part of it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,8 @@ def ask_cuda() -> Card | None:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, name, total = (
-        ctypes.c_int(),
-        ctypes.create_string_buffer(_NAME_BYTES),
-        ctypes.c_size_t(),
-    )
+    device, total = ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(_NAME_BYTES)
     if library.cuInit(0) != 0 or library.cuDeviceGet(ctypes.byref(device), 0) != 0:
         return None
 
@@ -84,67 +89,180 @@ def ask_cuda() -> Card | None:
 
 
 def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda) -> Card | None:
-    """Return the card that CUDA would call 0; None where there is none, or no driver for it.
+    """Return the card that CUDA would call 0; None where there is none, or no driver for it."""
+    return next(iter(read_cards(nvml=nvml, ask_cuda=ask_cuda, most=1)), None)
+
+
+def read_cards(
+    *,
+    nvml: Any = NVML,
+    ask_cuda: Callable[[], Card | None] = ask_cuda,
+    most: int | None = None,
+) -> tuple[Card, ...]:
+    """Return every card that CUDA would see, in its order: what CUDA calls 0 comes first.
 
     Without memory in all there is no card: nothing can be planned for it.
 
     Args:
         nvml: what pynvml is; tests hand in another.
-        ask_cuda: asks CUDA's own library; called only for what NVML does not tell.
-    """
-    if _is_hidden():
-        return None
-    with first_visible_card(nvml) as card:
-        known = _UNKNOWN if card is None else _as_nvml_says(card)
-    if known.product and known.memory_bytes and known.compute_capability:
-        return known
-    cuda = ask_cuda() or _UNKNOWN
-    whole = replace(
-        known,
-        product=known.product or cuda.product or "NVIDIA GPU",
-        memory_bytes=known.memory_bytes or cuda.memory_bytes,
-        compute_capability=known.compute_capability or cuda.compute_capability,
-        shares_host_memory=cuda.shares_host_memory,
-    )
-    return whole if whole.memory_bytes else None
-
-
-def read_cards(
-    *, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda
-) -> tuple[Card, ...]:
-    """Return every card that CUDA would see, in its order: what CUDA calls 0 comes first.
-
-    Args:
-        nvml: what pynvml is; tests hand in another.
         ask_cuda: asks CUDA's own library of the first card what NVML does not tell.
+        most: how many are looked at; None for all of them.
     """
-    if _is_hidden():
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
-    with visible_cards(nvml) as cards:
+    with visible_cards(nvml, most=most) as cards:
         first, *others = [_as_nvml_says(card) for card in cards] or [_UNKNOWN]
-    if not first.memory_bytes:
-        whole = read_card(nvml=nvml, ask_cuda=ask_cuda)
-        if whole is None:
-            return ()
-        first = whole
+    if not (first.product and first.memory_bytes and first.compute_capability):
+        cuda = ask_cuda() or _UNKNOWN
+        first = replace(
+            first,
+            product=first.product or cuda.product or "NVIDIA GPU",
+            memory_bytes=first.memory_bytes or cuda.memory_bytes,
+            compute_capability=first.compute_capability or cuda.compute_capability,
+            shares_host_memory=cuda.shares_host_memory,
+        )
     # One of which nothing is known would shift the numbers of those behind it.
-    return (first, *takewhile(lambda card: card.memory_bytes > 0, others))
-
-
-def _is_hidden() -> bool:
-    """Whether the environment hides every card from CUDA."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return tuple(takewhile(lambda card: card.memory_bytes > 0, (first, *others)))
 
 
 def _as_nvml_says(card: NvmlCard) -> Card:
-    memory = card.memory()
+    memory, (driver, cuda) = card.memory(), card.versions()
+    capability = card.ask("nvmlDeviceGetCudaComputeCapability")
     return Card(
-        product=card.product() or "",
+        product=card.ask("nvmlDeviceGetName") or "",
         memory_bytes=memory.total if memory else 0,
         free_bytes=memory.free if memory and memory.total else None,
-        compute_capability=card.compute_capability(),
-        driver=card.driver_version(),
-        cuda=card.cuda_version(),
+        compute_capability=capability and tuple(capability),
+        driver=driver,
+        cuda=cuda,
         processes=card.processes(),
-        uuid=card.uuid(),
+        uuid=card.ask("nvmlDeviceGetUUID"),
     )
+
+
+@dataclass(frozen=True)
+class ChosenCard:
+    """One card that a study runs on."""
+
+    index: int
+    """Among those that CUDA would see."""
+    card: Card
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"card {self.index}"
+
+    @property
+    def cuda_name(self) -> str:
+        """What ``CUDA_VISIBLE_DEVICES`` calls it, whatever that is now."""
+        return self.card.uuid or str(self.index)
+
+
+def cards_for(size: int, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
+    """Return the first cards of a machine, as many as one trial trains on together.
+
+    Raises as `choose_cards` does.
+    """
+    try:
+        return choose_cards(str(size), cards)
+    except (InputError, EnvironmentFault) as error:
+        raise type(error)(f"data_parallel {size} needs {size} cards for a trial: {error}") from None
+
+
+def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard, ...]]:
+    """Return cards in groups of so many, which train one configuration at a time; what is left over
+    trains none.
+    """
+    whole = len(cards) - len(cards) % size
+    return [tuple(cards[first : first + size]) for first in range(0, whole, size)]
+
+
+def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
+    """Return the cards that ``--cards`` names: ``all``, how many, or which (``0,2``, or ``2,``).
+
+    Args:
+        typed: the option's value.
+        cards: every card of the machine, as CUDA counts them.
+
+    Raises:
+        InputError: it names none, or more than there are, or cards of two products, whose speeds
+            are not one study's.
+        EnvironmentFault: there is no card, or another process has memory on one of them.
+    """
+    wanted = _indices(typed, len(cards))
+    if not cards:
+        raise EnvironmentFault(
+            f"--cards {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says what is wrong"
+        )
+    chosen = tuple(ChosenCard(index, cards[index]) for index in wanted)
+    first = chosen[0]
+    for at, card in enumerate(chosen):
+        other = next((c for c in chosen[:at] if c.cuda_name == card.cuda_name), None)
+        if other is not None:
+            raise InputError(
+                f"--cards {typed}: {other.name} and {card.name} are one and the same: "
+                "CUDA_VISIBLE_DEVICES names it twice"
+            )
+        if card.card.product != first.card.product:
+            alike = [at for at, c in enumerate(cards) if c.product == first.card.product]
+            raise InputError(
+                f"--cards {typed}: {first.name} is a {first.card.product} and {card.name} a "
+                f"{card.card.product}, whose speeds do not compare in one study: "
+                f"choose cards of one product, as --cards {_listed(alike)} does"
+            )
+    busy = {c.index: words for c in chosen if (words := _in_use(c.card)) is not None}
+    for index, words in busy.items():
+        free = [c.index for c in chosen if c.index not in busy]
+        rest = f", or leave it out with --cards {_listed(free)}" if free else ""
+        raise EnvironmentFault(
+            f"--cards {typed}: card {index} is in use: {words}: wait until it is free{rest}"
+        )
+    return chosen
+
+
+def check_spelling(typed: str) -> None:
+    """Raise `InputError` where ``--cards`` names none, whatever cards a machine has."""
+    _indices(typed, 0)
+
+
+def _indices(typed: str, count: int) -> list[int]:
+    if typed == ALL:
+        return list(range(count))
+    if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*,?", typed):
+        raise InputError(f"--cards {typed}: name all, how many (2), or which of them (0,2)")
+    there_are = f"{count} cards, 0 to {count - 1}" if count != 1 else "one card, 0"
+    named = [int(index) for index in typed.split(",") if index]
+    if "," not in typed:
+        if named == [0]:
+            raise InputError("--cards 0: a study needs a card; card 0 alone is --cards 0,")
+        if named[0] > count > 0:
+            raise InputError(f"--cards {typed}: this machine has {there_are}")
+        return list(range(min(named[0], count)))
+    index, times = Counter(named).most_common(1)[0]
+    if times > 1:
+        raise InputError(f"--cards {typed}: card {index} is named twice")
+    missing = [index for index in named if index >= count > 0]
+    if missing:
+        raise InputError(
+            f"--cards {typed}: there is no card {missing[0]}; this machine has {there_are}"
+        )
+    return named if count else []
+
+
+def _listed(indices: Sequence[int]) -> str:
+    return ",".join(map(str, indices)) + ("," if len(indices) == 1 else "")
+
+
+def _in_use(card: Card) -> str | None:
+    """Return who has memory on a card; None where nobody has."""
+    if card.processes:
+        first = card.processes[0]
+        size = "" if first.used_bytes is None else f" has {units.gib(first.used_bytes)} of it"
+        return f"process {first.pid}{size}"
+    if card.free_bytes is None or card.shares_host_memory:
+        return None
+    used = card.memory_bytes - card.free_bytes
+    if used <= _FREE_BYTES_MISSING + _FREE_SHARE_MISSING * card.memory_bytes:
+        return None
+    return f"another process has {units.gib(used)} of it"

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from search_spaces.errors import words_of
 from storage.records import Crashed, Outcome
 from sweep.running.wire import (
     Finished,
@@ -27,8 +26,9 @@ from sweep.running.wire import (
     UnreadableError,
     Unusable,
     WorkerSettings,
-    read_message,
+    read_line,
     to_line,
+    worker_message_adapter,
 )
 from sweep.training import team
 
@@ -52,9 +52,6 @@ class Ranks:
     Args:
         settings: of all of them.
         beat: called while they are waited for.
-        module: what they run; tests put another there.
-
-    Attributes:
         on_failure: told what befell one of them, from a thread.
     """
 
@@ -63,15 +60,14 @@ class Ranks:
         settings: WorkerSettings,
         *,
         beat: Callable[[], None],
-        module: str = "sweep.running",
+        on_failure: Callable[[Outcome], None],
     ) -> None:
-        self._settings, self._beat, self._module = settings, beat, module
+        self._settings, self._beat, self._on_failure = settings, beat, on_failure
         self._all: dict[int, _Rank] = {}
         self._of_trial: list[_Rank] = []
         self._size = 1
         self._meetings: list[IO[bytes]] = []
         """Files by which the processes of a group find each other, the newest last."""
-        self.on_failure: Callable[[Outcome], None] = lambda _: None
 
     def begin(self, command: RunCommand) -> RunCommand:
         """Have as many others as the configuration takes begin with a command; return it as they
@@ -91,7 +87,7 @@ class Ranks:
             team.leave()
         for rank in range(1, size):
             if rank not in self._all:
-                self._all[rank] = _Rank(rank, self._settings, self._module, self._tell_failure)
+                self._all[rank] = _Rank(rank, self._settings, self._on_failure)
         self._of_trial = told = [self._all[rank] for rank in range(1, size)]
         for process in told:
             process.await_ready(self._beat)
@@ -119,19 +115,12 @@ class Ranks:
         for process in self._of_trial:
             process.hearing.join(max(0.0, until - time.monotonic()))
 
-    def _tell_failure(self, outcome: Outcome) -> None:
-        self.on_failure(outcome)
-
 
 class _Rank:
     """One of the other ranks, and the thread that hears it."""
 
     def __init__(
-        self,
-        rank: int,
-        settings: WorkerSettings,
-        module: str,
-        on_failure: Callable[[Outcome], None],
+        self, rank: int, settings: WorkerSettings, on_failure: Callable[[Outcome], None]
     ) -> None:
         self._rank, self._on_failure = rank, on_failure
         self._ends: queue.SimpleQueue[Finished] = queue.SimpleQueue()
@@ -140,19 +129,15 @@ class _Rank:
         self._run_id: str | None = None
         """Of the command that it trains; None where it is told to leave the group."""
         read_end, write_end = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                # -P: a module of the user's directory must not shadow ours.
-                [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid()), str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-                pass_fds=[write_end],
-            )
-        except OSError as error:
-            os.close(read_end)
-            raise RankError(f"no process for card {rank}: {words_of(error)}") from error
-        finally:
-            os.close(write_end)
+        # -P: a module of the user's directory must not shadow ours.
+        command = [sys.executable, "-P", "-m", "sweep.running", str(write_end)]
+        self._process = subprocess.Popen(
+            [*command, str(os.getpid()), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            pass_fds=[write_end],
+        )
+        os.close(write_end)
         self._write(settings.model_dump_json().encode() + b"\n")
         self.hearing = threading.Thread(target=self._hear, args=(os.fdopen(read_end, "rb"),))
         self.hearing.daemon = True
@@ -161,11 +146,10 @@ class _Rank:
     def has_ended(self) -> bool:
         """Whether its process is gone."""
         # Asked of the system: whoever reaps it meanwhile holds a lock that `poll` gives way to.
-        try:
-            looking = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        looking = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
             return os.waitid(os.P_PID, self._process.pid, looking) is not None
-        except ChildProcessError:
-            return True
+        return True
 
     def await_ready(self, beat: Callable[[], None]) -> None:
         """Return once it has its GPU.
@@ -203,7 +187,7 @@ class _Rank:
     def _hear(self, messages: IO[bytes]) -> None:
         for line in messages:
             try:
-                self._take(read_message(line))
+                self._take(read_line(line, worker_message_adapter))
             except UnreadableError as error:
                 said = f"the process of card {self._rank} said {error}"
                 self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
 from typing import Self
 
 from search_spaces.config import TrialConfig
@@ -29,6 +30,7 @@ def not_recorded(config: TrialConfig) -> Outcome:
     return Invalid(rule="not_recorded", detail=f"no recorded trial of {config.key()}")
 
 
+@dataclass(eq=False)
 class ReplayRunner:
     """Answers each configuration with what was recorded of it, beat by beat.
 
@@ -43,35 +45,29 @@ class ReplayRunner:
         soaking: answers a soak; by default it ends as any other run does.
     """
 
-    def __init__(
-        self,
-        records: Iterable[TrialRecord] = (),
-        *,
-        otherwise: Callable[[TrialConfig], Outcome] = not_recorded,
-        budget_bytes: int | None = None,
-        pause: Callable[[], None] = lambda: None,
-        soaking: Callable[[TrialConfig], Outcome] | None = None,
-    ) -> None:
+    records: InitVar[Iterable[TrialRecord]] = ()
+    otherwise: Callable[[TrialConfig], Outcome] = not_recorded
+    budget_bytes: int | None = None
+    pause: Callable[[], None] = lambda: None
+    soaking: Callable[[TrialConfig], Outcome] | None = None
+    ran: list[TrialConfig] = field(default_factory=list)
+    """Every configuration that was run, in order."""
+    attempts: list[Attempt | None] = field(default_factory=list)
+    """The identity of each of those runs' attempts."""
+    qualities: list[QualityCommand | None] = field(default_factory=list)
+    """What was asked of each run's quality; recorded measurements answer as they are."""
+    soaked: list[TrialConfig] = field(default_factory=list)
+    """Those of them that were soaks."""
+    device_seconds: float = 0.0
+    """That the recorded trials took, and nothing of this machine's."""
+    renewals: int = 0
+    """How often a fresh process was asked for."""
+    _is_cancelled: bool = False
+
+    def __post_init__(self, records: Iterable[TrialRecord]) -> None:
         self._records: dict[str, list[TrialRecord]] = {}
         for record in records:
             self._records.setdefault(record.config.key(), []).append(record)
-        self._otherwise = otherwise
-        self._budget_bytes = budget_bytes
-        self._pause = pause
-        self._soaking = soaking
-        self._is_cancelled = False
-        self.ran: list[TrialConfig] = []
-        """Every configuration that was run, in order."""
-        self.attempts: list[Attempt | None] = []
-        """The identity of each of those runs' attempts."""
-        self.qualities: list[QualityCommand | None] = []
-        """What was asked of each run's quality; recorded measurements answer as they are."""
-        self.soaked: list[TrialConfig] = []
-        """Those of them that were soaks."""
-        self.device_seconds = 0.0
-        """That the recorded trials took, and nothing of this machine's."""
-        self.renewals = 0
-        """How often a fresh process was asked for."""
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
@@ -82,20 +78,33 @@ class ReplayRunner:
         self.ran.append(config)
         self.attempts.append(request.attempt)
         self.qualities.append(request.quality)
-        if request.is_soak:
-            self.soaked.append(config)
-        soaking = self._soaking if request.is_soak else None
-        answer = self._next_outcome if soaking is None else soaking
-        outcome = self._within_budget(answer(config))
+        outcome = self._replayed(request)
         for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=request.steps):
-            self._pause()
+            self.pause()
             if self._is_cancelled:
                 return INTERRUPTED
             if observe(beat) and isinstance(outcome, Measured) and beat.phase == "measure":
-                return PrunedSlow(
-                    measurement=_cut_short(outcome.measurement, steps_measured=beat.step)
-                )
+                return _cut_short(outcome.measurement, steps_measured=beat.step)
         return outcome
+
+    def _replayed(self, request: TrialRequest) -> Outcome:
+        """Return what is known of a configuration; out of memory for a peak above the budget, whose
+        stage was not recorded."""
+        known = self._records.get(request.config.key())
+        if request.is_soak:
+            self.soaked.append(request.config)
+        if request.is_soak and self.soaking is not None:
+            outcome = self.soaking(request.config)
+        elif not known:
+            outcome = self.otherwise(request.config)
+        else:
+            record = known.pop(0) if len(known) > 1 else known[0]
+            self.device_seconds += record.device_seconds
+            outcome = record.outcome
+        if self.budget_bytes is None or not isinstance(outcome, Measured | PrunedSlow):
+            return outcome
+        peak = outcome.measurement.peak_allocated_bytes
+        return over_budget(peak, budget_bytes=self.budget_bytes, stage="optimizer") or outcome
 
     def start(self) -> None:
         """Do nothing: answers are there at once."""
@@ -117,65 +126,35 @@ class ReplayRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _within_budget(self, outcome: Outcome) -> Outcome:
-        """Return out of memory for a peak above the budget; its stage was not recorded."""
-        if self._budget_bytes is None or not isinstance(outcome, Measured | PrunedSlow):
-            return outcome
-        peak = outcome.measurement.peak_allocated_bytes
-        over = over_budget(peak, budget_bytes=self._budget_bytes, stage="optimizer")
-        return over or outcome
-
-    def _next_outcome(self, config: TrialConfig) -> Outcome:
-        known = self._records.get(config.key())
-        if not known:
-            return self._otherwise(config)
-        record = known.pop(0) if len(known) > 1 else known[0]
-        self.device_seconds += record.device_seconds
-        return record.outcome
-
 
 def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iterator[Progress]:
-    yield Progress(phase="attach")
-    match outcome:
-        case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
-            yield from _measuring(
-                measurement, tokens_per_step=tokens_per_step, fewest=steps.measured_min
-            )
-        case OutOfMemory(peak_allocated_bytes=peak):
-            yield Progress(phase="warmup", allocated_bytes=peak)
-        case _:
-            yield Progress(phase="warmup")
-
-
-def _measuring(
-    measurement: Measurement, *, tokens_per_step: int, fewest: int
-) -> Iterator[Progress]:
-    """Yield the beats of a measured trial; the interval of the median is there from the fewest
+    """Yield the beats of a trial; the interval of the median is there from the fewest measured
     steps on."""
-    peak = measurement.peak_allocated_bytes
+    yield Progress(phase="attach")
+    if not isinstance(outcome, Measured | PrunedSlow):
+        peak = outcome.peak_allocated_bytes if isinstance(outcome, OutOfMemory) else None
+        yield Progress(phase="warmup", allocated_bytes=peak)
+        return
+    measurement = outcome.measurement
+    peak, interval = measurement.peak_allocated_bytes, measurement.step_seconds_ci95
     tokens = measurement.loss_tokens_per_step or tokens_per_step
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, allocated_bytes=peak)
-    interval = measurement.step_seconds_ci95
     fastest = None if interval is None else tokens / interval[0]
     for step in range(1, measurement.steps_measured + 1):
         yield Progress(
             phase="measure",
             step=step,
             tokens_per_second=measurement.tokens_per_second,
-            tokens_per_second_high=fastest if step >= fewest else None,
+            tokens_per_second_high=fastest if step >= steps.measured_min else None,
             allocated_bytes=peak,
         )
     yield Progress(phase="detach")
 
 
-def _cut_short(measurement: Measurement, *, steps_measured: int) -> Measurement:
-    share = steps_measured / measurement.steps_measured
+def _cut_short(measurement: Measurement, *, steps_measured: int) -> PrunedSlow:
+    seconds = measurement.measured_seconds * steps_measured / measurement.steps_measured
+    changes = {"steps_measured": steps_measured, "measured_seconds": seconds}
     # Validated anew, unlike a copy: an interval of so many steps may not be one of fewer.
-    return Measurement.model_validate(
-        measurement.model_dump()
-        | {
-            "steps_measured": steps_measured,
-            "measured_seconds": measurement.measured_seconds * share,
-        }
-    )
+    cut = Measurement.model_validate(measurement.model_dump() | changes)
+    return PrunedSlow(measurement=cut)

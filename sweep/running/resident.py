@@ -14,7 +14,7 @@ from search_spaces.space import StepBudget
 from storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome, OutOfMemory
 from sweep.nvml import card_at
 from sweep.running.wire import WorkerSettings
-from sweep.training.compiling import forget_compiled
+from sweep.training.adapters import forget_compiled
 from sweep.training.device import Device, open_device
 from sweep.training.eight_bit import half_dtype
 from sweep.training.exceptions import requested_bytes
@@ -83,9 +83,30 @@ class Resident:
         self.device.release()
         self.device.expand_segments(config.expandable_segments)
         self.device.reset_peak()
-        failed = self._build(config)
-        # Not before `_build` returned: a caught exception keeps the frames, and so the weights,
-        # alive.
+        failed: Outcome | None = None
+        try:
+            self.base = build_base(
+                config,
+                spec=self._spec,
+                weights=self._settings.weights,
+                device=self.device.torch_device,
+                seed=self._settings.seed,
+            )
+        except InputError as error:
+            failed = Invalid(rule="model", detail=str(error)[:DETAIL_LENGTH])
+        except Unavailable as error:
+            failed = Ineffective(knob=error.knob, detail=str(error)[:DETAIL_LENGTH])
+        except Exception as error:
+            if not self.device.ran_out(error):
+                raise
+            failed = OutOfMemory(
+                stage="load",
+                requested_bytes=requested_bytes(error),
+                peak_allocated_bytes=self.device.memory().peak_allocated_bytes,
+                detail=words_of(error)[:DETAIL_LENGTH],
+                flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
+            )
+        # Outside the except blocks: a caught exception keeps the frames, and so the weights, alive.
         self.device.release()
         return failed
 
@@ -96,31 +117,6 @@ class Resident:
             self.base = None
             # What was compiled for that base refers to it, and serves no other.
             forget_compiled()
-
-    def _build(self, config: TrialConfig) -> Outcome | None:
-        try:
-            self.base = build_base(
-                config,
-                spec=self._spec,
-                weights=self._settings.weights,
-                device=self.device.torch_device,
-                seed=self._settings.seed,
-            )
-        except InputError as error:
-            return Invalid(rule="model", detail=str(error)[:DETAIL_LENGTH])
-        except Unavailable as error:
-            return Ineffective(knob=error.knob, detail=str(error)[:DETAIL_LENGTH])
-        except Exception as error:
-            if not self.device.ran_out(error):
-                raise
-            return OutOfMemory(
-                stage="load",
-                requested_bytes=requested_bytes(error),
-                peak_allocated_bytes=self.device.peak_allocated_bytes(),
-                detail=words_of(error)[:DETAIL_LENGTH],
-                flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
-            )
-        return None
 
     def leak(self, config: TrialConfig, before: int | None) -> str | None:
         """Return what a trial left behind for which this process is not fit for another; None for
@@ -140,9 +136,8 @@ class Resident:
             forget_compiled()
             self.device.release()
         left = self._bytes_left(before)
-        return (
-            f"memory did not come back: {left} bytes more than before the trial" if left else None
-        )
+        words = f"memory did not come back: {left} bytes more than before the trial"
+        return words if left else None
 
     def _bytes_left(self, before: int | None) -> int:
         """Return what a trial left allocated; 0 for what is no leak."""
@@ -151,12 +146,11 @@ class Resident:
             return 0
         return after - before
 
-    def trial(
-        self, base: BaseModel, config: TrialConfig, steps: StepBudget, **changes: Any
-    ) -> Trial:
-        """Return a trial on a base, with what all trials here have in common."""
+    def trial(self, config: TrialConfig, steps: StepBudget, **changes: Any) -> Trial:
+        """Return a trial on the base that is held, with what all trials here have in common."""
+        assert self.base is not None
         return Trial(
-            base=base,
+            base=self.base,
             config=config,
             steps=steps,
             device=self.device,
@@ -177,7 +171,7 @@ class Resident:
             attention="sdpa",
             compute_dtype="bf16" if half_dtype() == torch.bfloat16 else "fp16",
         )
-        base = build_base(
+        self.base = build_base(
             config,
             spec=_REHEARSAL_MODEL,
             weights="random",
@@ -185,8 +179,9 @@ class Resident:
             seed=0,
         )
         steps = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
-        self.trial(base, config, steps).run()
-        base.close()
+        self.trial(config, steps).run()
+        self.base.close()
+        self.base = None
 
 
 def _pci_bus_id() -> str:

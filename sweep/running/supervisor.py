@@ -5,27 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.gpus import match_product
-from search_spaces.knobs import ComputeDtype
 from search_spaces.models import ModelSpec
-from search_spaces.space import MICRO_STEPS_TIMED, Weights
+from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.definition import Target
 from storage.outcome_file import beside_log
-from storage.records import INTERRUPTED, Outcome, Phase
+from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase
 from sweep.data.strata import STRATA_MAX
 from sweep.processes import End, oom_kills
-from sweep.running import ends
 from sweep.running.child import (
+    AttentiveClock,
     WorkerEnded,
+    WorkerFault,
     WorkerMisbehaved,
     WorkerProcess,
     WorkerSilent,
+    outcome_of,
+    shown,
+    storable,
 )
-from sweep.running.patience import AttentiveClock, Deadlines, Patience
 from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.wire import (
     Finished,
@@ -33,20 +36,121 @@ from sweep.running.wire import (
     Ready,
     RunCommand,
     StopCommand,
-    TextsSettings,
     TrialRequest,
     Unusable,
     WorkerMessage,
     WorkerSettings,
     to_line,
 )
-from sweep.running.worker_log import WorkerLog
 
 _GRACE_SECONDS = 2.0
 """That a trial which was measured to its end gets to tell its result, once somebody asked to stop.
 """
-_LOOK_SECONDS = 0.5
-"""Between two looks at whether somebody did."""
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+"""In the order in which a trial goes through them."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Longest silence allowed in each phase, in seconds.
+
+    A hang shows as silence alone: a kernel that never ends keeps the worker from answering, and
+    only a kill frees the card.
+    """
+
+    start: float = 300.0
+    build: float = 1800.0
+    attach: float = 120.0
+    warmup: float = 300.0
+    """The first step compiles kernels, or whole layers."""
+    measure: float = 120.0
+    compare: float = 300.0
+    """Eager passes in 16 bits, of which each recomputes every layer."""
+    detach: float = 120.0
+    quality: float = 300.0
+    """The first step of this training compiles anew, as that of the warm-up does."""
+    quality_seconds_per_token: float = 1.0
+    """Of all that is trained on for its quality, beside what begins and ends that."""
+    silences_per_step: float = 8.0
+    """So many times a phase's longest silence, with signs of life and no step done, is no progress:
+    two micro-steps that are being queued, two that are waited for, an evaluation and a checkpoint
+    come to six. A pass over the micro-batches that stand for texts has more of them."""
+    closed: float = 5.0
+    """From when the worker closed a pipe until it is ended: it may be about to end by itself, and
+    its own exit status says more."""
+    end: float = 60.0
+    """After SIGKILL, until the worker is given up: one with much memory takes a while to end."""
+
+    def of(self, phase: Phase) -> float:
+        """Return the longest silence allowed in a phase."""
+        return float(getattr(self, phase))
+
+    def of_progress(self, phase: Phase, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
+        """Return how long a phase may go on without a step, which is timed over so many
+        micro-steps."""
+        return self.silences_per_step * micro_steps / MICRO_STEPS_TIMED * self.of(phase)
+
+    def of_trial(self, steps: StepBudget, *, micro_steps: int = MICRO_STEPS_TIMED) -> float:
+        """Return how long a trial may take as a whole, with every step as slow as is allowed.
+
+        Seconds of the budget come on top of what begins the measured steps, so that a soak of hours
+        has them.
+        """
+        step = micro_steps * self.measure
+        # Its end is looked for after a step; a soak evaluates and saves once.
+        measured = min(steps.seconds_max + step, steps.measured_max * step) + 2 * self.measure
+        fewest = steps.measured_min * step
+        warmup = self.warmup + steps.warmup_max * step
+        return self.build + self.attach + warmup + max(measured, fewest) + self.detach
+
+    def of_quality(self, tokens: int) -> float:
+        """Return how long training for quality, and asking for it, may take on top."""
+        return self.attach + 2 * self.quality + tokens * self.quality_seconds_per_token
+
+
+@dataclass
+class Patience:
+    """With one trial: which of its limits ends it, and when.
+
+    Attributes:
+        micro_steps: over which what counts as a step is timed.
+        quality_tokens: that are trained on, or looked at, for its quality; 0 for none.
+    """
+
+    deadlines: Deadlines
+    clock: AttentiveClock
+    steps: StepBudget
+    micro_steps: int = MICRO_STEPS_TIMED
+    quality_tokens: int = 0
+    phase: Phase = "attach"
+    _furthest: tuple[int, int] = (-1, -1)
+
+    def __post_init__(self) -> None:
+        self._begun_at = self._heard_at = self._progress_at = self.clock.look()
+
+    def hear(self, progress: Progress) -> None:
+        """Take in a sign of life; progress is a later phase, or a further step of one."""
+        self.phase = progress.phase
+        self._heard_at = self.clock.look()
+        reached = (_PHASES.index(progress.phase), progress.step)
+        if reached > self._furthest:
+            self._furthest, self._progress_at = reached, self._heard_at
+
+    def exceeded(self) -> str | None:
+        """Return which limit was passed, in words; None where none was."""
+        silence = self.deadlines.of(self.phase)
+        progress = self.deadlines.of_progress(self.phase, micro_steps=self.micro_steps)
+        whole = self.deadlines.of_trial(self.steps, micro_steps=self.micro_steps)
+        if self.quality_tokens:
+            whole += self.deadlines.of_quality(self.quality_tokens)
+        back = self.clock.returned_at
+        if self.clock.now >= max(self._heard_at, back) + silence:
+            return f"no sign of life for {silence:g} s"
+        if self.clock.now >= max(self._progress_at, back) + progress:
+            return f"signs of life, but no step further for {progress:g} s"
+        if self.clock.now >= self._begun_at + whole:
+            return f"the trial as a whole took longer than {whole:g} s"
+        return None
 
 
 class SupervisedRunner(Runner):
@@ -56,16 +160,12 @@ class SupervisedRunner(Runner):
     Args:
         model: what is trained.
         target: device and memory budget.
-        weights: random, or loaded with transformers.
         log_path: where everything the worker's libraries print goes. Beside it the worker leaves
             the outcome of an attempt before it tells it.
-        seed: of weights, adapters, tokens and what is held out of texts.
-        texts: what trials train on; None for full-length random rows.
-        cards: the worker's own, as CUDA names them; none for those of this process.
-        neighbours: how many other workers share the machine's cores.
         deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
         process: what the worker is started as; tests put one here that nothing ends.
+        settings: further ones of `WorkerSettings`: weights, seed, texts, cards, neighbours.
     """
 
     def __init__(
@@ -73,39 +173,31 @@ class SupervisedRunner(Runner):
         model: ModelSpec,
         *,
         target: Target,
-        weights: Weights = "random",
         log_path: Path,
-        seed: int = 0,
-        texts: TextsSettings | None = None,
-        cards: tuple[str, ...] = (),
-        neighbours: int = 0,
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
+        **settings: Any,
     ) -> None:
         self._outcomes = beside_log(log_path)
+        gpu = match_product(target.emulated_on or target.gpu) if target.device == "cuda" else None
         self._settings = WorkerSettings(
             device=target.device,
             budget_bytes=target.budget_bytes,
             outcome_path=str(self._outcomes.path),
             model=model.to_json(),
-            weights=weights,
-            seed=seed,
             is_emulated=target.emulated_on is not None,
-            peak_flops=_peak_flops(target),
-            texts=texts,
-            cards=cards,
-            neighbours=neighbours,
+            peak_flops={} if gpu is None else dict(gpu.peak_flops),
+            **settings,
         )
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
         self._module = module
         self._process = process
         self._clock = AttentiveClock()
-        self._has_run = False
         self._worker: WorkerProcess | None = None
-        self._log: WorkerLog | None = None
         self._is_ready = False
+        self._has_run = False
         self._phase: Phase = "start"
         self._cancelled_at: float | None = None
         """When somebody asked to stop, by the clock."""
@@ -122,64 +214,52 @@ class SupervisedRunner(Runner):
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        command = RunCommand(request=request, run_id=uuid.uuid4().hex)
-        return ends.storable(self._run(command, self._patience(request), observe))
-
-    def _run(self, command: RunCommand, patience: Patience, observe: Observer) -> Outcome:
-        """Have a worker do what is told, and return how it ended, whatever became of the worker."""
         # One attempt may take several runs, where another process disturbed the first.
-        before = self._left_behind(command)
+        before = self._left_behind(request)
         self._phase = "start"
         try:
             worker = self._ready_worker()
-            worker.send(to_line(command))
             self._has_run = True
-            return self._follow(worker, command, patience, observe)
-        except WorkerSilent:
-            return self._conclude(command, before, self._timed_out(patience))
-        except WorkerMisbehaved as error:
-            return self._conclude(command, before, partial(ends.nonsense, did=str(error)))
-        except WorkerEnded:
-            # An end that was asked for looks like any other from here.
-            return self._conclude(command, before, ends.crash, patience=self._deadlines.closed)
+            outcome = self._follow(worker, request, observe)
+        except WorkerFault as fault:
+            outcome = self._concluded(fault, request, before)
         except BaseException:
             # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
             self._discard()
             raise
+        return storable(outcome)
 
-    def _follow(
-        self, worker: WorkerProcess, command: RunCommand, patience: Patience, observe: Observer
-    ) -> Outcome:
-        """Watch the running trial to its end."""
-        patience.begin()
+    def _follow(self, worker: WorkerProcess, request: TrialRequest, observe: Observer) -> Outcome:
+        """Have a worker run a trial, and watch it to its end."""
+        command = RunCommand(request=request, run_id=uuid.uuid4().hex)
+        worker.send(to_line(command))
+        patience, kills, is_stopping = self._patience(request), oom_kills(), False
         self._phase = patience.phase
-        is_stopping = False
-        kills = oom_kills()
         while True:
-            try:
-                until = min(patience.until(), self._clock.now + _LOOK_SECONDS)
-                message = worker.next_message(until=until)
-            except WorkerSilent:
-                if not self._is_time_up(patience):
-                    continue
-                raise
+            message = worker.next_message()
             match message:
-                case Progress() as progress:
-                    patience.hear(progress)
-                    self._phase = progress.phase
-                    if self._is_time_up(patience):
-                        # Signs of life alone, however many, do not put it off.
-                        raise WorkerSilent
-                    if observe(progress) and not is_stopping:
+                case None:
+                    pass
+                case Progress():
+                    patience.hear(message)
+                    self._phase = message.phase
+                    if observe(message) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))
-                case Finished(run_id=command.run_id, config=command.request.config) as finished:
-                    if finished.retire is not None:
+                case Finished(run_id=command.run_id, config=request.config, outcome=outcome):
+                    if message.retire is not None:
                         self._discard()
-                    has_killed = kills is not None and (oom_kills() or 0) > kills
-                    return ends.reconsidered(finished.outcome, self._phase, has_killed=has_killed)
+                    if kills is None or (oom_kills() or 0) <= kills:
+                        return outcome
+                    return _without_host_memory(outcome, self._phase)
                 case _:
                     raise WorkerMisbehaved(_unasked(message))
+            asked = self._cancelled_at
+            # Signs of life alone, however many, do not put it off.
+            if (exceeded := patience.exceeded()) is not None:
+                raise WorkerSilent(exceeded)
+            if asked is not None and self._clock.now >= asked + _GRACE_SECONDS:
+                raise WorkerSilent("its result was waited for")
 
     def start(self) -> None:
         """See `runner.Runner.start`: the worker imports its libraries and takes the device."""
@@ -196,11 +276,6 @@ class SupervisedRunner(Runner):
         if self._worker is not None and self._phase != "detach":
             self._worker.kill()
 
-    def _is_time_up(self, patience: Patience) -> bool:
-        asked = self._cancelled_at
-        is_grace_over = asked is not None and self._clock.now >= asked + _GRACE_SECONDS
-        return is_grace_over or patience.exceeded() is not None
-
     def renew(self) -> None:
         """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""
         if self._has_run:
@@ -216,61 +291,46 @@ class SupervisedRunner(Runner):
         Raises:
             EnvironmentFault: the device is not to be had.
         """
-        self._replace_unfit()
-        if self._lost is not None:
-            raise self._lost
+        if self._worker is not None and self._is_ready and (fault := self._worker.fault()):
+            # Whatever befell it since its last trial is not the next configuration's doing.
+            self._worker.note(f"the worker is replaced: {fault}")
+            self._discard(patience=self._deadlines.closed)
+            if self._lost is not None:
+                raise self._lost
         worker = self._started_worker()
         if self._cancelled_at is not None:
             # Perhaps while it was being started, when there was no worker yet to kill.
             worker.kill()
-        if self._is_ready:
-            return worker
-        match worker.next_message(until=self._clock.look() + self._deadlines.start):
-            case Ready():
-                self._is_ready = True
-                return worker
-            case Unusable(reason=reason):
-                self._discard()
-                raise EnvironmentFault(f"the worker cannot use the device: {ends.shown(reason)}")
-            case message:
-                raise WorkerMisbehaved(_unasked(message))
-
-    def _replace_unfit(self) -> None:
-        """End a resident worker that something befell since its last trial: nothing of that is the
-        next configuration's doing.
-        """
-        if self._worker is None or not self._is_ready or self._log is None:
-            return
-        fault = self._worker.fault()
-        if fault is not None:
-            self._log.note(f"the worker is replaced: {fault}")
-            self._discard(patience=self._deadlines.closed)
+        until = self._clock.look() + self._deadlines.start
+        while not self._is_ready:
+            match worker.next_message():
+                case Ready():
+                    self._is_ready = True
+                case Unusable(reason=reason):
+                    self._discard()
+                    raise EnvironmentFault(f"the worker cannot use the device: {shown(reason)}")
+                case None if self._clock.now >= until:
+                    raise WorkerSilent(f"no sign of life for {self._deadlines.start:g} s")
+                case None:
+                    pass
+                case message:
+                    raise WorkerMisbehaved(_unasked(message))
+        return worker
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
         if self._worker is None:
-            log = WorkerLog(self._log_path)
-            try:
-                self._worker = self._process(
-                    self._settings,
-                    log=log,
-                    module=self._module,
-                    clock=self._clock,
-                    patience=self._deadlines.closed,
-                )
-            except BaseException:
-                log.close()
-                raise
-            self._log = log
+            self._worker = self._process(
+                self._settings,
+                log_path=self._log_path,
+                module=self._module,
+                clock=self._clock,
+                patience=self._deadlines.closed,
+            )
         return self._worker
 
-    def _conclude(
-        self,
-        command: RunCommand,
-        before: Outcome | None,
-        failure: ends.Failure,
-        *,
-        patience: float = 0.0,
+    def _concluded(
+        self, fault: WorkerFault, request: TrialRequest, before: Outcome | None
     ) -> Outcome:
         """End the worker that did not answer, and return what its trial came to.
 
@@ -279,19 +339,23 @@ class SupervisedRunner(Runner):
         Raises:
             CardLost: nothing ends it, and it left nothing.
         """
-        end, words = self._discard(patience=patience)
-        left = self._left_behind(command)
+        if isinstance(fault, WorkerSilent) and self._worker and self._worker.is_stopped():
+            fault = WorkerSilent(f"{fault}, as somebody stopped the worker's process (SIGSTOP)")
+        # An end that was asked for looks like any other from here.
+        has_ended = isinstance(fault, WorkerEnded)
+        end, words = self._discard(patience=self._deadlines.closed if has_ended else 0.0)
+        left = self._left_behind(request)
         if left is not None and left != before:
             return left
         if self._cancelled_at is not None:
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        return failure(self._phase, end, words=words)
+        return outcome_of(fault, self._phase, end, words=words)
 
-    def _left_behind(self, command: RunCommand) -> Outcome | None:
-        attempt, config = command.request.attempt, command.request.config
-        return None if attempt is None else self._outcomes.take(attempt.id, config)
+    def _left_behind(self, request: TrialRequest) -> Outcome | None:
+        attempt = request.attempt
+        return None if attempt is None else self._outcomes.take(attempt.id, request.config)
 
     def _patience(self, request: TrialRequest) -> Patience:
         has_texts, quality = self._settings.texts is not None, request.quality
@@ -303,51 +367,38 @@ class SupervisedRunner(Runner):
             quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
         )
 
-    def _timed_out(self, patience: Patience) -> ends.Failure:
-        silence = f"no sign of life for {self._deadlines.start:g} s"
-        why = silence if self._phase == "start" else patience.exceeded() or silence
-        if self._worker is not None and self._worker.is_stopped():
-            why += ", as somebody stopped the worker's process (SIGSTOP)"
-        return partial(ends.timed_out, why=why)
-
     def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:
         """End the worker and return how that was, with the last that it printed."""
-        self._has_run = False
-        self._is_ready = False
+        self._has_run = self._is_ready = False
         worker, self._worker = self._worker, None
-        log, self._log = self._log, None
-        if worker is None or log is None:
+        if worker is None:
             return End(0), ""
-        try:
-            end = worker.close(patience=patience, kill_seconds=self._deadlines.end)
-        except BaseException:
-            # Interrupted while it was waited for: nobody comes back to end it.
-            worker.kill()
-            log.close()
-            raise
+        end, words = worker.close(patience=patience, kill_seconds=self._deadlines.end)
         if end.status is None:
-            self._lost = ends.card_lost(
-                worker.process.pid, self._settings.device, seconds=self._deadlines.end
+            held = "the card" if self._settings.device == "cuda" else "its memory"
+            self._lost = CardLost(
+                f"the worker (process {worker.process.pid}) did not end within "
+                f"{self._deadlines.end:g} s of SIGKILL: the kernel holds it, and it holds {held}. "
+                "What was measured is stored. Restart the machine, or let its administrator reset "
+                "the card; then run the same command again"
             )
-        words = log.tail()
-        log.close()
         return end, words
+
+
+def _without_host_memory(outcome: Outcome, phase: Phase) -> Outcome:
+    """Return what a trial came to in which the kernel killed processes for want of memory.
+
+    A compiler's process that was killed looks like a knob that takes no effect, which would never
+    be tried again.
+    """
+    if not isinstance(outcome, Crashed | Ineffective):
+        return outcome
+    reason = "the kernel killed a process here, as the host's memory ran out"
+    detail = f"{reason}: {outcome.detail}"
+    return Crashed(phase=phase, cause="host_out_of_memory", detail=detail)
 
 
 def _unasked(message: WorkerMessage) -> str:
     """Return what a worker did that said this now."""
-    match message:
-        case Finished():
-            return "it answered what it was not asked"
-        case Unusable(reason=reason):
-            return f"it gave up the device in the middle of a trial: {reason}"
-        case Ready() | Progress():
-            return f"it said '{message.kind}' when nobody expected that"
-
-
-def _peak_flops(target: Target) -> dict[ComputeDtype, float]:
-    """Return the peak FLOP/s of the card that really runs."""
-    if target.device == "cpu":
-        return {}
-    spec = match_product(target.emulated_on or target.gpu)
-    return {} if spec is None else dict(spec.peak_flops)
+    why = f": {message.reason}" if isinstance(message, Unusable) else ""
+    return f"it said '{message.kind}' when nobody expected that{why}"

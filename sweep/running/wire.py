@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,7 +22,20 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ChildSettings(_Message):
+    """What a child process is for, as far as starting it goes."""
+
+    device: Literal["cuda", "cpu"]
+    """A child for the CPU never sees a card."""
+    weights: Weights = "random"
+    """Random, or loaded with transformers, who may need the hub's token."""
+    cards: tuple[str, ...] = ()
+    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
+    neighbours: int = 0
+    """Others that share the machine's cores with it."""
 
 
 class TextsSettings(_Message):
@@ -37,27 +49,22 @@ class TextsSettings(_Message):
     """Share of the rows that is held out, by the worker's seed."""
 
 
-class WorkerSettings(_Message):
+class WorkerSettings(ChildSettings):
     """What a worker is for; the first line it reads."""
 
-    device: Literal["cuda", "cpu"]
     budget_bytes: int
     """Enforced on this process for real."""
     outcome_path: str | None = None
     """Where an attempt's outcome is left before it is told; None for nowhere."""
     model: dict[str, Any]
     """`ModelSpec.to_json`."""
-    weights: Weights
-    seed: int
+    seed: int = 0
+    """Of weights, adapters, tokens and what is held out of texts."""
     is_emulated: bool
     peak_flops: dict[ComputeDtype, float] = {}
     """Dense FLOP/s of the card that runs, by compute dtype; empty where unknown."""
     texts: TextsSettings | None = None
     """What trials train on; None for full-length random rows."""
-    cards: tuple[str, ...] = ()
-    """Those that it sees, as CUDA names them; none for those of whoever starts it."""
-    neighbours: int = 0
-    """Workers that share the machine's cores with it."""
 
 
 class QualityCommand(_Message):
@@ -113,19 +120,23 @@ class Ready(_Message):
     device_name: str
 
 
+_Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Bytes and steps are counted far below, and a database counts no further."""
+
+
 class Progress(_Message):
     """One sign of life from a running trial."""
 
     kind: Literal["progress"] = "progress"
     phase: Phase
-    step: int = 0
+    step: _Count = 0
     """Optimizer steps done in this phase."""
     tokens_per_second: float | None = None
     """At the median measured step so far."""
     tokens_per_second_high: float | None = None
     """The most that the median step may still turn out to allow: by its 95 % interval, or by a
     generous guess before there is one; None where nothing can be said."""
-    allocated_bytes: int | None = None
+    allocated_bytes: _Count | None = None
 
 
 class Finished(_Message):
@@ -156,8 +167,6 @@ LINE_BYTES_MAX = 256 * 1024
 """Of a message: a hundred times what the longest takes."""
 _WORDS_MAX = 2000
 """Characters of what a message says in words."""
-_WHOLE_MAX = 2**63 - 1
-"""Bytes and steps are counted far below, and a database counts no further."""
 
 
 class UnreadableError(ValueError):
@@ -169,11 +178,6 @@ def to_line(message: BaseModel) -> bytes:
     return json.dumps(message.model_dump(mode="json")).encode() + b"\n"
 
 
-def read_message(line: bytes) -> WorkerMessage:
-    """Return the worker's message that a line holds. Raises what `read_line` raises."""
-    return read_line(line, worker_message_adapter)
-
-
 def read_line(line: bytes, adapter: TypeAdapter[M]) -> M:
     """Return the message that a line holds; its words with nothing in them that works unseen.
 
@@ -181,21 +185,24 @@ def read_line(line: bytes, adapter: TypeAdapter[M]) -> M:
         UnreadableError: it holds none.
     """
     try:
-        values = json.loads(line.decode("utf-8"))
-        message = adapter.validate_python(_shown(values))
-    except UnicodeDecodeError:
-        raise UnreadableError(f"{_quoted(line)}, which is not UTF-8") from None
+        values = json.loads(line, parse_float=_finite, parse_constant=_finite)
+        return adapter.validate_python(_shown(values))
     except RecursionError:
-        raise UnreadableError("JSON that is nested too deeply") from None
+        why = "JSON that is nested too deeply"
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "a message"
-        raise UnreadableError(f"{_quoted(line)}: {where}: {first['msg']}") from None
-    except ValueError:
-        raise UnreadableError(f"{_quoted(line)}, which is no JSON") from None
-    for where, value in _unsound(message.model_dump(), "message"):
-        raise UnreadableError(f"{value} as {where}")
-    return message
+        why = f"{'.'.join(map(str, first['loc'])) or 'a message'}: {first['msg']}"
+    except ValueError as error:
+        why = f"no JSON: {error}"
+    said = visible(line[:80].decode("utf-8", errors="replace"))
+    raise UnreadableError(f"'{said}{'...' if len(line) > 80 else ''}': {why}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"a number that is not finite ({text})")
+    return number
 
 
 def _shown(values: Any) -> Any:
@@ -208,26 +215,6 @@ def _shown(values: Any) -> Any:
             return [_shown(value) for value in values]
         case _:
             return values
-
-
-def _unsound(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the numbers that nothing measures, with where they stand."""
-    match value:
-        case float() if not math.isfinite(value):
-            yield where, f"a number that is not finite ({value})"
-        case int() if abs(value) > _WHOLE_MAX:
-            yield where, "a number out of all bounds"
-        case dict():
-            for key, inner in value.items():
-                yield from _unsound(inner, f"{where}.{key}".removeprefix("message."))
-        case list() | tuple():
-            for inner in value:
-                yield from _unsound(inner, where)
-
-
-def _quoted(line: bytes) -> str:
-    text = visible(line[:80].decode("utf-8", errors="replace"))
-    return f"'{text}{'...' if len(line) > 80 else ''}'"
 
 
 command_adapter: TypeAdapter[Command] = TypeAdapter(Command)

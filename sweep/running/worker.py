@@ -1,20 +1,29 @@
-"""The device of a child process: a configuration in, progress and an outcome out. The base model
-stays between trials."""
+"""The worker in its own process: commands in on stdin, messages out, each outcome on disk before it
+is told. The device and the base model stay between trials."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import EnvironmentFault, InputError, words_of
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError, words_of
+from storage.outcome_file import OutcomeFile
 from storage.records import (
     INTERRUPTED,
+    CrashCause,
+    Crashed,
     Diverged,
     Invalid,
     Measured,
@@ -30,13 +39,20 @@ from sweep.running.wire import (
     Finished,
     Progress,
     QualityCommand,
+    Ready,
     RunCommand,
+    StopCommand,
     TextsSettings,
     TrialRequest,
+    Unusable,
     WorkerMessage,
     WorkerSettings,
+    command_adapter,
+    to_line,
 )
 from sweep.training import team
+from sweep.training.adapters import start_compiler_processes
+from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 from sweep.training.quality import NoRoomToEvaluateError, Quality, Question
 from sweep.training.texts import Texts
 from sweep.training.trial import Beat
@@ -47,17 +63,41 @@ NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""
 
 
+def _leave() -> None:
+    sys.stderr.flush()
+    # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
+    os._exit(0)
+
+
 class Worker:
-    """The device, the resident base, and the trials run on it."""
+    """The device, the resident base, and the trials run on it.
+
+    Args:
+        settings: the first thing that the process is told.
+        send: tells the supervisor, or the first rank.
+        rank: of several processes that train together.
+        outcomes: where an attempt's outcome is left before it is told; None for nowhere.
+        leave: ends the process.
+    """
 
     def __init__(
-        self, settings: WorkerSettings, *, send: Callable[[WorkerMessage], None], rank: int = 0
+        self,
+        settings: WorkerSettings,
+        *,
+        send: Callable[[WorkerMessage], None],
+        rank: int = 0,
+        outcomes: OutcomeFile | None = None,
+        leave: Callable[[], None] = _leave,
     ) -> None:
         self._settings = settings
-        self._send = send
+        self._send, self._outcomes, self._leave = send, outcomes, leave
         self._rank = rank
         self._resident = Resident(settings)
-        self._others = Ranks(settings, beat=lambda: self._send(Progress(phase=self.phase)))
+        self._others = Ranks(
+            settings,
+            beat=lambda: self._send(Progress(phase=self.phase)),
+            on_failure=self._fail,
+        )
         self._meeting = ""
         """Of the process group that it is in."""
         self._speeds: dict[str, tuple[float, Measured]] = {}
@@ -66,6 +106,9 @@ class Worker:
         self._texts = None if settings.texts is None else _texts(settings.texts, settings.seed)
         self.phase: Phase = "start"
         """Where the newest command is."""
+        self._lock = threading.Lock()
+        self._open: RunCommand | None = None
+        """What is not answered yet."""
 
     def prepare(self) -> None:
         """Take what libraries take once, then put the budget in force."""
@@ -73,67 +116,115 @@ class Worker:
             import_readers()
         self._resident.prepare()
 
-    def tell_failures(self, told: Callable[[Outcome], None]) -> None:
-        """Have it told what befell another rank of the running trial.
+    def serve(self, commands: IO[bytes]) -> None:
+        """Run what is told until a fresh process should run the next trial."""
+        runs: queue.SimpleQueue[RunCommand] = queue.SimpleQueue()
 
-        From a thread of its own: this one may be waiting for that rank, and not come back.
-        """
-        self._others.on_failure = told
+        def read() -> None:
+            try:
+                for line in commands:
+                    match command_adapter.validate_json(line):
+                        case RunCommand() as command:
+                            runs.put(command)
+                        case StopCommand():
+                            self._stop.set()
+            finally:
+                # The tuner is gone: what is still trained is for nobody, and somebody else wants
+                # the device.
+                self._leave()
 
-    def stop_trial(self) -> None:
-        """Ask the running trial to stop as slow; it does at its next step."""
-        self._stop.set()
+        # A thread, since a stop must get through while this one trains.
+        threading.Thread(target=read, daemon=True).start()
+        is_fit = True
+        while is_fit:
+            self._open = runs.get()
+            done = self.run(self._open)
+            self._answer(done)
+            is_fit = done.retire is None
+
+    def _answer(self, done: Finished) -> None:
+        """Keep the outcome of the open command and tell it, unless somebody did."""
+        with self._lock:
+            command, self._open = self._open, None
+            if command is None:
+                return
+            attempt = command.request.attempt
+            if attempt is not None and self._outcomes is not None:
+                try:
+                    self._outcomes.write(attempt, done.config, done.outcome)
+                except EnvironmentFault as fault:
+                    # It is about to be told, which is what counts.
+                    print(fault, file=sys.stderr)  # noqa: T201 - into the worker's log
+            self._send(done)
+
+    def _fail(self, outcome: Outcome) -> None:
+        """Answer the open command with what befell another rank, and be gone: the thread that
+        trains may be waiting for that rank, where nothing wakes it. With no command open that is
+        nobody's verdict, and the next is for a fresh worker."""
+        if (command := self._open) is not None:
+            retire, config = "another rank failed", command.request.config
+            self._answer(
+                Finished(run_id=command.run_id, config=config, outcome=outcome, retire=retire)
+            )
+        self._leave()
 
     def run(self, command: RunCommand) -> Finished:
         """Run one trial on the right base and say whether this process can run another."""
         self._stop.clear()
+        outcome: Outcome
         try:
-            return self._run(command)
-        except Exception:
+            outcome, retire, is_apart = self._run(command)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
+            traceback.print_exc()
             self._others.hear_out()
-            raise
+            outcome = _crashed(self.phase, error)
+            # After an unknown failure the device's state is unknown too.
+            retire, is_apart = outcome.detail, True
+        return Finished(
+            run_id=command.run_id,
+            config=command.request.config,
+            outcome=outcome,
+            retire=retire,
+            is_apart=is_apart,
+        )
 
-    def _run(self, command: RunCommand) -> Finished:
-        started, config = time.perf_counter(), command.request.config
+    def _run(self, command: RunCommand) -> tuple[Outcome, str | None, bool]:
+        """Return how a trial ended, why a fresh process should run the next one, and whether other
+        ranks go on with it."""
+        started, request = time.perf_counter(), command.request
+        config, size = request.config, request.config.data_parallel
         self.phase = "build"
-        is_alone = config.data_parallel == 1
-        cards = torch.cuda.device_count() if self._settings.device == "cuda" else None
-        if cards is not None and config.data_parallel > cards:
-            detail = f"data_parallel {config.data_parallel}, and {cards} can be seen here"
-            return finished(command, Invalid(rule="data-parallel-needs-cards", detail=detail))
+        cards = torch.cuda.device_count() if self._settings.device == "cuda" else size
+        if size > cards:
+            detail = f"data_parallel {size}, and {cards} can be seen here"
+            return Invalid(rule="data-parallel-needs-cards", detail=detail), None, False
+        if size > 1 or not self._resident.holds(config):
+            self._send(Progress(phase="build"))
         if self._rank == 0:
-            if not is_alone:
-                self._send(Progress(phase="build"))
             command = self._others.begin(command)
         is_new_group = command.meeting != self._meeting
         if is_new_group:
             # Whatever libraries look for other processes must not find the last trial's.
             team.leave()
             self._meeting = command.meeting
-        if self._rank >= config.data_parallel:
-            return finished(command, INTERRUPTED)
-        failed = self._ensure_base(config)
+        if self._rank >= size:
+            return INTERRUPTED, None, False
+        failed = self._resident.hold(config)
         if failed is not None:
-            retire = None if is_alone else "other ranks began a trial that this one cannot begin"
-            return finished(command, failed, retire=retire, is_apart=not is_alone)
-        if is_new_group and not is_alone:
-            place = team.Place(self._rank, config.data_parallel)
+            began = "other ranks began a trial that this one cannot begin"
+            return failed, began if size > 1 else None, size > 1
+        if is_new_group and size > 1:
+            place = team.Place(self._rank, size)
             device = self._resident.device.torch_device
             team.join(place, meeting=Path(command.meeting), device=device)
             # Whoever reaches this GPU from another rank is no neighbour.
             self._resident.card.remember()
-        return self._trained(command, started)
-
-    def _trained(self, command: RunCommand, started: float) -> Finished:
-        request, config, base = command.request, command.request.config, self._resident.base
-        assert base is not None, "what is held is there"
         self.phase = "attach"
         before = self._resident.device.allocated_bytes()
         outcome: Outcome | None = self._known_speed(request)
         retire, is_apart = None, False
         if outcome is None:
             trial = self._resident.trial(
-                base,
                 config,
                 request.steps,
                 started=started,
@@ -142,14 +233,12 @@ class Worker:
                 is_soak=request.is_soak,
                 report=lambda beat: self._report(beat, config),
             )
-            outcome = trial.run()
-            is_apart = trial.is_apart
-            retire = _APART if is_apart else self._others.end()
+            outcome, is_apart = trial.run(), trial.is_apart
+            retire = "other ranks go on in the step" if is_apart else self._others.end()
         if request.quality is not None and isinstance(outcome, Measured):
             self._speeds[_speed_key(request)] = config.learning_rate, outcome
             outcome = self._with_quality(outcome, config, request.quality)
-        retire = retire or self._resident.leak(config, before)
-        return finished(command, outcome, retire=retire, is_apart=is_apart)
+        return outcome, retire or self._resident.leak(config, before), is_apart
 
     def _known_speed(self, request: TrialRequest) -> Measured | None:
         """Return what was measured of a configuration that has another learning rate, and nothing
@@ -179,52 +268,46 @@ class Worker:
             self._resident.device,
             beat=lambda step: self._report(Beat(phase="quality", step=step), config),
         )
+        flags = outcome.measurement.flags
         try:
             learned = quality.run()
         except InputError as error:
             return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH])
         except NoRoomToEvaluateError:
             # It trains well, and what it learned is not known.
-            learned = None
+            learned, flags = None, (*flags, NO_ROOM_TO_EVALUATE)
         if isinstance(learned, Diverged | OutOfMemory):
             return learned
-        flags = outcome.measurement.flags + ((NO_ROOM_TO_EVALUATE,) if learned is None else ())
         changes = {"quality": learned, "flags": flags}
         return Measured(measurement=outcome.measurement.model_copy(update=changes))
 
     def _report(self, beat: Beat, config: TrialConfig) -> bool:
         self.phase = beat.phase
         tokens = beat.tokens_per_step or config.tokens_per_step
+        median, fastest = beat.median_seconds, beat.fastest_median_seconds
         self._send(
             Progress(
                 phase=beat.phase,
                 step=beat.step,
-                tokens_per_second=_rate(tokens, beat.median_seconds),
-                tokens_per_second_high=_rate(tokens, beat.fastest_median_seconds),
-                allocated_bytes=self._resident.device.peak_allocated_bytes(),
+                tokens_per_second=tokens / median if median else None,
+                tokens_per_second_high=tokens / fastest if fastest else None,
+                allocated_bytes=self._resident.device.memory().peak_allocated_bytes,
             )
         )
         return self._stop.is_set()
 
-    def _ensure_base(self, config: TrialConfig) -> Outcome | None:
-        """Make this configuration's base the resident one; return why it cannot be, or None."""
-        if self._resident.holds(config):
-            return None
-        self._send(Progress(phase="build"))
-        return self._resident.hold(config)
 
-
-_APART = "other ranks were left in the middle of a step"
-
-
-def finished(
-    command: RunCommand, outcome: Outcome, *, retire: str | None = None, is_apart: bool = False
-) -> Finished:
-    """Return what is said of a run; see `Finished`."""
-    config = command.request.config
-    return Finished(
-        run_id=command.run_id, config=config, outcome=outcome, retire=retire, is_apart=is_apart
-    )
+def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
+    """Return the outcome of a training that raised what is no verdict of its own."""
+    if isinstance(error, SystemExit):
+        return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
+    cause: CrashCause = "exception"
+    detail = words_of(error)[:DETAIL_LENGTH]
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        cause, detail = "too_few_descriptors", f"{detail}; {MORE_DESCRIPTORS}"
+    elif is_host_out_of_memory(error) and not is_card_out_of_memory(error):
+        cause = "host_out_of_memory"
+    return Crashed(phase=phase, cause=cause, detail=detail)
 
 
 def _speed_key(request: TrialRequest) -> str:
@@ -251,5 +334,41 @@ def _texts(settings: TextsSettings, seed: int) -> Texts:
     return Texts(directory, settings.eval_fraction, seed)
 
 
-def _rate(tokens: float, seconds: float | None) -> float | None:
-    return None if not seconds else tokens / seconds
+def main(worker: type[Worker] = Worker) -> None:
+    """Read the settings, prepare the device, serve trials until told to stop or retired."""
+    pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    rank = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    lock = threading.Lock()
+
+    def send(message: WorkerMessage) -> None:
+        if rank > 0 and isinstance(message, Progress):
+            # The first rank's is that of all.
+            return
+        line = to_line(message)
+        # Beats come from the training's thread, and nothing may cut a line in two.
+        with lock:
+            while line:
+                line = line[pipe.write(line) :]
+
+    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
+    path = settings.outcome_path if rank == 0 else None
+    outcomes = None if path is None else OutcomeFile(Path(path))
+    name = "CPU"
+    try:
+        if settings.device == "cuda":
+            if not torch.cuda.is_available():
+                send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
+                return
+            # They need longer than what is prepared here.
+            start_compiler_processes()
+            torch.cuda.set_device(rank)
+            name = torch.cuda.get_device_name()
+        serving = worker(settings, send=send, rank=rank, outcomes=outcomes)
+        serving.prepare()
+    except Exception as error:  # noqa: BLE001 - the tuner raises it
+        traceback.print_exc()
+        send(Unusable(reason=words_of(error)[:DETAIL_LENGTH]))
+        return
+    send(Ready(device_name=name))
+    serving.serve(sys.stdin.buffer)
+    _leave()

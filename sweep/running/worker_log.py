@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -74,11 +73,6 @@ class WorkerLog:
         """Return the descriptor that the worker prints to."""
         return self._file.fileno()
 
-    def note(self, words: str) -> None:
-        """Write a line of the tuner's own, on what it did and why."""
-        with contextlib.suppress(OSError):
-            os.write(self._file.fileno(), f"sweep: {words}\n".encode(errors="replace"))
-
     def keep_small(self) -> None:
         """Where it is too large, put its end aside and begin anew.
 
@@ -88,7 +82,9 @@ class WorkerLog:
             return
         # Where there is no room for the copy, room is what is needed most.
         with contextlib.suppress(OSError):
-            self._put_aside()
+            begin = self._size() - self._bytes_max
+            kept = os.pread(self._file.fileno(), self._bytes_max, begin)
+            files.replace(self.path.with_name(f"{self.path.name}.1"), kept, is_durable=False)
         # Last of all: these may be the worker's last words.
         self._before = self._end()
         with contextlib.suppress(OSError):
@@ -107,8 +103,14 @@ class WorkerLog:
         # These and nothing else say more than nothing.
         words = "\n".join(told if any(map(str.strip, told)) else printed)
         # Before it is cut any further: half a password is found by nobody.
-        lines = shown(words[-_TOLD_CHARACTERS:]).splitlines()
-        return _in_short([line.strip() for line in lines if line.strip()])
+        shortened = shown(words[-_TOLD_CHARACTERS:]).splitlines()
+        lines = [line.strip() for line in shortened if line.strip()]
+        last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+        named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
+        reason = next(named, "")[:_REASON_CHARACTERS]
+        if reason in last:
+            return last
+        return f"{reason} | {last[-(_TAIL_CHARACTERS - len(reason)) :]}"
 
     def close(self) -> None:
         """Free the descriptor, once nobody prints any more. Idempotent."""
@@ -129,22 +131,6 @@ class WorkerLog:
         except OSError:
             return 0
 
-    def _put_aside(self) -> None:
-        begin = max(0, self._size() - self._bytes_max)
-        kept = os.pread(self._file.fileno(), self._bytes_max, begin)
-        files.replace(self.path.with_name(f"{self.path.name}.1"), kept, is_durable=False)
-
-
-def _in_short(lines: Sequence[str]) -> str:
-    """Return the last lines in few words, with the error before them where they leave it out."""
-    last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
-    named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
-    reason = next(named, "")[:_REASON_CHARACTERS]
-    if reason in last:
-        return last
-    rest = last[-(_TAIL_CHARACTERS - len(reason)) :]
-    return f"{reason} | {rest}"
-
 
 def _opened(path: Path) -> IO[bytes]:
     """Return a private file that is appended to; nothing's, where the disk is full."""
@@ -153,8 +139,8 @@ def _opened(path: Path) -> IO[bytes]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return open(os.devnull, "r+b", buffering=0)
-        cure = ""
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            cure = f": too few file descriptors; {MORE_DESCRIPTORS}"
+        cure = f": too few file descriptors; {MORE_DESCRIPTORS}"
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            cure = ""
         reason = f"the worker's log cannot be written: {words_of(error)}{cure}"
         raise EnvironmentFault(reason) from error

@@ -49,12 +49,9 @@ class Encoding:
         self.distributions: dict[str, BaseDistribution] = {
             name: _distribution(dimension) for name, dimension in space.dimensions.items()
         }
-        self.free: dict[str, BaseDistribution] = {
-            name: distribution
-            for name, distribution in self.distributions.items()
-            if not distribution.single()
-        }
+        self.free = {name: d for name, d in self.distributions.items() if not d.single()}
         """The dimensions that have more than one value: Optuna samples these alone."""
+        self._first = {name: dimension.first for name, dimension in space.dimensions.items()}
 
     def encode(self, values: Mapping[str, Any]) -> Params:
         """Return the space's values of some dimensions as Optuna keeps them."""
@@ -66,7 +63,7 @@ class Encoding:
 
     def config(self, params: Mapping[str, Any]) -> TrialConfig:
         """Return the configuration for a value of each free dimension."""
-        return self.space.config(self.decode({**self._single_values, **params}))
+        return self.space.config(self._first | self.decode(params))
 
     def params_of(self, config: TrialConfig) -> Params | None:
         """Return the parameters that give ``config``; None where the space does not hold it."""
@@ -93,18 +90,18 @@ class Encoding:
         """
         first = self.combination(0)
         parsed = self.config(first)
-        columns: list[list[tuple[Params, dict[str, Any]]]] = []
+        columns: list[list[tuple[Params, Params]]] = []
         for column in self._columns:
             configs = [self.config(first | part) for part in column]
             parts = [{key: getattr(config, key) for key in column[0]} for config in configs]
             columns.append(list(zip(column, parts, strict=True)))
         for row in itertools.product(*columns):
             params: Params = {}
-            values: dict[str, Any] = {}
-            for part, known in row:
+            known: Params = {}
+            for part, values in row:
                 params |= part
-                values |= known
-            yield params, parsed.model_copy(update=values)
+                known |= values
+            yield params, parsed.model_copy(update=known)
 
     def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
         """Return ``params`` with other batches where these do not go into each other, and with
@@ -120,19 +117,11 @@ class Encoding:
             return params
         whole = [dict(zip(BATCHES, values, strict=True)) for values in self.space.batches]
         for kept in (BATCHES[:2], BATCHES[:1]):
-            possible = [one for one in whole if _agree(one, params, kept)]
-            if possible:
+            held = {key: params[key] for key in kept if key in params}.items()
+            if possible := [batches for batches in whole if held <= batches.items()]:
                 break
         chosen = draw.choice(possible)
         return params | {key: value for key, value in chosen.items() if key in self.free}
-
-    @cached_property
-    def _single_values(self) -> Params:
-        return {
-            name: _encode(dimension.first)
-            for name, dimension in self.space.dimensions.items()
-            if name not in self.free
-        }
 
     @cached_property
     def _columns(self) -> tuple[tuple[Params, ...], ...]:
@@ -142,33 +131,23 @@ class Encoding:
 
 
 class Frontier:
-    """The first combination of a space that was not tried; each is passed once over a study.
+    """What of a space was not tried; each combination is passed once over a study."""
 
-    Args:
-        encoding: of the space.
-        order: of its combinations, by their indices.
-    """
-
-    def __init__(self, encoding: Encoding, *, order: Sequence[int] | None = None) -> None:
+    def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
-        self._order = range(encoding.size or 0) if order is None else order
         self._passed = 0
         """Combinations that were tried from the first on: they stay so."""
 
-    def first(self, tried: Container[str], running: Container[str] = ()) -> Params | None:
-        """Return the first combination that is neither tried nor running, by their identities."""
-        for place in range(self._passed, len(self._order)):
-            params = self._encoding.combination(self._order[place])
-            key = identity(self._encoding.config(params))
-            if key in tried:
-                self._passed += place == self._passed
-            elif key not in running:
-                return params
-        return None
-
-    def is_exhausted(self, tried: Container[str], running: Container[str] = ()) -> bool:
-        """Return whether nothing is left; a continuous dimension always leaves something."""
-        return self._encoding.size is not None and self.first(tried, running) is None
+    def is_exhausted(self, tried: Container[str]) -> bool:
+        """Return whether nothing is left besides what was tried, by its identities; a continuous
+        dimension always leaves something."""
+        size = self._encoding.size
+        while size is not None and self._passed < size:
+            combination = self._encoding.combination(self._passed)
+            if identity(self._encoding.config(combination)) not in tried:
+                return False
+            self._passed += 1
+        return size is not None
 
 
 @lru_cache(maxsize=IDENTITIES_KEPT)
@@ -180,27 +159,19 @@ def identity(config: TrialConfig) -> str:
     return canonical(config).key()
 
 
-def _agree(batches: Params, params: Params, keys: Iterable[str]) -> bool:
-    return all(batches[key] == params[key] for key in keys if key in params)
-
-
 def _distribution(dimension: Dimension) -> BaseDistribution:
     match dimension:
         case Choices(choices=choices):
-            return CategoricalDistribution([_encode(choice) for choice in choices])
+            return CategoricalDistribution(list(map(_encode, choices)))
         case IntRange(low=low, step=step, log=log):
             return IntDistribution(low, dimension.values()[-1], step=step, log=log)
         case FloatRange(low=low, high=high, step=None, log=log):
             return FloatDistribution(low, high, log=log)
         case FloatRange(low=low, step=step):
-            return FloatDistribution(low, _last_step(dimension), step=step)
-
-
-def _last_step(dimension: FloatRange) -> float:
-    """Return the last value of a stepped range, without the binary noise that Optuna warns of."""
-    values = dimension.values()
-    assert values is not None
-    return float(Decimal(str(dimension.low)) + (len(values) - 1) * Decimal(str(dimension.step)))
+            # The last value without the binary noise that Optuna warns of.
+            steps = len(dimension.values() or ()) - 1
+            high = float(Decimal(str(low)) + steps * Decimal(str(step)))
+            return FloatDistribution(low, high, step=step)
 
 
 def _encode(value: Any) -> Any:
@@ -214,8 +185,7 @@ def _decode(value: Any, dimension: Dimension) -> Any:
         case IntRange():
             return int(value)
         case FloatRange():
-            values = dimension.values()
-            return value if values is None else min(values, key=lambda known: abs(known - value))
+            return min(dimension.values() or (value,), key=lambda known: abs(known - value))
 
 
 @dataclass(frozen=True)
@@ -238,19 +208,16 @@ class Candidates(Protocol):
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """Return what to choose from, with more of what is like ``best`` where not all is."""
-        ...
 
     def config(self, params: Params) -> TrialConfig | None:
         """Return the configuration of a trial's parameters; None where they are not to be had."""
-        ...
 
     def repaired(self, params: Params) -> Params:
         """Return drawn parameters with others where they do not go together."""
-        ...
+        return params
 
     def instead_of(self, params: Params) -> Iterator[Params]:
         """Yield what may be asked for instead of drawn parameters."""
-        ...
 
 
 class SpaceCandidates(Encoding):
@@ -272,9 +239,9 @@ class SpaceCandidates(Encoding):
         """See `Candidates.near`."""
         if self.is_listed:
             return self._all
-        drawn = [*self._spread(), *(p for near in best for p in self._beside(near))]
-        whole = map(self.repaired, drawn)
-        return self._valid((params, self.config(params)) for params in whole)
+        spread = ({name: self._drawn(name) for name in self.free} for _ in range(SAMPLED))
+        drawn = itertools.chain(spread, *map(self._beside, best))
+        return self._valid((params, self.config(params)) for params in map(self.repaired, drawn))
 
     def repaired(self, params: Params) -> Params:
         """See `Candidates.repaired`."""
@@ -302,36 +269,22 @@ class SpaceCandidates(Encoding):
                 found[key] = Candidate(params, config, key)
         return tuple(found.values())
 
-    def _spread(self) -> Iterator[Params]:
-        """Yield random combinations."""
-        for _ in range(SAMPLED):
-            yield {name: self._at(name, self._random.random()) for name in self.free}
-
-    def _at(self, name: str, share: float) -> Any:
-        """Return the value of a dimension at a share of its way, from 0 to 1."""
+    def _drawn(self, name: str) -> Any:
         dimension = self.space.dimensions[name]
-        values = dimension.values()
-        if values is None:
-            return _continuous(dimension).at(share)
-        return _encode(values[min(int(share * len(values)), len(values) - 1)])
+        if isinstance(dimension, FloatRange) and dimension.step is None:
+            return dimension.at(self._random.random())
+        return _encode(self._random.choice(dimension.values() or ()))
 
     def _beside(self, params: Params) -> Iterator[Params]:
         """Yield combinations that differ in one dimension, by little where it has an order."""
         for name in self.free:
             dimension = self.space.dimensions[name]
-            values = dimension.values()
-            if values is None:
-                line = _continuous(dimension)
-                here = line.share_of(params[name])
-                near = [line.at(here + sign * step) for step in STEPS_ASIDE for sign in (-1, 1)]
+            if isinstance(dimension, FloatRange) and dimension.step is None:
+                here = dimension.share_of(params[name])
+                near = [dimension.at(here + s * step) for step in STEPS_ASIDE for s in (-1, 1)]
             else:
-                encoded = [_encode(value) for value in values]
-                at = encoded.index(params[name]) if params[name] in encoded else 0
-                is_ordered = all(isinstance(value, int | float) for value in encoded)
-                near = encoded[max(0, at - 2) : at + 3] if is_ordered else encoded[:8]
+                near = list(map(_encode, dimension.values() or ()))
+                at = near.index(params[name]) if params[name] in near else 0
+                is_ordered = all(isinstance(value, int | float) for value in near)
+                near = near[max(0, at - 2) : at + 3] if is_ordered else near[:8]
             yield from (params | {name: value} for value in near)
-
-
-def _continuous(dimension: Dimension) -> FloatRange:
-    assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
-    return dimension

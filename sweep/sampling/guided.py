@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,20 @@ from search_spaces.space import Objective, StepBudget
 from storage import mapping
 from storage.objectives import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.sampling.acquisition import Goal, expected_improvement, most_telling, uncertain_first
+from sweep.predict.forecast import Forecaster
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
-from sweep.sampling.expecting import Array, Codes, Expecting, Foreseen
 from sweep.sampling.surrogate import (
+    Array,
     Column,
+    Goal,
     Mixture,
     Observed,
     Peaks,
-    Seen,
     SpeedSurrogate,
     chance_to_fit,
+    expected_improvement,
+    most_telling,
+    uncertain_first,
 )
 
 ATTACH_SECONDS = 1.5
@@ -69,21 +73,25 @@ LEARNED_MAX = 200
 of 20,000 configurations each hundred takes a quarter of a second."""
 REMEMBERED_MAX = 512
 """Newest trials from which memory is known: it repeats to the byte."""
+FASTER = 1.05
+"""Expected speed over what was reached from which one more trial of a class is worth its time."""
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
-_NUMBERS = {
-    "micro_batch_size": 1.5,
-    "seq_len": 2.0,
-    "lora_rank": 3.0,
-    "effective_batch_size": 2.0,
-    "data_parallel": 2.0,
-    "checkpoint_fraction": 0.5,
+_NUMBERS: Mapping[str, tuple[float, Callable[[TrialConfig], float]]] = {
+    "micro_batch_size": (1.5, lambda config: np.log2(float(config.tokens_per_micro_batch))),
+    "seq_len": (2.0, lambda config: np.log2(config.seq_len)),
+    "lora_rank": (3.0, lambda config: np.log2(config.lora_rank)),
+    "effective_batch_size": (2.0, lambda config: np.log2(config.accumulation_steps)),
+    "data_parallel": (2.0, lambda config: np.log2(config.data_parallel)),
+    "checkpoint_fraction": (0.5, lambda config: config.checkpoint_fraction),
 }
 """Settings that are compared as numbers, by how far apart two values are alike: doublings, but of
-the fraction."""
+the fraction. Of a micro-batch its tokens count."""
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
+_NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
+_base = attrgetter(*(key for key, knob in KNOBS.items() if knob.shapes_base))
 
 
 @dataclass(frozen=True)
@@ -103,17 +111,6 @@ class Outlook:
     """Configurations that were weighed, tried ones not among them."""
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What one trial says."""
-
-    record: TrialRecord | None
-    """None while it runs, and where it ended without one."""
-    config: TrialConfig
-    key: str
-    """Equal for configurations that train the same way."""
-
-
 @dataclass
 class Trials:
     """What a study's trials say, the one that is asked for apart."""
@@ -131,21 +128,40 @@ class Trials:
         return self.records[-REMEMBERED_MAX:]
 
 
-@dataclass(frozen=True)
 class _World:
     """The candidates and everything tried, with what is predicted of each, a row each."""
 
-    candidates: tuple[Candidate, ...]
-    configs: tuple[TrialConfig, ...]
-    rows: Mapping[str, int]
-    foreseen: Foreseen
-    speed: SpeedSurrogate
-    peaks: Peaks | None
-    tokens_per_step: Array
-    bases: Codes
-    """Equal for configurations that share a frozen base."""
-    shapes: Mapping[int, Any]
-    """What each compiled configuration's layers are compiled for, by row."""
+    def __init__(
+        self,
+        candidates: tuple[Candidate, ...],
+        tried: Mapping[str, TrialConfig],
+        forecaster: Forecaster,
+    ) -> None:
+        known = {candidate.key: candidate.config for candidate in candidates}
+        known |= {key: config for key, config in tried.items() if key not in known}
+        configs = tuple(known.values())
+        self.candidates, self.configs = candidates, configs
+        self.rows = {key: row for row, key in enumerate(known)}
+        self.forecasts = forecasts = forecaster.forecast(configs)
+        tokens = forecasts.tokens_per_step
+        if tokens is None:
+            tokens = np.array([float(config.tokens_per_step) for config in configs])
+        self.log_tokens = np.log(tokens)
+        self.speed = SpeedSurrogate(
+            columns(configs), log_tokens=self.log_tokens, physics=forecasts.physics
+        )
+        self.peaks: Peaks | None = None
+        if forecasts.peak_bytes is not None:
+            # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted
+            # worse: each says nothing of the other.
+            is_compiled = np.array([config.compile for config in configs], dtype=float)
+            pairs = np.column_stack([is_compiled, forecasts.uncertainty])
+            _, kinds = np.unique(pairs, axis=0, return_inverse=True)
+            self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
+        self.bases = Column.of_kinds(list(map(_base, configs)), common=0.0).codes
+        """Equal for configurations that share a frozen base."""
+        self.shapes = {row: _shape(config) for row, config in enumerate(configs) if config.compile}
+        """What each compiled configuration's layers are compiled for."""
 
     def row(self, config: TrialConfig) -> int:
         """Return the row of a configuration."""
@@ -156,6 +172,7 @@ class _World:
 class _Weighed:
     """What each row promises; the candidates come first."""
 
+    world: _World
     merits: Array
     """By which one is chosen: expected gain per second, with `BOLDNESS`; minus infinity for what
     was tried."""
@@ -166,6 +183,8 @@ class _Weighed:
     """Of fitting and being better."""
     seconds: Array
     """Of the device that a trial is expected to take."""
+    speeds: Array
+    """Expected tokens/s, times the chance to fit."""
 
 
 class CandidateSampler(BaseSampler):
@@ -174,16 +193,12 @@ class CandidateSampler(BaseSampler):
     Args:
         candidates: what may be asked for.
         inner: draws what the candidates do not say.
-        forecaster: refuses what is hopeless, and predicts.
     """
 
-    def __init__(
-        self, candidates: Candidates, *, inner: BaseSampler, forecaster: Expecting
-    ) -> None:
+    def __init__(self, candidates: Candidates, *, inner: BaseSampler) -> None:
         self._candidates = candidates
         self._inner = inner
-        self._forecaster = forecaster
-        self._known: dict[int, _Told | None] = {}
+        self._known: dict[int, tuple[TrialConfig | None, TrialRecord | None]] = {}
         """What the trials that ended say, by number."""
 
     def infer_relative_search_space(
@@ -205,17 +220,19 @@ class CandidateSampler(BaseSampler):
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = Trials()
         for trial in study.get_trials(deepcopy=False):
-            if trial.number == besides or (told := self._told_by(trial)) is None:
+            config, record = (None, None) if trial.number == besides else self._told_by(trial)
+            if config is None:
                 continue
-            trials.tried.add(told.key)
-            if told.record is not None:
-                trials.records.append(told.record)
+            trials.tried.add(identity(config))
+            if record is not None:
+                trials.records.append(record)
             elif trial.state is TrialState.RUNNING:
-                trials.running.append(told.config)
+                trials.running.append(config)
         return trials
 
-    def _told_by(self, trial: FrozenTrial) -> _Told | None:
-        """Return what a trial says, worked out once where it has ended; None for nothing.
+    def _told_by(self, trial: FrozenTrial) -> tuple[TrialConfig | None, TrialRecord | None]:
+        """Return what a trial says, worked out once where it has ended: its configuration, and its
+        record unless it runs or ended without one.
 
         What was closed before it ran says nothing: it is still to be tried. A run that measured a
         winner again says only that it ran out of memory, as its speed is that of another process
@@ -223,18 +240,16 @@ class CandidateSampler(BaseSampler):
         """
         if trial.number in self._known:
             return self._known[trial.number]
-        told: _Told | None = None
-        record = mapping.record_of(trial)
+        config, record = None, mapping.record_of(trial)
         if record is None and not mapping.never_ran(trial):
             config = mapping.config_of(trial)
             if config is None and self._candidates.free.keys() <= trial.params.keys():
                 config = self._candidates.config(trial.params)
-            told = None if config is None else _Told(None, config, identity(config))
         elif record and (record.purpose == "search" or isinstance(record.outcome, OutOfMemory)):
-            told = _Told(record, record.config, identity(record.config))
+            config = record.config
         if trial.state.is_finished():
-            self._known[trial.number] = told
-        return told
+            self._known[trial.number] = config, record
+        return config, record
 
 
 class GuidedSampler(CandidateSampler):
@@ -252,79 +267,28 @@ class GuidedSampler(CandidateSampler):
         self,
         candidates: Candidates,
         *,
-        forecaster: Expecting,
+        forecaster: Forecaster,
         objectives: Sequence[Objective],
         steps: StepBudget,
         seed: int,
     ) -> None:
-        super().__init__(candidates, inner=RandomSampler(seed=seed), forecaster=forecaster)
+        super().__init__(candidates, inner=RandomSampler(seed=seed))
+        self._forecaster = forecaster
         self._objectives = uncertain_first(objectives)
-        self._steps = steps.warmup_min + steps.measured_min + STEPS_MORE
-        self._steps_seconds_max = steps.seconds_max
+        self._steps = steps
         self._seed = seed
         self._world: _World | None = None
         self._best: tuple[Params, ...] = ()
-        self._weighings: list[tuple[_World, Any, _Weighed]] = []
-        """The last two, with the trials that they are by."""
+        self._weighings: dict[Any, _Weighed] = {}
+        """The last two, by the trials that they are of."""
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the candidate of which most is to be gained."""
-        chosen = self._choose(self._learned(study, besides=trial.number))
-        return {} if chosen is None else {name: chosen.params[name] for name in search_space}
-
-    def prepare(self) -> None:
-        """Do once, before anything is asked, what every choice takes first."""
-        if self._candidates.is_listed:
-            nothing = Trials()
-            self._weighed(self._seen(nothing), nothing)
-
-    def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
-        """Return what is still to be gained, by what the study's trials say, one of them apart."""
-        trials = self._learned(study, besides=besides)
-        world = self._seen(trials)
-        weighed = self._weighed(world, trials)
-        row = self._first_acceptable(world, weighed.gains)
-        if row is None:
-            return Outlook(gain=0.0)
-        count = len(world.candidates)
-        left = weighed.merits[:count] > -np.inf
-        return Outlook(
-            gain=float(weighed.gains[row]),
-            config=world.candidates[row].config,
-            chance=float(weighed.chances[row]),
-            open=int((weighed.chances[:count][left] >= OPEN_CHANCE).sum()),
-            looked_at=int(left.sum()),
-        )
-
-    def fastest_of(
-        self, study: optuna.Study, is_wanted: Callable[[TrialConfig], bool]
-    ) -> TrialConfig | None:
-        """Return what is expected to be the fastest that fits of some configurations, none of them
-        tried before; None where none is left that the pre-flight does not refuse."""
-        trials = self._learned(study, besides=None)
-        world = self._seen(trials)
-        left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
-        speed, fit = self._speed(world, trials), _fit(world, trials)
-        promised = (np.exp(speed.mean + _class_offsets(world, speed, fit)) * fit)[: len(left)]
-        row = self._first_acceptable(world, np.where(left, promised, -np.inf))
-        return None if row is None else world.candidates[row].config
-
-    def _learned(self, study: optuna.Study, *, besides: int | None) -> Trials:
-        trials = self._read(study, besides=besides)
-        measured = [record for record in trials.records if record.measurement is not None]
-        merits = np.full((len(measured), len(self._objectives)), -np.inf)
-        for row, record in enumerate(measured):
-            if isinstance(record.outcome, Measured):
-                merits[row] = merits_of(record, self._objectives)
-        trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
-        return trials
-
-    def _choose(self, trials: Trials) -> Candidate | None:
-        world = self._seen(trials)
-        weighed = self._weighed(world, trials)
-        row = self._first_acceptable(world, weighed.merits)
+        trials = self._read(study, besides=trial.number)
+        weighed = self._weighed(trials)
+        world, row = weighed.world, self._first_acceptable(weighed.world, weighed.merits)
         if row is not None and weighed.gains[row] < WORTH_BOLDNESS:
             # What looks best is as good as found: what may be better by surprise has its turn.
             row = self._first_acceptable(world, weighed.gains / weighed.seconds)
@@ -332,12 +296,62 @@ class GuidedSampler(CandidateSampler):
             # All that is left is refused, or was tried: what needs the least memory gets its
             # verdict without the device.
             left = [c for c in world.candidates if c.key not in trials.tried] or world.candidates
-            peaks = world.foreseen.peak_bytes
+            peaks = world.forecasts.peak_bytes
             needs = np.zeros(len(world.rows)) if peaks is None else np.nan_to_num(peaks, nan=1e30)
-            return min(left, key=lambda c: needs[world.rows[c.key]], default=None)
-        order = np.argsort(-weighed.merits[: len(world.candidates)])[:REFINED]
-        self._best = tuple(world.candidates[at].params for at in order)
-        return world.candidates[row]
+            chosen = min(left, key=lambda c: needs[world.rows[c.key]], default=None)
+        else:
+            chosen = world.candidates[row]
+            order = np.argsort(-weighed.merits[: len(world.candidates)])[:REFINED]
+            self._best = tuple(world.candidates[at].params for at in order)
+        return {} if chosen is None else {name: chosen.params[name] for name in search_space}
+
+    def prepare(self) -> None:
+        """Do once, before anything is asked, what every choice takes first."""
+        if self._candidates.is_listed:
+            self._weighed(Trials())
+
+    def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
+        """Return what is still to be gained, by what the study's trials say, one of them apart."""
+        weighed = self._weighed(self._read(study, besides=besides))
+        candidates = weighed.world.candidates
+        row = self._first_acceptable(weighed.world, weighed.gains)
+        if row is None:
+            return Outlook(gain=0.0)
+        left = weighed.merits[: len(candidates)] > -np.inf
+        return Outlook(
+            gain=float(weighed.gains[row]),
+            config=candidates[row].config,
+            chance=float(weighed.chances[row]),
+            open=int((weighed.chances[: len(candidates)][left] >= OPEN_CHANCE).sum()),
+            looked_at=int(left.sum()),
+        )
+
+    def fastest_of(
+        self,
+        study: optuna.Study,
+        is_wanted: Callable[[TrialConfig], bool],
+        measured: Sequence[TrialConfig] = (),
+    ) -> TrialConfig | None:
+        """Return what is expected to be the fastest that fits of some configurations; None where
+        that is hardly faster than what was measured of them, or everything left is refused."""
+        trials = self._read(study, besides=None)
+        weighed = self._weighed(trials)
+        world, speeds = weighed.world, weighed.speeds
+        left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
+        row = self._first_acceptable(world, np.where(left, speeds[: len(left)], -np.inf))
+        if row is None or any(speeds[row] < FASTER * speeds[world.row(c)] for c in measured):
+            return None
+        return world.candidates[row].config
+
+    def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
+        trials = super()._read(study, besides=besides)
+        measured = [record for record in trials.records if record.measurement is not None]
+        merits = np.full((len(measured), len(self._objectives)), -np.inf)
+        for row, record in enumerate(measured):
+            if isinstance(record.outcome, Measured):
+                merits[row] = merits_of(record, self._objectives)
+        trials.learned = [measured[at] for at in most_telling(merits, most=LEARNED_MAX)]
+        return trials
 
     def _first_acceptable(self, world: _World, scores: Array) -> int | None:
         """Return the candidate of the highest score that the pre-flight does not refuse; None where
@@ -349,62 +363,32 @@ class GuidedSampler(CandidateSampler):
                 return int(row)
         return None
 
-    def _seen(self, trials: Trials) -> _World:
-        """Return the candidates with what was tried; made anew only where either has changed."""
+    def _weighed(self, trials: Trials) -> _Weighed:
+        """Return what each candidate promises, worked out once: whether to go on, by these trials
+        and by all but the last, and what is next are read from it."""
         told = [record.config for record in (*trials.learned, *trials.remembered)]
         tried = {identity(config): config for config in (*told, *trials.running)}
         world = self._world
-        if world and self._candidates.is_listed and tried.keys() <= world.rows.keys():
-            return world
-        candidates = self._candidates.near(self._best)
-        known = {candidate.key: candidate.config for candidate in candidates}
-        known |= {key: config for key, config in tried.items() if key not in known}
-        configs = tuple(known.values())
-        foreseen = self._forecaster.foresee(configs)
-        log_tokens = np.log(
-            [float(config.tokens_per_step) for config in configs]
-            if foreseen.tokens_per_step is None
-            else foreseen.tokens_per_step
-        )
-        self._world = _World(
-            candidates,
-            configs,
-            {key: row for row, key in enumerate(known)},
-            foreseen,
-            SpeedSurrogate(columns(configs), log_tokens=log_tokens, physics=foreseen.physics),
-            _peaks(configs, foreseen),
-            np.exp(log_tokens),
-            Column.of_kinds(list(map(_base, configs)), common=0.0).codes,
-            {row: _shape(config) for row, config in enumerate(configs) if config.compile},
-        )
-        return self._world
-
-    # What is to be gained
-
-    def _weighed(self, world: _World, trials: Trials) -> _Weighed:
-        """Return what each candidate promises, worked out once: whether to go on, by these trials
-        and by all but the last, and what is next are read from it."""
+        if world is None or not self._candidates.is_listed or not tried.keys() <= world.rows.keys():
+            world = _World(self._candidates.near(self._best), tried, self._forecaster)
+            self._world, self._weighings = world, {}
         numbers = tuple(record.number for record in trials.records)
         known = numbers, tuple(trials.running), frozenset(trials.tried)
-        for of_world, by, weighed in self._weighings:
-            if of_world is world and by == known:
-                return weighed
-        weighed = self._weigh(world, trials)
-        if self._candidates.is_listed:
-            # Else each look is at other candidates.
-            self._weighings = [*self._weighings[-1:], (world, known, weighed)]
-        return weighed
+        if known not in self._weighings:
+            last = list(self._weighings.items())[-1:]
+            self._weighings = dict([*last, (known, self._weigh(world, trials))])
+        return self._weighings[known]
 
     def _weigh(self, world: _World, trials: Trials) -> _Weighed:
         """Return what each candidate promises; nothing of what was tried."""
-        speed, fit = self._speed(world, trials), _fit(world, trials)
+        speed, fit = _speed(world, trials), _fit(world, trials)
         offsets = _class_offsets(world, speed, fit)
         compared = replace(speed, means=speed.means + offsets)
-        goal = Goal.of(self._objectives, foreseen=world.foreseen, speed=compared)
+        goal = Goal.of(self._objectives, forecasts=world.forecasts, speed=compared)
         best = self._reached(world, trials, offsets)
         gains, chances = expected_improvement(goal, best)
         # Without a prediction there is nothing to be bold about.
-        share = 1.0 if world.foreseen.physics is None else BOLDNESS
+        share = 1.0 if world.forecasts.physics is None else BOLDNESS
         merits = expected_improvement(replace(goal, first=goal.first.surer(share)), best)[0] * fit
         gains = gains * fit if len(best) else np.full(len(gains), np.inf)
         seconds = self._seconds(world, trials, speed)
@@ -415,7 +399,8 @@ class GuidedSampler(CandidateSampler):
         merits = merits * (1.0 + 1e-6 * draws)
         tried = [row for key, row in world.rows.items() if key in trials.tried]
         merits[tried] = gains[tried] = -np.inf
-        return _Weighed(merits, gains, chances * fit, seconds)
+        speeds = np.exp(speed.mean + offsets) * fit
+        return _Weighed(world, merits, gains, chances * fit, seconds, speeds)
 
     def _reached(self, world: _World, trials: Trials, offsets: Array) -> Array:
         """Return the objectives of the trials that count among the best: those that ran to their
@@ -431,63 +416,57 @@ class GuidedSampler(CandidateSampler):
                 reached.append(values)
         return np.array(reached)
 
-    def _speed(self, world: _World, trials: Trials) -> Mixture:
-        measured = [(r, r.measurement) for r in trials.learned if r.measurement is not None]
-        observed = Observed(
-            np.array([world.row(record.config) for record, _ in measured], dtype=np.intp),
-            np.log(np.array([measurement.tokens_per_second for _, measurement in measured])),
-            np.array([_noise(record) for record, _ in measured]),
-        )
-        speed = world.speed.posterior(observed)
-        if not trials.running:
-            return speed
-        # A running trial will say something of its like: as if it ended just as predicted.
-        running = np.array([world.row(config) for config in trials.running], dtype=np.intp)
-        return world.speed.posterior(
-            Observed(
-                np.append(observed.rows, running),
-                np.append(observed.log_speed, speed.mean[running]),
-                np.append(observed.noise, np.full(len(running), NOISE_UNKNOWN)),
-            )
-        )
-
     def _seconds(self, world: _World, trials: Trials, speed: Mixture) -> Array:
         """Return the device seconds that each candidate's trial is expected to take."""
-        steps = world.tokens_per_step / np.exp(speed.mean) * self._steps
-        seconds = ATTACH_SECONDS + np.minimum(steps, 2 * self._steps_seconds_max)
+        steps = self._steps.warmup_min + self._steps.measured_min + STEPS_MORE
+        training = np.exp(world.log_tokens) / np.exp(speed.mean) * steps
+        seconds = ATTACH_SECONDS + np.minimum(training, 2 * self._steps.seconds_max)
         compiled = {_shape(record.config) for record in trials.records if record.config.compile}
-        for row, shape in world.shapes.items():
-            if shape not in compiled:
-                seconds[row] += COMPILE_SECONDS
+        seconds[[row for row, shape in world.shapes.items() if shape not in compiled]] += (
+            COMPILE_SECONDS
+        )
         if trials.records:
             there = world.bases[world.row(trials.records[-1].config)]
             seconds += REBUILD_SECONDS * (world.bases != there)
         return seconds
 
 
+def _speed(world: _World, trials: Trials) -> Mixture:
+    """Return the log speeds, a running trial taken to end just as predicted: it will say something
+    of its like."""
+    told = [
+        (world.row(record.config), np.log(record.measurement.tokens_per_second), _noise(record))
+        for record in trials.learned
+        if record.measurement is not None
+    ]
+    speed = world.speed.posterior(_observed(told))
+    if not trials.running:
+        return speed
+    running = map(world.row, trials.running)
+    told += [(row, speed.mean[row], NOISE_UNKNOWN) for row in running]
+    return world.speed.posterior(_observed(told))
+
+
+def _observed(told: Sequence[tuple[int, float, float]]) -> Observed:
+    rows, log_speed, noise = np.reshape(np.array(told, dtype=float), (-1, 3)).T
+    return Observed(rows.astype(np.intp), log_speed, noise)
+
+
 def _fit(world: _World, trials: Trials) -> Array:
     """Return the probability that each configuration fits."""
-    budget = world.foreseen.budget_bytes
-    if world.peaks is None or budget is None:
+    if world.peaks is None:
         return np.ones(len(world.configs))
-    rows, peaks, bounds = [], [], []
+    budget, slack = world.forecasts.budget_bytes, FRAGMENTATION * world.forecasts.is_cut_up
+    seen: list[tuple[int, float, bool]] = []
     for record in trials.remembered:
         match record.outcome:
             case Measured(measurement=measured) | PrunedSlow(measurement=measured):
-                peak, is_bound = float(measured.peak_allocated_bytes), False
+                peak = np.log(float(measured.peak_allocated_bytes))
+                seen.append((world.row(record.config), peak, False))
             case OutOfMemory(stage=stage, flags=flags) if (
                 stage != "load" and NEIGHBOUR not in flags
             ):
-                slack = FRAGMENTATION if world.foreseen.is_cut_up else 0.0
-                peak, is_bound = budget * (1.0 - slack), True
-            case _:
-                continue
-        rows.append(world.row(record.config))
-        peaks.append(peak)
-        bounds.append(is_bound)
-    seen = Seen(
-        np.array(rows, dtype=np.intp), np.log(np.array(peaks)), np.array(bounds, dtype=bool)
-    )
+                seen.append((world.row(record.config), np.log(budget * (1.0 - slack)), True))
     return chance_to_fit(world.peaks, seen, log_budget=float(np.log(budget)))
 
 
@@ -497,12 +476,11 @@ def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
     Where another GPU stands in for the target, the most promising of each class gets the speed that
     is predicted of it there, and the rest of its class keeps its distance to that.
     """
-    target, offsets = world.foreseen.target, np.zeros(len(world.configs))
+    target, offsets = world.forecasts.target, np.zeros(len(world.configs))
     if target is None:
         return offsets
     classes = np.array([config.numerics for config in world.configs])
-    log_seconds = target.log_seconds(np.zeros(len(target.spread)), slice(None))
-    there = np.log(world.tokens_per_step) - log_seconds
+    there = world.log_tokens - target.log_seconds(np.zeros(len(target.spread)), slice(None))
     promising = np.exp(speed.mean) * fit
     promising[len(world.candidates) :] = 0.0
     for of_class in (classes == numerics for numerics in np.unique(classes)):
@@ -512,37 +490,16 @@ def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
 
 
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:
-    """Return the properties by which configurations are compared: work, then each setting."""
-    tokens = np.log2([float(config.tokens_per_micro_batch) for config in configs])
-    found = [Column.of_numbers(tokens, scale=_NUMBERS["micro_batch_size"])]
+    """Return the properties by which configurations are compared."""
+    found = []
     for key, knob in KNOBS.items():
-        if key == "micro_batch_size":
-            continue
         if key in _NUMBERS:
-            numbers = np.array([_number(key, config) for config in configs])
-            found.append(Column.of_numbers(numbers, scale=_NUMBERS[key]))
+            scale, number = _NUMBERS[key]
+            found.append(Column.of_numbers(np.array(list(map(number, configs))), scale=scale))
         elif knob.memory != "untouched" or knob.shapes_base:
             kinds = [getattr(config, key) for config in configs]
             found.append(Column.of_kinds(kinds, common=_OTHER_KIND))
     return found
-
-
-def _number(key: str, config: TrialConfig) -> float:
-    if key == "checkpoint_fraction":
-        return config.checkpoint_fraction
-    count = config.accumulation_steps if key == "effective_batch_size" else getattr(config, key)
-    return float(np.log2(count))
-
-
-def _peaks(configs: Sequence[TrialConfig], foreseen: Foreseen) -> Peaks | None:
-    if foreseen.peak_bytes is None or foreseen.uncertainty is None:
-        return None
-    # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted worse:
-    # each says nothing of the other.
-    is_compiled = np.array([config.compile for config in configs], dtype=float)
-    pairs = np.column_stack([is_compiled, foreseen.uncertainty])
-    _, kinds = np.unique(pairs, axis=0, return_inverse=True)
-    return Peaks(np.log(foreseen.peak_bytes), foreseen.uncertainty, kinds)
 
 
 def _noise(record: TrialRecord) -> float:
@@ -558,12 +515,4 @@ def _noise(record: TrialRecord) -> float:
 
 def _shape(config: TrialConfig) -> Any:
     """Return what a layer is compiled for."""
-    ignored = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
-    return tuple(value for key, value in config if key not in ignored)
-
-
-_BASE_KEYS = tuple(key for key, knob in KNOBS.items() if knob.shapes_base)
-
-
-def _base(config: TrialConfig) -> Any:
-    return tuple(getattr(config, key) for key in _BASE_KEYS)
+    return tuple(value for key, value in config if key not in _NOT_COMPILED_IN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator
 from typing import Literal
@@ -14,14 +13,12 @@ from optuna.trial import FrozenTrial
 
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
-from sweep.sampling.encoding import Candidates, Frontier, Params, SpaceCandidates, identity
-from sweep.sampling.expecting import NOTHING_EXPECTED, Expecting
+from sweep.predict.forecast import Forecaster
+from sweep.sampling.encoding import Candidates, Params, SpaceCandidates, identity
 from sweep.sampling.guided import CandidateSampler, GuidedSampler
 
 REFUSALS_MAX = 1024
 """Refused draws and combinations before one of them is let through: one in a hundred is found."""
-STARTUP_TRIALS = 10
-"""Random trials before a model is fitted: a quarter of a study of 40."""
 LONG = 256
 """Trials from which on most draws repeat one, and fewer are taken for one choice."""
 ATTEMPTS_LONG = 6
@@ -34,7 +31,7 @@ def make_sampler(
     space: SearchSpace,
     *,
     seed: int,
-    forecaster: Expecting = NOTHING_EXPECTED,
+    forecaster: Forecaster | None = None,
     lanes: int = 1,
 ) -> BaseSampler:
     """Return the sampler that a space or a person names.
@@ -46,14 +43,16 @@ def make_sampler(
         space: what may be tried.
         seed: makes the draws repeatable.
         forecaster: what it refuses is not asked for as long as something else is left, but by the
-            grid, which asks for everything. What it foresees guides ``guided`` alone.
+            grid, which asks for everything. ``guided`` cannot do without one.
         lanes: trials that run at a time.
 
     Raises:
         InputError: a grid over a continuous dimension, or over far too many combinations.
     """
-    candidates = SpaceCandidates(space, is_valid=forecaster.is_valid, seed=seed)
+    is_valid = (lambda _: True) if forecaster is None else forecaster.is_valid
+    candidates = SpaceCandidates(space, is_valid=is_valid, seed=seed)
     if name == "guided":
+        assert forecaster is not None, "what is predicted guides it"
         return GuidedSampler(
             candidates,
             forecaster=forecaster,
@@ -62,7 +61,13 @@ def make_sampler(
             seed=seed,
         )
     if name == "grid":
-        return EveryCombination(candidates, seed=seed)
+        # Every combination once, in random order; Optuna's own grid cannot be asked and told.
+        if candidates.size is None or candidates.size > GRID_MAX:
+            why = "needs a step for every range"
+            if candidates.size is not None:
+                why = f"of {candidates.size:,} combinations is too large"
+            raise InputError(f"space '{space.name}': a grid {why}; use --sampler guided")
+        return WithoutRepeats(RandomSampler(), candidates, forecaster=None, attempts=0)
     # Each draw of gp is an optimization of its own, and most come out the same.
     attempts = 3 if name == "gp" else 32
     inner = optunas_own(name, seed=seed, lanes=lanes)
@@ -74,12 +79,9 @@ def optunas_own(name: Literal["tpe", "gp", "random"], *, seed: int, lanes: int =
     if name == "random":
         return RandomSampler(seed=seed)
     if name == "gp":
-        return _WholeTrialsGP(
-            seed=seed, n_startup_trials=STARTUP_TRIALS, deterministic_objective=False
-        )
+        return _WholeTrialsGP(seed=seed)
     return TPESampler(
         seed=seed,
-        n_startup_trials=STARTUP_TRIALS,
         multivariate=True,
         # What runs beside a trial counts as slow, so that its like is not asked for as well.
         constant_liar=lanes > 1,
@@ -115,9 +117,15 @@ class WithoutRepeats(CandidateSampler):
     """
 
     def __init__(
-        self, inner: BaseSampler, candidates: Candidates, *, forecaster: Expecting, attempts: int
+        self,
+        inner: BaseSampler,
+        candidates: Candidates,
+        *,
+        forecaster: Forecaster | None,
+        attempts: int,
     ) -> None:
-        super().__init__(candidates, inner=inner, forecaster=forecaster)
+        super().__init__(candidates, inner=inner)
+        self._forecaster = forecaster
         self._attempts = attempts
 
     def sample_relative(
@@ -131,7 +139,7 @@ class WithoutRepeats(CandidateSampler):
             config = self._candidates.config(drawn)
             if config is None or identity(config) in tried:
                 continue
-            if not self._forecaster.expect(config).is_refused:
+            if self._forecaster is None or not self._forecaster.expect(config).is_refused:
                 return drawn
             hopeless.append(drawn)
             if len(hopeless) >= REFUSALS_MAX:
@@ -143,9 +151,8 @@ class WithoutRepeats(CandidateSampler):
     ) -> Iterator[Params]:
         """Yield draws, and then what may be asked for instead of the first."""
         first: Params = {}
-        for _ in range(
-            self._attempts if trial.number <= LONG else min(self._attempts, ATTEMPTS_LONG)
-        ):
+        most = self._attempts if trial.number <= LONG else min(self._attempts, ATTEMPTS_LONG)
+        for _ in range(most):
             params = self._inner.sample_relative(study, trial, search_space)
             for name, distribution in search_space.items():
                 if name not in params:
@@ -154,34 +161,3 @@ class WithoutRepeats(CandidateSampler):
             first = first or params
             yield self._candidates.repaired(params)
         yield from self._candidates.instead_of(first)
-
-
-class EveryCombination(CandidateSampler):
-    """Every combination once, in an order that the seed gives; Optuna's own grid cannot be asked
-    and told."""
-
-    def __init__(self, candidates: SpaceCandidates, *, seed: int) -> None:
-        name, size = candidates.space.name, candidates.size
-        if size is None:
-            raise InputError(
-                f"space '{name}': a grid needs a step for every range; or use --sampler guided"
-            )
-        if size > GRID_MAX:
-            raise InputError(
-                f"space '{name}': a grid of {size:,} combinations is too large; "
-                "use --sampler guided"
-            )
-        inner = RandomSampler(seed=seed)
-        super().__init__(candidates, inner=inner, forecaster=NOTHING_EXPECTED)
-        order = random.Random(seed).sample(range(size), size)
-        self._last = candidates.combination(order[-1])
-        self._frontier = Frontier(candidates, order=order)
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> Params:
-        """Return the next combination that was not tried; the last one again when all were."""
-        trials = self._read(study, besides=trial.number)
-        running = set(map(identity, trials.running))
-        combination = self._frontier.first(trials.tried - running, running) or self._last
-        return {name: combination[name] for name in search_space}

@@ -1,15 +1,17 @@
-"""The surrogate: how fast each configuration is expected to be, and how likely it fits.
+"""The surrogate: how fast each configuration is expected to be, and how likely it fits; and the
+acquisition: how much it is expected to better what a study has reached.
 
 A calibrated physical model says what is expected, a Gaussian process over the settings what that
 leaves unexplained, and the trials how far either is to be trusted: several views of the model
 (trusted, loosely, as a mere hint, not at all) are weighed by how likely each makes what was
-measured.
+measured. The improvement is relative: of one objective to the best so far, of several to the volume
+that the Pareto front dominates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -19,7 +21,12 @@ from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import log_ndtr, ndtr
 
-from sweep.sampling.expecting import Array, Codes, Physics
+from search_spaces.space import Objective
+from sweep.predict.forecast import Forecasts
+from sweep.predict.speed.predictor import LogFactors
+
+Array = NDArray[np.float64]
+Codes = NDArray[np.intp]
 
 JITTER = 1e-8
 LINEARIZATIONS = 4
@@ -144,18 +151,16 @@ class SpeedSurrogate:
     """
 
     def __init__(
-        self, columns: Sequence[Column], *, log_tokens: Array, physics: Physics | None
+        self, columns: Sequence[Column], *, log_tokens: Array, physics: LogFactors | None
     ) -> None:
         self._columns = [column for column in columns if len(column.alike) > 1]
-        self._log_tokens = log_tokens
-        self._physics = physics
+        self._log_tokens, self._physics = log_tokens, physics
         self._launch_shares = np.zeros(len(log_tokens))
         self._log_seconds = log_tokens
         """Of the model as it is before any trial."""
         if physics is not None:
             self._launch_shares = physics.launch_shares
-            unchanged = np.zeros(len(physics.spread))
-            self._log_seconds = physics.log_seconds(unchanged, slice(None))
+            self._log_seconds = physics.log_seconds(np.zeros(len(physics.spread)), slice(None))
 
     def posterior(self, observed: Observed) -> Mixture:
         """Return the log speeds of all configurations, given what was measured."""
@@ -167,26 +172,22 @@ class SpeedSurrogate:
             views = views[:1]
         shape = len(self._log_tokens), len(rows)
         together, single = np.ones(shape), np.zeros(shape)
+        untried = np.zeros(len(self._log_tokens))
         for column in self._columns:
             alike = column.alike[:, column.codes[rows]][column.codes]
             together *= alike
             single += alike
+            if column.is_kind and len(rows):
+                untried += ~np.isin(column.codes, column.codes[rows])
         found = [self._under(view, observed, together, single) for view in views]
-        logs = np.array([math.log(v.weight) + f[2] for v, f in zip(views, found, strict=True)])
+        means, deviations, likelihoods = zip(*found, strict=True)
+        logs = np.log([view.weight for view in views]) + likelihoods
         weights = np.exp(logs - logs.max())
         return Mixture(
             weights / weights.sum(),
-            np.array([f[0] for f in found]),
-            np.hypot([f[1] for f in found], self._untried(rows)),
+            np.array(means),
+            np.hypot(deviations, UNTRIED * np.sqrt(untried)),
         )
-
-    def _untried(self, rows: Codes) -> Array:
-        """Return how far off the configurations may be for words of which nothing was tried."""
-        count = np.zeros(len(self._log_tokens))
-        if len(rows):
-            for column in self._columns:
-                count += column.is_kind * ~np.isin(column.codes, column.codes[rows])
-        return np.asarray(UNTRIED * np.sqrt(count))
 
     def _under(
         self, view: View, observed: Observed, together: Array, single: Array
@@ -266,16 +267,6 @@ class Peaks:
     """Of which prediction's errors each partakes; all of a kind state the same uncertainty."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """How much memory trials took: their peaks, or that it was more than the budget."""
-
-    rows: Codes
-    log_bytes: Array
-    is_bound: NDArray[np.bool_]
-    """Whether the number is only less than what it takes."""
-
-
 _RATIOS = np.linspace(-0.7, 0.7, 281)
 """Log of truth over prediction, common to all configurations of a kind."""
 _SPREADS = np.array([0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2])
@@ -286,10 +277,17 @@ _DOUBT = 0.1
 """Probability that a prediction is off by more than it states."""
 
 
-def chance_to_fit(peaks: Peaks, seen: Seen, *, log_budget: float) -> Array:
+def chance_to_fit(
+    peaks: Peaks, seen: Iterable[tuple[int, float, bool]], *, log_budget: float
+) -> Array:
     """Return the probability that each configuration's peak is within the budget.
 
     It is 1 where the peak is not predicted.
+
+    Args:
+        peaks: as predicted.
+        seen: rows of trials, the logarithm of the bytes that each took, and whether it was more.
+        log_budget: logarithm of the budget.
     """
     chance = np.ones(len(peaks.log_bytes))
     for kind in np.unique(peaks.kinds):
@@ -308,7 +306,9 @@ def _chances() -> Array:
     return np.asarray(ndtr(apart / _SPREADS).reshape(len(_ROOMS), -1))
 
 
-def _ratio_weights(stated: float, peaks: Peaks, seen: Seen, kind: int) -> Array:
+def _ratio_weights(
+    stated: float, peaks: Peaks, seen: Iterable[tuple[int, float, bool]], kind: int
+) -> Array:
     """Return the probability of each ratio and spread, given what was seen of one kind."""
     narrow = np.exp(-0.5 * (_RATIOS / (stated / 3.0)) ** 2)
     broad = np.exp(-0.5 * (_RATIOS / 0.3) ** 2)
@@ -316,10 +316,172 @@ def _ratio_weights(stated: float, peaks: Peaks, seen: Seen, kind: int) -> Array:
     usual = np.exp(-0.5 * (np.log(_SPREADS / max(stated / 3.0, 0.004)) / 0.7) ** 2)
     spread = usual / usual.sum() + 1e-3
     logs = np.log(ratio)[:, None] + np.log(spread / spread.sum())[None, :]
-    for row, log_bytes, is_bound in zip(seen.rows, seen.log_bytes, seen.is_bound, strict=True):
+    for row, log_bytes, is_bound in seen:
         if peaks.kinds[row] != kind or np.isnan(peaks.log_bytes[row]):
             continue
         off = (log_bytes - peaks.log_bytes[row] - _RATIOS[:, None]) / _SPREADS[None, :]
         logs += log_ndtr(-off) if is_bound else -0.5 * off**2 - np.log(_SPREADS)[None, :]
     weights = np.exp(logs - logs.max())
     return np.asarray(weights / weights.sum())
+
+
+GAIN_MAX = 1.0
+"""Share by which a trial can be faster than the best so far, at most: where next to nothing is
+known, the far end of a distribution would outweigh all that is likely."""
+_SURE = 1e-4
+"""Standard deviation of the logarithm of what is known but for rounding."""
+_PREDICTED = 0.01
+"""The same of predicted memory."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What every candidate is expected to reach of the objectives, larger being better.
+
+    The first is uncertain; the others, at most two, are known far better and taken as predicted.
+    """
+
+    first: Mixture
+    """Of its logarithm."""
+    others: Array
+    """By candidate; of an objective that is not there all are equal."""
+    worst: Array
+    """Of each of the others, from which its volume is counted."""
+
+    @classmethod
+    def of(cls, objectives: Sequence[Objective], *, forecasts: Forecasts, speed: Mixture) -> Goal:
+        """Return what is expected of objectives in the order of `uncertain_first`."""
+        rows = speed.means.shape[1]
+        first, others, worst = speed, np.ones((rows, 2)), np.zeros(2)
+        if objectives[0] != "tokens_per_second":
+            means = _log(_predicted(objectives[0], forecasts, rows))[None, :]
+            deviation = _PREDICTED if objectives[0] == "peak_memory" else _SURE
+            first = Mixture(np.ones(1), means, np.full((1, rows), deviation))
+        for column, name in enumerate(objectives[1:]):
+            others[:, column] = _predicted(name, forecasts, rows)
+            if name == "peak_memory":
+                worst[column] = -forecasts.budget_bytes
+        return cls(first, others, worst)
+
+
+def uncertain_first(objectives: Sequence[Objective]) -> tuple[Objective, ...]:
+    """Return the objectives with speed before all others."""
+    return tuple(sorted(objectives, key=lambda name: name != "tokens_per_second"))
+
+
+def _predicted(name: Objective, forecasts: Forecasts, rows: int) -> Array:
+    """Return an objective's predicted values; all equal where nothing is known of it."""
+    if name == "peak_memory" and forecasts.peak_bytes is not None:
+        return -np.nan_to_num(forecasts.peak_bytes, nan=np.nanmax(forecasts.peak_bytes))
+    if name == "trainable_parameters" and forecasts.trainable_parameters is not None:
+        return forecasts.trainable_parameters
+    return np.full(rows, -1.0 if name == "peak_memory" else 1.0)
+
+
+def _log(values: Array) -> Array:
+    """Return the logarithm of positive values, and what orders negative ones the same way."""
+    sizes = np.log(np.maximum(np.abs(values), 1e-9))
+    return np.asarray(np.where(values < 0, -sizes, sizes))
+
+
+def expected_improvement(goal: Goal, reached: Array) -> tuple[Array, Array]:
+    """Return by how much each candidate is expected to better what was reached, relative to it, and
+    the probability that it does at all.
+
+    At the first objective's level u, a candidate adds what of the other objectives' area no point
+    of the front that reaches u covers; the volume is the sum of that over the levels. Where nothing
+    was reached yet, the first is what is expected, relative to the most.
+
+    Args:
+        goal: what is expected.
+        reached: of each trial that counts its objectives, in the goal's order, larger being better.
+    """
+    own = np.maximum(goal.others - goal.worst, 0.0)
+    if not len(reached):
+        values = np.exp(goal.first.mean - goal.first.mean.max()) * own.prod(axis=1)
+        return values / max(values.max(), 1e-300), (values > 0).astype(float)
+    points = np.ones((len(reached), 3))
+    points[:, : reached.shape[1]] = reached
+    points[:, 0] = _log(points[:, 0])
+    points = points[front(points)]
+    levels, covered = points[:, 0], np.maximum(points[:, 1:] - goal.worst, 0.0)
+    above = _above(goal.first, levels)
+    gains, chances, volume, below = np.zeros(len(own)), np.zeros(len(own)), 0.0, 0.0
+    for at in range(len(levels) + 1):
+        area = _uncovered(own, covered[at:])
+        gains += (above[at] - above[at + 1]) * area
+        edges = (goal.first.means - levels[at - 1]) / goal.first.deviations
+        reaches = goal.first.weights @ ndtr(edges) if at else 1.0
+        chances = np.maximum(chances, reaches * (area > 1e-9))
+        if at < len(levels):
+            box, height = covered[at:].max(axis=0), np.exp(levels[at] - levels[-1])
+            volume += (height - below) * (box.prod() - _uncovered(box[None, :], covered[at:])[0])
+            below = height
+    return gains / (volume if volume > 0 else max(gains.max(), 1e-300)), chances
+
+
+def front(points: Array) -> list[int]:
+    """Return the places of points that no other matches in every column, rising in the first."""
+    kept: list[int] = []
+    # In falling order whatever dominates a point comes before it.
+    for place in np.lexsort(points.T[::-1])[::-1].tolist():
+        if not (points[kept] >= points[place]).all(axis=1).any():
+            kept.append(place)
+    return kept[::-1]
+
+
+def _above(first: Mixture, levels: Array) -> list[Array | float]:
+    """Return the expected amount by which each is above nothing, above each of rising levels, and
+    above the most that it may be, relative to the last level."""
+    top = levels[-1]
+    most = _improvement(first, top + math.log1p(GAIN_MAX)) * (1.0 + GAIN_MAX)
+    moments = np.exp(np.minimum(first.means - top + 0.5 * first.deviations**2, 50.0))
+    amounts = [moments, *(_improvement(first, u) * np.exp(u - top) for u in levels)]
+    return [*(np.asarray(first.weights @ (amount - most)) for amount in amounts), 0.0]
+
+
+def _improvement(first: Mixture, level: float) -> Array:
+    """Return E[max(0, value / reference - 1)] of each view, of values whose logarithm is normal."""
+    means, deviations = first.means, first.deviations
+    edge = (means - level) / deviations
+    faster = np.exp(np.minimum(means - level + 0.5 * deviations**2, 50.0)) * ndtr(edge + deviations)
+    return np.asarray(np.maximum(faster - ndtr(edge), 0.0))
+
+
+def _uncovered(own: Array, covered: Array) -> Array:
+    """Return the area up to each candidate that no point covers.
+
+    It is taken in strips of the first column, from the narrowest point to the widest.
+    """
+    left, taken = np.zeros(len(own)), np.zeros(len(own))
+    for width in np.sort(covered[:, 0]):
+        height = covered[covered[:, 0] >= width, 1].max()
+        strip = np.maximum(np.minimum(own[:, 0], width) - left, 0.0)
+        taken += strip * np.minimum(own[:, 1], height)
+        left = np.maximum(left, np.minimum(own[:, 0], width))
+    return np.asarray(np.maximum(own[:, 0] * own[:, 1] - taken, 0.0))
+
+
+def most_telling(merits: Array, *, most: int) -> list[int]:
+    """Return the places of the trials to learn from, in their order: all where there are no more
+    than ``most``, and else as many as that.
+
+    A quarter are the best by each objective, up to a quarter the Pareto front, a quarter the
+    newest. The rest are spread over all there are, and hardly change from one trial to the next.
+
+    Args:
+        merits: by trial and objective, larger being better; minus infinity where nothing was
+            reached.
+        most: trials that a model is fitted to.
+    """
+    count, objectives = merits.shape
+    if count <= most:
+        return list(range(count))
+    quarter = most // 4
+    best = np.argsort(-merits, axis=0, kind="stable")[: quarter // objectives]
+    on_front = front(merits)
+    chosen = {*best.ravel().tolist(), *on_front[:: -(-len(on_front) // quarter)]}
+    chosen |= {*range(count - quarter, count)}
+    # Places that a high power of two divides come first: those are spread evenly, and stay.
+    others = sorted({*range(count)} - chosen, key=lambda place: (place & -place or count, place))
+    return sorted([*chosen, *others[len(others) - (most - len(chosen)) :]])

@@ -94,18 +94,17 @@ def named(
     """
     space, changed = overridden(space_name, overrides, None)
     space, changed = held_in(space, held, changed, typed=space_name)
-    name = default_study_name(space, changed) if study is None else study
+    return checked_name(default_study_name(space, changed) if study is None else study), space
+
+
+def checked_name(name: str) -> str:
+    """Return a study's name, refused where it cannot be one, or is that of a file of sweep's."""
     check_name(name)
-    refuse_reserved(name)
-    return name, space
-
-
-def refuse_reserved(name: str) -> None:
-    """Raise `InputError` for a study's name that a file of sweep's has."""
     if name in RESERVED:
         raise InputError(
             f"study name '{name}' is that of a file of sweep's; choose another with --study"
         )
+    return name
 
 
 def with_confirm(space: SearchSpace, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +136,6 @@ def overridden(
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
     return declared.changed({"budget_gib": budget, **changed}, names=names), changed
-
-
-def as_held(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace:
-    """Return a space with what was typed, where that leaves one."""
-    rest = with_fixed(space, held)
-    return rest if isinstance(rest, SearchSpace) else space
 
 
 def held_in(

@@ -15,6 +15,7 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.objectives import CONCLUSIVE
 from storage.ranking import rank_study
+from storage.reading import changed_versions
 from storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.sampling.encoding import Encoding
@@ -127,6 +128,30 @@ def carry_over(
         new += 1
     kept = (*study.records(), *study.confirmations()) if is_own else study.records()
     return Taken(new, sum(record.carried is not None for record in kept))
+
+
+def take_over(
+    study: OpenStudy,
+    carried: StudySnapshot,
+    *,
+    is_valid: Callable[[TrialConfig], bool],
+    warn: Callable[[str], None],
+) -> None:
+    """Carry another study's trials over, and warn of what makes them differ from this one's."""
+    taken = carry_over(study, carried, is_valid=is_valid)
+    if carried.identity == study.identity:
+        for problem in carried.warnings:
+            warn(problem)
+        if not taken.new:
+            warn(f"the spool of '{carried.name}' has no result that the study has not")
+    elif not taken.all:
+        warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
+    changed = changed_versions(carried.environment, study.environment)
+    if taken.new and changed:
+        warn(
+            f"trials of '{carried.name}' were measured before {', '.join(changed)}; they may not "
+            "compare with this study's"
+        )
 
 
 def _own(study: OpenStudy, source: StudySnapshot) -> Iterator[TrialRecord]:

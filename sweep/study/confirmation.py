@@ -6,8 +6,9 @@ killed at any moment goes on with the run after the last one that ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
@@ -15,14 +16,13 @@ from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_en
 from storage.objectives import measured_of
 from storage.qualities import claimed_pair
 from storage.ranking import Ranking, rank
-from storage.records import Errand, Purpose, TrialRecord
+from storage.records import Errand, Measurement, Purpose, TrialRecord
 from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
 from sweep.planning.evidence import target_speeds
-from sweep.running.lanes import Lane
-from sweep.study.driver import Driver, Source, Wanted
+from sweep.running.runner import Lane
+from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import ConfirmationStarted, StopReason
-from sweep.study.quality import is_asked, quality_command, tokens_of
 
 CONTENDERS_MAX = 4
 """Of all whose intervals overlap the winner's, so many are measured again at a time."""
@@ -40,11 +40,17 @@ SEEDED_MAX = 5
 
 @dataclass(frozen=True)
 class Contender:
-    """A configuration that is measured again."""
+    """A configuration that is measured again; equal where it trains the same way."""
 
-    config: TrialConfig
-    number: int | None
+    canonical: TrialConfig
+    config: TrialConfig = field(compare=False)
+    number: int | None = field(default=None, compare=False)
     """Of its trial; None for the baseline's recipe in the winner's class, which none was."""
+
+    @classmethod
+    def of(cls, record: TrialRecord) -> Contender:
+        """Return the configuration of a trial."""
+        return cls(canonical(record.config), record.config, record.number)
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,8 @@ class Plan:
     @property
     def _steps(self) -> StepBudget:
         """How long one run measures: as a trial does, but no more than its share of the time."""
-        steps, share = (
-            self.ranking.definition.space.steps,
-            self.budget.seconds / self.budget.repeats,
-        )
+        steps = self.ranking.definition.space.steps
+        share = self.budget.seconds / self.budget.repeats
         return steps.model_copy(update={"seconds_max": min(steps.seconds_max, share)})
 
     def _next_seed(self) -> Wanted | None:
@@ -102,19 +106,15 @@ class Plan:
         # Speed is known: what it learns is what is asked.
         least = self._steps.model_copy(update={"measured_max": self._steps.measured_min})
         tried = [r for r in self.ranking.confirmations.records if r.purpose == "quality"]
-        failed = {
-            canonical(r.config)
-            for r in tried
-            if attempts(tried, r.config, since=self.since) >= MAX_ATTEMPTS
-        }
-        candidates = [r for r in self._to_seed() if canonical(r.config) not in failed]
         for seed in range(space.seed + 1, space.seed + self.budget.quality_seeds):
-            for record in candidates:
+            for record in self._to_seed():
                 quality = measured_of(record).quality
-                if quality is None or seed not in (quality.seeds or (quality.seed,)):
-                    errand = Errand(purpose="quality", series=self.series, confirms=record.number)
-                    asked = quality_command(space, tokens=self.tokens, seed=seed)
-                    return Wanted(least, record.config, errand, asked)
+                is_done = quality is not None and seed in (quality.seeds or (quality.seed,))
+                if is_done or self._has_failed(record.config, tried):
+                    continue
+                errand = Errand(purpose="quality", series=self.series, confirms=record.number)
+                asked = quality_command(space, tokens=self.tokens, seed=seed)
+                return Wanted(least, record.config, errand, asked)
         return None
 
     def _to_seed(self) -> tuple[TrialRecord, ...]:
@@ -132,41 +132,44 @@ class Plan:
         )
         return tuple({record.number: record for record in chosen}.values())[:SEEDED_MAX]
 
+    @cached_property
     def contenders(self) -> tuple[Contender, ...]:
-        """Return what is measured again: the winner, what its gain is over, its ties, what was
-        begun, and what the gain of the baseline's class takes. Cut short, the gain is known first.
-        """
+        """What is measured again: the winner, what its gain is over, its ties, what was begun, and
+        what the gain of the baseline's class takes. Cut short, the gain is known first."""
         ranking = self.ranking
-        begun = {canonical(r.config) for r in self._of("confirm")}
-        alike = [*ranking.ranked[:1], *ranking.close]
-        kept = [r for r in ranking.ranked if begun and canonical(r.config) in begun]
-        is_full = len(begun) >= BEGUN_MAX
-        rivals = {canonical(r.config): _contender(r) for r in (*alike[:CONTENDERS_MAX], *kept)}
-        named = {key: c for key, c in rivals.items() if key in begun or not is_full}
-        over = {canonical(c.config): c for c in self._references()}
-        known, first = named | over, (*list(named)[:1], *list(over)[:1])
-        return tuple(known[key] for key in dict.fromkeys((*first, *known)))
+        begun = {Contender.of(r) for r in self._of("confirm")}
+        alike = [*ranking.ranked[:1], *ranking.close][:CONTENDERS_MAX]
+        kept = [r for r in ranking.ranked if Contender.of(r) in begun]
+        rivals = dict.fromkeys(map(Contender.of, (*alike, *kept)))
+        named = [c for c in rivals if c in begun or len(begun) < BEGUN_MAX]
+        over = self._references
+        known = {c: c for c in named} | {c: c for c in over}
+        return tuple(known[c] for c in dict.fromkeys((*named[:1], *over[:1], *known)))
 
-    def _references(self) -> Iterator[Contender]:
-        """Yield what gains are stated over: the winner's, and in another class than the baseline's
-        that of the fastest of the baseline's own, with it.
-        """
+    @cached_property
+    def _references(self) -> tuple[Contender, ...]:
+        """What gains are stated over: the winner's, and in another class than the baseline's that
+        of the fastest of the baseline's own, with it."""
         ranking, winner = self.ranking, self.ranking.winner
         if winner is None or ranking.baseline is None:
-            return
+            return ()
         if ranking.is_in_baselines_class(winner):
-            yield _contender(ranking.baseline)
-            return
-        recipe = ranking.recipe
-        if recipe is not None and canonical(recipe) not in ranking.confirmations.fallen:
-            yield self._recipe(recipe)
+            return (Contender.of(ranking.baseline),)
+        found: list[Contender] = []
+        if ranking.recipe is not None:
+            recipe = canonical(ranking.recipe)
+            tried = [r for r in ranking.records if canonical(r.config) == recipe]
+            if recipe not in ranking.confirmations.fallen:
+                known = Contender.of(tried[-1]) if tried else Contender(recipe, ranking.recipe)
+                found.append(known)
         if ranking.fastest_of_baselines_class is not None:
-            yield _contender(ranking.fastest_of_baselines_class)
-            yield _contender(ranking.baseline)
+            found += map(Contender.of, (ranking.fastest_of_baselines_class, ranking.baseline))
+        return tuple(found)
 
-    def _recipe(self, config: TrialConfig) -> Contender:
-        tried = [r for r in self.ranking.records if canonical(r.config) == canonical(config)]
-        return _contender(tried[-1]) if tried else Contender(config, None)
+    @cached_property
+    def _winner(self) -> Contender | None:
+        winner = self.ranking.winner
+        return None if winner is None else Contender.of(winner)
 
     def _unconfirmed(self) -> list[Contender]:
         """Return what ran too seldom beside the winner; past the budget only what there is no
@@ -174,21 +177,19 @@ class Plan:
         """
         return [
             contender
-            for contender in self.contenders()
-            if self._rounds(contender) < RUNS_TO_CONFIRM
+            for contender in self.contenders
+            if self._rounds_of(contender) < RUNS_TO_CONFIRM
             and (not self._is_spent or self._is_needed(contender))
         ]
 
     def _is_needed(self, contender: Contender) -> bool:
-        winner = self.ranking.winner
-        needed = {canonical(c.config) for c in self._references()}
-        needed |= set() if winner is None else {canonical(winner.config)}
-        return canonical(contender.config) in needed or self._runs(contender) == 1
+        is_asked = contender in self._references or contender == self._winner
+        return is_asked or len(self._runs(contender)) == 1
 
     def owed(self) -> int:
         """Return how many runs are still to come, whatever they take."""
-        needed = [contender for contender in self.contenders() if self._is_needed(contender)]
-        return sum(max(0, RUNS_TO_CONFIRM - self._rounds(contender)) for contender in needed)
+        needed = [contender for contender in self.contenders if self._is_needed(contender)]
+        return sum(max(0, RUNS_TO_CONFIRM - self._rounds_of(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
         """Return what more runs may tell apart: ties, and what an unsure gain is between."""
@@ -197,20 +198,19 @@ class Plan:
             return []
         tied = {winner.number, *ranking.tied} if ranking.tied else set()
         over = ranking.reference_for(winner.config) or winner
-        unsure = {canonical(r.config) for r in (winner, over) if self._is_unsure(winner, over)}
+        pair = {Contender.of(winner), Contender.of(over)}
+        if len(pair) == 1:
+            # Without a gain its own speed is to be known closely.
+            is_unsure = measured_of(winner).is_noisy
+        else:
+            gain = ranking.ratio(winner, over)
+            is_unsure = gain.low is None or gain.value > GAIN_WITHIN * gain.low
         return [
             c
-            for c in self.contenders()
-            if (c.number in tied or canonical(c.config) in unsure)
-            and self._rounds(c) < self.budget.repeats
+            for c in self.contenders
+            if (c.number in tied or (is_unsure and c in pair))
+            and self._rounds_of(c) < self.budget.repeats
         ]
-
-    def _is_unsure(self, winner: TrialRecord, over: TrialRecord) -> bool:
-        """Whether the winner's gain, or its own speed where it has none, is not known closely."""
-        if canonical(winner.config) == canonical(over.config):
-            return measured_of(winner).is_noisy
-        gain = self.ranking.ratio(winner, over)
-        return gain.low is None or gain.value > GAIN_WITHIN * gain.low
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
@@ -224,58 +224,51 @@ class Plan:
             return False
         others = (r for r in soaks if r.config != winner.config and not r.is_interrupted)
         concluded = {canonical(r.config) for r in others}
-        return len(concluded) < SOAKS_MAX and self._may_try(winner.config, "soak")
+        return len(concluded) < SOAKS_MAX and not self._has_failed(winner.config, soaks)
 
     def _turn(self, wanted: Sequence[Contender]) -> Contender | None:
         """Return whose turn it is: of those and the winner, beside which they run, the one that
         ran longest ago; None where nothing may run beside it."""
-        known = self.contenders()
+        tried = self._of("confirm")
         possible = [
             contender
-            for contender in known
-            if (contender in wanted or contender == known[0])
-            and self._may_try(contender.config, "confirm")
-            and self._runs(contender) < RUNS_MAX * self.budget.repeats
+            for contender in self.contenders
+            if (contender in wanted or contender == self.contenders[0])
+            and not self._has_failed(contender.config, tried)
+            and len(self._runs(contender)) < RUNS_MAX * self.budget.repeats
         ]
-        winner = self.ranking.winner
-        if winner is None or possible[:1] != [_contender(winner)]:
+        if self._winner is None or possible[:1] != [self._winner]:
             return None
         if not set(wanted) & set(possible):
             return None
-        rounds = self.ranking.confirmations.rounds(series=self.series)
-        return min(possible, key=lambda c: max(rounds.get(canonical(c.config), {}), default=-1))
+        return min(possible, key=lambda c: max(self._runs(c), default=-1))
 
-    def _rounds(self, contender: Contender) -> int:
+    @cached_property
+    def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
+        return self.ranking.confirmations.rounds(series=self.series)
+
+    def _runs(self, contender: Contender) -> Mapping[int, Measurement]:
+        """Return what was measured of a contender, by round."""
+        return self._rounds.get(contender.canonical, {})
+
+    def _rounds_of(self, contender: Contender) -> int:
         """Return in how many rounds a contender ran beside the winner."""
-        rounds = self.ranking.confirmations.rounds(series=self.series)
-        winner = self.ranking.winner
-        both = (contender.config, contender.config if winner is None else winner.config)
-        mine, beside = (rounds.get(canonical(config), {}).keys() for config in both)
-        return len(mine & beside)
+        beside = self._runs(self._winner or contender)
+        return len(self._runs(contender).keys() & beside.keys())
 
-    def _runs(self, contender: Contender) -> int:
-        return len(self.ranking.confirmations.runs(contender.config, series=self.series))
+    def _has_failed(self, config: TrialConfig, tried: Sequence[TrialRecord]) -> bool:
+        return attempts(tried, config, since=self.since) >= MAX_ATTEMPTS
 
-    def _may_try(self, config: TrialConfig, purpose: Purpose) -> bool:
-        failed = attempts(self._of(purpose), config, since=self.since)
-        return failed < MAX_ATTEMPTS
-
-    @property
+    @cached_property
     def _is_spent(self) -> bool:
         """Whether the winner and its ties took their time; what gains are stated over is needed."""
-        winner = self.ranking.winner
-        needed = {canonical(c.config) for c in self._references()}
-        needed -= set() if winner is None else {canonical(winner.config)}
+        needed = {c.canonical for c in self._references if c != self._winner}
         spent = self.ranking.confirmations.repeat_seconds(series=self.series, besides=needed)
         return spent >= self.budget.seconds
 
     def _of(self, purpose: Purpose) -> list[TrialRecord]:
         known = self.ranking.confirmations.records
         return [r for r in known if r.series == self.series and r.purpose == purpose]
-
-
-def _contender(record: TrialRecord) -> Contender:
-    return Contender(record.config, record.number)
 
 
 def _loss(record: TrialRecord) -> float:
@@ -332,11 +325,13 @@ class Confirmation(Source):
         if is_first:
             self._lane = lane
             lane.renew()
-            self._say_started(plan)
+            numbers = tuple(c.number for c in plan.contenders if c.number is not None)
+            recipe = next((c.config for c in plan.contenders if c.number is None), None)
+            self._driver.on_event(ConfirmationStarted(self._series, numbers, recipe))
         return wanted
 
     def _plan(self, series: int, budget: ConfirmBudget) -> Plan:
-        tokens = tokens_of(self._study) if is_asked(self._driver.space) else None
+        tokens = tokens_of(self._study)
         return Plan(ranking_of(self._study), budget, series, self._since, tokens)
 
     def _series_on(self, lane: Lane, budget: ConfirmBudget) -> int:
@@ -354,11 +349,3 @@ class Confirmation(Source):
             return known.newest + 1
         searched = max(record.number for record in self._study.records())
         return known.newest + (searched > max(record.number for record in known.records))
-
-    def _say_started(self, plan: Plan) -> None:
-        known = plan.contenders()
-        numbers = tuple(c.number for c in known if c.number is not None)
-        recipe = next((c.config for c in known if c.number is None), None)
-        self._driver.on_event(
-            ConfirmationStarted(series=plan.series, numbers=numbers, recipe=recipe)
-        )

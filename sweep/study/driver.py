@@ -12,33 +12,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from math import floor, log10
 
 import optuna
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault, words_of
-from search_spaces.space import StepBudget
+from search_spaces.space import SearchSpace, StepBudget
 from storage.objectives import is_sound
 from storage.records import (
+    INTERRUPTED,
     SEARCH,
     Attempt,
     Crashed,
+    EpochRecord,
     Errand,
+    Lost,
     Measured,
     Outcome,
     OutOfMemory,
     PredictionRecord,
+    PrunedSlow,
     TrialRecord,
     held_to_budget,
 )
 from storage.recovery import attempts
 from storage.study import OpenStudy
 from sweep.predict.forecast import Forecaster
-from sweep.running.lanes import Ended, Lane, Lanes
-from sweep.running.runner import Runner
+from sweep.running.runner import Ended, Lane, Lanes, Runner
 from sweep.running.wire import Progress, QualityCommand, TrialRequest
 from sweep.sampling.encoding import Encoding
 from sweep.study.events import (
+    Interruption,
     LaneLost,
     Listener,
     StopReason,
@@ -46,14 +52,20 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.interruption import Interruption
-from sweep.study.machine_faults import lost_with_the_card, run_undisturbed
-from sweep.study.pruning import Rival, is_hopeless
-from sweep.study.stopping import Stopping
+from sweep.study.stopping import (
+    REMEASURED_AT_MOST,
+    Rival,
+    Stopping,
+    is_disturbed,
+    is_hopeless,
+    outcome_to_keep,
+)
 
-_SECONDS_PER_HOUR = 3600.0
-_WATCH_SECONDS = 0.05
-"""Least time between two looks at what is left of the money."""
+_WATCH_SECONDS = 0.1
+"""Between two looks at what is left of the money."""
+QUALITY_SECONDS = 60.0
+"""What a trial's training is to take where nobody said on how many tokens."""
+TOKENS_MIN = 256
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,6 @@ class Wanted:
     errand: Errand = SEARCH
     quality: QualityCommand | None = None
     """What it is asked to learn; None for its speed and memory alone."""
-    leaves_result: bool = True
-    """Whether what its worker leaves on disk is a whole result."""
 
 
 @dataclass(eq=False)
@@ -150,6 +160,7 @@ class Driver:
         self.limits = stopping or Stopping(self.space)
         self.baseline = self.space.baseline_config()
         self.encoding = Encoding(self.space)
+        self.asks_for_loss = "eval_loss" in self.space.objectives
         self.running: dict[Lane, Running] = {}
         self._counted_seconds = self.clock()
         self._paid_until = self._end_of_money()
@@ -159,22 +170,25 @@ class Driver:
         dollars, price = self.space.max_dollars, self.limits.usd_per_hour
         if dollars is None or price is None:
             return None
-        seconds = dollars / price * _SECONDS_PER_HOUR - self.study.card_seconds()
+        seconds = dollars / price * 3600.0 - self.study.card_seconds()
         return self._counted_seconds + seconds / self.study.cards
+
+    def _is_money_spent(self) -> bool:
+        return self._paid_until is not None and self.clock() >= self._paid_until
 
     @contextmanager
     def within_money(self) -> Iterator[None]:
         """End what runs inside the ``with`` once the money is spent; nothing is launched then."""
         is_over = threading.Event()
 
-        def watch(until: float) -> None:
-            while (left := until - self.clock()) > 0:
-                if is_over.wait(min(max(left, _WATCH_SECONDS), _SECONDS_PER_HOUR)):
+        def watch() -> None:
+            while not is_over.wait(_WATCH_SECONDS):
+                if self._is_money_spent():
+                    self.lanes.cancel()
                     return
-            self.lanes.cancel()
 
         if self._paid_until is not None:
-            threading.Thread(target=watch, args=(self._paid_until,), daemon=True).start()
+            threading.Thread(target=watch, daemon=True).start()
         try:
             yield
         finally:
@@ -184,8 +198,7 @@ class Driver:
         """Return why nothing more is run, whatever is left to do; None where it may be."""
         if self.interruption.is_requested():
             return StopReason.INTERRUPTED
-        is_spent = self._paid_until is not None and self.clock() >= self._paid_until
-        return StopReason.DOLLARS_SPENT if is_spent else None
+        return StopReason.DOLLARS_SPENT if self._is_money_spent() else None
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -245,11 +258,11 @@ class Driver:
             yield
         except (KeyboardInterrupt, EnvironmentFault):
             with suppress(EnvironmentFault):
-                self.study.abandon(besides=self._numbers())
+                self._abandon()
             raise
 
-    def _numbers(self) -> set[int]:
-        return {trial.begun.number for trial in self.running.values()}
+    def _abandon(self) -> None:
+        self.study.abandon(besides={trial.begun.number for trial in self.running.values()})
 
     def _begin(self, wanted: Wanted) -> Running:
         """Ask storage for a trial, and mark it begun."""
@@ -266,52 +279,67 @@ class Driver:
             handle = study.ask_again()
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         begun = study.begin(handle, config, started_at, errand=errand)
-        if errand == SEARCH:
-            attempt = study.ledger.attempts(config) + 1
-        else:
-            attempt = attempts(study.on_errand(errand), config) + 1
+        failed = study.ledger.attempts(config)
+        if errand != SEARCH:
+            failed = attempts(study.on_errand(errand), config)
         is_baseline = config == self.baseline
-        self.on_event(TrialStarted(handle.number, config, is_baseline, attempt, errand))
-        return Running(wanted, config, handle, begun, attempt, is_baseline, started_seconds)
+        self.on_event(TrialStarted(handle.number, config, is_baseline, failed + 1, errand))
+        return Running(wanted, config, handle, begun, failed + 1, is_baseline, started_seconds)
 
     def _launch(self, trial: Running, lane: Lane) -> None:
-        """Run a trial on a lane, and stop it early where it cannot matter any more."""
-        wanted = trial.wanted
+        wanted, self.running[lane], trial.lane = trial.wanted, trial, lane.name
+        # A trial of the search that comes before its tokens are known is half of what is asked.
+        is_half = wanted.errand == SEARCH and wanted.quality is None and self.asks_for_loss
         request = TrialRequest(
             config=trial.config,
             steps=wanted.steps,
             is_soak=wanted.errand.purpose == "soak",
-            attempt=trial.begun if wanted.leaves_result else None,
+            attempt=None if is_half else trial.begun,
             quality=wanted.quality,
         )
+        self.lanes.launch(lane, partial(self._measure, trial, lane, request))
+
+    def _measure(self, trial: Running, lane: Lane, request: TrialRequest) -> Outcome:
+        """Run a trial, again where another process disturbed it, and return the outcome to keep.
+
+        Raises:
+            EnvironmentFault: the device is not to be had, and nothing was measured on it before.
+        """
+        started, outcomes = self.clock(), list[Outcome]()
         budget_bytes = self.study.definition.target.budget_bytes
-        trial.lane = lane.name
+        try:
+            while True:
+                try:
+                    outcome = lane.run(request, observe=partial(self._observe, trial))
+                    outcomes.append(held_to_budget(outcome, budget_bytes=budget_bytes))
+                except KeyboardInterrupt:
+                    # Asked so often that the runner, which is to cancel it, is not waited for.
+                    outcomes.append(INTERRUPTED)
+                except EnvironmentFault:
+                    # A neighbour that took the whole card: what was measured beside it is not lost.
+                    if not any(isinstance(each, Measured | PrunedSlow) for each in outcomes):
+                        raise
+                    break
+                is_last = len(outcomes) > REMEASURED_AT_MOST or self.reason_to_stop() is not None
+                if is_last or not is_disturbed(outcomes[-1]):
+                    break
+        finally:
+            trial.device_seconds += self.clock() - started
+        kept = outcome_to_keep(outcomes)
+        if trial.wanted.errand == SEARCH or not isinstance(kept, Measured):
+            return kept
+        # Nothing can be ranked by a speed that is not finite: a failure, as such runs have an end.
+        detail = "a speed was measured that is not a finite number"
+        return kept if is_sound(kept.measurement) else Crashed(phase="measure", detail=detail)
 
-        def observe(progress: Progress) -> bool:
-            event = TrialProgress(number=trial.begun.number, progress=progress)
-            self.lanes.say(lambda: self.on_event(event))
-            return is_hopeless(
-                progress,
-                config=trial.config,
-                rivals=trial.rivals,
-                objectives=self.space.objectives,
-            )
-
-        def job() -> Outcome:
-            started = self.clock()
-            try:
-                outcome = run_undisturbed(
-                    lambda: held_to_budget(
-                        lane.run(request, observe=observe), budget_bytes=budget_bytes
-                    ),
-                    should_stop=lambda: self.reason_to_stop() is not None,
-                )
-                return outcome if wanted.errand == SEARCH else _sound(outcome)
-            finally:
-                trial.device_seconds += self.clock() - started
-
-        self.running[lane] = trial
-        self.lanes.launch(lane, job)
+    def _observe(self, trial: Running, progress: Progress) -> bool:
+        """Return whether a trial is to be stopped, as it cannot matter any more."""
+        event = TrialProgress(number=trial.begun.number, progress=progress)
+        self.lanes.say(partial(self.on_event, event))
+        objectives = self.space.objectives
+        return is_hopeless(
+            progress, config=trial.config, rivals=trial.rivals, objectives=objectives
+        )
 
     def _conclude(self, ended: Ended, source: Source) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""
@@ -343,9 +371,11 @@ class Driver:
         # The database matters less now, and the spool has it.
         with suppress(EnvironmentFault):
             if self.lanes.working or isinstance(fault, CardLost):
-                self._tell(trial, lost_with_the_card(fault), source)
+                # None of its own doing, as far as anybody knows: it is tried again.
+                lost = Lost(detail=f"the card was lost: {fault}", is_interrupted=True)
+                self._tell(trial, lost, source)
             else:
-                self.study.abandon(besides=self._numbers())
+                self._abandon()
         self._retire(lane, fault)
         source.ended(lane, trial.config, None)
 
@@ -415,8 +445,48 @@ class Driver:
         )
 
 
-def _sound(outcome: Outcome) -> Outcome:
-    """Return an outcome, or a failure where nothing can be ranked by it: such runs have an end."""
-    if isinstance(outcome, Measured) and not is_sound(outcome.measurement):
-        return Crashed(phase="measure", detail="a speed was measured that is not a finite number")
-    return outcome
+def tokens_of(study: OpenStudy) -> int | None:
+    """Return on how many tokens a study's trials train for their held-out loss, as typed or as
+    chosen; None before that is known, and where no loss is asked for.
+
+    Every trial that fits and is not far behind trains on the same tokens in the same order, so that
+    losses compare.
+    """
+    space = study.definition.space
+    if "eval_loss" not in space.objectives:
+        return None
+    return (space.data.quality_tokens if space.data else None) or study.quality_tokens()
+
+
+def eval_seq_len(space: SearchSpace) -> int:
+    """Return the tokens to which held-out texts are cut: the longest that any configuration trains
+    at.
+
+    One for all, so that a configuration that trains on short rows answers for long ones too.
+    """
+    longest = max(space.values_of("seq_len"), default=TrialConfig().seq_len)
+    return max(2, longest, space.baseline_config().seq_len)
+
+
+def default_tokens(tokens_per_second: float, epoch: EpochRecord | None) -> int:
+    """Return the tokens of about a minute at a speed, in two digits; no more than an epoch has.
+
+    Args:
+        tokens_per_second: of the first configuration that fits, as a rule the baseline.
+        epoch: of the texts as that trains on them; None where that is not known.
+    """
+    wanted = max(TOKENS_MIN, tokens_per_second * QUALITY_SECONDS)
+    most = wanted if epoch is None else min(wanted, max(TOKENS_MIN, epoch.loss_tokens))
+    unit = 10 ** max(0, floor(log10(most)) - 1)
+    return int(most // unit * unit)
+
+
+def quality_command(
+    space: SearchSpace, *, tokens: int | None, seed: int | None = None
+) -> QualityCommand | None:
+    """Return what a trial is asked to learn with the seed of its adapters and order, by default
+    the search's; None before the tokens are known, and where nothing is asked."""
+    if tokens is None:
+        return None
+    seed = space.seed if seed is None else seed
+    return QualityCommand(tokens=tokens, seed=seed, eval_seq_len=eval_seq_len(space))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import optuna
@@ -26,23 +26,23 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.loading import parse_space, shipped_presets
+from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace, StepBudget
 from search_spaces.starting import starting_text
 from search_spaces.validation import validate
 from storage import mapping
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
+from storage.records import Measured, Measurement, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow, read_surface
 from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
-from sweep.predict.memory.arrays import WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction, stated_uncertainty
+from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory, stated_uncertainty
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.running.device_info import Card
 from sweep.running.replay import ReplayRunner
 from sweep.running.wire import TrialRequest
 from sweep.sampling.encoding import Candidate, Params, identity
-from sweep.sampling.guided import GuidedSampler, Outlook
+from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
 
 PAUSE_SECONDS = 0.2
@@ -67,14 +67,12 @@ def space_of(surface: Surface, space: SearchSpace) -> SearchSpace:
         for key in CONFIG_KEYS
     }
     free = {key: values for key, values in known.items() if len(values) > 1}
+    choices = {key: sorted(of) if _are_numbers(of) else of for key, of in free.items()}
     values = space.model_dump() | {
         "name": f"{space.name}-recorded",
         "confirm": None,
         "leave_out": [],
-        "dimensions": {
-            key: {"choices": sorted(values) if _are_numbers(values) else values}
-            for key, values in free.items()
-        },
+        "dimensions": {key: {"choices": of} for key, of in choices.items()},
         "fixed": {key: values[0] for key, values in known.items() if key not in free},
     }
     return validate(SearchSpace, values, Document(surface.name))
@@ -109,13 +107,10 @@ def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surfac
     Raises:
         InputError: nothing does.
     """
-    # What ran out of a smaller budget may fit this one.
-    is_known = surface.budget_bytes is None or budget_bytes <= surface.budget_bytes
-    rows = tuple(
-        row
-        for row in surface.rows
-        if space.holds(row.config) and (is_known or row.verdict != "oom")
-    )
+    rows = tuple(row for row in surface.rows if space.holds(row.config))
+    if surface.budget_bytes is not None and budget_bytes > surface.budget_bytes:
+        # What ran out of a smaller budget may fit this one.
+        rows = tuple(row for row in rows if row.verdict != "oom")
     if not rows:
         fixed = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
         raise InputError(f"{surface.name}: no recorded trial has {fixed}")
@@ -176,28 +171,28 @@ def records_of(surface: Surface, *, budget_bytes: int) -> list[TrialRecord]:
         TrialRecord(
             number=number,
             config=row.config,
-            outcome=_outcome_of(row, surface, budget_bytes=budget_bytes),
+            outcome=_measured(row, surface.model)
+            if row.fits(budget_bytes)
+            else OutOfMemory(stage="forward"),
             device_seconds=row.device_seconds or 0.0,
         )
         for number, row in enumerate(surface.rows)
     ]
 
 
-def _outcome_of(row: SurfaceRow, surface: Surface, *, budget_bytes: int) -> Outcome:
-    if not row.fits(budget_bytes):
-        return OutOfMemory(stage="forward")
-    seconds = row.step_seconds or 0.0
+def _measured(row: SurfaceRow, model: ModelSpec) -> Measured:
+    seconds, speed = row.step_seconds or 0.0, row.tokens_per_second or 0.0
     return Measured(
         measurement=Measurement(
-            tokens_per_second=row.tokens_per_second or 0.0,
-            samples_per_second=(row.tokens_per_second or 0.0) / row.config.seq_len,
+            tokens_per_second=speed,
+            samples_per_second=speed / row.config.seq_len,
             step_seconds=seconds,
             step_seconds_ci95=None,
             steps_measured=1,
             steps_warmup=1,
             peak_allocated_bytes=row.peak_allocated_bytes or 0,
             peak_reserved_bytes=row.peak_reserved_bytes,
-            trainable_parameters=lora_parameters(row.config, surface.model) or 0,
+            trainable_parameters=lora_parameters(row.config, model) or 0,
             final_loss=0.0,
             setup_seconds=0.0,
             measured_seconds=seconds,
@@ -253,7 +248,7 @@ def only_recorded(surface: Surface) -> Callable[[TrialConfig], Violation | None]
 
 
 SamplerName = Literal["guided", "tpe", "gp", "random"]
-SAMPLERS: tuple[SamplerName, ...] = ("guided", "tpe", "gp", "random")
+SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)
 WITHIN = 0.02
 """Relative: a trial this near to the best of the surface has found it."""
 DRAWS: Mapping[str, int] = {"tpe": 4, "gp": 1, "random": 16}
@@ -306,51 +301,38 @@ class Search:
 
 def search(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Search:
     """Let a sampler search a surface until it is near the best, and count what that takes."""
-    ooms, device_seconds, asks = 0, 0.0, []
-    for trial in trials_of(recorded, sampler, seed=seed):
-        asks.append(trial.ask_seconds)
-        device_seconds += trial.row.device_seconds or 0.0
-        ooms += not trial.row.fits(recorded.budget_bytes)
-        if recorded.is_found(trial.row):
+    rows, asks = list[SurfaceRow](), list[float]()
+    for row, seconds in trials_of(recorded, sampler, seed=seed):
+        rows.append(row)
+        asks.append(seconds)
+        if recorded.is_found(row):
             break
-    return Search(len(asks), ooms, device_seconds, tuple(asks))
+    ooms = sum(not row.fits(recorded.budget_bytes) for row in rows)
+    device_seconds = sum(row.device_seconds or 0.0 for row in rows)
+    return Search(len(rows), ooms, device_seconds, tuple(asks))
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """One trial of a search, told."""
-
-    row: SurfaceRow
-    ask_seconds: float
-    outlook: Callable[[], Outlook | None]
-    """What is still to be gained after it; None from a sampler that cannot tell."""
-
-
-def trials_of(recorded: Recorded, sampler: SamplerName, *, seed: int) -> Iterator[Replayed]:
-    """Yield the trials that a sampler asks for, one after the other, until every row was tried.
+def trials_of(
+    recorded: Recorded, sampler: SamplerName, *, seed: int
+) -> Iterator[tuple[SurfaceRow, float]]:
+    """Yield the trials that a sampler asks for, one after the other, until every row was tried,
+    each with the seconds that asking took.
 
     What the pre-flight refuses is asked for when nothing else is left, and then tried after all.
     """
     quiet_optuna()
-    rows, budget_bytes = Rows(recorded.surface, seed=seed), recorded.budget_bytes
-    forecaster = forecaster_of(recorded)
+    rows, forecaster = Rows(recorded.surface, seed=seed), forecaster_of(recorded)
     chooser = sampler_of(sampler, rows, forecaster, seed=seed)
     study = optuna.create_study(sampler=chooser, direction="maximize")
-    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=budget_bytes))
-
-    def outlook() -> Outlook | None:
-        return chooser.outlook(study) if isinstance(chooser, GuidedSampler) else None
-
+    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=recorded.budget_bytes))
     for _ in rows.all:
         started = time.perf_counter()
         trial = study.ask(rows.free)
         seconds = time.perf_counter() - started
         row = rows.row_of(trial.params)
         assert row is not None, "a sampler asks for rows alone"
-        record = replayed(trial, row, runner, forecaster)
-        tell(study, trial, record, budget_bytes=budget_bytes)
-        forecaster.learn(record)
-        yield Replayed(row, seconds, outlook)
+        tell(study, trial, row, runner, forecaster)
+        yield row, seconds
 
 
 def forecaster_of(recorded: Recorded) -> Forecaster:
@@ -365,28 +347,28 @@ def forecaster_of(recorded: Recorded) -> Forecaster:
     )
 
 
-def replayed(
-    trial: optuna.Trial, row: SurfaceRow, runner: ReplayRunner, forecaster: Forecaster
-) -> TrialRecord:
-    """Return what a trial of a row comes to."""
-    return TrialRecord(
+def tell(
+    study: optuna.Study,
+    trial: optuna.Trial,
+    row: SurfaceRow,
+    runner: ReplayRunner,
+    forecaster: Forecaster,
+) -> None:
+    """Tell a study of one objective, and the forecaster, what a trial of a row comes to."""
+    record = TrialRecord(
         number=trial.number,
         config=row.config,
         outcome=runner.run(TrialRequest(config=row.config, steps=StepBudget())),
         device_seconds=row.device_seconds or 0.0,
         prediction=forecaster.expect(row.config).record,
     )
-
-
-def tell(
-    study: optuna.Study, trial: optuna.Trial, record: TrialRecord, *, budget_bytes: int
-) -> None:
-    """Tell a study of one objective how a trial ended."""
+    budget_bytes = forecaster.budget_bytes
     result = mapping.to_optuna(record, objectives=("tokens_per_second",), budget_bytes=budget_bytes)
     for key, value in result.attributes.items():
         trial.set_user_attr(key, value)
     trial.set_constraint(mapping.CONSTRAINT, result.violation)
     study.tell(trial, values=result.values, state=result.state)
+    forecaster.learn(record)
 
 
 def sampler_of(name: SamplerName, rows: Rows, forecaster: Forecaster, *, seed: int) -> BaseSampler:
@@ -433,7 +415,7 @@ class Rows:
             for key, value in values.items():
                 params[key][name] = value
         self.all = tuple(Candidate(params[key], by_key[key].config, key) for key in keys)
-        self._rows = {_text(params[key]): by_key[key] for key in keys}
+        self._rows = {frozenset(params[key].items()): by_key[key] for key in keys}
         self._places = np.array([self._place(candidate.params) for candidate in self.all])
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
@@ -442,7 +424,7 @@ class Rows:
 
     def row_of(self, params: Params) -> SurfaceRow | None:
         """Return the row of a trial's parameters; None where there is none."""
-        return self._rows.get(_text(params))
+        return self._rows.get(frozenset(params.items()))
 
     def config(self, params: Params) -> TrialConfig | None:
         """See `Candidates.config`."""
@@ -480,7 +462,3 @@ def _value(key: str, config: TrialConfig) -> Any:
     }.get(key, getattr(config, key))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else json.dumps(value)
-
-
-def _text(params: Params) -> str:
-    return json.dumps(params, sort_keys=True)

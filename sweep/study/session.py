@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from search_spaces.documents import Document
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import match_product
-from search_spaces.loading import load_space, preset_name
+from search_spaces.loading import preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.rules import Violation, violation
@@ -27,16 +27,10 @@ from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.opening import open_study
 from storage.patience import waits_end_when
-from storage.reading import changed_versions
 from storage.study import OpenStudy
 from storage.surfaces import Surface
 from sweep import stop_signals
-from sweep.data.choice import (
-    ReadTexts,
-    is_same_choice,
-    space_with_texts,
-    texts_of_study,
-)
+from sweep.data.choice import ReadTexts, is_same_choice, space_with_texts, texts_of_study
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.nvml import FaultWatch
@@ -49,28 +43,24 @@ from sweep.predict.memory.predictor import (
     one_of_each_kind,
 )
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.running.cards import ChosenCard, teams_of
-from sweep.running.device_info import Card, environment_with
-from sweep.running.lanes import Lane, Lanes
-from sweep.running.on_ray.cluster import Cluster
-from sweep.running.runner import Runner
+from sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
+from sweep.running.ray_nodes import Cluster
+from sweep.running.runner import Lane, Lanes, Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.asked import (
-    as_held,
-    default_study_name,
-    held_in,
-    overridden,
-    refuse_reserved,
-    with_confirm,
+from sweep.study.asked import checked_name, default_study_name, held_in, overridden, with_confirm
+from sweep.study.carrying import refuse_incomparable, take_over
+from sweep.study.driver import Driver, eval_seq_len
+from sweep.study.events import (
+    GainForeseen,
+    Interruption,
+    LanesOpened,
+    Listener,
+    SpaceTraced,
+    StopReason,
 )
-from sweep.study.carrying import carry_over, refuse_incomparable
-from sweep.study.driver import Driver
-from sweep.study.events import GainForeseen, LanesOpened, Listener, SpaceTraced, StopReason
-from sweep.study.interruption import Interruption
-from sweep.study.quality import eval_seq_len, is_asked
 from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
@@ -98,6 +88,8 @@ class Prepared:
     """What passes over those texts are to its configurations."""
     notes: tuple[str, ...] = ()
     """What the texts made of the space, for a person."""
+    usd_per_hour: float | None = None
+    """Price of the GPU that is there; None where nothing is to be limited by it."""
     surface: Surface | None = None
     """What answers instead of a GPU, where trials were recorded."""
     clock: Callable[[], float] = time.monotonic
@@ -120,6 +112,29 @@ class Prepared:
             return 1
         space = self.space
         return int(max(*space.values_of("data_parallel"), space.baseline_config().data_parallel))
+
+    @property
+    def texts_settings(self) -> TextsSettings | None:
+        """Where a worker finds the study's texts; None for random rows."""
+        if self.texts is None or self.space.data is None:
+            return None
+        return TextsSettings(
+            directory=str(self.texts.directory.absolute()),
+            fingerprint=self.texts.summary.fingerprint,
+            eval_fraction=self.space.data.eval_fraction,
+        )
+
+    @property
+    def new_runner(self) -> Callable[..., SupervisedRunner]:
+        """Makes what runs its trials in a child, of what is known of all of them."""
+        return partial(
+            SupervisedRunner,
+            self.model,
+            target=self.target,
+            weights=self.space.weights,
+            seed=self.space.seed,
+            texts=self.texts_settings,
+        )
 
 
 def prepare(
@@ -152,28 +167,39 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the card, or the network for a hub id, is not to be had.
     """
-    known = None if study is None else stored(study)
+    known, held = None if study is None else stored(study), held or {}
     space, changed = overridden(space_name, overrides, known)
     space = narrowed(space)
-    refuse_without_texts(space if not held else as_held(space, held))
+    rest = with_fixed(space, held) if held else space
+    refuse_without_texts(rest if isinstance(rest, SearchSpace) else space)
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
     resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    if known is None and study is None and space.data is not None and not held:
-        known = stored(default_study_name(space, changed))
-    texts = _texts(space, known, model, read_texts)
-    offered = Offered(space)
+    offered, texts = Offered(space), None
+    if space.data is not None:
+        if known is None and study is None and not held:
+            known = stored(default_study_name(space, changed))
+        if known is not None and is_same_choice(known.space.data, space.data):
+            texts = texts_of_study(known, model=model, read=read_texts)
+        else:
+            texts = read_texts(TextsRequest.of(space.data, model))
     if texts is not None:
         is_preset = preset_name(space_name) is not None
-        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held or ())
-    space, changed = held_in(offered.space, held or {}, changed, typed=space_name)
-    space, sampled = _sampled(space)
-    name = default_study_name(space, changed) if study is None else study
-    refuse_reserved(name)
-    return _checked(name, space, model, here, texts, (*offered.notes, *sampled))
+        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held)
+    space, changed = held_in(offered.space, held, changed, typed=space_name)
+    notes = offered.notes
+    if "eval_loss" in space.objectives and space.sampler == "guided":
+        # It knows the physics of speed and memory, and nothing of what is learned.
+        space = space.model_copy(update={"sampler": "tpe"})
+        notes += (
+            "Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
+            f"{space.trials} trials, or its time budget.",
+        )
+    name = checked_name(default_study_name(space, changed) if study is None else study)
+    return _checked(name, space, model, here, texts, notes)
 
 
 def prepare_again(
@@ -181,6 +207,7 @@ def prepare_again(
     stored: StudyDefinition,
     *,
     confirm: Mapping[str, Any],
+    max_dollars: float | None = None,
     card: Callable[[], Card | None],
     read_texts: ReadTexts = prepare_texts,
 ) -> Prepared:
@@ -190,6 +217,7 @@ def prepare_again(
         name: of the study.
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
+        max_dollars: what it may cost in all; None leaves the space's limit.
         card: reads the card in this machine.
         read_texts: as for `prepare`.
 
@@ -198,7 +226,10 @@ def prepare_again(
         EnvironmentFault: the card is not to be had.
     """
     values = {**stored.space.model_dump(), "confirm": with_confirm(stored.space, confirm)}
-    space = validate(SearchSpace, values, Document(f"study '{name}'"))
+    if max_dollars is not None:
+        values["max_dollars"] = max_dollars
+    document = Document(f"study '{name}'", names={"max_dollars": "--max-dollars"})
+    space = validate(SearchSpace, values, document)
     model = ModelSpec.from_json(stored.model)
     here = card() if space.gpu != "cpu" else None
     texts = texts_of_study(stored, model=model, read=read_texts)
@@ -225,12 +256,21 @@ def _checked(
         device=resolved.target.device,
         has_texts=texts is not None,
     )
-    price_of(space, gpu=_paid_gpu(resolved.target))
+    # What is there has a price, by the catalogue's name.
+    product = resolved.target.emulated_on or resolved.target.gpu
+    known = match_product(product)
+    usd_per_hour = price_of(space, gpu=product if known is None else known.name)
     epochs = None
     if texts is not None and space.data is not None:
         epochs = StudyEpochs.of(texts, space.data, seed=space.seed)
         refuse_too_few(space, epochs)
-        _refuse_unanswerable(space, epochs)
+        length = eval_seq_len(space)
+        if "eval_loss" in space.objectives and not epochs.held_out_loss_tokens(length):
+            raise InputError(
+                f"space '{space.name}': objectives: eval_loss: of these texts no row with a token "
+                f"that carries loss in its first {length:,} is held out: take a larger "
+                "data.eval_fraction"
+            )
     definition = StudyDefinition(
         space=space,
         model=model.to_json(),
@@ -247,43 +287,8 @@ def _checked(
         texts=texts,
         epochs=epochs,
         notes=notes,
+        usd_per_hour=usd_per_hour,
     )
-
-
-def _refuse_unanswerable(space: SearchSpace, epochs: StudyEpochs) -> None:
-    """Refuse texts of which nothing that is held out can say what was learned."""
-    length = eval_seq_len(space)
-    if is_asked(space) and not epochs.held_out_loss_tokens(length):
-        raise InputError(
-            f"space '{space.name}': objectives: eval_loss: of these texts no row with a token that "
-            f"carries loss in its first {length:,} is held out: take a larger data.eval_fraction"
-        )
-
-
-def _sampled(space: SearchSpace) -> tuple[SearchSpace, tuple[str, ...]]:
-    """Return a space with a sampler that learns from losses, and what that changed.
-
-    The guided sampler knows the physics of speed and memory, and nothing of what is learned.
-    """
-    if not is_asked(space) or space.sampler != "guided":
-        return space, ()
-    note = (
-        f"Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
-        f"{space.trials} trials, or its time budget."
-    )
-    return space.model_copy(update={"sampler": "tpe"}), (note,)
-
-
-def _texts(
-    space: SearchSpace, stored: StudyDefinition | None, model: ModelSpec, read: ReadTexts
-) -> PreparedTexts | None:
-    """Return what a space's texts are, those of a stored study where they are the same; None for a
-    space without."""
-    if space.data is None:
-        return None
-    if stored is not None and is_same_choice(stored.space.data, space.data):
-        return texts_of_study(stored, model=model, read=read)
-    return read(TextsRequest.of(space.data, model))
 
 
 def supervised_runner(prepared: Prepared) -> Lanes:
@@ -293,13 +298,8 @@ def supervised_runner(prepared: Prepared) -> Lanes:
     """
 
     def lane(number: int, team: Sequence[ChosenCard], *, is_alone: bool) -> Lane:
-        runner = SupervisedRunner(
-            prepared.model,
-            target=prepared.target,
-            weights=prepared.space.weights,
+        runner = prepared.new_runner(
             log_path=worker_log_path(prepared.name, lane=number),
-            seed=prepared.space.seed,
-            texts=texts_settings(prepared),
             cards=tuple(card.cuda_name for card in team),
             neighbours=max(0, len(prepared.cards) - 1),
         )
@@ -314,54 +314,24 @@ def supervised_runner(prepared: Prepared) -> Lanes:
     return Lanes([lane(at, team, is_alone=len(teams) == 1) for at, team in enumerate(teams)])
 
 
-def texts_settings(prepared: Prepared) -> TextsSettings | None:
-    """Return where a worker finds the study's texts; None for random rows."""
-    texts, choice = prepared.texts, prepared.space.data
-    if texts is None or choice is None:
-        return None
-    return TextsSettings(
-        directory=str(texts.directory.absolute()),
-        fingerprint=texts.summary.fingerprint,
-        eval_fraction=choice.eval_fraction,
-    )
-
-
-def card_on_ray(cluster: Cluster, space: str, overrides: Mapping[str, Any]) -> Card | None:
-    """Return the card that a run of a space has on a cluster, for `prepare`.
-
-    Raises:
-        InputError: no such space, or the cluster has cards of several products and none is named.
-        EnvironmentFault: the cluster has no card, or not the libraries that are here.
-    """
-    return cluster.card(overrides.get("gpu") or load_space(space).gpu)
-
-
 def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]) -> Lanes:
     """Open a lane on each card of the study's product; on each node where it is for a CPU.
 
     Args:
-        prepared: what `prepare` resolved, with the card of `card_on_ray`.
+        prepared: what `prepare` resolved, with the cluster's card.
         cluster: where it runs.
         warn: told of cards that others hold.
 
     Raises:
         EnvironmentFault: the study's texts or weights are not on every node, or no card is free.
     """
-    texts, model = texts_settings(prepared), prepared.model
+    texts, model = prepared.texts_settings, prepared.model
     paths = [] if texts is None else [texts.directory]
     # The architecture goes along; weights that are a directory's do not.
     if prepared.space.weights == "pretrained" and model.source == "directory" and model.path:
         paths.append(str(model.path.absolute()))
-    new_runner = partial(
-        SupervisedRunner,
-        model,
-        target=prepared.target,
-        weights=prepared.space.weights,
-        seed=prepared.space.seed,
-        texts=texts,
-    )
-    places = cluster.places(
-        new_runner,
+    lanes = cluster.places(
+        prepared.new_runner,
         # Another database may have a study of this name, and its runners the same nodes.
         study=f"{prepared.name}-{secrets.token_hex(4)}",
         device=prepared.target.device,
@@ -369,7 +339,7 @@ def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], 
         paths=tuple(paths),
         warn=warn,
     )
-    return Lanes([Lane(one.runner, name=one.name, fault=one.runner.fault) for one in places])
+    return Lanes(lanes)
 
 
 def drive(
@@ -406,16 +376,32 @@ def drive(
         space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
     )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
+    if carried is not None:
+        is_own = carried.name == prepared.name
+        refuse_incomparable(carried, prepared.definition, is_own=is_own)
     # Signals are requests until all is closed: one more while that lasts costs nothing.
-    with interruption.handling_signals(), waits_end_when(interruption.is_requested):
+    with (
+        interruption.handling_signals(),
+        waits_end_when(interruption.is_requested),
+        ExitStack() as stack,
+    ):
         with interruption.interruptible():
-            study = _opened(prepared, storage, sampler, carried, warn)
+            study = open_study(
+                prepared.name,
+                url=storage,
+                definition=prepared.definition,
+                sampler=sampler,
+                environment=environment_with(prepared.card),
+                home=runs_directory(),
+                warn=warn,
+            )
+            stack.enter_context(study)
             if carried is not None:
-                _take_over(study, carried, is_valid=forecaster.is_valid, warn=warn)
+                take_over(study, carried, is_valid=forecaster.is_valid, warn=warn)
         try:
             study.cards = max(len(lanes.all), len(prepared.cards))
             # Shown until the runner has ended, too.
-            with study, watch(study, interruption) as listener, lanes:
+            with watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
                 driver = Driver(
@@ -427,13 +413,17 @@ def drive(
                     on_event=listener,
                     interruption=interruption,
                 )
-                ledger = study.ledger
-                is_left = ledger.trials_spent(since=ledger.next_number) < space.trials
-                if is_left and not is_anew and driver.reason_to_stop() is None:
+                spent = study.ledger.trials_spent(since=study.ledger.next_number)
+                if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
                     # Its imports take longer than all that is done here until the first trial.
                     lanes.start()
                     with interruption.interruptible():
-                        _look_ahead(driver, sampler)
+                        forecaster.prepare(
+                            one_of_each_kind(space),
+                            on_progress=lambda *done: listener(SpaceTraced(*done)),
+                        )
+                        if isinstance(sampler, GuidedSampler):
+                            sampler.prepare()
                 return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
@@ -442,23 +432,12 @@ def drive(
             return StopReason.INTERRUPTED
 
 
-def _look_ahead(driver: Driver, sampler: BaseSampler) -> None:
-    """Trace what the space's memory is predicted from, and foresee the whole space."""
-    driver.forecaster.prepare(
-        one_of_each_kind(driver.space),
-        on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
-    )
-    if isinstance(sampler, GuidedSampler):
-        sampler.prepare()
-
-
 def _stopping(
     prepared: Prepared, sampler: BaseSampler, study: OpenStudy, listener: Listener
 ) -> Stopping:
     """Return when the search ends; by what is still to be gained where the sampler can tell."""
-    price = price_of(prepared.space, gpu=_paid_gpu(prepared.target))
     if not isinstance(sampler, GuidedSampler):
-        return Stopping(prepared.space, usd_per_hour=price)
+        return Stopping(prepared.space, usd_per_hour=prepared.usd_per_hour)
 
     def outlook(besides: int | None) -> Outlook:
         found = sampler.outlook(study.study, besides=besides)
@@ -468,71 +447,16 @@ def _stopping(
 
     return Stopping(
         prepared.space,
-        usd_per_hour=price,
+        usd_per_hour=prepared.usd_per_hour,
         outlook=outlook,
-        fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
-    )
-
-
-def _paid_gpu(target: Target) -> str:
-    """Return the catalogue's name of the GPU that is there, which is what has a price."""
-    product = target.emulated_on or target.gpu
-    known = match_product(product)
-    return product if known is None else known.name
-
-
-def _take_over(
-    study: OpenStudy,
-    carried: StudySnapshot,
-    *,
-    is_valid: Callable[[TrialConfig], bool],
-    warn: Callable[[str], None],
-) -> None:
-    """Take over another study's trials, and warn of what makes them differ from this one's."""
-    try:
-        taken = carry_over(study, carried, is_valid=is_valid)
-    except BaseException:
-        study.close()
-        raise
-    if carried.identity == study.identity:
-        for problem in carried.warnings:
-            warn(problem)
-        if not taken.new:
-            warn(f"the spool of '{carried.name}' has no result that the study has not")
-    elif not taken.all:
-        warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
-    changed = changed_versions(carried.environment, study.environment)
-    if taken.new and changed:
-        warn(
-            f"trials of '{carried.name}' were measured before {', '.join(changed)}; they may not "
-            "compare with this study's"
-        )
-
-
-def _opened(
-    prepared: Prepared,
-    storage: str,
-    sampler: BaseSampler,
-    carried: StudySnapshot | None,
-    warn: Callable[[str], None],
-) -> OpenStudy:
-    if carried is not None:
-        is_own = carried.name == prepared.name
-        refuse_incomparable(carried, prepared.definition, is_own=is_own)
-    return open_study(
-        prepared.name,
-        url=storage,
-        definition=prepared.definition,
-        sampler=sampler,
-        environment=environment_with(prepared.card),
-        home=runs_directory(),
-        warn=warn,
+        fastest_of=partial(sampler.fastest_of, study.study),
     )
 
 
 def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaster:
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
+    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
     memory: MemoryPredictor = (
         TracingPredictor(model, cache_dir=cache, compute_capability=resolved.host_capability)
         if is_on_card
@@ -548,17 +472,19 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))
         rule = only_recorded(prepared.surface)
-    # Speed is that of the card that really runs, where it has a data sheet.
-    host = match_product(target.emulated_on or target.gpu) if is_on_card else None
-    aim = None if target.emulated_on is None else match_product(target.gpu)
-    shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
+
+    def speed_on(product: str) -> SpeedForecast | None:
+        gpu = match_product(product) if is_on_card else None
+        return None if gpu is None else SpeedForecast(model=model, gpu=gpu, shapes=shapes)
+
     return Forecaster(
         model=model,
         budget_bytes=target.budget_bytes,
         violation=rule,
         predictor=memory,
-        speed=None if host is None else SpeedForecast(model=model, gpu=host, shapes=shapes),
-        target_speed=None if aim is None else SpeedForecast(model=model, gpu=aim, shapes=shapes),
+        # Speed is that of the card that really runs, where it has a data sheet.
+        speed=speed_on(target.emulated_on or target.gpu),
+        target_speed=None if target.emulated_on is None else speed_on(target.gpu),
         shapes=shapes,
         is_cut_up=is_on_card,
         warn=warn,

@@ -1,35 +1,58 @@
 """When the search of a study ends: its trials, its time or its money are spent, nothing is left to
-try, or nothing that is left is worth a trial.
+try, nothing that is left is worth a trial, or trial after trial fails by the machine's doing; when
+a running trial can no longer matter, and what is kept of one that another process disturbed.
+
+No Optuna pruner is used: those read reported values back from storage and refuse studies with
+several objectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
 from search_spaces.knobs import EIGHT_BIT
 from search_spaces.prices import load_prices
-from search_spaces.space import SearchSpace
-from storage.ranking import Ranking
-from storage.records import TrialRecord, Verdict
+from search_spaces.space import Objective, SearchSpace
+from storage.definition import StudyDefinition
+from storage.kept import WORTH_KEEPING
+from storage.objectives import CONCLUSIVE
+from storage.ranking import Ranking, rank
+from storage.records import (
+    NEIGHBOUR,
+    RETRYABLE,
+    Crashed,
+    Lost,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PrunedSlow,
+    TimedOut,
+    TrialRecord,
+    Verdict,
+)
 from sweep.paths import own_price_file
+from sweep.running.wire import Progress
+from sweep.sampling.encoding import identity
 from sweep.sampling.guided import Outlook
 from sweep.study.events import StopReason
 
+FastestOf = Callable[[Callable[[TrialConfig], bool], Sequence[TrialConfig]], TrialConfig | None]
 CLASS_TRIALS_MAX = 2
-"""Of a class that is owed a trial, where nothing of it was measured to the end."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a search has used up so far."""
-
-    trials: int
-    seconds: float
-    """Of this run."""
+"""Of a class that is owed a trial."""
+FAILURES_IN_A_ROW = 5
+"""So many trials that fail alike are the machine's doing; a night of them teaches nothing more."""
+REMEASURED_AT_MOST = 2
+REMEASURED = "remeasured"
+SPEED_MARGIN = 0.02
+"""A trial whose best case is this close to a rival goes on: that is a tie, and ties are shown."""
+LOSS_MARGIN = 1.0
+"""The same where a held-out loss is asked for as well: only what is less than half as fast goes
+untrained. A slow configuration may learn more, and nobody takes one that takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +65,20 @@ class Stopping:
         outlook: says what is still to be gained by what all trials say, or all but that of a
             number; None from samplers that cannot tell.
         fastest_of: says what is expected to be the fastest of some configurations that were not
-            tried; None from samplers that cannot tell, and where none is left.
+            tried; None from samplers that cannot tell, where none is left, and where that is
+            hardly faster than those that were measured.
     """
 
     space: SearchSpace
     usd_per_hour: float | None = None
     outlook: Callable[[int | None], Outlook | None] = lambda _: None
-    fastest_of: Callable[[Callable[[TrialConfig], bool]], TrialConfig | None] = lambda _: None
-
-    def out_of_time(self, spent: Spent) -> StopReason | None:
-        """Return why even a failed trial is not tried again; None where time is left."""
-        limit = self.space.time_budget_seconds
-        return StopReason.TIME_SPENT if limit is not None and spent.seconds >= limit else None
+    fastest_of: FastestOf = lambda _, measured: None
 
     def out_of_trials(
-        self, spent: Spent, *, is_exhausted: Callable[[], bool], records: Sequence[TrialRecord]
+        self, spent: int, *, is_exhausted: Callable[[], bool], records: Sequence[TrialRecord]
     ) -> StopReason | None:
         """Return why no further configuration is tried; None where one should be."""
-        if spent.trials >= self.space.trials:
+        if spent >= self.space.trials:
             return StopReason.TRIALS_SPENT
         if is_exhausted():
             return StopReason.EXHAUSTED
@@ -76,7 +95,7 @@ class Stopping:
 
         Whoever asked with a rank and target modules in mind wants the fastest of them, though those
         of less capacity are faster: the most promising of the baseline's class is measured, or a
-        second one where that came to nothing. So is that of each class of numerics where another
+        second one where that came to little. So is that of each class of numerics where another
         GPU stands in for the target: which of them is faster there is not measured here.
         """
         winner, searched = ranking.winner, [r for r in ranking.of_space if not r.is_baseline]
@@ -87,14 +106,14 @@ class Stopping:
             wanted.append(ranking.is_of_baselines_class)
         if ranking.definition.target.emulated_on is not None:
             others = sorted({"16-bit", *EIGHT_BIT} - {winner.config.numerics})
-            wanted += map(_computing_in, others)
+            wanted += [partial(_computes_in, numerics) for numerics in others]
         for is_wanted in wanted:
             tried = [record for record in searched if is_wanted(record.config)]
-            is_measured = any(record.verdict is Verdict.FITS for record in tried)
-            if is_measured or len(tried) >= CLASS_TRIALS_MAX:
-                continue
-            if (owed := self.fastest_of(is_wanted)) is not None:
-                return owed
+            measured = [record.config for record in tried if record.verdict is Verdict.FITS]
+            if len(tried) < CLASS_TRIALS_MAX:
+                owed = self.fastest_of(is_wanted, measured)
+                if owed is not None:
+                    return owed
         return None
 
     def _is_little_left(self, besides: int | None) -> bool:
@@ -103,8 +122,8 @@ class Stopping:
         return outlook is not None and outlook.gain < self.space.stop_below_gain
 
 
-def _computing_in(numerics: str) -> Callable[[TrialConfig], bool]:
-    return lambda config: config.numerics == numerics
+def _computes_in(numerics: str, config: TrialConfig) -> bool:
+    return config.numerics == numerics
 
 
 def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, Any]:
@@ -113,30 +132,24 @@ def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, A
     ``gain`` is expected over all cases: the chance that the most promising is better, times what is
     gained where it is, which is ``gain_if_better``.
     """
+    document: dict[str, Any] = {"reason": str(reason), "open": None, "most_promising": None}
     if outlook is None or outlook.config is None:
-        return {
-            "reason": str(reason),
-            "open": None if outlook is None else 0,
-            "most_promising": None,
-        }
+        return document if outlook is None else document | {"open": 0}
+    # Infinite where nothing fits yet, which JSON has no number for.
+    gain = outlook.gain if outlook.gain < float("inf") else None
+    is_possible = gain is not None and outlook.chance > 0
+    promising = {
+        "config": outlook.config.model_dump(mode="json"),
+        "chance": outlook.chance,
+        "gain": gain,
+        "gain_if_better": outlook.gain / outlook.chance if is_possible else None,
+    }
     return {
         "reason": str(reason),
         "open": outlook.open,
         "looked_at": outlook.looked_at,
-        "most_promising": {
-            "config": outlook.config.model_dump(mode="json"),
-            "chance": outlook.chance,
-            # Infinite where nothing fits yet, which JSON has no number for.
-            "gain": outlook.gain if outlook.gain < float("inf") else None,
-            "gain_if_better": _gain_if_better(outlook),
-        },
+        "most_promising": promising,
     }
-
-
-def _gain_if_better(outlook: Outlook) -> float | None:
-    if outlook.chance <= 0 or outlook.gain == float("inf"):
-        return None
-    return outlook.gain / outlook.chance
 
 
 def price_of(space: SearchSpace, *, gpu: str) -> float | None:
@@ -154,3 +167,229 @@ def price_of(space: SearchSpace, *, gpu: str) -> float | None:
             f"'{gpu}': put one into runs/prices.yaml, or set a time_budget instead"
         )
     return min(offer.usd_per_hour for offer in offers)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A finished trial that fits: what a running one would have to beat."""
+
+    config: TrialConfig
+    tokens_per_second: float
+    """The slow end of its 95 % interval: what it reached for sure."""
+    peak_allocated_bytes: int
+
+
+class Rivals:
+    """The trials of a space that ran to the end within the budget, at a known speed: what a running
+    one has to beat. Told each trial once.
+
+    A configuration counts by the last trial of it that came to a conclusion, as in the ranking.
+
+    Args:
+        definition: the study's.
+        records: trials of the search so far.
+        confirmations: what measured some of them again, before this search.
+    """
+
+    def __init__(
+        self,
+        definition: StudyDefinition,
+        records: Iterable[TrialRecord] = (),
+        *,
+        confirmations: Sequence[TrialRecord] = (),
+    ) -> None:
+        self._definition = definition
+        self._confirmations = tuple(confirmations)
+        self._space = rank((), definition)
+        self._known: dict[str, Rival] = {}
+        """By the identity of what they were of."""
+        self.learn(records)
+
+    def learn(self, records: Iterable[TrialRecord]) -> None:
+        """Take in finished trials of the search, later than every one before.
+
+        They are ranked, but with the speed that the search measured: what runs is measured by the
+        search as well.
+        """
+        told = {record.number: record for record in records}
+        ranking = rank(told.values(), self._definition, self._confirmations)
+        for ranked in ranking.records:
+            record = ranked if ranked.number in ranking.fallen else told[ranked.number]
+            if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
+                continue
+            key, measured = identity(record.config), record.measurement
+            self._known.pop(key, None)
+            interval = None if measured is None else measured.speed_interval
+            if record.verdict is Verdict.FITS and measured is not None and interval is not None:
+                peak = measured.peak_allocated_bytes
+                self._known[key] = Rival(record.config, interval[0], peak)
+
+    def of(self, config: TrialConfig) -> tuple[Rival, ...]:
+        """Return what a running trial has to beat.
+
+        A baseline outside the space cannot win it, so it stops nothing either. A speed without an
+        interval beats nobody for sure. What is of the baseline's capacity class is stopped by its
+        like alone: the fastest of that class is asked for though smaller adapters are faster. Where
+        another GPU stands in for the target, speeds compare within a class of numerics alone.
+        """
+        is_own = self._space.is_of_baselines_class(config)
+        is_target = self._definition.target.emulated_on is None
+        return tuple(
+            rival
+            for rival in self._known.values()
+            if (is_target or rival.config.numerics == config.numerics)
+            and (not is_own or self._space.is_of_baselines_class(rival.config))
+        )
+
+
+def is_hopeless(
+    progress: Progress,
+    *,
+    config: TrialConfig,
+    rivals: Iterable[Rival],
+    objectives: Sequence[Objective] = ("tokens_per_second",),
+) -> bool:
+    """Return whether a rival beats the trial in every objective even in the trial's best case.
+
+    Only where speed is among what is asked for: a slow trial may still need the least memory.
+
+    The best case is the fast end of the median's 95 % interval. Before there are steps enough for
+    one it is a generous guess, so that only a trial that is far behind is stopped by it; during the
+    warm-up there is none, as those steps are not the rate. What a trial would learn nobody knows:
+    how far behind it is decides, by `LOSS_MARGIN`.
+
+    Args:
+        progress: the newest sign of life; `tokens_per_second_high` is the trial's best case.
+        config: what is running.
+        rivals: what has been measured so far.
+        objectives: the study's; where there are several, a rival has to dominate (Pareto).
+    """
+    high, allocated = progress.tokens_per_second_high, progress.allocated_bytes
+    if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
+        return False
+    margin = LOSS_MARGIN if "eval_loss" in objectives else SPEED_MARGIN
+    better = [r for r in rivals if r.tokens_per_second > high * (1.0 + margin)]
+    if "peak_memory" in objectives:
+        # What is allocated by now bounds the peak from below: it can only get worse.
+        better = [r for r in better if r.peak_allocated_bytes <= (allocated or 0)]
+    if "trainable_parameters" in objectives:
+        # A running trial does not report its count; equal adapters have equal counts.
+        better = [r for r in better if r.config.capacity() == config.capacity()]
+    return bool(better)
+
+
+def is_disturbed(outcome: Outcome) -> bool:
+    """Whether another process had a hand in how a trial ended."""
+    match outcome:
+        case Measured(measurement=measurement) | PrunedSlow(measurement=measurement):
+            return NEIGHBOUR in measurement.flags
+        case OutOfMemory(flags=flags):
+            return NEIGHBOUR in flags
+    return False
+
+
+def outcome_to_keep(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return which of a configuration's outcomes to keep; only the last may be undisturbed.
+
+    Without such a one the fastest measurement is kept, since a neighbour only takes speed away. A
+    failure of the machine does not replace a measurement. Memory that a neighbour held all the time
+    says nothing of the configuration: that is a failure of the machine too.
+    """
+    kept = outcomes[-1]
+    measured = [outcome for outcome in outcomes if isinstance(outcome, Measured | PrunedSlow)]
+    if is_disturbed(kept) or (measured and kept.verdict in RETRYABLE):
+        complete = [outcome for outcome in measured if isinstance(outcome, Measured)] or measured
+        if not complete:
+            assert isinstance(kept, OutOfMemory)
+            return Crashed(
+                phase="build" if kept.stage == "load" else "warmup",
+                detail=f"another process held memory that this trial was to have: {kept.detail}",
+            )
+        kept = max(complete, key=lambda outcome: outcome.measurement.tokens_per_second)
+    if len(outcomes) == 1 or not isinstance(kept, Measured | PrunedSlow):
+        return kept
+    flags = (*kept.measurement.flags, REMEASURED)
+    measurement = kept.measurement.model_copy(update={"flags": flags})
+    return kept.model_copy(update={"measurement": measurement})
+
+
+class ConsecutiveFailures:
+    """The trials since the last one that the machine brought to an end of its own."""
+
+    def __init__(self) -> None:
+        self._failures: list[Crashed | TimedOut] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count a trial that ran; one that somebody interrupted says nothing either way.
+
+        Raises:
+            EnvironmentFault: this was one failure of a kind too many; names the first cause.
+        """
+        if isinstance(outcome, Lost) and outcome.is_interrupted:
+            return
+        if not isinstance(outcome, Crashed | TimedOut):
+            self._failures = []
+            return
+        alike = [failure for failure in self._failures if _kind(failure) == _kind(outcome)]
+        self._failures = [*alike, outcome]
+        if len(self._failures) >= FAILURES_IN_A_ROW:
+            how, suspect, cure = _words_of(self._failures[0])
+            raise EnvironmentFault(
+                f"{FAILURES_IN_A_ROW} trials in a row {how}: {suspect}. "
+                f"{_first_said(self._failures[0])} "
+                f"What was measured is stored; {cure}, then run the same command again"
+            )
+
+
+def _kind(failure: Crashed | TimedOut) -> tuple[str, str]:
+    """Return what failures have in common that are the machine's doing; what the host lacks it
+    lacks in whichever phase."""
+    cause = failure.cause if isinstance(failure, Crashed) else None
+    is_of_host = cause in ("host_out_of_memory", "too_few_descriptors")
+    return failure.verdict, str(cause) if is_of_host else failure.phase
+
+
+def nothing_concluded(records: Iterable[TrialRecord]) -> EnvironmentFault | None:
+    """Return the fault of a study in which every trial that ran failed; None where one did not.
+
+    What was refused before it ran says nothing of those that did: that nothing fits is not known.
+    """
+    known = tuple(records)
+    failures = [r.outcome for r in known if isinstance(r.outcome, Crashed | TimedOut)]
+    if not failures or any(record.verdict in WORTH_KEEPING for record in known):
+        return None
+    count = "the only trial that ran" if len(failures) == 1 else f"all {len(failures)} trials"
+    _, suspect, cure = _words_of(failures[0])
+    return EnvironmentFault(
+        f"nothing is known of what fits: {count} failed, and {suspect}. "
+        f"{_first_said(failures[0])} To go on, {cure}; the same command tries them again"
+    )
+
+
+def _words_of(failure: Crashed | TimedOut) -> tuple[str, str, str]:
+    """Return how a trial failed, what is at fault, and what helps."""
+    at_fault = "the machine is at fault rather than a configuration"
+    if failure.phase == "build":
+        at_fault = (
+            "either the model cannot be built from its config here, or the machine is at fault"
+        )
+    match failure:
+        case Crashed(cause="host_out_of_memory"):
+            return (
+                "ran out of this machine's own memory, not the card's",
+                "no configuration is at fault, which are measured by the card's memory",
+                "end what else uses this machine's memory, `free -h` shows how much is left, or "
+                "raise the limit of its container",
+            )
+        case Crashed(cause="too_few_descriptors"):
+            return "could open no further file", at_fault, MORE_DESCRIPTORS
+    how = f"{failure.verdict.replace('_', ' ')} in phase '{failure.phase}'"
+    return how, at_fault, "see `sweep doctor`"
+
+
+def _first_said(first: Crashed | TimedOut) -> str:
+    how, _, _ = _words_of(first)
+    return f"The first {how} and said: {first.detail.rstrip('.') or 'nothing'}."

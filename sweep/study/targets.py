@@ -49,33 +49,26 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
                 f"space '{space.name}': budget_gib is missing: gpu cpu has no memory of its own, "
                 "so say how much a training may take"
             )
-        budget_bytes = int(space.budget_gib * GIB)
-        return ResolvedTarget(
-            Target(gpu="cpu", device="cpu", budget_bytes=budget_bytes), None, None
-        )
+        target = Target(gpu="cpu", device="cpu", budget_bytes=int(space.budget_gib * GIB))
+        return ResolvedTarget(target, None, None)
     wanted = None if space.gpu == "auto" else find_gpu(space.gpu)
     if card is None:
         asked = "a GPU" if wanted is None else f"the {wanted.name}"
         raise EnvironmentFault(
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
-    host, capability = match_product(card.product), card.compute_capability
-    if capability is None and host is not None:
-        capability = host.compute_capability
-    if wanted is None or wanted == host:
-        target = Target(
-            gpu=card.product if host is None else host.name,
-            device="cuda",
-            budget_bytes=_budget(space, card, host, stands_in=False),
-        )
-        return ResolvedTarget(target, capability, capability)
+    host = match_product(card.product)
+    capability = card.compute_capability or (None if host is None else host.compute_capability)
+    stands_in = wanted is not None and wanted != host
+    spec = wanted if stands_in else host
     target = Target(
-        gpu=wanted.name,
+        gpu=card.product if spec is None else spec.name,
         device="cuda",
-        budget_bytes=_budget(space, card, wanted, stands_in=True),
-        emulated_on=card.product,
+        budget_bytes=_budget(space, card, spec, stands_in=stands_in),
+        emulated_on=card.product if stands_in else None,
     )
-    least = min(known for known in (capability, wanted.compute_capability) if known is not None)
+    both = (capability, spec.compute_capability if stands_in and spec is not None else None)
+    least = min((known for known in both if known is not None), default=None)
     return ResolvedTarget(target, least, capability)
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from search_spaces.config import TrialConfig
-from storage.records import Outcome, TrialRecord
-from sweep.running.lanes import Lane
+from storage.records import Measured, Outcome, TrialRecord
+from sweep.running.runner import Lane
 from sweep.sampling.encoding import Frontier, identity
 from sweep.study.confirmation import Confirmation, ranking_of
-from sweep.study.driver import Driver, Running, Source, Wanted
+from sweep.study.driver import (
+    Driver,
+    Running,
+    Source,
+    Wanted,
+    default_tokens,
+    quality_command,
+    tokens_of,
+)
 from sweep.study.events import StopReason, StudyFinished
-from sweep.study.machine_faults import ConsecutiveFailures, nothing_concluded
-from sweep.study.pruning import Rivals
-from sweep.study.quality import Quality
-from sweep.study.stopping import Spent, outlook_document
+from sweep.study.stopping import ConsecutiveFailures, Rivals, nothing_concluded, outlook_document
 
 
 def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
@@ -62,7 +67,7 @@ class Search(Source):
         self._started_seconds = driver.clock()
         self._since = driver.study.ledger.next_number
         self._frontier = Frontier(driver.encoding)
-        self._quality = Quality(driver.study)
+        self._tokens = tokens_of(driver.study)
         records = driver.study.records()
         self._rivals = Rivals(
             driver.study.definition, records, confirmations=driver.study.confirmations()
@@ -72,21 +77,37 @@ class Search(Source):
         self._failures: dict[Lane, ConsecutiveFailures] = {}
         self._failed_on: dict[TrialConfig, Lane] = {}
         """Where what is tried again failed last: another lane may know better."""
-        self._owed: TrialConfig | None = None
-        """What is tried next, as the search would end without it."""
 
     def next(self, lane: Lane) -> Wanted | StopReason | None:
-        """Return the next trial of the search, or why it ends."""
-        reason = self._reason_to_stop()
+        """Return the next trial of the search, or why it ends.
+
+        After a failure the sampler goes first, so that a fault of the machine shows as different
+        configurations failing alike.
+        """
+        driver, space, ledger = self._driver, self._space, self._study.ledger
+        running = {trial.config for trial in driver.running.values()}
+        has_baseline = driver.baseline in ledger or driver.baseline in running
+        to_retry = [c for c in ledger.to_retry(since=self._since) if c not in running]
+        spent = ledger.trials_spent(since=self._since) + len(running)
+        reason, config = self._reason_to_stop(spent, has_baseline=has_baseline, to_retry=to_retry)
         if reason is not None:
             return reason
-        if self._is_to_wait(lane):
+        if running and self._lacks_tokens:
+            # The first speed says how much every trial is to learn from.
             return None
-        quality = self._quality.command()
-        # Without the tokens it is but half of what is asked.
-        is_whole = quality is not None or not self._quality.is_asked
-        config = self._known_next(lane)
-        return Wanted(self._space.steps, config, quality=quality, leaves_result=is_whole)
+        # What failed on a lane last is another's to try again, where there is one.
+        is_alone = len(driver.lanes.working) == 1
+        retries = [c for c in to_retry if is_alone or self._failed_on.get(c) is not lane]
+        if to_retry and (not retries or self._failures.get(lane)):
+            has_room = spent + len(to_retry) < space.trials and not self._is_exhausted()
+            if not has_room and not retries:
+                return None
+            retries = [] if has_room else retries
+        if not has_baseline and not self._is_foreseen():
+            config = driver.baseline
+        elif retries:
+            config = retries[0]
+        return Wanted(space.steps, config, quality=quality_command(space, tokens=self._tokens))
 
     def check(self, trial: Running) -> None:
         """Say what is expected of a trial."""
@@ -102,15 +123,19 @@ class Search(Source):
             trial.rivals = self._rivals.of(trial.config)
 
     def again(self, trial: Running, outcome: Outcome) -> Wanted | None:
-        """Return the same trial where its own speed said on how many tokens all are to train."""
-        epoch = self._driver.forecaster.epoch_of(trial.config)
-        if not self._quality.choose(outcome, epoch):
+        """Return the same trial where its own speed said on how many tokens all are to train: the
+        first that fits."""
+        if not self._lacks_tokens or not isinstance(outcome, Measured):
             return None
-        return Wanted(self._space.steps, trial.config, quality=self._quality.command())
+        epoch = self._driver.forecaster.epoch_of(trial.config)
+        self._tokens = default_tokens(outcome.measurement.tokens_per_second, epoch)
+        self._study.note_quality_tokens(self._tokens)
+        quality = quality_command(self._space, tokens=self._tokens)
+        return Wanted(self._space.steps, trial.config, quality=quality)
 
     def told(self, record: TrialRecord) -> None:
         """Learn what trials have to beat from now on."""
-        self._rivals.learn(record)
+        self._rivals.learn([record])
         for running in self._driver.running.values():
             self._set_rivals(running)
 
@@ -120,80 +145,38 @@ class Search(Source):
         if outcome is not None:
             self._failures.setdefault(lane, ConsecutiveFailures()).count(outcome)
 
-    def _reason_to_stop(self) -> StopReason | None:
-        """Return why no further trial should start; None where one should."""
-        spent, limits = self._spent(), self._driver.limits
-        reason = self._driver.reason_to_stop() or limits.out_of_time(spent)
-        if reason is not None or self._to_retry():
-            return reason
-        if not self._has_begun(self._driver.baseline) and spent.trials < self._space.trials:
-            return None
+    def _reason_to_stop(
+        self, spent: int, *, has_baseline: bool, to_retry: list[TrialConfig]
+    ) -> tuple[StopReason | None, TrialConfig | None]:
+        """Return why no further trial should start, None where one should; and what is owed one, as
+        the search would end without it."""
+        driver, limits = self._driver, self._driver.limits
+        reason, limit = driver.reason_to_stop(), self._space.time_budget_seconds
+        if reason is None and limit is not None:
+            is_late = driver.clock() - self._started_seconds >= limit
+            reason = StopReason.TIME_SPENT if is_late else None
+        if reason is not None or to_retry:
+            return reason, None
+        if not has_baseline and spent < self._space.trials:
+            return None, None
         reason = limits.out_of_trials(
             spent, is_exhausted=self._is_exhausted, records=self._study.ledger.records
         )
-        if reason is StopReason.GAIN_SPENT and not self._driver.running:
-            self._owed = limits.still_owed(ranking_of(self._study))
-        return reason if self._owed is None else None
-
-    def _spent(self) -> Spent:
-        """Return what the search has used up, with the trials that run."""
-        seconds = self._driver.clock() - self._started_seconds
-        trials = self._study.ledger.trials_spent(since=self._since) + len(self._driver.running)
-        return Spent(trials=trials, seconds=seconds)
+        if reason is StopReason.GAIN_SPENT and not driver.running:
+            owed = limits.still_owed(ranking_of(self._study))
+            return reason if owed is None else None, owed
+        return reason, None
 
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted(self._tried)
 
-    def _has_begun(self, config: TrialConfig) -> bool:
-        return config in self._study.ledger or config in self._running_configs()
-
-    def _running_configs(self) -> set[TrialConfig]:
-        return {trial.config for trial in self._driver.running.values()}
-
-    def _to_retry(self) -> list[TrialConfig]:
-        """Return what failed, is to be tried again, and is not at the moment."""
-        running = self._running_configs()
-        return [c for c in self._study.ledger.to_retry(since=self._since) if c not in running]
-
-    def _retries(self, lane: Lane) -> list[TrialConfig]:
-        """Return what a lane is to try again: what failed on it last is another's, where there is
-        one.
-        """
-        is_alone = len(self._driver.lanes.working) == 1
-        return [c for c in self._to_retry() if is_alone or self._failed_on.get(c) is not lane]
-
-    def _is_to_wait(self, lane: Lane) -> bool:
-        """Whether what a lane is to run is known only once another trial has ended."""
-        if self._driver.running and self._quality.is_asked and self._quality.tokens is None:
-            # The first speed says how much every trial is to learn from.
-            return True
-        if not self._to_retry() or self._retries(lane):
-            return False
-        # What is left is for another lane to try again.
-        return not self._has_room() or self._is_exhausted()
-
-    def _has_room(self) -> bool:
-        """Whether trials are left beside those that are tried again."""
-        return self._spent().trials + len(self._to_retry()) < self._space.trials
-
-    def _known_next(self, lane: Lane) -> TrialConfig | None:
-        """Return what is tried next; None for the sampler's choice.
-
-        After a failure the sampler goes first, so that a fault of the machine shows as different
-        configurations failing alike.
-        """
-        if not self._has_begun(self._driver.baseline) and not self._is_foreseen():
-            return self._driver.baseline
-        if retries := self._retries(lane):
-            has_failed = bool(self._failures.get(lane))
-            if not (has_failed and self._has_room() and not self._is_exhausted()):
-                return retries[0]
-        owed, self._owed = self._owed, None
-        return owed
+    @property
+    def _lacks_tokens(self) -> bool:
+        return self._driver.asks_for_loss and self._tokens is None
 
     def _is_foreseen(self) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""
-        if self._quality.is_asked or self._study.ledger.records or self._driver.running:
+        if self._driver.asks_for_loss or self._study.ledger.records or self._driver.running:
             # The baseline's speed says how much every trial is to learn from.
             return False
         is_guided = self._space.sampler == "guided" and self._driver.forecaster.predicts_speed

@@ -26,7 +26,7 @@ from sweep.paths import runs_directory
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import folded
 
-PROBE = (sys.executable, "-P", "-m", "sweep.training.probe")
+PROBE = (sys.executable, "-P", "-m", "sweep.training.libraries")
 _PROBE_SECONDS = 180.0
 """A cold disk takes most of a minute to import torch."""
 _FREE_DISK_BYTES = GIB
@@ -62,7 +62,7 @@ class Machine:
 
     card: Card | None
     libraries: Mapping[str, Any]
-    """What `sweep.training.probe` answered."""
+    """What `sweep.training.libraries` answered."""
     versions: Mapping[str, str | None]
     """By package; None where it is not installed."""
     python: str

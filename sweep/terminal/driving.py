@@ -36,11 +36,9 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
-from sweep.running.cards import teams_of
-from sweep.running.device_info import read_card
+from sweep.running.device_info import read_card, teams_of
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.events import Listener, StopReason
-from sweep.study.interruption import Interruption, undisturbed
+from sweep.study.events import Interruption, Listener, StopReason, undisturbed
 from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
@@ -64,7 +62,7 @@ from sweep.terminal.working import working
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
-    StopReason.DOLLARS_SPENT: "The dollars of the study are spent.",
+    StopReason.DOLLARS_SPENT: "The dollars of the study are spent; a higher --max-dollars goes on.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
     StopReason.GAIN_SPENT: "No further trial is expected to gain enough to be worth it.",
     StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
@@ -176,7 +174,7 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
         raise InputError(
             f"study '{study}': its trials were recorded; nothing can be measured again"
         )
-    again = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
+    again = prepare_again(study, stored, **typed, card=read_card, read_texts=read_texts)
     prepared = OnCards(None).given_to(again)
     reason = drive(
         prepared,

@@ -52,7 +52,7 @@ from sweep.planning.question import Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.forecast import Progress
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.study.asked import named
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
 from sweep.terminal.plan.command import tracing

@@ -29,7 +29,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from storage.names import check_name
 from sweep.stop_signals import INTERRUPTED
-from sweep.study.interruption import Interruption
+from sweep.study.events import Interruption
 from sweep.study.session import Prepared
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal.board import search_words

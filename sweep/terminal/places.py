@@ -9,16 +9,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from search_spaces.errors import InputError, quote
+from search_spaces.loading import load_space
 from search_spaces.space import SearchSpace
 from storage.surfaces import Surface, read_surface
-from sweep.running.cards import ChosenCard, cards_for, choose_cards
-from sweep.running.device_info import Card, read_card, read_cards
-from sweep.running.lanes import Lanes
-from sweep.running.on_ray.cluster import Cluster, checked_address, joined
+from sweep.running.device_info import (
+    Card,
+    ChosenCard,
+    cards_for,
+    choose_cards,
+    read_card,
+    read_cards,
+)
+from sweep.running.ray_nodes import Cluster, checked_address, joined
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
+from sweep.running.runner import Lanes, Runner
 from sweep.study import recorded
-from sweep.study.session import Prepared, card_on_ray, lanes_on_ray, supervised_runner
+from sweep.study.session import Prepared, lanes_on_ray, supervised_runner
 from sweep.terminal.console import announce_if_slow
 
 
@@ -156,7 +162,7 @@ class OnRay(Places):
 
     def first(self) -> Card | None:
         """See `Places.first`."""
-        return card_on_ray(self._cluster(), self._space, self._overrides)
+        return self._cluster().card(self._overrides.get("gpu") or load_space(self._space).gpu)
 
     def given_to(self, prepared: Prepared) -> Prepared:
         """Return the study as it is: its cards are not this machine's.

@@ -30,7 +30,7 @@ from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import runs_directory, storage_url
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.asked import named
-from sweep.study.interruption import Interruption
+from sweep.study.events import Interruption
 from sweep.terminal.commands import ENVIRONMENT
 from sweep.terminal.console import folded, note, say_as_is, width_of
 from sweep.terminal.typed import respelled

@@ -25,7 +25,7 @@ from sweep.data.tokenizers import find_tokenizer
 from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
 from sweep.launching.slurm import submit as hand_in
 from sweep.paths import STORAGE, runs_directory, storage_url
-from sweep.running.cards import check_spelling
+from sweep.running.device_info import check_spelling
 from sweep.study.asked import named
 from sweep.terminal.commands import DONE
 from sweep.terminal.console import STDOUT, note, say, say_as_is

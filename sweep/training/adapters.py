@@ -1,25 +1,56 @@
 """What is put on the resident base for one trial and taken off again: adapters, checkpointing,
-compiled layers."""
+layers compiled for the shape at hand.
+
+Compiling the whole PEFT model compiles nothing, so each layer is compiled, and one graph serves all
+that are alike. Shapes are static: that costs some seconds a shape where a graph for any shape costs
+a minute, and trains as fast (tests/bench/results/compile_cost.json). Graphs stay for later trials
+on the same base, and on disk for later processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch._dynamo.callback import callback_handler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
-from sweep.training.compiling import Compilation, compiled
-from sweep.training.matrices import LINEAR
-from sweep.training.model import DTYPES, BaseModel, decoder_layers
-from sweep.training.sharding import Gathered, build_shares
+from sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
+from sweep.training.team import Gathered, build_shares
+
+_SHAPES_MAX = 1_000_000
+"""Graphs of one layer that are kept; torch keeps eight, and would not compile what comes after."""
+
+Graph = Callable[..., Any]
+
+
+@dataclass
+class Compilation:
+    """What the compiler did since it was put on some layers."""
+
+    calls: int = 0
+    """Times that a compiled layer ran forward, as a recomputed one does twice."""
+    seconds: float = 0.0
+    """Spent on compiling, or on fetching from the disk what was compiled before."""
+    _begun: float = 0.0
+
+    def start(self, _: Any) -> None:
+        """Note that the compiler begins."""
+        self._begun = time.perf_counter()
+
+    def end(self, _: Any) -> None:
+        """Note that it is done."""
+        self.seconds += time.perf_counter() - self._begun
 
 
 @dataclass
@@ -33,8 +64,8 @@ class Attached:
     """Layers whose activations are recomputed."""
     quantized_share: float | None = None
     """Of the base's matrices, how many weights are in 4 bits; None for a 16-bit base."""
-    checkpoint_calls: dict[int, int] = field(default_factory=dict)
-    """Times that each layer really went through checkpointing."""
+    recomputed: set[int] = field(default_factory=set)
+    """Layers that really went through checkpointing."""
     gathered: Gathered | None = None
     """What was seen of a packed weight that is put together from shares."""
     compilation: Compilation | None = None
@@ -67,8 +98,7 @@ def attached(
         InputError: the architecture has no such target modules.
     """
     with contextlib.ExitStack() as undo:
-        options = {"low_cpu_mem_usage": True} if config.is_sharded else {}
-        model = with_adapters(base, config, placing=options)
+        model = with_adapters(base, config, is_on_meta=config.is_sharded)
         layers = decoder_layers(base.model)
         chosen = config.checkpointed_layers(len(layers))
         result = Attached(model, layers, chosen, base.quantized_share)
@@ -81,25 +111,26 @@ def attached(
             undo.callback(model.unload)
         model.train()
         if chosen:
-            undo.enter_context(_checkpointing(base, result))
+            undo.enter_context(recomputed(base.model, layers, chosen))
+            layer: Any
+            for index, layer in enumerate(layers):
+                whole = layer._gradient_checkpointing_func
+                noted = partial(_noted, result.recomputed, index, whole)
+                layer._gradient_checkpointing_func = noted
         if config.compile:
             result.compilation = undo.enter_context(compiled(layers))
         yield result
 
 
 def with_adapters(
-    base: BaseModel,
-    config: TrialConfig,
-    *,
-    placing: Mapping[str, Any] | None = None,
-    **options: Any,
+    base: BaseModel, config: TrialConfig, *, is_on_meta: bool = False, **options: Any
 ) -> PeftModel:
     """Return the base with the configuration's adapters on it, in training mode or not as it was.
 
     Args:
         base: has none yet.
         config: their rank, scale, dropout, targets and type.
-        placing: how PEFT puts them there, where not on the base's device at once.
+        is_on_meta: whether they get no values yet.
         options: further ones of PEFT's `LoraConfig`.
 
     Raises:
@@ -113,7 +144,7 @@ def with_adapters(
         target_modules=target_modules(base, config),
         **options,
     )
-    model = get_peft_model(base.model, lora, **(placing or {}))
+    model = get_peft_model(base.model, lora, low_cpu_mem_usage=is_on_meta)
     # PEFT makes them fp32 whatever the base is, and has no word for another type on a 4-bit base.
     dtype = DTYPES[config.adapter_dtype]
     for parameter in model.parameters():
@@ -143,23 +174,12 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     return list(wanted)
 
 
-@contextlib.contextmanager
-def _checkpointing(base: BaseModel, attachment: Attached) -> Iterator[None]:
-    """Recompute the chosen layers only, and count each time that one really does."""
-
-    def counted(checkpoint: Callable[..., Any], index: int) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            calls = attachment.checkpoint_calls
-            calls[index] = calls.get(index, 0) + 1
-            return checkpoint(*args, **kwargs)
-
-        return counting
-
-    layer: Any
-    with recomputed(base.model, attachment.layers, attachment.checkpointed):
-        for index, layer in enumerate(attachment.layers):
-            layer._gradient_checkpointing_func = counted(layer._gradient_checkpointing_func, index)
-        yield
+def _noted(
+    seen: set[int], index: int, checkpoint: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Recompute a layer, and note that it really is."""
+    seen.add(index)
+    return checkpoint(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -198,3 +218,100 @@ def held_share(attachment: Attached) -> float:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor: itself, or its share of one that is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class CountingCompiler:
+    """A compiler whose graphs tell when they run.
+
+    There is one for the whole process: a graph is found again by who compiled it.
+    """
+
+    def __init__(self, compiler: Callable[[torch.fx.GraphModule, Sequence[Any]], Graph]) -> None:
+        self._compiler = compiler
+        self.counted = Compilation()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Graph:
+        """Compile a graph; called by torch."""
+        run = self._compiler(graph, inputs)
+
+        def counting(*args: Any) -> Any:
+            self.counted.calls += 1
+            return run(*args)
+
+        return counting
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Graph:
+    """Compile a graph as torch does where nothing else is asked for."""
+    # Imported at the first graph: it wants Triton on a GPU.
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)  # type: ignore[return-value]
+
+
+INDUCTOR = CountingCompiler(_inductor)
+
+
+@contextlib.contextmanager
+def compiled(
+    layers: Sequence[torch.nn.Module], *, compiler: CountingCompiler = INDUCTOR
+) -> Iterator[Compilation]:
+    """Compile each layer when it is first called; on exit they are as they were.
+
+    A layer is one graph or fails: what fell back to eager would not be what was asked for.
+    """
+    counted = compiler.counted = Compilation()
+    callback_handler.register_start_callback(counted.start)
+    callback_handler.register_end_callback(counted.end)
+    compile_each(layers, backend=compiler)
+    try:
+        yield counted
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        callback_handler.remove_start_callback(counted.start)
+        callback_handler.remove_end_callback(counted.end)
+
+
+def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor") -> None:
+    """Have each layer compiled when it is first called, for the shapes that it gets."""
+    torch._dynamo.config.recompile_limit = _SHAPES_MAX
+    torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
+    # Where several GPUs train together it would cut each layer's graph up for what they send.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        layer.compile(backend=backend, dynamic=False, fullgraph=True)
+
+
+def eager(layers: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Run layers as they are without the compiler, which would take seconds for each new shape."""
+    return changed((layer, "_compiled_call_impl", None) for layer in layers)
+
+
+@contextlib.contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of objects; on exit they are as they were.
+
+    Args:
+        changes: objects, names of attributes that they have, and values.
+    """
+    with contextlib.ExitStack() as undo:
+        for thing, name, value in list(changes):
+            undo.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        yield
+
+
+def forget_compiled() -> None:
+    """Drop every graph, and with it whatever it refers to; the files on the disk stay."""
+    torch._dynamo.reset()
+
+
+def start_compiler_processes() -> None:
+    """Begin with what the first compilation would wait for: processes that import torch too."""
+    with contextlib.suppress(ImportError, OSError):
+        # Without Triton there is no compiler: a trial that wants one says so. Where no process can
+        # be started, the first graph is compiled without.
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()

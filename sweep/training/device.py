@@ -9,8 +9,9 @@ import platform
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -76,95 +77,42 @@ class CudaMark(Mark):
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
-class Device(Protocol):
-    """What a trial needs of the device that it runs on. Bytes throughout."""
+@dataclass(frozen=True)
+class Memory:
+    """A device's counters since `reset_peak`."""
 
-    torch_device: torch.device
-    _peak_stage: Stage = "load"
-
-    def cap(self, budget_bytes: int) -> None:
-        """Refuse, for real, what would take the trainings of this process past the budget."""
-
-    def expand_segments(self, is_expandable: bool) -> None:
-        """Make the allocator's segments that are taken from now on grow, or keep their size."""
-
-    def warm_up(self) -> None:
-        """Make the libraries take now what they take once, so that no trial is charged for it."""
-
-    def mark(self) -> Mark:
-        """Return a mark behind everything that is queued by now."""
-        return Mark()
-
-    def release(self) -> None:
-        """Give back what nothing refers to any more."""
-
-    def allocated_bytes(self) -> int | None:
-        """Bytes of live tensors; None where no counter tells."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Start a new peak."""
-
-    def observed(self) -> contextlib.AbstractContextManager[None]:
-        """Context of the steps whose memory must be seen, for devices that need to watch."""
-        ...
-
-    def enter(self, stage: Stage) -> None:
-        """Say that another stage of a step begins, so that the peak's is known."""
-
-    def peak_allocated_bytes(self) -> int:
-        """Most bytes of live tensors since `reset_peak`."""
-        ...
-
-    def peak_stage(self) -> Stage:
-        """Stage in which the observed steps peaked; ``load`` where it was before them."""
-        return self._peak_stage
-
-    def peak_reserved_bytes(self) -> int | None:
-        """Most bytes held by the caching allocator since `reset_peak`; None without one."""
-        return None
-
-    def allocator_retries(self) -> int:
-        """Times since `reset_peak` that the allocator emptied its cache to serve a request."""
-        return 0
-
-    def spilled_bytes(self) -> int:
-        """Bytes that the driver put into the host's memory since `reset_peak`: it did not fail."""
-        return 0
-
-    def room_bytes(self) -> int | None:
-        """Bytes that this process holds or could still have; None where nobody can take them."""
-        return None
-
-    def ran_out(self, error: BaseException) -> bool:
-        """Whether an exception, still being handled, means that memory ran out."""
-        ...
+    peak_allocated_bytes: int
+    """Most bytes of live tensors."""
+    peak_stage: Stage
+    """In which the observed steps peaked; ``load`` where it was before them."""
+    peak_reserved_bytes: int | None = None
+    """Most bytes held by the caching allocator; None without one."""
+    allocator_retries: int = 0
+    """Times that the allocator emptied its cache to serve a request."""
+    spilled_bytes: int = 0
+    """That the driver put into the host's memory, and did not fail."""
 
 
-class CudaDevice(Device):
-    """One CUDA GPU under torch's caching allocator.
+class CudaDevice:
+    """One CUDA GPU under torch's caching allocator."""
 
-    Args:
-        can_spill: whether the driver answers a full GPU with the host's memory, as it does under
-            Windows; None looks.
-    """
-
-    def __init__(self, *, can_spill: bool | None = None) -> None:
+    def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         card: Any = torch.cuda.get_device_properties(self.torch_device)
         self._total_bytes = int(card.total_memory)
         self._shares_the_hosts = bool(getattr(card, "is_integrated", False))
-        is_under_windows = "microsoft" in platform.release().lower()
-        self._can_spill = is_under_windows if can_spill is None else can_spill
+        # Under Windows the driver answers a full GPU with the host's memory.
+        self._can_spill = "microsoft" in platform.release().lower()
         self._retries_before = 0
         self._rooms: dict[str, int] = {}
         """What this process had, or could still have, when it was capped and when a trial began."""
-        self._is_watching = False
-        self._stage: Stage = "load"
+        self._stage: Stage | None = None
+        """Of the step that is observed."""
+        self._peak_stage: Stage = "load"
         self._peak_seen = 0
 
     def cap(self, budget_bytes: int) -> None:
-        """See `Device.cap`: the allocator raises where reserved memory would pass the budget."""
+        """Refuse, for real, what would take the trainings of this process past the budget."""
         # What is reserved, not what is allocated: the driver gives out whole segments, and a GPU
         # is full when they are. At the cap the allocator first gives back what it caches and tries
         # again, as it would on a GPU of that size; `allocator_retries` counts how often.
@@ -172,11 +120,13 @@ class CudaDevice(Device):
         self._rooms["process"] = self._room_bytes()
 
     def expand_segments(self, is_expandable: bool) -> None:
-        """See `Device.expand_segments`: what the cache holds by then stays of its kind."""
+        """Make the allocator's segments that are taken from now on grow, or keep their size; what
+        the cache holds by then stays of its kind."""
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
 
     def warm_up(self) -> None:
-        """See `Device.warm_up`: the cuBLAS workspaces of the forward and of the backward thread."""
+        """Take now the cuBLAS workspaces of the forward and of the backward thread, so that no
+        trial is charged for them."""
         # cuBLAS keeps a workspace for each thread that multiplies, and autograd runs backward on
         # one of its own; they are never given back, whichever trial they were first taken in.
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -185,76 +135,67 @@ class CudaDevice(Device):
         torch.cuda.synchronize()
 
     def mark(self) -> Mark:
-        """See `Device.mark`."""
+        """Return a mark behind everything that is queued by now."""
         return CudaMark()
 
     def release(self) -> None:
-        """See `Device.release`."""
+        """Give back what nothing refers to any more."""
         gc.collect()
         torch.cuda.empty_cache()
 
-    def allocated_bytes(self) -> int | None:
-        """See `Device.allocated_bytes`."""
-        return int(torch.cuda.memory_allocated())
+    def allocated_bytes(self) -> int:
+        """Return the bytes of live tensors."""
+        return torch.cuda.memory_allocated()
 
     def reset_peak(self) -> None:
-        """See `Device.reset_peak`."""
+        """Start a new peak."""
         torch.cuda.reset_peak_memory_stats()
         # What resets the peaks leaves torch's count of retries as it is.
-        self._retries_before = self._retries()
+        counts = torch.cuda.memory_stats()
+        self._retries_before = counts.get("num_alloc_retries", 0)
         self._rooms["trial"] = self._room_bytes()
-        self._stage = self._peak_stage = "load"
-        self._peak_seen = self.peak_allocated_bytes()
+        self._peak_stage, self._peak_seen = "load", counts.get("allocated_bytes.all.peak", 0)
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """See `Device.observed`: the allocator counts by itself; only the stages are followed."""
-        self._is_watching, self._stage = True, "forward"
+        """Follow the stages of the steps inside; the allocator counts by itself."""
+        self._stage = "forward"
         try:
             yield
         finally:
-            self._note_peak()
-            self._is_watching = False
+            self.enter("load")
+            self._stage = None
 
     def enter(self, stage: Stage) -> None:
-        """See `Device.enter`."""
-        if self._is_watching:
-            self._note_peak()
-            self._stage = stage
-
-    def _note_peak(self) -> None:
-        """Charge the stage that ends with the peak, if it rose in it."""
-        peak = self.peak_allocated_bytes()
+        """Let another stage begin, and charge the one that ends with the peak if it rose in it."""
+        if self._stage is None:
+            return
+        peak = torch.cuda.max_memory_allocated()
         if peak > self._peak_seen:
             self._peak_seen, self._peak_stage = peak, self._stage
+        self._stage = stage
 
-    def peak_allocated_bytes(self) -> int:
-        """See `Device.peak_allocated_bytes`."""
-        return int(torch.cuda.max_memory_allocated())
-
-    def peak_reserved_bytes(self) -> int | None:
-        """See `Device.peak_reserved_bytes`."""
-        return int(torch.cuda.max_memory_reserved())
-
-    def allocator_retries(self) -> int:
-        """See `Device.allocator_retries`."""
-        return self._retries() - self._retries_before
-
-    def spilled_bytes(self) -> int:
-        """See `Device.spilled_bytes`: what was reserved beyond what the GPU had to give.
-
-        Only where a driver can spill: elsewhere more than there was means that a neighbour left.
-        """
-        if not self._can_spill or not self._rooms:
-            return 0
-        return bytes_beyond(int(torch.cuda.max_memory_reserved()), room=min(self._rooms.values()))
+    def memory(self) -> Memory:
+        """Return the counters since `reset_peak`."""
+        counts = torch.cuda.memory_stats()
+        reserved = counts.get("reserved_bytes.all.peak", 0)
+        # Elsewhere more than there was to have means that a neighbour left.
+        is_spilled = self._can_spill and self._rooms
+        return Memory(
+            peak_allocated_bytes=counts.get("allocated_bytes.all.peak", 0),
+            peak_stage=self._peak_stage,
+            peak_reserved_bytes=reserved,
+            allocator_retries=counts.get("num_alloc_retries", 0) - self._retries_before,
+            spilled_bytes=bytes_beyond(reserved, min(self._rooms.values())) if is_spilled else 0,
+        )
 
     def room_bytes(self) -> int | None:
-        """See `Device.room_bytes`: None where the host's memory is the GPU's, which all use."""
+        """Return the bytes that this process holds or could still have; None where the host's
+        memory is the GPU's, which all use."""
         return None if self._shares_the_hosts else self._room_bytes()
 
     def ran_out(self, error: BaseException) -> bool:
-        """See `Device.ran_out`: the host's memory is not the GPU's."""
+        """Whether an exception, still being handled, means that the GPU's memory ran out."""
         return is_card_out_of_memory(error)
 
     def _room_bytes(self) -> int:
@@ -262,30 +203,27 @@ class CudaDevice(Device):
         # either number, the sum does not move with what is trained: it falls where memory goes to
         # others, or to what this process's own libraries take beside the allocator.
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return int(free) + int(torch.cuda.memory_reserved())
-
-    def _retries(self) -> int:
-        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+        return int(free) + torch.cuda.memory_reserved()
 
 
-class CpuDevice(Device):
+class CpuDevice:
     """The CPU, where a budget of tensors is kept by counting.
 
     Peaks are read from the allocations that torch's profiler sees in the observed steps, on top of
     the tensors that were there before; they repeat to the byte, and they alone decide what fits.
     The kernel's limit on this process's private memory (`RLIMIT_DATA`) is a net for what is far too
     large: it cannot tell tensors from scratch memory, and what the heap holds free is served
-    without asking the kernel at all.
+    without asking the kernel at all. For each method see `CudaDevice`.
     """
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._peak = 0
+        self._memory = Memory(0, "load")
         self._budget: int | None = None
         self._failed_at_limit = False
 
     def cap(self, budget_bytes: int) -> None:
-        """See `Device.cap`: in force from the next `reset_peak` on.
+        """Keep the budget, from the next `reset_peak` on.
 
         Raises:
             EnvironmentFault: a limit of this process's memory leaves less, and would be taken for
@@ -301,23 +239,27 @@ class CpuDevice(Device):
         self._budget = budget_bytes
 
     def expand_segments(self, is_expandable: bool) -> None:
-        """See `Device.expand_segments`: the heap has none."""
+        """Do nothing: the heap has no segments."""
 
     def warm_up(self) -> None:
-        """See `Device.warm_up`: threads and their stacks, kernels, the profiler."""
+        """Take now what is taken once: threads and their stacks, kernels, the profiler."""
         for dtype in (torch.bfloat16, torch.float32):
             weight = torch.randn(512, 512, dtype=dtype, requires_grad=True)
             with self.observed():
                 (weight @ weight).sum().backward()
 
+    def mark(self) -> Mark:
+        """Return a mark, passed at once."""
+        return Mark()
+
     def release(self) -> None:
-        """See `Device.release`."""
+        """Give back what nothing refers to any more."""
         gc.collect()
         # The heap keeps what was freed, and the limit on private memory would count it.
         _LIBC.malloc_trim(0)
 
-    def allocated_bytes(self) -> int | None:
-        """See `Device.allocated_bytes`: every tensor storage that Python can reach."""
+    def allocated_bytes(self) -> int:
+        """Return the bytes of every tensor storage that Python can reach."""
         # torch counts no allocations on the CPU. Views share a storage, which counts once.
         storages = {}
         for item in gc.get_objects():
@@ -328,74 +270,76 @@ class CpuDevice(Device):
         return sum(storages.values())
 
     def reset_peak(self) -> None:
-        """See `Device.reset_peak`: what is not a tensor by now is not this trial's either."""
-        self._peak = self.allocated_bytes() or 0
-        self._peak_stage = "load"
+        """Start a new peak: what is not a tensor by now is not this trial's either."""
+        self._memory = Memory(self.allocated_bytes(), "load")
         self._failed_at_limit = False
-        self._arm()
+        self._limit()
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """See `Device.observed`: follow every allocation while the context is open."""
-        before = self.allocated_bytes() or 0
+        """Follow every allocation while the context is open."""
+        before = self.allocated_bytes()
         watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         watch.start()
         try:
             yield
         except BaseException:
             # Asked now: the limit is lifted below, and set anew for what is there afterwards.
-            self._failed_at_limit = self._is_at_limit()
+            self._failed_at_limit = _is_at_limit()
             raise
         finally:
             # What the profiler takes to sum up is not the training's.
-            self._disarm()
+            if self._budget is not None:
+                _limit_data(resource.RLIM_INFINITY)
             try:
                 watch.stop()
                 highest, stage = _highest_total(watch)
-                if before + highest > self._peak:
-                    self._peak, self._peak_stage = before + highest, stage
+                if before + highest > self._memory.peak_allocated_bytes:
+                    self._memory = Memory(before + highest, stage)
                 del watch
             finally:
-                self._arm()
+                self._limit()
 
     def enter(self, stage: Stage) -> None:
-        """See `Device.enter`: a mark among the profiler's events."""
+        """Let another stage begin: a mark among the profiler's events."""
         with record_function(_MARK + stage):
             pass
 
-    def _arm(self) -> None:
+    def _limit(self) -> None:
         """Let the process hold the budget's worth of tensors on top of what is not a tensor."""
         if self._budget is not None:
-            others = _bytes_of("VmData") - (self.allocated_bytes() or 0)
+            others = _bytes_of("VmData") - self.allocated_bytes()
             _limit_data(others + self._budget + _NET_BYTES)
 
-    def _disarm(self) -> None:
-        if self._budget is not None:
-            _limit_data(resource.RLIM_INFINITY)
+    def memory(self) -> Memory:
+        """Return the peak since `reset_peak`."""
+        return self._memory
 
-    def peak_allocated_bytes(self) -> int:
-        """See `Device.peak_allocated_bytes`."""
-        return self._peak
+    def room_bytes(self) -> int | None:
+        """Return None: nobody can take it."""
+        return None
 
     def ran_out(self, error: BaseException) -> bool:
-        """See `Device.ran_out`: at the limit, libraries fail in ways of their own."""
-        if is_host_out_of_memory(error) or self._budget is None:
-            return is_host_out_of_memory(error)
-        return self._failed_at_limit or self._is_at_limit()
+        """Whether memory ran out: at the limit, libraries fail in ways of their own."""
+        is_limited = self._budget is not None and (self._failed_at_limit or _is_at_limit())
+        return is_limited or is_host_out_of_memory(error)
 
-    def _is_at_limit(self) -> bool:
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        is_limited = limit != resource.RLIM_INFINITY
-        return is_limited and _bytes_of("VmData") + _NEXT_TO_NOTHING_BYTES > limit
+
+Device = CudaDevice | CpuDevice
+
+
+def _is_at_limit() -> bool:
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    is_limited = limit != resource.RLIM_INFINITY
+    return is_limited and _bytes_of("VmData") + _NEXT_TO_NOTHING_BYTES > limit
 
 
 def _highest_total(watch: profile) -> tuple[int, Stage]:
     """Return the highest running total of allocated minus freed bytes, and the stage it was in."""
-    results = watch.profiler.kineto_results if watch.profiler is not None else None
-    events: list[Any] = [] if results is None else results.events()
+    results: Any = watch.profiler and watch.profiler.kineto_results
     total = highest = 0
     stage = highest_stage = "load"
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in sorted(results.events() if results else (), key=lambda event: event.start_ns()):
         name = event.name()
         if name.startswith(_MARK):
             stage = name.removeprefix(_MARK)
@@ -418,13 +362,13 @@ def _limit_data(soft: int) -> None:
 def _bytes_of(kind: str) -> int:
     """Return what the kernel counts of this process under a name (Linux): ``VmData`` is what
     `RLIMIT_DATA` limits."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {kind} line")
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{kind}:")
+    )
 
 
-def bytes_beyond(reserved_bytes: int, *, room: int) -> int:
+def bytes_beyond(reserved_bytes: int, room: int) -> int:
     """Return how much of what was reserved a GPU with so much room cannot have held itself."""
     beyond = reserved_bytes - room
     return beyond if beyond > _SPILL_SLACK_BYTES else 0

@@ -11,7 +11,7 @@ import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import words_of
-from storage.records import NEIGHBOUR, Ineffective, Outcome, OutOfMemory
+from storage.records import OutOfMemory, Stage
 
 if TYPE_CHECKING:
     from sweep.training.device import Device
@@ -39,20 +39,27 @@ _KERNEL_RESOURCES = re.compile(
     r"\bOutOfResources\b|out of resource: |too many resources requested for launch"
 )
 """Shared memory, registers or threads of one block: more of the GPU's memory would not help."""
+_SOURCES = {
+    "liger_kernel": "kernels",
+    "inductor": "compile",
+    "_dynamo": "compile",
+    "flash_attn": "attention",
+    "attention": "attention",
+}
+"""The setting that brings a kernel, by what is in the names of the files that call it."""
 _REQUESTED = re.compile(r"(?:Tried to allocate|tried to allocate) ([\d.]+) ?(bytes|KiB|MiB|GiB)?")
 _UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_card_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the GPU's memory ran out, and not the host's."""
-    return not lacks_kernel_resources(error) and any(
-        _HOST_ALLOCATOR not in str(cause)
-        and (
-            isinstance(cause, torch.OutOfMemoryError)
-            or (isinstance(cause, RuntimeError) and _CARD_MEMORY.search(str(cause)))
-        )
-        for cause in _causes(error)
+    causes = [cause for cause in _causes(error) if _HOST_ALLOCATOR not in str(cause)]
+    is_memory = any(
+        isinstance(cause, torch.OutOfMemoryError)
+        or (isinstance(cause, RuntimeError) and _CARD_MEMORY.search(str(cause)))
+        for cause in causes
     )
+    return is_memory and not lacks_kernel_resources(error)
 
 
 def is_host_out_of_memory(error: BaseException) -> bool:
@@ -77,18 +84,20 @@ def lacks_kernel_resources(error: BaseException) -> bool:
     )
 
 
-def knob_of_kernel(error: BaseException, config: TrialConfig) -> str:
-    """Return the setting that brought the kernel that failed: by the code it was called from."""
+def knob_at_fault(error: BaseException, config: TrialConfig) -> str | None:
+    """Return the setting whose layers do not compile, or that brought a kernel that does not fit,
+    by the code it was called from; None where an exception that is not of memory means neither."""
+    if not lacks_kernel_resources(error):
+        # Dynamo also raises what the traced code raised, and then names the lines it was tracing.
+        is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
+        is_compilers = is_dynamos_own or "from user code:" in str(error)
+        return "compile" if config.compile and is_compilers else None
     for cause in _causes(error):
         # From where it was raised outwards.
         for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
-            source = frame.f_code.co_filename
-            if "liger_kernel" in source:
-                return "kernels"
-            if "inductor" in source or "_dynamo" in source:
-                return "compile"
-            if "flash_attn" in source or "attention" in source:
-                return "attention"
+            for part, knob in _SOURCES.items():
+                if part in frame.f_code.co_filename:
+                    return knob
     if config.compile:
         return "compile"
     return "attention" if config.kernels == "hf" else "kernels"
@@ -100,45 +109,6 @@ def requested_bytes(error: BaseException) -> int | None:
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
-def is_from_the_compiler(error: Exception) -> bool:
-    """Whether an exception says that `torch.compile` could not compile a layer.
-
-    Dynamo also raises what the traced code raised, and then names the lines it was tracing.
-    """
-    is_dynamos_own = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    return is_dynamos_own or "from user code:" in str(error)
-
-
-def verdict_of(
-    error: Exception,
-    config: TrialConfig,
-    *,
-    device: Device,
-    loop: TrainingLoop | None,
-    was_robbed: bool = False,
-    doing: str = "",
-) -> Outcome | None:
-    """Return what an exception means, in strings and numbers alone; None for the unknown.
-
-    Args:
-        error: still being handled.
-        config: what was trained.
-        device: on which.
-        loop: whose steps were done; None before there is one.
-        was_robbed: whether others hold memory that was promised to this process.
-        doing: what else than a training step was being done, to begin a sentence with.
-    """
-    detail = (doing + words_of(error))[:DETAIL_LENGTH]
-    if lacks_kernel_resources(error):
-        return Ineffective(knob=knob_of_kernel(error, config), detail=detail)
-    if device.ran_out(error):
-        flags = (NEIGHBOUR,) if was_robbed else ()
-        return out_of_memory(error, config, device=device, loop=loop, doing=doing, flags=flags)
-    if config.compile and is_from_the_compiler(error):
-        return Ineffective(knob="compile", detail=detail)
-    return None
-
-
 def out_of_memory(
     error: Exception,
     config: TrialConfig,
@@ -148,15 +118,23 @@ def out_of_memory(
     doing: str = "",
     flags: tuple[str, ...] = (),
 ) -> OutOfMemory:
-    """Return the outcome of a training that ran out of memory; see `verdict_of`."""
+    """Return the outcome of a training that ran out of memory, in strings and numbers alone.
+
+    Args:
+        error: still being handled.
+        config: what was trained.
+        device: on which.
+        loop: whose steps were done; None before there is one.
+        doing: what else than a training step was being done, to begin a sentence with.
+        flags: of the outcome.
+    """
     # The base is there, unless it is sharded: then it gets its weights with the adapters.
-    is_loading = loop is None or loop.stage == "load"
-    stage = "load" if loop is None and config.is_sharded else "forward"
+    stage: Stage = "load" if loop is None and config.is_sharded else "forward"
     return OutOfMemory(
-        stage=stage if is_loading or loop is None else loop.stage,
+        stage=stage if loop is None or loop.stage == "load" else loop.stage,
         step=0 if loop is None else loop.micro_step,
         requested_bytes=requested_bytes(error),
-        peak_allocated_bytes=device.peak_allocated_bytes(),
+        peak_allocated_bytes=device.memory().peak_allocated_bytes,
         detail=(doing + words_of(error))[:DETAIL_LENGTH],
         flags=flags,
     )

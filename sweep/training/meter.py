@@ -1,5 +1,5 @@
 """How a trial's steps become a measurement: their seconds, steadiness, the interval of the median,
-and what the GPU and other processes did meanwhile."""
+their FLOPs, and what the GPU and other processes did meanwhile."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
 
 from search_spaces.config import TrialConfig
+from search_spaces.linears import attention_width, training_flops_per_token
 from search_spaces.space import StepBudget
 from storage.records import NEIGHBOUR
 from sweep.nvml import NvmlCard
+from sweep.training.adapters import Attached
 from sweep.training.device import Device
+from sweep.training.model import LINEAR, weights_of
 
 NEIGHBOUR_BYTES = 2**30
 """So much taken by others since a trial began is a neighbour's: this process's own libraries load
@@ -25,6 +32,10 @@ NEIGHBOUR_BYTES_MEASURING = 256 * 2**20
 _STEPS_TO_JUDGE = 3
 _ENERGY_SECONDS_MIN = 1.0
 """The GPU's counter moves some ten times a second: what is shorter is not told to a tenth."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of a layer's experts."""
+_ROUTED = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+"""What configs call the number of experts that a token is sent to."""
 _LENIENCY = 0.7
 """Share of the fastest of a few steps that the median is surely above, also on a busy machine."""
 
@@ -143,12 +154,11 @@ class CardReader:
 
     def __init__(self, card: NvmlCard | None) -> None:
         self._card = card
-        self._known: frozenset[int] = frozenset()
         self.remember()
 
     def remember(self) -> None:
         """Take the processes of this moment as known; call it when this one is there too."""
-        self._known = self._processes()
+        self._known = self._processes() | {os.getpid()}
 
     def read(self) -> CardReading:
         """Return what the driver tells now; each figure it refuses is left empty."""
@@ -159,16 +169,15 @@ class CardReader:
             used_bytes=None if memory is None else memory.used,
             sm_clock_mhz=self._card.sm_clock_mhz(),
             throttle_reasons=self._card.throttle_reasons(),
-            has_neighbour=bool(self._processes() - self._known - {os.getpid()}),
+            has_neighbour=not self._processes() <= self._known,
         )
 
     def energy_joules(self) -> float | None:
         """Return the energy that the GPU has used so far; None where nobody counts it."""
         return None if self._card is None else self._card.energy_joules()
 
-    def _processes(self) -> frozenset[int]:
-        found = () if self._card is None else self._card.processes()
-        return frozenset(process.pid for process in found)
+    def _processes(self) -> set[int]:
+        return set() if self._card is None else {p.pid for p in self._card.processes()}
 
 
 @dataclass
@@ -187,37 +196,34 @@ class NeighbourWatch:
     card: CardReader
     budget_bytes: int | None
     has_paged_memory: bool = False
-    _room_at_start: int | None = None
-    _room_at_measuring: int | None = None
+    _least_room: int = 0
+    """So much is left where nobody came."""
 
     def start(self) -> None:
         """Take what the device has for this process now as what it had before anybody came."""
-        self._room_at_start = self.device.room_bytes()
+        self._least_room = 0
+        self._note_room(NEIGHBOUR_BYTES)
 
     def start_measuring(self) -> None:
         """Watch more closely from now on: what this process needed itself, it has."""
-        self._room_at_measuring = self.device.room_bytes()
+        self._note_room(NEIGHBOUR_BYTES_MEASURING)
+
+    def _note_room(self, slack: int) -> None:
+        room = self.device.room_bytes()
+        if room is not None and not self.has_paged_memory:
+            self._least_room = max(self._least_room, room - slack)
 
     def have_taken_memory(self) -> bool:
         """Whether others took a noticeable part of the device since the start, or measuring."""
         room = self.device.room_bytes()
-        return room is not None and self._have_left(room)
+        return room is not None and room < self._least_room
 
     def have_robbed(self) -> bool:
         """Whether others came and hold what the budget had promised to this process."""
         room = self.device.room_bytes()
         if room is None or self.budget_bytes is None or room >= self.budget_bytes:
             return False
-        return self._have_left(room) or self.card.read().has_neighbour
-
-    def _have_left(self, room: int) -> bool:
-        """Whether no more than ``room`` being left is others' doing."""
-        if self.has_paged_memory or self._room_at_start is None:
-            return False
-        at_measuring = self._room_at_measuring
-        return self._room_at_start - room > NEIGHBOUR_BYTES or (
-            at_measuring is not None and at_measuring - room > NEIGHBOUR_BYTES_MEASURING
-        )
+        return room < self._least_room or self.card.read().has_neighbour
 
 
 @dataclass
@@ -321,49 +327,116 @@ class Meter:
         if done < self.steps.measured_min:
             return False
         is_spent = done >= self.steps.measured_max or elapsed_seconds >= self.steps.seconds_max
-        return is_spent or (not self.is_soak and self.is_precise())
+        return is_spent or (not self.is_soak and self._is_precise())
 
-    def is_precise(self) -> bool:
-        """Whether the median of the measured steps is as sure as was asked."""
+    def _is_precise(self) -> bool:
         return is_precise(self.measured, relative=self.steps.relative_interval)
-
-    @property
-    def steps_done(self) -> int:
-        """Steps of warm-up and measuring together."""
-        return len(self.warmup) + len(self.measured)
 
     @property
     def median_seconds(self) -> float:
         """Seconds of the median measured step."""
         return statistics.median(self.measured)
 
-    @property
-    def joules_per_token(self) -> float | None:
-        """Of the measured steps; None where unknown."""
-        of_one = self.tokens_per_step / self.config.accumulation_steps / self.config.data_parallel
-        return self.energy.per_token(self._micro_steps * of_one)
-
-    @property
-    def peak_device_bytes(self) -> int | None:
-        """Most bytes of the GPU in use while it was measured; None where nobody tells."""
-        return max((r.used_bytes for r in self._readings if r.used_bytes is not None), default=None)
-
-    @property
-    def sm_clock_mhz(self) -> int | None:
-        """The median clock while it was measured; None where nobody tells."""
+    def figures(self) -> dict[str, Any]:
+        """Return what a `Measurement` says of the steps and of the GPU meanwhile."""
+        used = [r.used_bytes for r in self._readings if r.used_bytes is not None]
         clocks = [r.sm_clock_mhz for r in self._readings if r.sm_clock_mhz is not None]
-        return int(statistics.median(clocks)) if clocks else None
+        of_one = self.tokens_per_step / self.config.accumulation_steps / self.config.data_parallel
+        return {
+            "steps_measured": len(self.measured),
+            "steps_warmup": len(self.warmup),
+            "measured_seconds": self.measured_spent,
+            "training_seconds": self.warmup_spent + self.measured_spent,
+            "peak_device_bytes": max(used, default=None),
+            "sm_clock_mhz": int(statistics.median(clocks)) if clocks else None,
+            "throttle_reasons": self._throttle_reasons(),
+            "joules_per_token": self.energy.per_token(self._micro_steps * of_one),
+        }
 
-    @property
-    def throttle_reasons(self) -> tuple[str, ...]:
-        """Everything that slowed the GPU down while it was measured."""
+    def _throttle_reasons(self) -> tuple[str, ...]:
         return tuple(sorted({reason for r in self._readings for reason in r.throttle_reasons}))
 
-    @property
     def flags(self) -> dict[str, bool]:
-        """What makes the measured seconds less sure, by flag."""
+        """Return what makes the measured seconds less sure, by flag."""
         return {
-            "throttled": bool(self.throttle_reasons),
-            "noisy": not self.is_precise(),
+            "throttled": bool(self._throttle_reasons()),
+            "noisy": not self._is_precise(),
             NEIGHBOUR: self._is_crowded or any(r.has_neighbour for r in self._readings),
         }
+
+
+def flops_per_token(
+    attachment: Attached, model_config: PreTrainedConfig, seq_len: int
+) -> float | None:
+    """Return the FLOPs that a step needs for each token, counted on the model that is there; None
+    where its modules do not tell."""
+    text = model_config.get_text_config()
+    frozen = adapters = 0.0
+    for name, weights in _multiplied(attachment, text):
+        if weights is None:
+            return None
+        if ".lora_" in name:
+            adapters += weights
+        else:
+            frozen += weights
+    return training_flops_per_token(
+        frozen=frozen,
+        adapters=adapters,
+        layers=len(attachment.layers),
+        attention_width=attention_width(
+            hidden=text.hidden_size,
+            heads=getattr(text, "num_attention_heads", None) or 1,
+            head_dim=getattr(text, "head_dim", None),
+        ),
+        seq_len=seq_len,
+    )
+
+
+def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[str, float | None]]:
+    """Yield of each module with how many weights each token is multiplied; None where it is of a
+    kind that is not known. A token meets as many experts as the router sends it to."""
+    count = next((getattr(text, key) for key in _EXPERTS if hasattr(text, key)), None)
+    routed = next((getattr(text, key) for key in _ROUTED if hasattr(text, key)), None)
+    share = routed / count if isinstance(count, int) and isinstance(routed, int) else None
+    modules = dict(attachment.model.named_modules())
+    experts = tuple(f"{name}." for name in modules if name.rpartition(".")[2] == "experts")
+    for name, module in modules.items():
+        if isinstance(module, LINEAR):
+            part = share if name.startswith(experts) else 1
+            yield name, None if part is None else weights_of(module) * part
+        elif not isinstance(module, torch.nn.Embedding):
+            shapes = [p.shape for p in module.parameters(recurse=False) if p.ndim > 1]
+            is_of_experts = any(len(shape) == 3 for shape in shapes)
+            for shape in shapes:
+                if share is None or len(shape) > 3 or shape[0] != count:
+                    yield name, None
+                elif len(shape) == 3:
+                    yield name, shape.numel() * share
+                elif not is_of_experts:
+                    # A router; beside experts it would be their biases.
+                    yield name, shape.numel()
+
+
+def flops_per_step(
+    attachment: Attached,
+    model_config: PreTrainedConfig,
+    config: TrialConfig,
+    *,
+    shapes: Sequence[tuple[int, int]],
+) -> float | None:
+    """Return the FLOPs of an optimizer step of one GPU, padding included; None where not known.
+
+    Args:
+        attachment: base and adapters.
+        model_config: the base's.
+        config: what is trained.
+        shapes: rows and width of micro-batches that stand for all.
+    """
+    work = 0.0
+    for rows, width in shapes:
+        # Flattened rows stay apart: no token has more before it than its own row has.
+        each = flops_per_token(attachment, model_config, min(width, config.seq_len))
+        if each is None:
+            return None
+        work += rows * width * each
+    return config.accumulation_steps * work / len(shapes)

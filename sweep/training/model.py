@@ -21,6 +21,7 @@ from peft import prepare_model_for_kbit_training
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig
@@ -35,8 +36,9 @@ from sweep.training.eight_bit import (
     half_dtype,
     to_8_bits,
 )
-from sweep.training.matrices import matrices, quantized_share
 
+LINEAR = (torch.nn.Linear, Conv1D)
+_NEVER = (torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -100,7 +102,10 @@ def build_base(
                 elif weights == "pretrained":
                     model = _load_pretrained(config, spec=spec, device=device)
                 else:
-                    model = _build_random(config, spec=spec, device=device)
+                    model = skeleton(config, spec=spec)
+                    for module in model.modules():
+                        give_weights(module, model, config, device=device)
+                    model.tie_weights()
             if config.is_8bit_compute:
                 compute_in_8_bits(model, config.compute_dtype)
         except UnfitWeightError as error:
@@ -112,7 +117,7 @@ def build_base(
         model.train()
         with _needing("kernels", is_own=config.kernels != "hf", cure=install_extra("gpu")):
             undo.enter_context(_kernels(model, config.kernels))
-        share = share_quantized(model, config)
+        share = quantized_share(model, config)
         return BaseModel(config.base(), spec, model, undo.pop_all(), share)
 
 
@@ -153,12 +158,52 @@ def unquantized_layers(model: PreTrainedModel, config: TrialConfig) -> list[str]
     return [name for name, module in model.named_modules() if id(module) in left]
 
 
-def share_quantized(model: PreTrainedModel, config: TrialConfig) -> float | None:
-    """Return how many are in 4 or 8 bits of the weights that the configuration means to be; None
-    where it means none."""
+def quantized_share(model: PreTrainedModel, config: TrialConfig) -> float | None:
+    """Return how many are in 4 or 8 bits of the weights of a base that the configuration means to
+    be; None where it means none.
+
+    bitsandbytes replaces `torch.nn.Linear` alone; experts that transformers keeps as one tensor a
+    layer, and linear layers of a class of their own, stay in 16 bits without a word.
+    """
     if not config.is_quantized:
         return None
-    return quantized_share(model, left=unquantized_layers(model, config))
+    left = tuple(f"{name}." for name in unquantized_layers(model, config))
+    weights = {True: 0, False: 0}
+    for name, module, count in _matrices(model):
+        if not name.startswith(left):
+            weights[isinstance(module, bnb.nn.Linear4bit | EightBitLinear)] += count
+    total = sum(weights.values())
+    return weights[True] / total if total else 1.0
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Module, int]]:
+    """Yield every matrix that QLoRA means to quantize, of a base without adapters: its parameter's
+    name, its module, and how many weights it has.
+
+    Linear layers and experts; embeddings and head never are, as transformers decides. A router or
+    the state of a recurrent layer is no matrix here: it is smaller than a square of the hidden
+    size, or belongs to a convolution.
+    """
+    kept = tuple(f"{name}." for name in get_keys_to_not_convert(model))
+    square = int(model.config.get_text_config().hidden_size) ** 2
+    for path, module in model.named_modules():
+        if isinstance(module, _NEVER) or f"{path}.".startswith(kept):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, LINEAR):
+                count = weights_of(module) if name == "weight" else 0
+            else:
+                is_large = parameter.ndim == 2 and parameter.numel() > square
+                count = parameter.numel() if is_large or parameter.ndim >= 3 else 0
+            if count:
+                yield f"{path}.{name}", module, count
+
+
+def weights_of(linear: Any) -> int:
+    """Return how many weights a linear layer has; packed ones are two in a byte."""
+    if isinstance(linear, Conv1D):
+        return int(linear.weight.numel())
+    return int(linear.in_features * linear.out_features)
 
 
 def _kept_modules(model: PreTrainedModel, config: TrialConfig) -> list[str]:
@@ -168,23 +213,22 @@ def _kept_modules(model: PreTrainedModel, config: TrialConfig) -> list[str]:
     return [*get_keys_to_not_convert(model), *left]
 
 
-def bnb_config(config: TrialConfig, *, kept: list[str] | None = None) -> BitsAndBytesConfig | None:
-    """Return how transformers quantizes this base; None for one of 8 or 16 bits.
-
-    Args:
-        config: of the base.
-        kept: patterns of what stays in 16 bits; None leaves it to transformers.
-    """
-    if not config.is_4bit:
-        return None
+def _bnb_config(config: TrialConfig, kept: list[str] | None) -> BitsAndBytesConfig:
+    """Return how transformers quantizes a 4-bit base, but for patterns of what stays in 16 bits;
+    None leaves those to transformers."""
     return BitsAndBytesConfig(
         llm_int8_skip_modules=kept,
         load_in_4bit=True,
         bnb_4bit_quant_type=config.quantization,
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=compute_type(config),
-        bnb_4bit_quant_storage=storage_dtype(config),
+        bnb_4bit_quant_storage=_storage_dtype(config),
     )
+
+
+def _storage_dtype(config: TrialConfig) -> torch.dtype:
+    """Return as what type 4-bit weights lie in memory: bytes, or what FSDP can move."""
+    return compute_type(config) if config.is_sharded else torch.uint8
 
 
 def _load_pretrained(
@@ -209,19 +253,11 @@ def loading_arguments(
     if config.is_quantized and config.quantized_count(spec.hidden_layers) < spec.hidden_layers:
         kept = _kept_modules(_plain_skeleton(config, spec=spec), config)
     return {
-        "quantization_config": bnb_config(config, kept=kept),
+        "quantization_config": _bnb_config(config, kept) if config.is_4bit else None,
         "dtype": compute_type(config),
         "device_map": {"": device},
         "attn_implementation": config.attention,
     }
-
-
-def _build_random(config: TrialConfig, *, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-    model = skeleton(config, spec=spec)
-    for module in model.modules():
-        give_weights(module, model, config, device=device)
-    model.tie_weights()
-    return model
 
 
 def give_weights(
@@ -229,11 +265,14 @@ def give_weights(
 ) -> None:
     """Give a module of a skeleton its own random weights, quantized at once where they are to be,
     so that only one is ever wide."""
-    if isinstance(module, bnb.nn.Linear4bit):
-        quantize_random(module, config=config, device=device)
-    elif isinstance(module, EightBitLinear):
-        module.hold(_random_weight(module, config=config, device=device))
-        _zero_bias(module, config=config, device=device)
+    if isinstance(module, bnb.nn.Linear4bit | EightBitLinear):
+        if isinstance(module, EightBitLinear):
+            module.hold(_random_weight(module, config=config, device=device))
+        else:
+            quantize_random(module, config=config, device=device)
+        if module.bias is not None:
+            bias = torch.zeros(module.out_features, device=device, dtype=compute_type(config))
+            module.bias = torch.nn.Parameter(bias, requires_grad=False)
     elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         module.to_empty(device=device, recurse=False)
         fill_module(model, module)
@@ -256,12 +295,13 @@ def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
 def skeleton(config: TrialConfig, *, spec: ModelSpec) -> PreTrainedModel:
     """Return the base's modules on the meta device: right types, shapes and dtypes, no data."""
     model = _plain_skeleton(config, spec=spec)
-    kept = _kept_modules(model, config)
-    quantization = bnb_config(config)
-    if quantization is not None:
+    if config.is_4bit:
+        quantization = _bnb_config(config, None)
         with torch.device("meta"):
             model = replace_with_bnb_linear(
-                model, modules_to_not_convert=kept, quantization_config=quantization
+                model,
+                modules_to_not_convert=_kept_modules(model, config),
+                quantization_config=quantization,
             )
         # What `from_pretrained` says of a model it quantized; PEFT and accelerate ask for it.
         model.is_loaded_in_4bit = model.is_quantized = True
@@ -305,15 +345,10 @@ def upcast(model: PreTrainedModel, config: TrialConfig) -> None:
     if config.is_quantized and not unquantized_layers(model, config):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return
-    left = {matrix.name for matrix in matrices(model)}
+    left = {name for name, _, _ in _matrices(model)}
     for name, parameter in model.named_parameters():
         if name not in left:
             parameter.data = parameter.data.to(torch.float32)
-
-
-def storage_dtype(config: TrialConfig) -> torch.dtype:
-    """Return as what type 4-bit weights lie in memory: bytes, or what FSDP can move."""
-    return compute_type(config) if config.is_sharded else torch.uint8
 
 
 def quantize_random(
@@ -327,10 +362,9 @@ def quantize_random(
         requires_grad=False,
         compress_statistics=config.double_quant,
         quant_type=config.quantization,
-        quant_storage=storage_dtype(config),
+        quant_storage=_storage_dtype(config),
         module=module,
     ).to(device)
-    _zero_bias(module, config=config, device=device)
 
 
 def _random_weight(
@@ -338,12 +372,6 @@ def _random_weight(
 ) -> torch.Tensor:
     shape = (module.out_features, module.in_features)
     return torch.empty(shape, device=device, dtype=compute_type(config)).normal_(0.0, 0.02)
-
-
-def _zero_bias(module: torch.nn.Linear, *, config: TrialConfig, device: torch.device) -> None:
-    if module.bias is not None:
-        bias = torch.zeros(module.out_features, device=device, dtype=compute_type(config))
-        module.bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
 @contextlib.contextmanager

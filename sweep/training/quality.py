@@ -27,8 +27,7 @@ from sweep.data.epoch import Integers, epoch, packed
 from sweep.data.opening import open_tokens
 from sweep.data.request import LENGTHS, LOSS_LENGTHS
 from sweep.data.split import split
-from sweep.training.adapters import Attached, attached
-from sweep.training.compiling import eager
+from sweep.training.adapters import Attached, attached, eager
 from sweep.training.device import Device
 from sweep.training.exceptions import DETAIL_LENGTH, out_of_memory
 from sweep.training.model import BaseModel
@@ -41,6 +40,7 @@ _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
 are held."""
 _BEAT_SECONDS = 2.0
+_DOING = "training for its quality: "
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,8 @@ class Quality:
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
-            doing = "training for its quality: "
             outcome = out_of_memory(
-                error, self.config, device=self.device, loop=self._loop, doing=doing
+                error, self.config, device=self.device, loop=self._loop, doing=_DOING
             )
         finally:
             # A caught exception keeps its frames alive, and they the tensors, until here.
@@ -109,7 +108,7 @@ class Quality:
 
     def _learn(self, attachment: Attached) -> QualityReport | Diverged:
         begun, question = time.perf_counter(), self.question
-        lesson = Lesson.of(self.texts, self.config, question)
+        lesson = Lesson(self.texts, self.config, question)
         steps = len(lesson) // self.config.accumulation_steps
         self._loop = loop = TrainingLoop(
             attachment,
@@ -125,7 +124,7 @@ class Quality:
             self._steps = step + 1
             self.beat(self._steps)
             if not math.isfinite(losses[-1]):
-                return Diverged(step=step, detail=f"training for its quality: loss {losses[-1]}")
+                return Diverged(step=step, detail=f"{_DOING}loss {losses[-1]}")
         eval_loss, eval_tokens = self._evaluate(attachment, loop)
         if not math.isfinite(eval_loss):
             return Diverged(step=steps, detail=f"held-out texts: loss {eval_loss}")
@@ -171,10 +170,10 @@ class Quality:
             if rows == 1:
                 raise NoRoomToEvaluateError(words_of(error)[:DETAIL_LENGTH]) from None
         self.device.release()
-        parts = (slice(None, rows // 2), slice(rows // 2, None))
-        halves = [{key: v[part] for key, v in batch.items()} for part in parts]
-        weighed = [(loss_tokens(half), self._loss(loop, half)) for half in halves]
-        return sum(n * loss for n, loss in weighed) / sum(n for n, _ in weighed)
+        cuts = (slice(None, rows // 2), slice(rows // 2, None))
+        halves = [{key: v[cut] for key, v in batch.items()} for cut in cuts]
+        tokens = [loss_tokens(half) for half in halves]
+        return float(np.average([self._loss(loop, half) for half in halves], weights=tokens))
 
     def _sign(self) -> None:
         """Give a sign of life, where the last one was some time ago."""
@@ -183,36 +182,26 @@ class Quality:
             self.beat(self._steps)
 
 
-@dataclass(eq=False)
 class Lesson(Dataset[Batch]):
     """The micro-batches of a training on a budget of tokens, in whole optimizer steps.
 
     Each has the weight with which its mean loss counts: by its supervised tokens, as Trainer counts
     them over an accumulation.
+
+    Raises:
+        InputError: no text carries loss.
     """
 
-    texts: Texts
-    config: TrialConfig
-    rows: list[Integers]
-    """Numbers of the texts in each row."""
-    tokens: Integers
-    """Supervised tokens of each micro-batch."""
-
-    @classmethod
-    def of(cls, texts: Texts, config: TrialConfig, question: Question) -> Lesson:
-        """Return what a configuration trains on.
-
-        Raises:
-            InputError: no text carries loss.
-        """
+    def __init__(self, texts: Texts, config: TrialConfig, question: Question) -> None:
         kept, loss = _cut(texts, config.seq_len)
-        rows = _rows(texts, config, question, kept, loss)
-        of_rows = np.array([loss[row].sum() for row in rows], dtype=np.int64)
-        return cls(texts, config, rows, of_rows.reshape(-1, config.micro_batch_size).sum(1))
-
-    def __post_init__(self) -> None:
-        self._tokenized = open_tokens(self.texts.directory).with_format("numpy")
-        self._collate = collator(self.config, 0)
+        self.config = config
+        self.rows = _rows(texts, config, question, kept, loss)
+        """Numbers of the texts in each row."""
+        of_rows = np.array([loss[row].sum() for row in self.rows], dtype=np.int64)
+        self.tokens = of_rows.reshape(-1, config.micro_batch_size).sum(1)
+        """Supervised tokens of each micro-batch."""
+        self._tokenized = open_tokens(texts.directory).with_format("numpy")
+        self._collate = collator(config, 0)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ from storage.records import Stage
 from sweep.data.batches import Batch
 from sweep.training.adapters import Attached, local
 from sweep.training.model import compute_type
-from sweep.training.sharding import forget_sharding, fsdp_plugin, shard_on_cpu
-from sweep.training.team import ALONE, Place
+from sweep.training.team import ALONE, Place, fsdp_plugin, shard_on_cpu
 from sweep.training.texts import TextsRound
 
 MAX_GRAD_NORM = 1.0
@@ -91,6 +91,7 @@ class TrainingLoop:
         place: Place = ALONE,
     ) -> None:
         torch.manual_seed(seed + place.rank)
+        self.attached = attached
         self.stage: Stage = "load"
         self.micro_step = 0
         self.micro_steps = micro_steps or config.accumulation_steps
@@ -99,6 +100,8 @@ class TrainingLoop:
         """Whether it trains on what stands for the texts' epoch."""
         self.wait_seconds = 0.0
         """In which the host got its micro-batches, so far."""
+        self.newest = torch.empty(0, 0, dtype=torch.int64)
+        """The tokens of the newest micro-batch."""
         self._on_stage = on_stage
         self._is_sharded = config.is_sharded
         self._parameters = attached.trainable_parameters()
@@ -111,14 +114,18 @@ class TrainingLoop:
         # accelerate takes one of its steps for each process.
         warmup, last = (steps * place.size for steps in schedule)
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
-        if batches is not None:
-            loaders = [_loader_of(batches, is_pinned=not is_on_cpu)]
-        elif texts is not None:
-            both = (texts.batches.largest, texts.batches.round)
-            loaders = [_loader_of(each, is_pinned=not is_on_cpu) for each in both]
-        else:
-            rows = _random_rows(config, vocab_size=vocab_size, seed=seed + place.rank)
-            loaders = [_loader_of(rows, config.micro_batch_size, is_pinned=not is_on_cpu)]
+        sources: list[Any] = [batches]
+        size = 1
+        collate: Callable[[Any], Batch] = itemgetter(0)
+        if texts is not None:
+            sources = [texts.batches.largest, texts.batches.round]
+        elif batches is None:
+            # Full-length rows of random tokens, the worst case for memory. A few distinct
+            # micro-batches are enough: neither memory nor speed depends on the values.
+            random = np.random.default_rng(seed + place.rank)
+            size, collate = config.micro_batch_size, _stacked
+            tokens = random.integers(0, vocab_size, (_DISTINCT_BATCHES * size, config.seq_len))
+            sources = [list(torch.from_numpy(tokens))]
         if not place.is_alone and not config.is_sharded:
             _keep_from_others(attached.model)
         self._plain = attached.model
@@ -129,13 +136,21 @@ class TrainingLoop:
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
             attached.model, optimizer, rates
         )
-        prepared = [_prepared(loader, self._accelerator, place) for loader in loaders]
+        # Each puts all of its micro-batches on the device, as each process has rows of its own;
+        # pinned where a GPU is to fetch them while the host goes on.
+        prepared = [
+            prepare_data_loader(
+                DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not is_on_cpu),
+                device=self._accelerator.device,
+                num_processes=1,
+                process_index=0,
+                put_on_device=True,
+                non_blocking=self._accelerator.non_blocking,
+            )
+            for source in sources
+        ]
         self._largest, self._steady = prepared[0], prepared[-1]
         self._batches = _endless(self._largest)
-        self.batch_shape: tuple[int, ...] = ()
-        """Rows and tokens of the newest micro-batch."""
-        self.newest: torch.Tensor | None = None
-        """The tokens of that micro-batch."""
 
     def leave_largest(self) -> None:
         """Go on with what stands for the texts' epoch; random rows are all alike."""
@@ -175,8 +190,7 @@ class TrainingLoop:
         """
         source = self._batches if self.texts is None else _endless(self._largest)
         with self.evaluating():
-            losses = [self.loss_of(next(source)) for _ in range(batches)]
-        return sum(losses) / batches
+            return sum(self.loss_of(next(source)) for _ in range(batches)) / batches
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -193,8 +207,7 @@ class TrainingLoop:
 
     def as_trained(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model computes as it does in a step: its precision."""
-        context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
-        return context
+        return self._accelerator.autocast()
 
     def next_batch(self) -> Batch:
         """Return the micro-batch that is next, on the device."""
@@ -238,7 +251,6 @@ class TrainingLoop:
         batch = next(self._batches)
         self.wait_seconds += time.perf_counter() - asked
         weight = batch.pop(WEIGHT, 1.0)
-        self.batch_shape = tuple(batch["input_ids"].shape)
         self.newest = batch["input_ids"]
         with self._accelerator.accumulate(self._model):
             with self._precision():
@@ -256,29 +268,6 @@ class TrainingLoop:
             self.optimizer.zero_grad()
         self.micro_step += 1
         return loss.detach()
-
-
-def _random_rows(config: TrialConfig, *, vocab_size: int, seed: int) -> list[torch.Tensor]:
-    """Return full-length rows of random tokens, the worst case for memory.
-
-    A few distinct micro-batches are enough: neither memory nor speed depends on the values.
-    """
-    shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
-    return list(torch.from_numpy(np.random.default_rng(seed).integers(0, vocab_size, shape)))
-
-
-def _loader_of(
-    items: Sequence[Any] | Dataset[Batch], size: int | None = None, *, is_pinned: bool
-) -> DataLoader[Any]:
-    """Return a loader, in order, of micro-batches, or of so many rows each of which all tokens
-    carry loss; pinned where a GPU is to fetch them while the host goes on."""
-    return DataLoader(
-        items,  # type: ignore[arg-type]
-        batch_size=size or 1,
-        collate_fn=itemgetter(0) if size is None else _stacked,
-        drop_last=size is not None,
-        pin_memory=is_pinned,
-    )
 
 
 def _stacked(rows: list[torch.Tensor]) -> Batch:
@@ -326,23 +315,8 @@ def _keep_from_others(model: torch.nn.Module) -> None:
     Each has the frozen base from the same seed or file; sending it would take as long as loading.
     """
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    buffers = [name for name, _ in model.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen + buffers)
-
-
-def _prepared(loader: DataLoader[Any], accelerator: Accelerator, place: Place) -> Any:
-    """Return a loader that puts its micro-batches on the device: all of them, as each process has
-    rows of its own."""
-    if place.is_alone:
-        return accelerator.prepare(loader)
-    return prepare_data_loader(
-        loader,
-        device=accelerator.device,
-        num_processes=1,
-        process_index=0,
-        put_on_device=True,
-        non_blocking=accelerator.non_blocking,
-    )
+    frozen += [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
 
 
 def _accelerator(
@@ -353,7 +327,8 @@ def _accelerator(
     # would train as the first did.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    forget_sharding()
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ.pop(name, None)
     plugin = fsdp_plugin(attached.layers) if config.is_sharded else None
     accelerator = Accelerator(
         cpu=is_on_cpu,

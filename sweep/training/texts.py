@@ -7,14 +7,13 @@ import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from search_spaces.config import TrialConfig
-from sweep.data.batches import Batch, TrialBatches, epoch_of, trial_batches
+from sweep.data.batches import Batch, epoch_of, trial_batches
 from sweep.data.collating import IGNORED
 from sweep.data.opening import open_tokens
 from sweep.data.probing import change
@@ -44,92 +43,61 @@ class Texts:
     """Of what is held out."""
 
 
-@dataclass(frozen=True)
 class TextsRound:
-    """The micro-batches of a trial on texts.
+    """What stands for the texts' epoch under a configuration: the micro-batches of a trial.
 
-    Attributes:
+    Args:
+        texts: what it trains on.
+        config: the configuration.
         micro_steps: of an optimizer step that are really run.
+
+    Raises:
+        InputError: the texts make no micro-batch of this size.
     """
 
-    config: TrialConfig
-    texts: Texts
-    batches: TrialBatches
-    micro_steps: int
-
-    @classmethod
-    def of(cls, texts: Texts, config: TrialConfig, *, micro_steps: int) -> TextsRound:
-        """Return what stands for the texts' epoch under a configuration.
-
-        Raises:
-            InputError: the texts make no micro-batch of this size.
-        """
-        batches = trial_batches(
+    def __init__(self, texts: Texts, config: TrialConfig, *, micro_steps: int) -> None:
+        self.texts, self.config = texts, config
+        self.batches = made = trial_batches(
             texts.directory,
             config,
             seed=texts.seed,
             eval_fraction=texts.eval_fraction,
             micro_steps=micro_steps,
         )
-        return cls(config, texts, batches, micro_steps)
-
-    @property
-    def steps(self) -> int:
+        whole, count = made.epoch, len(made.round)
+        self.steps = count // micro_steps
         """Optimizer steps of a round."""
-        return len(self.batches.round) // self.micro_steps
-
-    @property
-    def loss_tokens_per_step(self) -> float:
-        """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
-        not as its epoch, of the epoch."""
-        batches, whole = self.batches, self.batches.epoch
-        each = batches.loss_tokens / len(batches.round)
-        if not self.is_as_its_epoch:
-            each = whole.loss_tokens / whole.micro_batches
-        return each * self.config.accumulation_steps
-
-    @cached_property
-    def is_as_its_epoch(self) -> bool:
+        self.shapes = [tuple(batch["input_ids"].shape) for batch in made.round]
+        """Rows and width of each micro-batch of a round."""
+        self.padding_waste = 1.0 - whole.tokens / whole.padded_tokens
+        """Share of the epoch's computed tokens that are pads."""
+        share = made.loss_tokens / made.padded_tokens
+        whole_share = whole.loss_tokens / whole.padded_tokens
+        self.is_as_its_epoch = abs(share / whole_share - 1.0) <= _ALIKE
         """Whether as many of the computed tokens carry loss as in the epoch: no few micro-batches
         stand for one in which there are very long ones, and nothing between them and the others."""
-        batches, whole = self.batches, self.batches.epoch
-        share = batches.loss_tokens / batches.padded_tokens
-        return abs(share / (whole.loss_tokens / whole.padded_tokens) - 1.0) <= _ALIKE
-
-    @property
-    def pace(self) -> float:
+        self.pace = 1.0
         """Seconds of a step of the epoch for each of the round's: 1 for a round that is as its
         epoch, else by the tokens that are computed."""
-        if self.is_as_its_epoch:
-            return 1.0
-        batches, whole = self.batches, self.batches.epoch
-        each = batches.padded_tokens / len(batches.round)
-        return whole.padded_tokens / whole.micro_batches / each
+        each = made.loss_tokens / count
+        if not self.is_as_its_epoch:
+            self.pace = whole.padded_tokens / whole.micro_batches / (made.padded_tokens / count)
+            each = whole.loss_tokens / whole.micro_batches
+        self.loss_tokens_per_step = each * config.accumulation_steps
+        """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
+        not as its epoch, of the epoch."""
 
-    @property
-    def padding_waste(self) -> float:
-        """Share of the epoch's computed tokens that are pads."""
-        epoch = self.batches.epoch
-        return 1.0 - epoch.tokens / epoch.padded_tokens
-
-    @property
     def padded_in_random_order(self) -> int:
-        """Tokens that are computed in an epoch of the same rows in no order at all."""
+        """Return the tokens that are computed in an epoch of the same rows in no order at all."""
         rows, seed = len(open_tokens(self.texts.directory)), self.texts.seed
         indices, _ = split(rows, self.texts.eval_fraction, seed)
         plain = self.config.model_copy(update={"packing": "none"})
         return epoch_of(self.texts.directory, plain, indices=indices, seed=seed).padded_tokens
 
-    @property
     def largest_token(self) -> int:
-        """The largest id that any of the micro-batches has."""
+        """Return the largest id that any of the micro-batches has."""
         batches = (*self.batches.largest, *self.batches.round)
         return max(int(batch["input_ids"].max()) for batch in batches)
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Rows and width of each micro-batch of a round."""
-        return [tuple(batch["input_ids"].shape) for batch in self.batches.round]
 
 
 def are_apart(model: torch.nn.Module, batch: Batch, *, vocab_size: int) -> bool | None:
@@ -165,7 +133,16 @@ def are_apart(model: torch.nn.Module, batch: Batch, *, vocab_size: int) -> bool 
     plain = _activations(model, batch, looked)
     leaked = moved(before, behind).median().item()
     rounding = moved(behind, before).quantile(_MOST).item()
-    seen = _change_where_seen(model, ids, pairs[0], vocab_size=vocab_size)
+    # What other tokens in the first of two texts change in the second where they are one text.
+    row, begin, middle, end = pairs[0]
+    begin, end = max(begin, middle - _SEEN_AT_MOST), min(end, middle + _LOOKED_AT)
+    one = ids[row, begin:end][None]
+    first = _mask(one, [(0, middle - begin, end - begin)])
+    other = torch.where(first, one, (one + 1) % vocab_size)
+    # A compiled layer would be compiled for this shape alone.
+    with torch.compiler.set_stance("force_eager"):
+        said = [_activations(model, {"input_ids": tokens}, first) for tokens in (one, other)]
+    seen = change(*said).median().item()
     return leaked <= math.sqrt(max(rounding, _LEAST_ROUNDING * seen) * seen)
 
 
@@ -190,26 +167,6 @@ def _mask(ids: torch.Tensor, spans: Iterable[tuple[int, int, int]]) -> torch.Ten
     for row, begin, end in spans:
         mask[row, begin:end] = True
     return mask
-
-
-def _change_where_seen(
-    model: torch.nn.Module,
-    ids: torch.Tensor,
-    pair: tuple[int, int, int, int],
-    *,
-    vocab_size: int,
-) -> float:
-    """Return what other tokens in the first of two texts change in the second where they are one
-    text."""
-    row, begin, middle, end = pair
-    begin, end = max(begin, middle - _SEEN_AT_MOST), min(end, middle + _LOOKED_AT)
-    one = ids[row, begin:end][None]
-    looked = _mask(one, [(0, middle - begin, end - begin)])
-    other = torch.where(looked, one, (one + 1) % vocab_size)
-    # A compiled layer would be compiled for this shape alone.
-    with torch.compiler.set_stance("force_eager"):
-        said = [_activations(model, {"input_ids": tokens}, looked) for tokens in (one, other)]
-    return change(*said).median().item()
 
 
 def _activations(model: torch.nn.Module, batch: Batch, looked: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, words_of
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
+    NEIGHBOUR,
     Diverged,
     Faithfulness,
     Ineffective,
@@ -29,18 +31,22 @@ from storage.records import (
     Phase,
     PrunedSlow,
     SoakReport,
-    Stage,
     over_budget,
 )
 from sweep.data.probing import check_is_causal
-from sweep.training.adapters import Attached, attached, held_share, local
-from sweep.training.device import Device, Mark
-from sweep.training.exceptions import verdict_of
-from sweep.training.faithful import compared, unfaithful
-from sweep.training.matrices import flops_per_step
-from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median, median_interval
+from sweep.training.adapters import attached, held_share, local
+from sweep.training.device import Device, Mark, Memory
+from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
+from sweep.training.meter import (
+    CardReader,
+    Meter,
+    NeighbourWatch,
+    fastest_median,
+    flops_per_step,
+    median_interval,
+)
 from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ProductWatch, ineffective
+from sweep.training.proof import KernelWatch, ProductWatch, compared, ineffective, unfaithful
 from sweep.training.step import TrainingLoop
 from sweep.training.team import Look, agreed, fingerprint, gathered, here
 from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
@@ -136,7 +142,7 @@ class Trial:
     report: Callable[[Beat], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
     """When the trial began, its build included."""
-    _meter: Meter = field(init=False)
+    is_apart: bool = False
     _loop: TrainingLoop | None = None
     _queued: deque[_Queued] = field(default_factory=deque)
     """Steps that are not taken in yet, the oldest first."""
@@ -145,18 +151,20 @@ class Trial:
     _is_slow: bool = False
     _doing: str = ""
     """What else than a training step is being done, to begin a sentence with."""
-    _soak: SoakReport | None = None
+    _soak: dict[str, Any] | None = None
+    """What was evaluated and saved."""
     _round: TextsRound | None = None
     _documents_apart: bool | None = None
-    is_apart: bool = False
-    _looks: tuple[Look, ...] = ()
-    """What each of the other ranks showed last."""
+    _looks: list[Look] = field(default_factory=list)
+    """What each rank showed last."""
 
     def __post_init__(self) -> None:
         neighbours = NeighbourWatch(
             self.device, self.card, self.budget_bytes, has_paged_memory=self.config.is_paged
         )
         self._meter = Meter(self.config, self.steps, neighbours, self.is_soak)
+        self._micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
+        self._vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -164,31 +172,37 @@ class Trial:
         Raises:
             Exception: what is neither memory nor the compiler nor a rule.
         """
+        outcome: Outcome
         try:
             self.device.reset_peak()
             self._meter.neighbours.start()
             self._enter("attach")
-            self._check_own_peak()
+            self._check_peak(self.device.memory())
             if self.texts is not None:
                 self._make_batches(self.texts)
-            outcome = self._attach_and_train()
+            outcome = self._train()
         except Ended as ended:
             # Before all of them began together.
             outcome, self.is_apart = ended.outcome, not here().is_alone
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
-            verdict = verdict_of(
-                error,
-                self.config,
-                device=self.device,
-                loop=self._loop,
-                was_robbed=self._meter.neighbours.have_robbed(),
-                doing=self._doing,
-            )
-            if verdict is None:
+            knob = knob_at_fault(error, self.config)
+            if self.device.ran_out(error):
+                outcome = out_of_memory(
+                    error,
+                    self.config,
+                    device=self.device,
+                    loop=self._loop,
+                    doing=self._doing,
+                    flags=(NEIGHBOUR,) if self._meter.neighbours.have_robbed() else (),
+                )
+            elif knob is not None:
+                detail = (self._doing + words_of(error))[:DETAIL_LENGTH]
+                outcome = Ineffective(knob=knob, detail=detail)
+            else:
                 raise
-            outcome, self.is_apart = verdict, not here().is_alone
+            self.is_apart = not here().is_alone
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._enter("detach")
         self._loop = None
@@ -200,6 +214,183 @@ class Trial:
         setup = max(0.0, time.perf_counter() - self.started - measured.measured_seconds)
         measured = measured.model_copy(update={"setup_seconds": setup})
         return outcome.model_copy(update={"measurement": measured})
+
+    def _enter(self, phase: Phase) -> None:
+        """Say that a phase begins, so that its own deadline holds and a failure is laid to it."""
+        if phase != self.phase:
+            self.phase = phase
+            self.report(Beat(phase=phase, step=0))
+
+    def _beat(self) -> None:
+        done = self._meter.warmup if self.phase == "warmup" else self._meter.measured
+        self.report(Beat(phase=self.phase, step=len(done)))
+
+    def _check_peak(self, memory: Memory, where: str = "") -> None:
+        """See that a peak so far is within budget and device.
+
+        The allocator's cap is on what it reserves, and the CPU's on more than tensors: only the
+        peak itself, read back, says that a trial was within its budget to the byte.
+
+        Raises:
+            Ended: it is not.
+        """
+        peak, stage, over = memory.peak_allocated_bytes, memory.peak_stage, None
+        if self.budget_bytes is not None:
+            over = over_budget(peak, budget_bytes=self.budget_bytes, stage=stage)
+        if over is None and memory.spilled_bytes:
+            detail = f"the driver put {memory.spilled_bytes:,} bytes into the host's memory"
+            over = OutOfMemory(stage=stage, peak_allocated_bytes=peak, detail=detail)
+        if over is not None:
+            raise Ended(over.model_copy(update={"detail": where + over.detail}))
+
+    def _check_all_peaks(self, loop: TrainingLoop) -> None:
+        """See that every rank's peak is; each comes to the same.
+
+        Raises:
+            Ended: it is not.
+        """
+        place, trained, tokens = here(), list[torch.Tensor](), list[torch.Tensor]()
+        if not place.is_alone:
+            # Nobody compares what a single process has.
+            trained = [local(p) for p in loop.attached.trainable_parameters()]
+            tokens = [loop.newest]
+        look = Look(
+            rank=place.rank,
+            size=place.size,
+            adapters=fingerprint(trained),
+            tokens=fingerprint(tokens),
+            held_share=held_share(loop.attached),
+            memory=self.device.memory(),
+            loss=self._loss,
+        )
+        self._looks = gathered(look)
+        for look in self._looks:
+            self._check_peak(look.memory, f"card {look.rank}: " if look.rank else "")
+
+    def _make_batches(self, texts: Texts) -> None:
+        """Make the micro-batches of the texts.
+
+        Raises:
+            Ended: they cannot be trained on.
+        """
+        try:
+            made = TextsRound(texts, self.config, micro_steps=self._micro_steps)
+        except InputError as error:
+            raise Ended(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
+        largest, known = made.largest_token(), self._vocab_size
+        if largest >= known:
+            words = f"the texts hold token {largest:,}, and the model knows {known:,}"
+            raise Ended(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
+        if is_packed(self.config) and not takes_positions(self.base.model):
+            words = "the model is told no positions of tokens"
+            raise Ended(Ineffective(knob="packing", detail=words))
+        self._round = made
+        self._meter.tokens_per_step = made.loss_tokens_per_step / made.pace
+
+    def _train(self) -> Outcome:
+        place, device = here(), self.device.torch_device
+        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
+            self._loop = loop = TrainingLoop(
+                attachment,
+                self.config,
+                vocab_size=self._vocab_size,
+                seed=self.seed,
+                micro_steps=self._micro_steps,
+                texts=self._round,
+                on_stage=self.device.enter,
+                place=place,
+            )
+            if not place.is_alone:
+                # What was sent to make all adapters alike is not a step's.
+                self.device.mark().wait()
+            self._enter("warmup")
+            try:
+                self._prove(loop)
+                loop.leave_largest()
+                while not agreed(self._meter.is_warm()):
+                    self._advance(loop)
+                outcome = self._measure(loop)
+            except Ended as ended:
+                outcome = ended.outcome
+            self._enter("detach")
+            return outcome
+
+    def _prove(self, loop: TrainingLoop) -> None:
+        """Do the steps that have the peak.
+
+        Raises:
+            Ended: they do not fit, or are not what was asked for.
+        """
+        config = self.config
+        watch: KernelWatch | ProductWatch | None = None if config.compile else KernelWatch()
+        if config.compile and config.is_8bit_compute:
+            watch = ProductWatch()
+        with self.device.observed():
+            for index in range(_OBSERVED_STEPS):
+                # Of compiled layers the second step, without what the compiler itself tries out.
+                is_watched = index == int(config.compile)
+                with watch if watch and is_watched else contextlib.nullcontext():
+                    self._queue(loop, steps=1)
+                    self._take_in()
+        self._check_all_peaks(loop)
+        others = [look for look in self._looks if look.rank != here().rank]
+        fault = ineffective(config, loop=loop, watch=watch, others=others)
+        if agreed(fault is not None):
+            raise Ended(fault or Ineffective(knob="data_parallel", detail="rank 0 found so"))
+        model = loop.attached.model.get_base_model()
+        if self.texts is not None:
+            try:
+                with loop.as_trained():
+                    check_is_causal(model)
+            except InputError as error:
+                raise Ended(Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))) from None
+        if is_packed(config):
+            with loop.as_trained():
+                largest = loop.largest_batch()
+                self._documents_apart = are_apart(model, largest, vocab_size=self._vocab_size)
+
+    def _measure(self, loop: TrainingLoop) -> Outcome:
+        meter = self._meter
+        meter.neighbours.start_measuring()
+        self._enter("measure")
+        begun, waited = time.perf_counter(), loop.wait_seconds
+        meter.energy.begin()
+        if self.is_soak:
+            while not agreed(self._is_slow or self._is_half_way(begun)):
+                self._advance(loop)
+            if not agreed(self._is_slow):
+                # With nothing queued in the meantime.
+                self._drain()
+                meter.energy.end()
+                self.evaluate_and_save(loop)
+                meter.energy.begin()
+                self._advance(loop)
+        while not agreed(self._is_slow or meter.is_enough(time.perf_counter() - begun)):
+            self._advance(loop)
+        # Of what is queued by now the device does every step, whether anybody asks or not.
+        self._drain()
+        meter.energy.end()
+        self._check_all_peaks(loop)
+        elapsed = time.perf_counter() - begun
+        measurement = self._measurement(
+            loop, elapsed=elapsed, wait_share=(loop.wait_seconds - waited) / elapsed
+        )
+        if agreed(self._is_slow):
+            return PrunedSlow(measurement=measurement)
+        if not self.config.is_8bit_compute:
+            return Measured(measurement=measurement)
+        if self.config not in self.compared:
+            self._enter("compare")
+            self.compared[self.config] = compared(loop)
+        found = self.compared[self.config]
+        detail = unfaithful(found)
+        if detail is not None:
+            return Ineffective(knob="compute_dtype", detail=detail)
+        return Measured(measurement=measurement.model_copy(update={"faithfulness": found}))
+
+    def _is_half_way(self, begun: float) -> bool:
+        is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
+        return is_late or len(self._meter.measured) >= self.steps.measured_max // 2
 
     def evaluate_and_save(self, loop: TrainingLoop) -> None:
         """Do what a training does now and then: evaluate, then save a checkpoint.
@@ -219,229 +410,14 @@ class Trial:
             loop.save(Path(name))
             files = (path for path in Path(name).rglob("*") if path.is_file())
             size = sum(path.stat().st_size for path in files)
-        self._soak = SoakReport(
-            steps=0,
-            seconds=0.0,
-            evaluation_loss=loss,
-            evaluation_seconds=evaluated - begun,
-            checkpoint_bytes=size,
-            checkpoint_seconds=time.perf_counter() - saving,
-        )
+        self._soak = {
+            "evaluation_loss": loss,
+            "evaluation_seconds": evaluated - begun,
+            "checkpoint_bytes": size,
+            "checkpoint_seconds": time.perf_counter() - saving,
+        }
         self._beat()
         self._doing = ""
-
-    def _enter(self, phase: Phase) -> None:
-        """Say that a phase begins, so that its own deadline holds and a failure is laid to it."""
-        if phase != self.phase:
-            self.phase = phase
-            self.report(Beat(phase=phase, step=0))
-
-    def _beat(self) -> None:
-        self.report(Beat(phase=self.phase, step=self._steps_of_phase()))
-
-    def _steps_of_phase(self) -> int:
-        return len(self._meter.warmup if self.phase == "warmup" else self._meter.measured)
-
-    @property
-    def _micro_steps(self) -> int:
-        """Micro-steps of an optimizer step that are really run."""
-        return min(self.config.accumulation_steps, self.micro_steps_max)
-
-    @property
-    def _vocab_size(self) -> int:
-        return int(self.base.model.get_input_embeddings().num_embeddings)
-
-    def _make_batches(self, texts: Texts) -> None:
-        """Make the micro-batches of the texts.
-
-        Raises:
-            Ended: they cannot be trained on.
-        """
-        try:
-            made = TextsRound.of(texts, self.config, micro_steps=self._micro_steps)
-        except InputError as error:
-            raise Ended(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
-        largest, known = made.largest_token, self._vocab_size
-        if largest >= known:
-            words = f"the texts hold token {largest:,}, and the model knows {known:,}"
-            raise Ended(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
-        if is_packed(self.config) and not takes_positions(self.base.model):
-            words = "the model is told no positions of tokens"
-            raise Ended(Ineffective(knob="packing", detail=words))
-        self._round = made
-        self._meter.tokens_per_step = made.loss_tokens_per_step / made.pace
-
-    def _attach_and_train(self) -> Outcome:
-        device = self.device.torch_device
-        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
-            try:
-                outcome = self._train(attachment)
-            except Ended as ended:
-                outcome = ended.outcome
-            self._enter("detach")
-            return outcome
-
-    def _check_own_peak(self) -> None:
-        """See that the peak so far is within budget and device.
-
-        The allocator's cap is on what it reserves, and the CPU's on more than tensors: only the
-        peak itself, read back, says that a trial was within its budget to the byte.
-
-        Raises:
-            Ended: it is not.
-        """
-        device = self.device
-        peak, stage = device.peak_allocated_bytes(), device.peak_stage()
-        self._check_peak(peak, stage, device.spilled_bytes())
-
-    def _check_all_peaks(self, attachment: Attached, loop: TrainingLoop) -> None:
-        """See that every rank's peak is; each comes to the same.
-
-        Raises:
-            Ended: it is not.
-        """
-        if here().is_alone:
-            self._check_own_peak()
-            return
-        looks = gathered(self._look(attachment, loop))
-        self._looks = tuple(look for look in looks if look.rank != here().rank)
-        for look in looks:
-            peak, stage = look.peak_allocated_bytes, look.peak_stage
-            where = f"card {look.rank}: " if look.rank else ""
-            self._check_peak(peak, stage, look.spilled_bytes, where)
-
-    def _look(self, attachment: Attached, loop: TrainingLoop) -> Look:
-        device, place = self.device, here()
-        assert loop.newest is not None, "steps were done"
-        return Look(
-            rank=place.rank,
-            size=place.size,
-            adapters=fingerprint(map(local, attachment.trainable_parameters())),
-            tokens=fingerprint([loop.newest]),
-            held_share=held_share(attachment),
-            peak_allocated_bytes=device.peak_allocated_bytes(),
-            peak_stage=device.peak_stage(),
-            peak_reserved_bytes=device.peak_reserved_bytes(),
-            allocator_retries=device.allocator_retries(),
-            spilled_bytes=device.spilled_bytes(),
-            loss=self._loss,
-        )
-
-    def _check_peak(self, peak: int, stage: Stage, spilled: int, where: str = "") -> None:
-        over = None
-        if self.budget_bytes is not None:
-            over = over_budget(peak, budget_bytes=self.budget_bytes, stage=stage)
-        if over is None and spilled:
-            detail = f"the driver put {spilled:,} bytes into the host's memory"
-            over = OutOfMemory(stage=stage, peak_allocated_bytes=peak, detail=detail)
-        if over is not None:
-            raise Ended(over.model_copy(update={"detail": where + over.detail}))
-
-    def _train(self, attachment: Attached) -> Outcome:
-        self._loop = loop = TrainingLoop(
-            attachment,
-            self.config,
-            vocab_size=self._vocab_size,
-            seed=self.seed,
-            micro_steps=self._micro_steps,
-            texts=self._round,
-            on_stage=self.device.enter,
-            place=here(),
-        )
-        if not here().is_alone:
-            # What was sent to make all adapters alike is not a step's.
-            self.device.mark().wait()
-        self._enter("warmup")
-        self._prove(attachment, loop)
-        loop.leave_largest()
-        while not agreed(self._meter.is_warm()):
-            self._advance(loop)
-        return self._measure(attachment, loop)
-
-    def _prove(self, attachment: Attached, loop: TrainingLoop) -> None:
-        """Do the steps that have the peak.
-
-        Raises:
-            Ended: they do not fit, or are not what was asked for.
-        """
-        watch: KernelWatch | ProductWatch | None = None if self.config.compile else KernelWatch()
-        if self.config.compile and self.config.is_8bit_compute:
-            watch = ProductWatch()
-        # Of compiled layers the second step, without what the compiler itself tries out.
-        watched = int(self.config.compile)
-        with self.device.observed():
-            for index in range(_OBSERVED_STEPS):
-                with watch if watch and index == watched else contextlib.nullcontext():
-                    self._queue(loop, steps=1)
-                    self._take_in()
-        self._check_all_peaks(attachment, loop)
-        fault = ineffective(
-            self.config, attached=attachment, loop=loop, watch=watch, others=self._looks
-        )
-        if agreed(fault is not None):
-            raise Ended(fault or Ineffective(knob="data_parallel", detail="rank 0 found so"))
-        model = attachment.model.get_base_model()
-        if self.texts is not None:
-            try:
-                with loop.as_trained():
-                    check_is_causal(model)
-            except InputError as error:
-                raise Ended(Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))) from None
-        if is_packed(self.config):
-            with loop.as_trained():
-                largest = loop.largest_batch()
-                self._documents_apart = are_apart(model, largest, vocab_size=self._vocab_size)
-
-    def _measure(self, attachment: Attached, loop: TrainingLoop) -> Outcome:
-        meter = self._meter
-        meter.neighbours.start_measuring()
-        self._enter("measure")
-        begun, waited = time.perf_counter(), loop.wait_seconds
-        meter.energy.begin()
-        while not agreed(self._is_over(begun)):
-            if self.is_soak and agreed(self._is_half_way(begun)):
-                self._interrupt(loop)
-            self._advance(loop)
-        # Of what is queued by now the device does every step, whether anybody asks or not.
-        self._drain()
-        meter.energy.end()
-        self._check_all_peaks(attachment, loop)
-        elapsed = time.perf_counter() - begun
-        measurement = self._measurement(
-            attachment, elapsed=elapsed, wait_share=(loop.wait_seconds - waited) / elapsed
-        )
-        if agreed(self._is_slow):
-            return PrunedSlow(measurement=measurement)
-        if not self.config.is_8bit_compute:
-            return Measured(measurement=measurement)
-        if self.config not in self.compared:
-            self._enter("compare")
-            self.compared[self.config] = compared(attachment, loop)
-        found = self.compared[self.config]
-        detail = unfaithful(found)
-        if detail is not None:
-            return Ineffective(knob="compute_dtype", detail=detail)
-        return Measured(measurement=measurement.model_copy(update={"faithfulness": found}))
-
-    def _is_over(self, begun: float) -> bool:
-        """Whether no further step is needed; a soak goes on until it has evaluated and saved."""
-        if self._is_slow or (self.is_soak and self._soak is None):
-            return self._is_slow
-        return self._meter.is_enough(time.perf_counter() - begun)
-
-    def _is_half_way(self, begun: float) -> bool:
-        """Whether a soak is to evaluate and save now."""
-        if self._soak is not None:
-            return False
-        is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
-        return is_late or len(self._meter.measured) >= self.steps.measured_max // 2
-
-    def _interrupt(self, loop: TrainingLoop) -> None:
-        """Evaluate and save, with nothing queued in the meantime."""
-        self._drain()
-        self._meter.energy.end()
-        self.evaluate_and_save(loop)
-        self._meter.energy.begin()
 
     def _advance(self, loop: TrainingLoop) -> None:
         """Queue a step and take in those before it, so that the device is never without work."""
@@ -485,96 +461,88 @@ class Trial:
         Raises:
             Ended: the loss is no number.
         """
-        queued = self._queued.popleft()
+        queued, meter = self._queued.popleft(), self._meter
         is_warmup = self.phase == "warmup"
-        done = self._steps_of_phase()
         for mark in queued.ended:
             mark.wait()
-            self.report(Beat(phase=self.phase, step=done))
+            self._beat()
         self._loss = sum(map(float, queued.losses)) / len(queued.losses)
         if not math.isfinite(self._loss):
             self.is_apart = not here().is_alone
-            raise Ended(Diverged(step=self._meter.steps_done, detail=f"loss {self._loss}"))
+            step = len(meter.warmup) + len(meter.measured)
+            raise Ended(Diverged(step=step, detail=f"loss {self._loss}"))
         seconds = [mark.seconds_since(queued.begun) for mark in queued.ended]
-        if queued.is_round:
+        if queued.is_round or self._round is None:
             gradients = [mark.seconds_since(queued.begun) for mark in queued.gradients]
-            self._meter.add(seconds, is_warmup=is_warmup, gradients=gradients)
-        elif self._round is not None:
-            # They took their time alone: the measured ones do not train on these.
-            self._meter.warmup_spent += seconds[-1]
+            meter.add(seconds, is_warmup=is_warmup, gradients=gradients or None)
         else:
-            self._meter.add(seconds, is_warmup=is_warmup)
+            # They took their time alone: the measured ones do not train on these.
+            meter.warmup_spent += seconds[-1]
         if not is_warmup:
-            self._is_slow = self._report_rate() or self._is_slow
-
-    def _report_rate(self) -> bool:
-        measured = self._meter.measured
-        return self.report(
-            Beat(
+            beat = Beat(
                 phase=self.phase,
-                step=len(measured),
-                median_seconds=self._meter.median_seconds,
-                fastest_median_seconds=fastest_median(measured),
-                tokens_per_step=None if self._round is None else self._meter.tokens_per_step,
+                step=len(meter.measured),
+                median_seconds=meter.median_seconds,
+                fastest_median_seconds=fastest_median(meter.measured),
+                tokens_per_step=None if self._round is None else meter.tokens_per_step,
             )
-        )
+            self._is_slow = self.report(beat) or self._is_slow
 
-    def _measurement(
-        self, attachment: Attached, *, elapsed: float, wait_share: float
-    ) -> Measurement:
+    def _measurement(self, loop: TrainingLoop, *, elapsed: float, wait_share: float) -> Measurement:
         """Return what the steps come to: of several GPUs the largest peaks and the mean loss; on
         texts the seconds of a step of their epoch. Those of setting up are not known yet."""
-        meter, device, looks, made = self._meter, self.device, self._looks, self._round
+        meter, made, attachment = self._meter, self._round, loop.attached
         median, interval = meter.median_seconds, median_interval(meter.measured)
         pace = 1.0 if made is None else made.pace
-        peaks = [device.peak_allocated_bytes(), *(look.peak_allocated_bytes for look in looks)]
-        reserved = [device.peak_reserved_bytes(), *(look.peak_reserved_bytes for look in looks)]
-        retries = device.allocator_retries() + sum(look.allocator_retries for look in looks)
-        losses = [self._loss, *(look.loss for look in looks if look.loss is not None)]
+        memories = [look.memory for look in self._looks]
+        retries = sum(memory.allocator_retries for memory in memories)
+        reserved = [memory.peak_reserved_bytes for memory in memories]
         flags = {
             "emulated": self.is_emulated,
-            **meter.flags,
+            **meter.flags(),
             "allocator_retries": retries > 0,
             "accumulation_extrapolated": self.config.accumulation_steps > self.micro_steps_max,
             DOCUMENTS_TOGETHER: self._documents_apart is False,
             ROUND_EXTRAPOLATED: made is not None and not made.is_as_its_epoch,
         }
-        compilation, soak = attachment.compilation, self._soak
+        soak = self._soak and SoakReport(
+            **self._soak, steps=len(meter.warmup) + len(meter.measured), seconds=elapsed
+        )
+        of_texts: dict[str, Any] = {}
+        if made is not None:
+            of_texts = {
+                "loss_tokens_per_step": made.loss_tokens_per_step,
+                "padding_waste": made.padding_waste,
+                "batch_wait_share": wait_share,
+            }
         return Measurement(
+            **meter.figures(),
+            **of_texts,
             tokens_per_second=meter.tokens_per_step / median,
-            cards=len(peaks),
+            cards=len(memories),
             samples_per_second=self.config.samples_per_step / median / pace,
             step_seconds=median * pace,
             step_seconds_ci95=interval and (interval[0] * pace, interval[1] * pace),
-            steps_measured=len(meter.measured),
-            steps_warmup=len(meter.warmup),
-            peak_allocated_bytes=max(peaks),
+            peak_allocated_bytes=max(memory.peak_allocated_bytes for memory in memories),
             peak_reserved_bytes=max(filter(None, reserved), default=None),
-            peak_device_bytes=meter.peak_device_bytes,
             trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
-            flops_utilization=self._utilization(attachment),
-            final_loss=statistics.fmean(losses),
+            flops_utilization=self._utilization(loop),
+            final_loss=statistics.fmean(look.loss for look in self._looks),
             setup_seconds=0.0,
-            measured_seconds=meter.measured_spent,
-            training_seconds=meter.warmup_spent + meter.measured_spent,
             allocator_retries=retries,
             flags=tuple(name for name, is_set in flags.items() if is_set),
-            sm_clock_mhz=meter.sm_clock_mhz,
-            throttle_reasons=meter.throttle_reasons,
             quantized_share=self.base.quantized_share,
-            compile_seconds=None if compilation is None else compilation.seconds,
-            joules_per_token=meter.joules_per_token,
-            soak=soak and soak.model_copy(update={"steps": meter.steps_done, "seconds": elapsed}),
-            loss_tokens_per_step=None if made is None else made.loss_tokens_per_step,
-            padding_waste=None if made is None else made.padding_waste,
+            compile_seconds=attachment.compilation and attachment.compilation.seconds,
+            soak=soak or None,
             documents_apart=self._documents_apart,
-            batch_wait_share=None if made is None else wait_share,
         )
 
-    def _utilization(self, attachment: Attached) -> float | None:
+    def _utilization(self, loop: TrainingLoop) -> float | None:
         """Model FLOP/s over the peak; recomputation is not counted as work, padding is."""
         if self.peak_flops is None:
             return None
-        shapes = None if self._round is None else self._round.shapes
-        work = flops_per_step(attachment, self.base.model.config, self.config, shapes=shapes)
+        full = [(self.config.micro_batch_size, self.config.seq_len)]
+        shapes = full if self._round is None else self._round.shapes
+        model_config = self.base.model.config
+        work = flops_per_step(loop.attached, model_config, self.config, shapes=shapes)
         return None if work is None else work / self._meter.median_seconds / self.peak_flops

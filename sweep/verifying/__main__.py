@@ -22,7 +22,7 @@ def _do(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
 
 def _weights(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
     from search_spaces.models import ModelSpec
-    from sweep.training.lean_imports import OPTIONAL, lean_imports
+    from sweep.training.libraries import OPTIONAL, lean_imports
 
     with lean_imports(*OPTIONAL):
         from sweep.verifying.random_weights import write_random_weights

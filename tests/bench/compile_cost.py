@@ -98,8 +98,8 @@ def trial(base: BaseModel, shape: tuple[int, int], way: Way, device: Device) -> 
         "first_steps": [round(t, 3) for t in times[:3]],
         "compile_seconds": round(sum(times[:3]) - 3 * steady, 2),
         "tokens_per_second": round(config.tokens_per_step / steady),
-        "peak_allocated_bytes": device.peak_allocated_bytes(),
-        "peak_reserved_bytes": device.peak_reserved_bytes(),
+        "peak_allocated_bytes": device.memory().peak_allocated_bytes,
+        "peak_reserved_bytes": device.memory().peak_reserved_bytes,
         "whole_seconds": round(time.perf_counter() - begun, 1),
         **stats,
     }

@@ -55,11 +55,9 @@ def behind(surface: Surface, *, budget_bytes: int, told: int, seed: int) -> tupl
     for at in random.Random(seed).sample(order, min(told, len(order))):
         study.enqueue_trial(rows.all[at].params)
         trial = study.ask(rows.free)
-        record = recorded.replayed(trial, row_at[at], runner, forecaster)
-        recorded.tell(study, trial, record, budget_bytes=budget_bytes)
-        forecaster.learn(record)
-    trials = sampler._learned(study, besides=None)
-    predicted = sampler._speed(sampler._seen(trials), trials).mean
+        recorded.tell(study, trial, row_at[at], runner, forecaster)
+    trials = sampler._read(study, besides=None)
+    predicted = guided._speed(sampler._weighed(trials).world, trials).mean
     left = [at for at in fitting if rows.all[at].key not in trials.tried]
     errors = [predicted[at] - np.log(speed[at]) for at in left]
     asked = rows.row_of(study.ask(rows.free).params)

@@ -30,8 +30,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.space import StepBudget
 from storage.reading import read_study
 from storage.records import Measured
-from sweep.running.cards import ChosenCard, choose_cards
-from sweep.running.device_info import read_cards
+from sweep.running.device_info import ChosenCard, choose_cards, read_cards
 from sweep.running.runner import Runner
 from sweep.running.wire import TrialRequest
 from sweep.study.session import Prepared, prepare, supervised_runner

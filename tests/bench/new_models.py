@@ -28,14 +28,14 @@ from storage.definition import Target
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.tracing_children import TracingChildren
-from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TrialRequest
 from tests.bench.record_surface import STEPS
 from tests.bench.stamp import OUT_OF_TIME
+from tests.sweep.predict.predicted_steps import predict_step
 
 MODELS = (
     "gemma-3-4b",

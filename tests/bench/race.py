@@ -25,8 +25,7 @@ from storage.records import Outcome
 from storage.study import OpenStudy
 from sweep.running.device_info import read_card
 from sweep.running.runner import Runner
-from sweep.study.events import Event, Listener, TrialFinished
-from sweep.study.interruption import Interruption
+from sweep.study.events import Event, Interruption, Listener, TrialFinished
 from sweep.study.session import Prepared, drive, prepare, supervised_runner
 from tests.bench.stamp import stamp
 

@@ -28,10 +28,10 @@ from storage.definition import Target
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.speed.predictor import predict_step
 from sweep.running.device_info import read_card
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TrialRequest
+from tests.sweep.predict.predicted_steps import predict_step
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (8, 16, 64),

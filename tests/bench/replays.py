@@ -19,13 +19,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import optuna
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import TrialRecord
 from storage.surfaces import Surface, read_surface
-from sweep.sampling.expecting import Array, Physics
-from sweep.study.recorded import SAMPLERS, Recorded, forecast_of, search, trials_of
+from sweep.predict.speed.predictor import LogFactors
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.guided import GuidedSampler
+from sweep.sampling.surrogate import Array
+from sweep.study.recorded import (
+    SAMPLERS,
+    Recorded,
+    Rows,
+    forecast_of,
+    forecaster_of,
+    records_of,
+    sampler_of,
+    search,
+    tell,
+)
 from sweep.terminal.replay import document_of, predicted_peaks, run_searches
 
 GAIN = 0.01
@@ -35,7 +49,7 @@ GAIN = 0.01
 class Reversed:
     """A speed model by which what is slow is fast: seconds become k / seconds."""
 
-    right: Physics
+    right: LogFactors
     log_k: float
 
     @property
@@ -59,7 +73,7 @@ class ReversedForecast:
     def __init__(self, surface: Surface) -> None:
         self._right = forecast_of(surface)
 
-    def physics(self, configs: Sequence[TrialConfig]) -> Physics | None:
+    def physics(self, configs: Sequence[TrialConfig]) -> Any:
         right = self._right.physics(configs)
         if right is None:
             return None
@@ -83,12 +97,20 @@ def wrong(recorded: Recorded, *, is_reversed: bool, memory: float) -> Recorded:
 def ended(recorded: Recorded) -> tuple[int, float]:
     """Return after how many trials a guided search ends by itself, and how far below the best."""
     fastest, count, gain = 0.0, 0, math.inf
-    for trial in trials_of(recorded, "guided", seed=0):
+    rows, forecaster = Rows(recorded.surface, seed=0), forecaster_of(recorded)
+    sampler = sampler_of("guided", rows, forecaster, seed=0)
+    assert isinstance(sampler, GuidedSampler), "asked for by name"
+    study = optuna.create_study(sampler=sampler, direction="maximize")
+    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=recorded.budget_bytes))
+    for _ in rows.all:
+        trial = study.ask(rows.free)
+        row = rows.row_of(trial.params)
+        assert row is not None, "a sampler asks for rows alone"
+        tell(study, trial, row, runner, forecaster)
         count += 1
-        if trial.row.fits(recorded.budget_bytes):
-            fastest = max(fastest, trial.row.tokens_per_second or 0.0)
-        outlook = trial.outlook()
-        before, gain = gain, math.inf if outlook is None else outlook.gain
+        if row.fits(recorded.budget_bytes):
+            fastest = max(fastest, row.tokens_per_second or 0.0)
+        before, gain = gain, sampler.outlook(study).gain
         if max(before, gain) < GAIN:
             break
     return count, 1.0 - fastest / (recorded.best.tokens_per_second or 1.0)

@@ -25,8 +25,14 @@ from search_spaces.models import load_model_spec
 from storage.study import OpenStudy
 from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
 from sweep.running.device_info import read_card
-from sweep.study.events import Event, Listener, SpaceTraced, TrialFinished, TrialProgress
-from sweep.study.interruption import Interruption
+from sweep.study.events import (
+    Event,
+    Interruption,
+    Listener,
+    SpaceTraced,
+    TrialFinished,
+    TrialProgress,
+)
 from sweep.study.session import drive, prepare
 from tests.bench.stamp import stamp
 
@@ -40,7 +46,7 @@ def lap(name):
     now = time.perf_counter()
     seconds[name], last = round(now - last, 2), now
 
-from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
+from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 with lean_imports(*OPTIONAL):
     import torch
     lap("import torch")

@@ -35,7 +35,7 @@ from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget
 from storage.records import Invalid, Measured
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.training.device import CpuDevice
 from sweep.training.meter import CardReader
 from sweep.training.model import build_base

@@ -19,10 +19,11 @@ from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.paths import cache_directory
-from sweep.planning.spaces import rows
-from sweep.predict.memory.arrays import UNKNOWN
+from sweep.planning.candidates import rows
+from sweep.predict.memory.prediction import UNKNOWN
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.speed.predictor import StepTimes, predict_step
+from sweep.predict.speed.predictor import StepTimes
+from tests.sweep.predict.predicted_steps import predict_step
 
 
 def main() -> None:

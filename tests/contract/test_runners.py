@@ -22,11 +22,10 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
-from sweep.running.lanes import Lane
-from sweep.running.on_ray.cluster import joined
-from sweep.running.on_ray.runner import RayRunner
+from sweep.running.ray_nodes import joined
+from sweep.running.ray_runner import RayRunner
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
+from sweep.running.runner import Lane, Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster

@@ -656,7 +656,7 @@ def statements_of_a_trial(
     # Every trial ends alike, so that all of them have the same to be written.
     model = load_model_spec(space.model)
     forecaster = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
-    sampler = make_sampler(space.sampler, space, seed=0)
+    sampler = make_sampler(space.sampler, space, seed=0, forecaster=forecaster)
     definition = long_study.a_definition(space)
     ended: list[tuple[int, int, int]] = []
     count = {"statements": 0, "rows": 0, "commits": 0}

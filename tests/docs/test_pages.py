@@ -31,7 +31,7 @@ from search_spaces.knobs import KNOBS
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
 from sweep import cli, entry_point
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.terminal.knob_options import add_knobs
 from tests.bench import knob_effects
 from tests.sweep.shared_tracing import asked_of

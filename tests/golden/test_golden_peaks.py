@@ -8,7 +8,7 @@ import pytest
 
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.sweep.predict.rows import DATA, Row, config_of, describe, model_of, read_rows
 

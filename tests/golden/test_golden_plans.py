@@ -14,7 +14,7 @@ import pytest
 from search_spaces import loading
 from search_spaces.knobs import SIZE_KEYS
 from sweep.cli import main
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.sweep.shared_tracing import asked_of
 

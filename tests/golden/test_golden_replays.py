@@ -35,7 +35,7 @@ def test_choices_of_samplers(surface: str, sampler: SamplerName, frozen: Frozen)
         recorded = Recorded(known, int(BUDGETS[at] * GIB), recorded_peaks(known))
         if repeated:
             recorded = wrong(recorded, is_reversed=True, memory=1.3)
-        rows = [trial.row for trial in islice(trials_of(recorded, sampler, seed=seed), TRIALS)]
+        rows = [row for row, _ in islice(trials_of(recorded, sampler, seed=seed), TRIALS)]
         found = (number for number, row in enumerate(rows, start=1) if recorded.is_found(row))
         return {"rows": [places[id(row)] for row in rows], "found": next(found, None)}
 

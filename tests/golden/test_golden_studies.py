@@ -13,7 +13,7 @@ from sweep.cli import main
 from sweep.export.formats import endings_of, format_names
 from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.golden.stored_studies import MODEL, store, the_studies
 from tests.reports.test_page import Page

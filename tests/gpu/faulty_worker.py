@@ -15,8 +15,8 @@ import torch
 
 from search_spaces.config import TrialConfig
 from sweep.processes import bind_to_parent, leave_a_guard
-from sweep.running import serving
 from sweep.running.worker import Worker
+from sweep.running.worker import main as serve
 from sweep.training.trial import Beat
 
 
@@ -64,8 +64,7 @@ def main() -> None:
     """Serve trials as the real worker does, with this one in its place."""
     bind_to_parent(int(sys.argv[2]))
     leave_a_guard(int(sys.argv[1]))
-    serving.Worker = FaultyWorker  # type: ignore[misc]
-    serving.main()
+    serve(FaultyWorker)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Rig:
 
     def settle(self, config: TrialConfig) -> int:
         """Make the configuration's base the resident one and return the bytes allocated then."""
-        assert self.worker._ensure_base(config) is None
+        assert self.worker._resident.hold(config) is None
         self.device.release()
         return self.allocated_bytes()
 

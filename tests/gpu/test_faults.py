@@ -30,7 +30,7 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
-from sweep.nvml import first_visible_card
+from sweep.nvml import visible_cards
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, TrialRequest
 from tests.gpu import faulty_worker as faulty
@@ -215,7 +215,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
 def _outside_bytes(runner: SupervisedRunner) -> int:
     """Return what the card holds for a worker between trials: its base and its context."""
     process_id = _process_id(runner)
-    with first_visible_card() as card:
+    with visible_cards(most=1) as (card,):
         assert card is not None
         memory = card.memory()
         mine = [p.used_bytes for p in card.processes() if p.pid == process_id]

@@ -168,8 +168,8 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
         with KernelWatch() as watch:
             loop.step()
         wanted = small_config(micro_batch_size=1, **asked)
-        fault = ineffective(wanted, attached=attachment, loop=loop, watch=watch)
-        honest = ineffective(config, attached=attachment, loop=loop, watch=watch)
+        fault = ineffective(wanted, loop=loop, watch=watch)
+        honest = ineffective(config, loop=loop, watch=watch)
     assert isinstance(fault, Ineffective)
     assert fault.knob == knob
     assert honest is None

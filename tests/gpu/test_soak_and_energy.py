@@ -8,7 +8,7 @@ import pytest
 
 from search_spaces.space import StepBudget
 from storage.records import Measured, OutOfMemory
-from sweep.nvml import first_visible_card
+from sweep.nvml import visible_cards
 from sweep.running.wire import RunCommand, TrialRequest
 from tests.gpu.rig import Rig, small_config
 
@@ -68,7 +68,7 @@ def test_the_logits_of_an_evaluation_count_although_the_fused_loss_never_held_th
 
 def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig) -> None:
     config = small_config(**LEAN)
-    with first_visible_card() as card:
+    with visible_cards(most=1) as (card,):
         assert card is not None
         started, before = time.perf_counter(), card.energy_joules()
         if before is None:

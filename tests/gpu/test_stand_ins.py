@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as functional
 
 from search_spaces.config import TrialConfig
-from sweep.predict.memory.tracing import cuda, fourbit, fused
-from sweep.predict.memory.tracing.ledger import Ledger
+from sweep.predict.memory.tracing import fused, stand_ins
+from sweep.predict.memory.tracing.walk import Ledger
 from sweep.training.model import quantize_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -175,7 +175,7 @@ def real_linear(*, is_nested: bool, kind: str) -> Any:
 def linear(*, is_nested: bool, kind: str, dtype: torch.dtype) -> Make:
     def make(device: str) -> Any:
         if device == "meta":
-            layer: Any = fourbit.Linear4bit(
+            layer: Any = stand_ins.Linear4bit(
                 WIDTH, INNER, False, BF16, compress_statistics=is_nested, quant_type=kind
             )
         else:
@@ -189,7 +189,7 @@ def sdpa(device: str) -> Any:
     def attend(q: Any, k: Any, v: Any) -> torch.Tensor:
         heads = [(t * 1.0).transpose(1, 2) for t in (q, k, v)]
         if device == "meta":
-            return cuda.scaled_dot_product_attention(
+            return stand_ins.scaled_dot_product_attention(
                 *heads, is_causal=True, enable_gqa=True, padded_length=ROWS, has_flash=True
             )
         return functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
@@ -228,7 +228,7 @@ def test_fused_attention_keeps_what_its_stand_in_keeps() -> None:
 
 @pytest.mark.parametrize("is_nested", [True, False])
 def test_a_packed_layer_takes_what_its_stand_in_says(is_nested: bool) -> None:
-    paper = fourbit.Linear4bit(WIDTH, INNER, False, BF16, compress_statistics=is_nested)
+    paper = stand_ins.Linear4bit(WIDTH, INNER, False, BF16, compress_statistics=is_nested)
     real_linear(is_nested=is_nested, kind="nf4")  # The first one leaves the code's table behind.
     # What earlier tests left in cycles must not be freed in between.
     gc.collect()

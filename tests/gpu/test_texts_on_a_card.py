@@ -19,7 +19,7 @@ from sweep.data.study_epochs import StudyEpochs
 from sweep.finetuning import checkpoints
 from sweep.finetuning.wire import Stopped, TrainingResult
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
 from sweep.running.wire import QualityCommand, TextsSettings
 from tests.gpu.rig import SMALL, Rig, small_config

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from sweep.predict.memory.arrays import WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction
+from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024

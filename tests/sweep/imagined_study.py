@@ -11,7 +11,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, PredictionRecord, TrialRecord
-from sweep.predict.speed.predictor import predict_step
+from tests.sweep.predict.predicted_steps import predict_step
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 BATCHES = (1, 2, 4, 6, 8, 10, 12, 16)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 
 
 @contextmanager

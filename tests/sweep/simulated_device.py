@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,9 @@ from storage.definition import StudyDefinition, Target
 from storage.opening import open_study
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import OpenStudy
-from sweep.predict.memory.arrays import WholeMemory
-from sweep.predict.memory.prediction import MemoryPrediction
-from sweep.sampling.expecting import Array, Expectation, Foreseen, NothingExpected
-from sweep.study.interruption import Interruption
+from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from sweep.sampling.surrogate import Array
+from sweep.study.events import Interruption
 from tests.sweep.imagined_memory import imagined
 
 BUDGET = int(21.5 * GIB)
@@ -145,17 +145,26 @@ class Knowing:
     refuses: Callable[[TrialConfig], bool] = lambda _: False
     speed: Callable[[TrialConfig], float] | None = None
 
-    def expect(self, config: TrialConfig) -> Expectation:
-        return NothingExpected(is_refused=self.refuses(config))
+    def expect(self, config: TrialConfig) -> Any:
+        return SimpleNamespace(is_refused=self.refuses(config))
 
     def is_valid(self, config: TrialConfig) -> bool:
         return True
 
-    def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
+    def forecast(self, configs: Sequence[TrialConfig]) -> Any:
         if self.speed is None:
-            return Foreseen()
+            return forecasts()
         seconds = [config.tokens_per_step / self.speed(config) for config in configs]
-        return Foreseen(physics=OneFactor(np.log(seconds)))
+        return forecasts(physics=OneFactor(np.log(seconds)))
+
+
+def forecasts(**columns: Any) -> Any:
+    """What a forecaster predicts of many configurations: nothing but some columns."""
+    nothing = dict.fromkeys(
+        ("physics", "target", "peak_bytes", "uncertainty", "trainable_parameters")
+    )
+    others = {"budget_bytes": BUDGET, "is_cut_up": False, "tokens_per_step": None}
+    return SimpleNamespace(**{**nothing, **others, **columns})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from search_spaces.gpus import GIB
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep import cli
 from sweep.api import Study, best, plan, tune
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.processes import STOP_SIGNALS
 from sweep.terminal import driving
 from tests.sweep.shared_tracing import asked_of

@@ -18,8 +18,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Invalid
 from sweep.cli import guarded, main
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.tracing_children import TracingChildren
 from sweep.study.asked import default_study_name
 from sweep.terminal.driving import _progress
 from sweep.terminal.summary import why_invalid

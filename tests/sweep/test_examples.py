@@ -20,7 +20,7 @@ from search_spaces.loading import preset_texts
 from search_spaces.models import load_model_spec
 from sweep import cli
 from sweep.cli import app, main
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.terminal.knob_options import add_knobs
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.shared_tracing import asked_of

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 MIB = 2**20
@@ -40,11 +39,6 @@ Event = tuple[int, int]
 where the address is noted of a block that is given back."""
 
 
-def rounded(size: int) -> int:
-    """Return the bytes of the smallest block for a request of so many (``round_size``)."""
-    return grains(size) * GRAIN_BYTES
-
-
 def paged(allocated_bytes: Any) -> Any:
     """Return what is reserved for so many bytes, or for an array of them, in expandable segments.
 
@@ -61,42 +55,21 @@ def grains(size: int) -> int:
     return -(-size // GRAIN_BYTES)
 
 
-@dataclass
 class _Pool:
-    """Free blocks of one kind: by size, to serve a request, and by their ends, to merge.
+    """Free blocks of one kind, in grains: small numbers are fast.
 
-    Segments lie apart, so that blocks of two never touch: they could not be merged on a card. Sizes
-    and addresses are in grains: small numbers are fast.
+    Segments lie apart, so that blocks of two never touch: they could not be merged on a card.
     """
 
-    unsplit: int
-    """A remainder up to this stays with its block."""
-    sizes: list[int] = field(default_factory=list)
-    """Those that there are, in order."""
-    addresses: dict[int, list[int]] = field(default_factory=dict)
-    """In order, by size."""
-    starts: dict[int, int] = field(default_factory=dict)
-    """Size by address."""
-    ends: dict[int, int] = field(default_factory=dict)
-    """Address by the address where the block ends."""
-
-    def put(self, address: int, size: int) -> None:
-        self.starts[address] = size
-        self.ends[address + size] = address
-        if size in self.addresses:
-            insort(self.addresses[size], address)
-        else:
-            self.addresses[size] = [address]
-            insort(self.sizes, size)
-
-    def drop(self, address: int, size: int) -> None:
-        """Take a block off those that are searched; its ends are left to the caller."""
-        alike = self.addresses[size]
-        if len(alike) == 1:
-            del self.addresses[size]
-            del self.sizes[bisect_left(self.sizes, size)]
-        else:
-            alike.remove(address)
+    def __init__(self, unsplit: int) -> None:
+        self.unsplit = unsplit
+        """A remainder up to this stays with its block."""
+        self.free: list[tuple[int, int]] = []
+        """Size and address, in order."""
+        self.starts: dict[int, int] = {}
+        """Size by address."""
+        self.ends: dict[int, int] = {}
+        """Address by the address where the block ends."""
 
 
 class OutOfSegments(Exception):  # noqa: N818 - an outcome of the simulation, not a fault
@@ -132,7 +105,7 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = allocated_bytes
         self.requested_bytes = self.peak_requested_bytes = allocated_bytes
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
-        self._small, self._large = _Pool(unsplit=0), _Pool(unsplit=grains(SMALL_BYTES))
+        self._small, self._large = _Pool(0), _Pool(grains(SMALL_BYTES))
         self._limit_bytes = limit_bytes
         # In grains, by address.
         self._used: dict[int, int] = {}
@@ -140,7 +113,9 @@ class CachingAllocator:
         self._segments: dict[int, int] = {}
         self._next_address = 1
         for size in map(grains, holes):
-            self._large.put(self._place(size), size)
+            address = self._place(size)
+            insort(self._large.free, (size, address))
+            self._large.starts[address], self._large.ends[address + size] = size, address
 
     def allocate(self, size: int) -> int:
         """Return the address of a block for a request: the smallest free one that holds it.
@@ -173,7 +148,7 @@ class CachingAllocator:
 
     def _run(self, pool: _Pool, events: Iterable[Event], addresses: list[int]) -> None:
         # One loop without calls, as a step goes through it thousands of times.
-        sizes, bins, starts, ends = pool.sizes, pool.addresses, pool.starts, pool.ends
+        free, starts, ends = pool.free, pool.starts, pool.ends
         used, remainders, unsplit = self._used, self._remainders, pool.unsplit
         requested = wasted = most_requested = most = 0
         try:
@@ -181,13 +156,9 @@ class CachingAllocator:
                 if wanted:
                     # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's
                     # lower bound, in the order of `BlockComparatorSize`.
-                    index = bisect_left(sizes, wanted)
-                    if index < len(sizes):
-                        size = sizes[index]
-                        alike = bins[size]
-                        address = alike.pop(0)
-                        if not alike:
-                            del bins[size], sizes[index]
+                    index = bisect_left(free, (wanted, 0))
+                    if index < len(free):
+                        size, address = free.pop(index)
                         del starts[address]
                     else:
                         address, size = self._new_segment(wanted)
@@ -196,20 +167,15 @@ class CachingAllocator:
                     # torch as here.
                     if rest > unsplit:
                         start = address + wanted
-                        starts[start] = rest
-                        ends[address + size] = start
-                        if rest in bins:
-                            insort(bins[rest], start)
-                        else:
-                            bins[rest] = [start]
-                            insort(sizes, rest)
-                        used[address] = wanted
+                        starts[start], ends[address + size] = rest, start
+                        insort(free, (rest, start))
+                        size = wanted
                     else:
                         ends.pop(address + size, None)
-                        used[address] = size
                         if rest:
                             remainders[address] = rest
                             wasted += rest
+                    used[address] = size
                     addresses[place] = address
                     requested += wanted
                     if requested > most_requested:
@@ -219,51 +185,31 @@ class CachingAllocator:
                 else:
                     address = addresses[place]
                     size = used.pop(address)
-                    requested -= size
-                    if address in remainders:
-                        rest = remainders.pop(address)
-                        wasted -= rest
-                        requested += rest
+                    rest = remainders.pop(address, 0)
+                    wasted -= rest
+                    requested -= size - rest
                     end = address + size
                     if end in starts:
                         more = starts.pop(end)
-                        alike = bins[more]
-                        if len(alike) == 1:
-                            del bins[more], sizes[bisect_left(sizes, more)]
-                        else:
-                            alike.remove(end)
+                        del free[bisect_left(free, (more, end))]
                         size += more
                         end += more
                     if address in ends:
                         start = ends.pop(address)
-                        more = address - start
-                        alike = bins[more]
-                        if len(alike) == 1:
-                            del bins[more], sizes[bisect_left(sizes, more)]
-                        else:
-                            alike.remove(start)
-                        size += more
+                        del free[bisect_left(free, (address - start, start))]
+                        size += address - start
                         address = start
-                    starts[address] = size
-                    ends[end] = address
-                    if size in bins:
-                        insort(bins[size], address)
-                    else:
-                        bins[size] = [address]
-                        insort(sizes, size)
+                    starts[address], ends[end] = size, address
+                    insort(free, (size, address))
         finally:
-            self._count(requested, most_requested, requested + wasted, most)
-
-    def _count(self, requested: int, most_requested: int, allocated: int, most: int) -> None:
-        """Take over by how many grains more is asked for and in use, in the end and at most."""
-        self.peak_requested_bytes = max(
-            self.peak_requested_bytes, self.requested_bytes + most_requested * GRAIN_BYTES
-        )
-        self.peak_allocated_bytes = max(
-            self.peak_allocated_bytes, self.allocated_bytes + most * GRAIN_BYTES
-        )
-        self.requested_bytes += requested * GRAIN_BYTES
-        self.allocated_bytes += allocated * GRAIN_BYTES
+            self.peak_requested_bytes = max(
+                self.peak_requested_bytes, self.requested_bytes + most_requested * GRAIN_BYTES
+            )
+            self.peak_allocated_bytes = max(
+                self.peak_allocated_bytes, self.allocated_bytes + most * GRAIN_BYTES
+            )
+            self.requested_bytes += requested * GRAIN_BYTES
+            self.allocated_bytes += (requested + wasted) * GRAIN_BYTES
 
     def take_segment(self, length: int) -> None:
         """Reserve so many bytes, for good where the caller keeps them.
@@ -289,16 +235,15 @@ class CachingAllocator:
         One block in use keeps the whole of a segment: that is what fragmentation costs.
         """
         for pool in (self._small, self._large):
-            for address, size in list(pool.starts.items()):
+            for size, address in list(pool.free):
                 if self._segments.get(address) == size:
-                    pool.drop(address, size)
+                    pool.free.remove((size, address))
                     del pool.starts[address], pool.ends[address + size]
                     self.reserved_bytes -= size * GRAIN_BYTES
 
     def holes(self) -> list[int]:
         """Return the sizes of the free blocks that serve large requests."""
-        large = self._large
-        return [size * GRAIN_BYTES for size in large.sizes for _ in large.addresses[size]]
+        return [size * GRAIN_BYTES for size, _ in self._large.free]
 
     def _new_segment(self, wanted: int) -> tuple[int, int]:
         """Return where a segment for a request is and its size (``get_allocation_size``)."""

@@ -16,20 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.predict.memory.allocator import SMALL_BYTES, CachingAllocator, rounded
-from sweep.predict.memory.polynomials import evaluate
-from sweep.predict.memory.profiles import Account
-from sweep.predict.memory.replay import base_allocator
-from sweep.predict.memory.step import Step, Visit
+from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, CachingAllocator, grains
+from sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING
+from sweep.predict.memory.replay import Step, Visit, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
 
-_VARYING = ("gradients", "activations", "loss")
-_ROWS = [PARTS.index(part) for part in _VARYING]
-_ADAPTERS, _GRADIENTS, _ACTIVATIONS = map(PARTS.index, ("adapters", "gradients", "activations"))
-_MOMENTS = ("forward", "loss", "backward", "optimizer")
-_UPDATE = _MOMENTS.index("optimizer")
+_ROWS = [PARTS.index(part) for part in VARYING]
+_MOMENTS = ("forward", "loss", "backward")
+_MOMENT_OF = {"embed": "forward", "head": "loss", "head_backward": "loss"}
 _LENGTHY = 4096
 """Bytes a token are a few thousand times this at most, and as many times its length."""
 _WIDE = 2**48
@@ -56,7 +52,7 @@ class Peaks:
     def wasting(self, wasted_bytes: Bytes) -> Peaks:
         """Return the peaks with so much that blocks hold beyond what was asked for."""
         passing = self.passing.copy()
-        passing[_ACTIVATIONS] += wasted_bytes
+        passing[_ROWS[ACTIVATIONS]] += wasted_bytes
         return replace(self, passing=passing)
 
     def at(self, row: int) -> Peaks:
@@ -69,7 +65,7 @@ class Peaks:
         """What each peak is made of."""
         # The update needs every gradient, and next to nothing else.
         update = self.there.copy()
-        update[_GRADIENTS] = self.there[_ADAPTERS]
+        update[_ROWS[GRADIENTS]] = self.there[PARTS.index("adapters")]
         return np.where(update.sum(axis=0) > self.passing.sum(axis=0), update, self.passing)
 
     @cached_property
@@ -84,7 +80,7 @@ class Peaks:
     def moment(self, row: int) -> str:
         """Return when one step's peak is: ``forward``, ``loss``, ``backward``, ``optimizer``."""
         is_update = self.total_bytes[row] > self.passing[:, row].sum()
-        return _MOMENTS[_UPDATE if is_update else self.passing_moments[row]]
+        return "optimizer" if is_update else _MOMENTS[self.passing_moments[row]]
 
 
 def find_peaks(steps: Sequence[Step]) -> Peaks:
@@ -123,39 +119,33 @@ def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
         (config.is_sharded and config.data_parallel, step.workspace_bytes, step.held_gradients),
     )
     if key not in known:
-        known[key] = _there_throughout(step)
+        expands, base = config.expandable_segments, profile.base
+        allocator = None if expands else base_allocator(step)
+        adapters = _taken(allocator, step.adapters)
+        gradients = sum(_taken(allocator, step.adapters) for _ in range(step.held_gradients))
+        known[key] = [
+            base.requested_bytes if expands else base.allocated_bytes,
+            adapters,
+            gradients,
+            _taken(allocator, step.states),
+            step.workspace_bytes,
+            0,
+        ]
     return known[key]
 
 
-def _there_throughout(step: Step) -> list[int]:
-    allocator = base_allocator(step)
-    taken = _asked if step.config.expandable_segments else _taken
-    adapters = taken(allocator, step.adapters)
-    gradients = sum(taken(allocator, step.adapters) for _ in range(step.held_gradients))
-    there = {
-        "weights": step.base_bytes,
-        "adapters": adapters,
-        "gradients": gradients,
-        "optimizer": taken(allocator, step.states),
-        "activations": step.workspace_bytes,
-        "loss": 0,
-    }
-    return [there[part] for part in PARTS]
-
-
-def _asked(_: CachingAllocator, sizes: list[int]) -> int:
-    """Return what blocks of these sizes take where none holds more than was asked for."""
-    return sum(count * rounded(size) for size, count in Counter(sizes).items())
-
-
-def _taken(allocator: CachingAllocator, sizes: list[int]) -> int:
-    """Return what blocks of these sizes take."""
-    before = allocator.allocated_bytes
-    for size in sizes:
-        if size > SMALL_BYTES:
-            allocator.allocate(size)
-    small = _asked(allocator, [size for size in sizes if size <= SMALL_BYTES])
-    return allocator.allocated_bytes - before + small
+def _taken(allocator: CachingAllocator | None, sizes: Sequence[int]) -> int:
+    """Return what blocks of these sizes take; without an allocator none holds more than was asked
+    for, as no small one ever does."""
+    counts, before = Counter(sizes), 0
+    if allocator is not None:
+        before = allocator.allocated_bytes
+        for size in sizes:
+            if size > SMALL_BYTES:
+                allocator.allocate(size)
+                del counts[size]
+    exact = sum(count * grains(size) * GRAIN_BYTES for size, count in counts.items())
+    return exact + (allocator.allocated_bytes - before if allocator is not None else 0)
 
 
 class _Walk:
@@ -170,29 +160,41 @@ class _Walk:
         self._steps, self._width = steps, width
         self._profiles = steps[0].profiles
         self._flags = np.array([step.flags for step in steps], np.bool_)
-        self._values = {
-            symbol: np.array([step.values[symbol] for step in steps], width)
-            for symbol in steps[0].values
-        }
+        self._columns = {flag: self._scaled(flag) for flag in self._profiles}
         self._known: dict[tuple[str, bool], tuple[Bytes, Bytes, Bytes]] = {}
 
+    def _scaled(self, is_checkpointed: bool) -> Bytes:
+        """Return what each monomial comes to in each step: once, and with each traced layer that
+        has it, as often as there are layers of its kind."""
+        profile = self._profiles[is_checkpointed]
+        values = {
+            symbol: np.array([step.values[symbol] for step in self._steps], self._width)
+            for symbol in self._steps[0].values
+        }
+        once = np.ones(len(self._steps), self._width)
+        monomials = np.array(profile.scale(values, one=once), self._width)
+        stands = np.equal.outer(np.arange(len(profile.adapters)), profile.positions)
+        repeats = stands.astype(int) @ (self._flags == is_checkpointed).T.astype(int)
+        return np.asarray(np.array([once, *repeats.astype(self._width)])[:, None] * monomials)
+
     def highest(self) -> tuple[NDArray[np.int8], Bytes]:
-        """Return when the most comes and goes, and how much of it is alive then: `_VARYING`."""
-        shape = (len(_VARYING), len(self._steps))
+        """Return when the most comes and goes, and how much of it is alive then: `VARYING`."""
+        shape = (len(VARYING), len(self._steps))
         alive, best = np.zeros(shape, self._width), np.zeros(shape, self._width)
         most = np.full(len(self._steps), -1, self._width)
         moments = np.zeros(len(self._steps), np.int8)
         # Gradients that earlier micro-batches have left are there throughout.
-        accumulates = np.array([step.accumulates for step in self._steps], np.bool_)
+        accumulates = np.array([step.held_gradients > 0 for step in self._steps], np.bool_)
         for visit in self._steps[0].visits():
             kept, rise, parts = self._visited(visit)
             total = alive.sum(axis=0) + rise
             is_higher = np.asarray(total > most, np.bool_)
             np.copyto(most, total, where=is_higher)
             np.copyto(best, alive + parts, where=is_higher)
-            moments[is_higher] = _MOMENTS.index(visit.moment)
+            kind = visit.name.partition(" ")[0]
+            moments[is_higher] = _MOMENTS.index(_MOMENT_OF.get(kind, kind))
             kept = kept.copy()
-            kept[0, accumulates] = 0
+            kept[GRADIENTS, accumulates] = 0
             alive += kept
         return moments, best
 
@@ -209,40 +211,22 @@ class _Walk:
         """Return the same for a segment of one profile."""
         key = name, is_checkpointed
         if key not in self._known:
-            segment = self._profiles[is_checkpointed].segments[name]
-            kept = self._scaled(segment.kept, is_checkpointed)
+            kept, peaks = self._profiles[is_checkpointed].accounts[name]
+            columns = self._columns[is_checkpointed]
+            left = np.tensordot(kept, columns[: kept.shape[1]], 2)
             # A profile has layers of one kind only. What a segment that happens once (embedding,
             # head) lets go of for each layer of the other kind stands in the other's profile.
             for flag, profile in self._profiles.items():
                 if flag != is_checkpointed:
-                    kept = kept + self._scaled(profile.segments[name].repeated, flag)
-            self._known[key] = kept, *self._highest_of(segment.peaks, is_checkpointed)
+                    repeated = profile.accounts[name][0][:, 1:]
+                    further = self._columns[flag][1 : repeated.shape[1] + 1]
+                    left = left + np.tensordot(repeated, further, 2)
+            if len(peaks):
+                parts = np.tensordot(peaks, columns[: peaks.shape[2]], 2)
+                totals = parts.sum(axis=1)
+                first = totals.argmax(axis=0), np.arange(len(self._steps))
+                self._known[key] = left, totals[first], parts[first[0], :, first[1]].T
+            else:
+                never = np.full(len(self._steps), _NEVER, self._width)
+                self._known[key] = left, never, np.zeros_like(left)
         return self._known[key]
-
-    def _highest_of(self, peaks: Sequence[Account], is_checkpointed: bool) -> tuple[Bytes, Bytes]:
-        """Return how high a segment rises above its beginning, and what of."""
-        count = len(self._steps)
-        if not peaks:
-            shape = (len(_VARYING), count)
-            return np.full(count, _NEVER, self._width), np.zeros(shape, self._width)
-        parts = np.array([self._scaled(peak, is_checkpointed) for peak in peaks])
-        totals = parts.sum(axis=1)
-        first = totals.argmax(axis=0), np.arange(count)
-        return totals[first], parts[first[0], :, first[1]].T
-
-    def _scaled(self, account: Account, is_checkpointed: bool) -> Bytes:
-        """Return an account at real sizes, with what a layer adds counted for each of its kind."""
-        result = np.zeros((len(_VARYING), len(self._steps)), self._width)
-        for key, polynomial in account.items():
-            part, _, layer = key.partition(" ")
-            size = evaluate(polynomial, self._values)
-            result[_VARYING.index(part)] += (
-                size * self._repeats(int(layer), is_checkpointed) if layer else size
-            )
-        return result
-
-    def _repeats(self, position: int, is_checkpointed: bool) -> Bytes:
-        """Return how many layers of a kind a traced one stands for, in each step."""
-        stands = np.array(self._steps[0].profile.positions) == position
-        count = (self._flags[:, stands] == is_checkpointed).sum(axis=1)
-        return np.asarray(count, self._width)

@@ -1,17 +1,24 @@
-"""The memory prediction of one configuration: its peak, how sure that is, and what it fits."""
+"""The predicted memory of configurations: their peaks, how sure that is, and what they fit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from sweep.predict.memory.allocator import paged
-from sweep.predict.memory.replay import Uncapped, replay_uncapped, runs_under
-from sweep.predict.memory.step import Step
+from sweep.predict.memory.peaks import Peaks, find_peaks
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.memory.replay import Step, Uncapped, replay_all, replay_uncapped, runs_under
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,6 @@ def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncer
     return COMPILED_8_BIT if config.is_8bit_compute else COMPILED
 
 
-def most_reserved(config: TrialConfig) -> float:
-    """Return more than such a configuration ever reserves for a byte allocated."""
-    return SHARDED_FRAGMENTATION if config.is_sharded else FRAGMENTATION
-
-
 class Fit(StrEnum):
     """Whether a configuration fits a budget."""
 
@@ -129,8 +131,6 @@ class MemoryPrediction:
     nothing is reserved beside it, and where no more is known."""
     uncapped: Uncapped | None = field(default=None, repr=False)
     """Its replay, where it has been replayed already."""
-    most_reserved: float = FRAGMENTATION
-    """More than it ever reserves for a byte allocated."""
 
     @property
     def quantized_share(self) -> float | None:
@@ -151,13 +151,7 @@ class MemoryPrediction:
 
     def widened(self, uncertainty: float) -> Self:
         """Return the same prediction, at least so uncertain."""
-        if uncertainty <= self.uncertainty:
-            return self
-        return replace(self, uncertainty=uncertainty)
-
-    def exceeds(self, budget_bytes: int) -> bool:
-        """Whether the allocated peak alone is surely too large; costs nothing."""
-        return self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes
+        return self if uncertainty <= self.uncertainty else replace(self, uncertainty=uncertainty)
 
     def fits(self, budget_bytes: int) -> Fit:
         """Return whether it runs where no more than the budget may be reserved.
@@ -167,10 +161,11 @@ class MemoryPrediction:
         what that is worth depends on how memory is cut up, so the step is replayed under the cap.
         What passes or fails only within the uncertainty is uncertain.
         """
-        if self.exceeds(budget_bytes):
+        if self.peak_allocated_bytes * (1 - self.uncertainty) > budget_bytes:
             return Fit.NO
-        most = self.peak_allocated_bytes * (1 + self.uncertainty) * self.most_reserved
-        if most <= budget_bytes:
+        is_sharded = self.step is not None and self.step.config.is_sharded
+        most = SHARDED_FRAGMENTATION if is_sharded else FRAGMENTATION
+        if self.peak_allocated_bytes * (1 + self.uncertainty) * most <= budget_bytes:
             return Fit.YES
         if self._runs_under(int(budget_bytes / (1 + self._slack))):
             return Fit.YES
@@ -204,13 +199,231 @@ class MemoryPrediction:
         """
         if self.step is None:
             return self.uncertainty
-        config = self.step.config
-        alone = CAPPED_SHARDED if config.is_sharded else CAPPED
-        return math.hypot(
-            self.uncertainty, CAPPED_EXPANDABLE if config.expandable_segments else alone
-        )
+        config, capped = self.step.config, CAPPED
+        if config.is_sharded:
+            capped = CAPPED_SHARDED
+        if config.expandable_segments:
+            capped = CAPPED_EXPANDABLE
+        return math.hypot(self.uncertainty, capped)
 
     def _runs_under(self, limit_bytes: int) -> bool:
         if self.step is None or self.step.config.expandable_segments:
             return self.peak_reserved_bytes <= limit_bytes
         return runs_under(self.step, limit_bytes=limit_bytes)
+
+
+FITS: tuple[Fit, ...] = (Fit.NO, Fit.UNCERTAIN, Fit.YES)
+"""What the codes of `WholeMemory.quick_fits` stand for."""
+_NO, _UNCERTAIN, _YES = range(3)
+UNKNOWN = -1
+"""The code of what only a replay tells."""
+
+
+class WholeMemory:
+    """What is predicted of many configurations, by row; here from predictions made one by one.
+
+    Args:
+        predict: as `MemoryPredictor.predict`.
+        configs: what is to be trained; one row of every answer each.
+
+    Attributes:
+        refused: why there is no prediction, of the rows that have none.
+    """
+
+    def __init__(
+        self, predict: Callable[[TrialConfig], MemoryPrediction], configs: Sequence[TrialConfig]
+    ) -> None:
+        self.refused: dict[int, InputError] = {}
+        self._count = len(configs)
+        self._known: dict[int, MemoryPrediction] = {}
+        for row, config in enumerate(configs):
+            try:
+                self._known[row] = predict(config)
+            except InputError as error:
+                self.refused[row] = error.with_traceback(None)
+
+    @cached_property
+    def peak_allocated_bytes(self) -> NDArray[np.int64]:
+        """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction."""
+        peaks = np.full(self._count, -1, np.int64)
+        peaks[list(self._known)] = [known.peak_allocated_bytes for known in self._known.values()]
+        return peaks
+
+    @property
+    def least_allocated_bytes(self) -> NDArray[np.int64]:
+        """No more than that, for nothing: without what blocks hold beyond what was asked for."""
+        return self.peak_allocated_bytes
+
+    @cached_property
+    def uncertainty(self) -> NDArray[np.float64]:
+        """How far each peak may be off, as predictions state it."""
+        stated = np.zeros(self._count)
+        stated[list(self._known)] = [known.uncertainty for known in self._known.values()]
+        return stated
+
+    def prediction(self, row: int) -> MemoryPrediction:
+        """Return what is predicted of one configuration.
+
+        Raises:
+            InputError: there is no prediction.
+        """
+        if row in self.refused:
+            # A new exception each time, as one that is raised twice keeps the frames of both.
+            raise type(self.refused[row])(*self.refused[row].args)
+        return self._predicted(row)
+
+    def _predicted(self, row: int) -> MemoryPrediction:
+        return self._known[row]
+
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """Replay every step whose reserved peak takes that, on all processors.
+
+        Where all of them are going to be looked at; one by one they are replayed when they are.
+
+        Args:
+            on_progress: told how many have been replayed, of how many.
+        """
+
+    def quick_fits(
+        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
+    ) -> NDArray[np.int8]:
+        """Return whether each runs where no more than the budget may be reserved: `FITS`, and
+        `UNKNOWN` where only a replay tells. Uncertain where there is no prediction.
+
+        Args:
+            budget_bytes: what a training may take.
+            uncertainty: how far each peak may be off where trials have shown more than is stated.
+        """
+        result = np.full(self._count, _UNCERTAIN, np.int8)
+        return self._decided(self._known, result, budget_bytes, uncertainty)
+
+    def _decided(
+        self,
+        rows: Iterable[int],
+        result: NDArray[np.int8],
+        budget_bytes: int,
+        uncertainty: NDArray[np.float64] | None,
+    ) -> NDArray[np.int8]:
+        """Note whether the predictions of some rows fit."""
+        unsure = self.uncertainty if uncertainty is None else uncertainty
+        for row in rows:
+            widened = self._predicted(row).widened(float(unsure[row]))
+            result[row] = FITS.index(widened.fits(budget_bytes))
+        return result
+
+
+class PeakMemory(WholeMemory):
+    """The same worked out together, without the replays that decide nothing;
+    `TracingPredictor.predict_all` makes it.
+
+    Args:
+        configs: what is to be trained; one row of every answer each.
+        steps: the step of each, or why it has none.
+    """
+
+    def __init__(self, configs: Sequence[TrialConfig], steps: Sequence[Step | InputError]) -> None:
+        self._configs = configs
+        self._count = len(configs)
+        self.steps = {row: step for row, step in enumerate(steps) if isinstance(step, Step)}
+        """The step of each row that has a prediction."""
+        self.refused = {row: why for row, why in enumerate(steps) if isinstance(why, InputError)}
+        self._index = {row: index for index, row in enumerate(self.steps)}
+        self._replays: dict[int, Uncapped] = {}
+        self._asked = find_peaks(list(self.steps.values()))
+
+    @cached_property
+    def peak_allocated_bytes(self) -> NDArray[np.int64]:
+        """See `WholeMemory`; some milliseconds for each whose blocks may hold too much."""
+        steps = self.steps.items()
+        wasted = [self._uncapped(r).wasted_bytes if step.may_waste else 0 for r, step in steps]
+        return self._spread(self._asked.wasting(np.array(wasted, self._asked.there.dtype)))
+
+    @cached_property
+    def least_allocated_bytes(self) -> NDArray[np.int64]:
+        """See `WholeMemory`."""
+        return self._spread(self._asked)
+
+    @cached_property
+    def uncertainty(self) -> NDArray[np.float64]:
+        """See `WholeMemory`."""
+        unseen = {row for row, step in self.steps.items() if step.is_unseen}
+        stated = (
+            stated_uncertainty(config, is_unseen=row in unseen)
+            for row, config in enumerate(self._configs)
+        )
+        return np.array([one.allocated for one in stated], float)
+
+    def _predicted(self, row: int) -> MemoryPrediction:
+        step, peaks = self.steps[row], self._asked.at(self._index[row])
+        uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
+        if step.may_waste and uncapped:
+            peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
+        stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
+        return MemoryPrediction(
+            peak_allocated_bytes=int(peaks.total_bytes[0]),
+            breakdown=peaks.breakdown(0),
+            moment=peaks.moment(0),
+            uncertainty=stated.allocated,
+            reserved_uncertainty=stated.reserved,
+            step=step,
+            uncapped=uncapped,
+        )
+
+    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+        """See `WholeMemory`."""
+        rows = [r for r, step in self.steps.items() if not step.config.expandable_segments]
+        missing = [row for row in rows if row not in self._replays]
+        steps = [self.steps[row] for row in missing]
+        self._replays.update(zip(missing, replay_all(steps, on_progress=on_progress), strict=True))
+
+    def _uncapped(self, row: int) -> Uncapped:
+        if row not in self._replays:
+            self._replays[row] = replay_uncapped(self.steps[row])
+        return self._replays[row]
+
+    def quick_fits(
+        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
+    ) -> NDArray[np.int8]:
+        """See `WholeMemory`."""
+        unsure = self.uncertainty if uncertainty is None else uncertainty
+        least = self.least_allocated_bytes.astype(float)
+        is_sharded, expands = (
+            np.array(
+                [(config.is_sharded, config.expandable_segments) for config in self._configs],
+                np.bool_,
+            )
+            .reshape(-1, 2)
+            .T
+        )
+        most = (least + self._most_wasted) * (1 + unsure)
+        most *= np.where(is_sharded, SHARDED_FRAGMENTATION, FRAGMENTATION)
+        result = np.full(self._count, UNKNOWN, np.int8)
+        result[most <= budget_bytes] = _YES
+        result[least * (1 - unsure) > budget_bytes] = _NO
+        result[list(self.refused)] = _UNCERTAIN
+        # Whole pages take no replay.
+        rows = np.flatnonzero(expands & (result == UNKNOWN)).tolist()
+        return self._decided(rows, result, budget_bytes, unsure)
+
+    @cached_property
+    def _most_wasted(self) -> NDArray[np.float64]:
+        wasted = np.zeros(self._count)
+        known: dict[Any, int] = {}
+        for row, step in self.steps.items():
+            if step.may_waste:
+                key = *map(id, step.profiles.values()), step.flags
+                if key not in known:
+                    known[key] = step.most_wasted_bytes
+                wasted[row] = known[key]
+        return wasted
+
+    def _spread(self, peaks: Peaks) -> NDArray[np.int64]:
+        """Return the totals of those that have a prediction, in an array over all rows."""
+        result = np.full(self._count, -1, np.int64)
+        result[list(self.steps)] = np.minimum(peaks.total_bytes, np.iinfo(np.int64).max)
+        return result
+
+
+def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:
+    """Return predictions that refuse every one of some configurations."""
+    return PeakMemory(configs, [Untraceable("nothing is predicted")] * len(configs))

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,14 +26,16 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import BATCHES, SearchSpace
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.arrays import PeakMemory, WholeMemory
-from sweep.predict.memory.derived import sharded
-from sweep.predict.memory.polynomials import Values
-from sweep.predict.memory.prediction import Fit, MemoryPrediction
-from sweep.predict.memory.profile_store import OnProgress, ProfileStore, tell_nobody
-from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.step import Step
-from sweep.predict.memory.tracing_children import Tracer, TracingChildren
+from sweep.predict.memory.prediction import Fit, MemoryPrediction, PeakMemory, WholeMemory
+from sweep.predict.memory.profile_store import (
+    OnProgress,
+    ProfileStore,
+    Tracer,
+    TracingChildren,
+    tell_nobody,
+)
+from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
+from sweep.predict.memory.replay import Step
 
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 
@@ -115,8 +118,9 @@ class TracingPredictor:
     ) -> None:
         self._model = model
         capability = compute_capability or HOPPER
-        cublas_bytes = _workspace_bytes(capability)
-        self._workspace_bytes = cublas_bytes if workspace_bytes is None else workspace_bytes
+        # What cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``).
+        each = _HOPPER_WORKSPACE_BYTES if capability >= HOPPER else _OLDER_WORKSPACE_BYTES
+        self._workspace_bytes = _WORKSPACES * each if workspace_bytes is None else workspace_bytes
         self._has_flash = capability >= AMPERE
         tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
@@ -133,7 +137,7 @@ class TracingPredictor:
         for config in _of_each_kind(configs):
             for structure in self._structures(config):
                 known = longest.setdefault(structure, config)
-                longest[structure] = max(known, config, key=_length)
+                longest[structure] = max(known, config, key=attrgetter("seq_len"))
         self._profiles.fetch(longest, on_progress=on_progress)
         # From which length on masks exist is known of what was traced.
         long = [
@@ -155,17 +159,13 @@ class TracingPredictor:
 
     def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return PeakMemory(configs, self._steps(configs))
-
-    def _steps(self, configs: Sequence[TrialConfig]) -> list[Step | InputError]:
-        """Return each configuration's step, or why it has none."""
         steps: list[Step | InputError] = []
         for config in configs:
             try:
                 steps.append(self._step(config))
             except InputError as error:
                 steps.append(error.with_traceback(None))
-        return steps
+        return PeakMemory(configs, steps)
 
     def _step(self, config: TrialConfig) -> Step:
         profile = self._profile(config, is_checkpointed=config.checkpoint_fraction > 0)
@@ -183,10 +183,9 @@ class TracingPredictor:
         profile = self._traced(config, is_checkpointed=is_checkpointed)
         if _is_long(config, profile):
             profile = self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
-        return self._shared_out(profile, config) if config.is_sharded else profile
-
-    def _shared_out(self, profile: Profile, config: TrialConfig) -> Profile:
-        """Return the profile of one of several cards; the same one for configurations alike."""
+        if not config.is_sharded:
+            return profile
+        # The same one for configurations alike.
         key = id(profile), config.data_parallel, config.lora_rank, config.target_modules
         if key not in self._known:
             self._known[key] = sharded(profile, config, self._model)
@@ -220,7 +219,7 @@ class CpuMemory(TracingPredictor):
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         """See `MemoryPredictor.predict`."""
-        known = PeakMemory([config], self._steps([config])).prediction(0)
+        known = super().predict_all([config]).prediction(0)
         # A peak of which no step is known decides alone what fits.
         return replace(
             known, uncertainty=CPU_UNCERTAINTY, reserved_uncertainty=CPU_UNCERTAINTY, step=None
@@ -256,20 +255,12 @@ class Residuals:
         is_compiled = record.config.compile
         self._worst[is_compiled] = max(self._worst[is_compiled], error)
 
-    def widened(self, prediction: MemoryPrediction, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction of ``config``, no surer than the trials so far allow."""
-        return prediction.widened(self._wider(prediction.uncertainty, config))
-
     def widest(
         self, stated: NDArray[np.float64], configs: Sequence[TrialConfig]
     ) -> NDArray[np.float64]:
         """Return how far the peaks of configurations may be off, given what predictions state."""
-        pairs = zip(stated.tolist(), configs, strict=True)
-        return np.array([self._wider(error, config) for error, config in pairs], float)
-
-    def _wider(self, stated: float, config: TrialConfig) -> float:
-        worst = self._worst[config.compile]
-        return stated if worst <= stated else worst + RESIDUAL_MARGIN
+        worst = np.array([self._worst[config.compile] for config in configs], float)
+        return np.where(worst <= stated, stated, worst + RESIDUAL_MARGIN)
 
 
 def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
@@ -278,12 +269,8 @@ def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
     for config in configs:
         fraction = config.checkpoint_fraction
         key = (*(getattr(config, name) for name in _TRACED), fraction > 0, fraction < 1)
-        longest[key] = max(longest.get(key, config), config, key=_length)
+        longest[key] = max(longest.get(key, config), config, key=attrgetter("seq_len"))
     return longest.values()
-
-
-def _length(config: TrialConfig) -> int:
-    return config.seq_len
 
 
 def _is_long(config: TrialConfig, profile: Profile) -> bool:
@@ -293,31 +280,20 @@ def _is_long(config: TrialConfig, profile: Profile) -> bool:
     return config.seq_len >= profile.window
 
 
-def _workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return what cuBLAS takes from torch's allocator (torch's ``CublasHandlePool.cpp``)."""
-    is_hopper = compute_capability >= HOPPER
-    return _WORKSPACES * (_HOPPER_WORKSPACE_BYTES if is_hopper else _OLDER_WORKSPACE_BYTES)
-
-
 def _values(config: TrialConfig, model: ModelSpec) -> Values:
-    """Return a configuration's values of the symbols that `polynomials` lists."""
+    """Return a configuration's values of the symbols that `profiles` lists."""
+    # The rows of a chunk of Liger's fused loss, as its forward pass works them out: so many that a
+    # chunk's logits are about as large as all hidden states are.
+    tokens = config.tokens_per_micro_batch
+    chunks = -(-model.vocab_size // model.hidden_size)
+    rows = -(-tokens // chunks)
     return {
         "b": config.micro_batch_size,
         "s": config.seq_len,
         "r": config.lora_rank,
-        "c": _chunk_tokens(config.tokens_per_micro_batch, model),
+        "c": min(1 << (rows - 1).bit_length(), tokens),
         "p": -(-config.seq_len // _PADDED_LENGTH) * _PADDED_LENGTH,
     }
-
-
-def _chunk_tokens(tokens: int, model: ModelSpec) -> int:
-    """Return the rows of a chunk of Liger's fused loss, as its forward pass works them out.
-
-    So many that a chunk's logits are about as large as all hidden states are.
-    """
-    chunks = -(-model.vocab_size // model.hidden_size)
-    rows = -(-tokens // chunks)
-    return min(1 << (rows - 1).bit_length(), tokens)
 
 
 def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
@@ -328,7 +304,8 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
     """
     yield space.baseline_config()
     params = {key: dimension.first for key, dimension in space.dimensions.items()}
-    params |= {key: value for key, value in _whole_batches(space).items() if key in params}
+    batches = zip(BATCHES, space.batches[0], strict=True) if space.batches else ()
+    params |= {key: value for key, value in batches if key in params}
     if "seq_len" in params:
         params["seq_len"] = max(space.values_of("seq_len"))
     kinds = {
@@ -342,20 +319,13 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
             yield space.config(each)
 
 
-def _of_layers(share: float) -> tuple[bool, bool]:
-    """Whether some layers are of the one kind, and whether some are of the other."""
-    return share > 0, share < 1
-
-
 _KIND_OF: dict[str, Callable[[Any], Any]] = {
     **{key: knob.traced for key, knob in KNOBS.items() if knob.traced},
-    "checkpoint_fraction": _of_layers,
-    "quantized_fraction": _of_layers,
+    # Whether some layers are of the one kind, and whether some are of the other.
+    **dict.fromkeys(
+        ("checkpoint_fraction", "quantized_fraction"), lambda share: (share > 0, share < 1)
+    ),
 }
-
-
-def _whole_batches(space: SearchSpace) -> dict[str, Any]:
-    return dict(zip(BATCHES, space.batches[0], strict=True)) if space.batches else {}
 
 
 def _kinds(dimension: Dimension, kind_of: Callable[[Any], Any]) -> list[Any]:

@@ -1,22 +1,35 @@
-"""The profiles of a model's structures: from a cache on disk, or traced."""
+"""The profiles of a model's structures: from a cache on disk, or traced.
+
+What traces are children: processes in which torch and transformers are imported, as they never are
+in this one, and which answer one question a line with one profile a line. A child gets so long for
+an answer and no longer, whatever it does instead, and is gone with its owner.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import selectors
+import sys
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from storage import files
-from sweep.predict.memory.derived import mixed
-from sweep.predict.memory.profiles import Profile, Structure, Untraceable
-from sweep.predict.memory.tracing_children import Traced, Tracer
+from sweep.child_environment import child_environment
+from sweep.errands import last_words
+from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
+from sweep.processes import Child
 
 _ROOT = Path(__file__).parents[3]
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -27,12 +40,43 @@ _ATTEMPTS = 2
 _FAULTS_MAX = 3 * _ATTEMPTS
 """Times in a row that a tracing process may die before nothing is traced any more: each may take
 minutes to die, and a study would ask for hundreds."""
+_COMMAND = (sys.executable, "-P", "-m", "sweep.predict.memory.tracing")
+"""Followed by this process's number."""
+_DEADLINE_SECONDS = 120.0
+"""For one structure, the imports included; a slow disk makes those take most of a minute."""
+_CHILDREN_MAX = 4
+"""Each takes half a GiB of the host's memory."""
+_STRUCTURES_WORTH_A_CHILD = 12
+"""Importing torch takes a child as long as tracing some forty structures; the processors are there
+anyway, so a further child is started where it spares most of a second."""
+_ANSWER_BYTES_MAX = 64 * 2**20
+"""A profile takes some 60 KiB, and one of a model with ten times the layers ten times that."""
+_LAST_MOMENT_SECONDS = 1.0
+"""A child whose pipe is closed gets so long to end by itself, so that its own status is seen."""
+
 OnProgress = Callable[[int, int], None]
 """Told how many structures are done, of how many."""
+
+Traced = dict[str, Any] | InputError | EnvironmentFault
+"""A profile as JSON values, or why there is none."""
 
 
 def tell_nobody(_done: int, _of: int) -> None:
     """Hear of no progress."""
+
+
+class Tracer(Protocol):
+    """Traces structures of a model. Real: `TracingChildren`."""
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        """Yield each structure as it is done, with its profile or why it has none.
+
+        That is `Untraceable` where the model's code cannot be walked, another `InputError` where
+        the model's config cannot be built, `EnvironmentFault` where a child does not answer.
+        """
+        ...
 
 
 class ProfileStore:
@@ -203,3 +247,168 @@ def _version(library: str) -> str:
         return f"{library} {version(library)};"
     except PackageNotFoundError:
         return f"{library};"
+
+
+class TracingChildren:
+    """A `Tracer` in processes of its own, several of them for many structures.
+
+    Args:
+        count: of children at most; by default as many as there are processors, up to four.
+        command: what each of them runs.
+        outlive: whether they stay for further questions, until they are closed. Else they end with
+            a space: what was asked of it is all.
+    """
+
+    def __init__(
+        self,
+        count: int | None = None,
+        *,
+        command: tuple[str, ...] = _COMMAND,
+        outlive: bool = False,
+    ) -> None:
+        self._count = count or min(len(os.sched_getaffinity(0)), _CHILDREN_MAX)
+        self._command = command
+        self._outlive = outlive
+        self._idle: list[_Child] = []
+        # Where nobody refers to them any more, too.
+        weakref.finalize(self, _end, self._idle)
+
+    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+        """Return the profile of one structure, or raise why it has none."""
+        ((_, traced),) = self.trace_all(model, [structure])
+        if isinstance(traced, dict):
+            return traced
+        raise traced
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        """See `Tracer.trace_all`."""
+        waiting = deque(structures)
+        is_space = len(waiting) > 1
+        most = min(self._count, -(-len(waiting) // _STRUCTURES_WORTH_A_CHILD))
+        busy: dict[_Child, Structure] = {}
+        try:
+            while waiting or busy:
+                while waiting and len(busy) < most:
+                    structure = waiting.popleft()
+                    try:
+                        child = self._idle.pop() if self._idle else _Child(self._command)
+                    except OSError as error:
+                        reason = f"the tracing process cannot be started: {words_of(error)}"
+                        yield structure, EnvironmentFault(reason)
+                        continue
+                    child.ask(model, structure)
+                    busy[child] = structure
+                for child in _done(busy) if busy else ():
+                    structure, traced = busy.pop(child), child.traced(model.name)
+                    if isinstance(traced, EnvironmentFault):
+                        child.end()
+                    else:
+                        self._idle.append(child)
+                    yield structure, traced
+        finally:
+            _end(list(busy))
+            if is_space and not self._outlive:
+                self.close()
+
+    def close(self) -> None:
+        """End the children. Idempotent; a later question starts new ones."""
+        _end(self._idle)
+
+
+def _end(children: list[_Child]) -> None:
+    while children:
+        children.pop().end()
+
+
+def _done(children: Collection[_Child]) -> list[_Child]:
+    """Wait for something to happen, and return the children of which no more is to be heard."""
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.stdout, selectors.EVENT_READ, child.read)
+            if child.question:
+                selector.register(child.stdin, selectors.EVENT_WRITE, child.write)
+        first = min(child.deadline for child in children)
+        for key, _ in selector.select(max(0.0, first - time.monotonic())):
+            key.data()
+    return [child for child in children if child.is_done]
+
+
+class _Child:
+    """One process, asked one question at a time by the thread that started it, with which it ends.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        with contextlib.ExitStack() as opened:
+            self._printed = opened.enter_context(tempfile.TemporaryFile())
+            self._child = Child(
+                [*command, str(os.getpid())],
+                stderr=self._printed,
+                # It walks shapes: the GPU's memory is the trials'.
+                environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+            )
+            pipes = self._child.process.stdin, self._child.process.stdout
+            self.stdin, self.stdout = (opened.enter_context(pipe) for pipe in pipes if pipe)
+            os.set_blocking(self.stdin.fileno(), False)
+            self._opened = opened.pop_all()
+
+    def ask(self, model: ModelSpec, structure: Structure) -> None:
+        """Have a structure traced."""
+        question = {"model": model.to_json(), "structure": structure.to_json()}
+        self.question = json.dumps(question).encode() + b"\n"
+        self._answer = bytearray()
+        self._is_closed = False
+        self.deadline = time.monotonic() + _DEADLINE_SECONDS
+
+    def write(self) -> None:
+        """Send as much of the question as is taken at once."""
+        try:
+            self.question = self.question[os.write(self.stdin.fileno(), self.question) :]
+        except OSError:
+            # It may have ended before it reads; how, is still to be heard.
+            self.question = b""
+
+    def read(self) -> None:
+        """Take what is there of the answer."""
+        more = os.read(self.stdout.fileno(), 2**16)
+        self._answer += more
+        self._is_closed = not more
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more is waited for."""
+        is_told = self._answer.endswith(b"\n") or len(self._answer) >= _ANSWER_BYTES_MAX
+        return is_told or self._is_closed or time.monotonic() >= self.deadline
+
+    def traced(self, name: str) -> Traced:
+        """Return what was answered, for a model of a name."""
+        try:
+            answer = json.loads(self._answer)
+        except ValueError:
+            answer = None
+        match answer:
+            case {"profile": dict(profile)}:
+                return profile
+            case {"untraceable": str(reason)}:
+                return Untraceable(f"model '{name}': memory is not predicted: {reason}")
+            case {"input": str(reason)}:
+                return InputError(f"model '{name}': {reason}")
+        if self._answer.endswith(b"\n") or len(self._answer) >= _ANSWER_BYTES_MAX:
+            text = self._answer[:200].decode(errors="replace").rstrip("\n")
+            return EnvironmentFault(f"the tracing process said what is no answer: {text!r}")
+        end = self._child.end(patience=_LAST_MOMENT_SECONDS if self._is_closed else 0.0)
+        how = "it closed its pipe" if self._is_closed else "it took too long"
+        how = how if end.was_killed else f"it ended with {end}"
+        fault = f"the tracing process gave no answer: {how}{last_words(self._printed)}"
+        return EnvironmentFault(fault)
+
+    def end(self) -> None:
+        """End the process with all that it started."""
+        self._child.end()
+        # What was not read by then is lost with it.
+        with contextlib.suppress(OSError):
+            self._opened.close()

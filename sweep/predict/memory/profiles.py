@@ -1,37 +1,67 @@
 """What is known of a structure's memory: which tensors a training step has, and when.
 
 A structure is what of a configuration decides which tensors exist; batch, length, rank and number
-of steps only scale them.
+of steps only scale them. So bytes are polynomials in these. A polynomial maps a monomial to its
+coefficient; a monomial is its symbols' letters in order (``bss`` is batch x length x length, the
+empty one is a constant). The symbols:
+
+    b   sequences in a micro-batch
+    s   tokens in a sequence
+    r   rank of the adapters
+    c   tokens in a chunk of the fused loss
+    p   tokens in a sequence, padded to the blocks of an attention kernel
+
+One trace holds for every batch, length and rank because it is made with a prime for each of them
+(`Symbols`). A tensor's bytes are a product of the model's own dimensions, of which no prime that is
+used is a factor, and of powers of the primes. The factors of a number are unique, so those that are
+a symbol's prime say how often the symbol is in the product, and what is left is the coefficient. To
+the model's code a prime is a number like any other: it compares, pads and slices as in a training.
+
+Some profiles are made of traced ones. A model part of whose layers are in 4 bits is put together
+from the profiles of one kind each: both are traced of the same layers, so that the layers of one
+are put behind those of the other, and each layer of the model is told which of them stands for it.
+A base that FSDP2 shards is cut up as `sweep.training.team` and accelerate do it: each decoder
+layer is a group, so are the embedding, and the head. What is gathered is received in one tensor and
+copied out of it, so that for a moment it is there twice. Constants of 4-bit weights are no
+parameters, so every GPU holds all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig, canonical, parse_config
 from search_spaces.errors import InputError
 from search_spaces.knobs import KNOBS
-from sweep.predict.memory.polynomials import Polynomial
+from search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
+from search_spaces.models import ModelSpec
 
-Account = dict[str, Polynomial]
-"""Polynomial by what the bytes are for: ``activations``, ``gradients`` or ``loss``.
+Polynomial = dict[str, int]
+Values = Mapping[str, Any]
+"""A whole number for each symbol, or an array with one for each configuration."""
 
-In the segments that happen once, ``activations 2`` is added once for each layer that the traced
-layer 2 stands for.
-"""
+_BLOCK_BYTES = 512
+"""The caching allocator's granularity; what depends on no symbol is rounded to it here."""
+_SMALLEST_PRIME = 101
+"""Smaller primes are factors of too many dimensions: heads, experts, element sizes."""
+_LARGEST_PRIME = 20011
+_LENGTH_CHOICES = 100
+"""Primes next to the length's limit, of which the one that is told apart best is taken."""
+_NEIGHBOURS = (1, -1)
+"""A shifted or padded sequence has one token more or less."""
+_ROW_BYTES = 16
+"""Bytes a token, from which a tensor of a row is taken to be as long as the sequence."""
 
 
 class Untraceable(InputError):  # noqa: N818 - the name says what happened
     """The model's code cannot be walked without data; the message names the module and why."""
-
-
-def is_masked_by_text(config: TrialConfig) -> bool:
-    """Whether a mask keeps the texts of packed rows apart; flash attention is told where they begin
-    instead."""
-    return config.packing == "packed" and config.attention != "flash_attention_2"
 
 
 @dataclass(frozen=True)
@@ -102,14 +132,21 @@ class Structure:
         return cls(**{**values, "config": parse_config(values["config"])})
 
 
-BIRTH, DEATH, LEAVE, FETCH, FETCH_ALL = range(5)
-"""What happens in a segment: a temporary is born, or dies; something is left for a later segment;
-what an earlier one left dies, in one layer or in all.
-"""
+VARYING = ("gradients", "activations", "loss")
+"""What bytes that come and go are for."""
+GRADIENTS, ACTIVATIONS, LOSS = range(3)
 
-Entry = tuple[int, int | str, int]
-"""What happens, to what (a temporary's number or a path), and the index of the size that is born or
-the layers that what dies lived through.
+BIRTH, DEATH, LEAVE, FETCH, FETCH_ALL, RECEIVE, RELEASE = range(7)
+"""What happens in a segment: a temporary is born, or dies; something is left for a later segment;
+what an earlier one left dies, in one layer or in all; something is received in memory that serves
+nothing else, or is there no more.
+"""
+_SIGNS = (1, -1, 1, -1, -1, 1, -1)
+
+Entry = Sequence[Any]
+"""What happens, to what (a temporary's number or a path), the index of its size, what it is for (an
+index of `VARYING`), and the layers that what dies lived through. Where what all layers have left
+dies, instead the traced layer that left it, which stands for several; -1 where it was no layer.
 """
 
 
@@ -134,59 +171,62 @@ class Stretch:
 class Segment:
     """A stretch of a training step."""
 
-    kept: Account
-    """How much more is alive at its end than at its beginning."""
-    peaks: tuple[Account, ...]
-    """How high it can rise above its beginning: its moments that are the highest at some size."""
-    tape: tuple[Entry, ...]
+    tape: Sequence[Entry]
     """Its births and deaths in order."""
-
-    @cached_property
-    def repeated(self) -> Account:
-        """The part of `kept` that each layer adds."""
-        return {key: part for key, part in self.kept.items() if " " in key}
+    highest: Sequence[int]
+    """Its births after which most is alive, at some size."""
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """The tape, in a form that is fast to go through at any sizes."""
-        places: dict[int | str, tuple[int, int]] = {}
+        places: dict[Any, tuple[int, int]] = {}
         found: list[Stretch] = []
         births: list[tuple[int, int, int]] = []
         leaves: list[tuple[str, int, int]] = []
-        count = 0
-        for what, key, value in self.tape:
+        for what, key, size, _, by in self.tape:
             if what in (BIRTH, LEAVE):
-                places[key] = value, count
-                births.append((value, value, count))
+                place = len(places)
+                places[key if what == BIRTH else (key, place)] = size, place
+                births.append((size, size, place))
                 if what == LEAVE:
-                    leaves.append((str(key), value, count))
-                count += 1
+                    leaves.append((key, size, place))
             elif what == DEATH:
-                births.append((-1, *places.pop(key)))
-            else:
-                fetched = str(key), value if what == FETCH else None
-                found.append(Stretch(births, leaves, fetched))
+                births.append((-1, *places[key]))
+            elif what in (FETCH, FETCH_ALL):
+                found.append(Stretch(births, leaves, (key, by if what == FETCH else None)))
                 births, leaves = [], []
         return (*found, Stretch(births, leaves, None))
 
     @cached_property
     def births(self) -> int:
         """How many tensors are born in it."""
-        return sum(what in (BIRTH, LEAVE) for what, _, _ in self.tape)
+        return sum(what in (BIRTH, LEAVE) for what, *_ in self.tape)
 
     @cached_property
     def leaves(self) -> int:
         """How many of them outlive it."""
-        return sum(what == LEAVE for what, _, _ in self.tape)
+        return sum(what == LEAVE for what, *_ in self.tape)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Segment:
-        """Read what the tracing child writes."""
-        return cls(
-            kept=values["kept"],
-            peaks=tuple(values["peaks"]),
-            tape=tuple((what, key, value) for what, key, value in values["tape"]),
-        )
+
+def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how much more is alive after each entry of a tape than at its beginning.
+
+    Args:
+        tape: a segment's.
+        coefficients: of each size, by monomial.
+
+    Returns:
+        Coefficients by entry, `VARYING`, layer and monomial. What stands at a traced layer is there
+        once for each that this one stands for; what stands before the first of them, once.
+    """
+    if not tape:
+        return np.zeros((0, len(VARYING), 1, coefficients.shape[1]), np.int64)
+    whats, _, sizes, parts, bys = zip(*tape, strict=True)
+    layers = [by + 1 if what == FETCH_ALL else 0 for what, by in zip(whats, bys, strict=True)]
+    change = np.zeros((len(tape), len(VARYING), max(layers) + 1, coefficients.shape[1]), np.int64)
+    signs = np.array([_SIGNS[what] for what in whats])
+    change[range(len(tape)), parts, layers] = signs[:, None] * coefficients[list(sizes)]
+    return change.cumsum(axis=0)
 
 
 @dataclass(frozen=True)
@@ -212,9 +252,9 @@ class Profile:
     base: Base
     adapters: tuple[tuple[int, ...], ...]
     """Elements of every trained tensor for each unit of rank, by traced layer, as attached."""
-    segments: dict[str, Segment]
+    segments: Mapping[str, Segment]
     """``embed``, ``forward 0``..., ``head``, ``head_backward``, ``backward 0``..., as traced."""
-    sizes: tuple[Polynomial, ...]
+    sizes: Sequence[Polynomial]
     """Bytes, by the tapes' index."""
     window: int | None
     """Length from which the structure is another one; None where there is none."""
@@ -228,12 +268,270 @@ class Profile:
         """Read what the tracing child writes."""
         base = values["base"]
         return cls(
-            positions=tuple(values["positions"]),
-            base=Base(**{**base, "holes": tuple(base["holes"])}),
-            adapters=tuple(map(tuple, values["adapters"])),
-            segments={n: Segment.from_json(part) for n, part in values["segments"].items()},
-            sizes=tuple(values["sizes"]),
-            window=values["window"],
-            quantized_share=values.get("quantized_share"),
-            is_same_in_fp16=values.get("is_same_in_fp16", False),
+            **{
+                **values,
+                "positions": tuple(values["positions"]),
+                "base": Base(**{**base, "holes": tuple(base["holes"])}),
+                "adapters": tuple(map(tuple, values["adapters"])),
+                "segments": {n: Segment(**part) for n, part in values["segments"].items()},
+            }
         )
+
+    @cached_property
+    def monomials(self) -> Sequence[str]:
+        """Those in the sizes."""
+        return sorted({monomial for size in self.sizes for monomial in size})
+
+    @cached_property
+    def coefficients(self) -> NDArray[np.int64]:
+        """Of each size, by monomial."""
+        return coefficients(self.sizes, self.monomials)
+
+    def scale(self, values: Values, *, one: Any = 1) -> list[Any]:
+        """Return each monomial's value; ``one`` is as long as those of ``values`` are."""
+        return [math.prod((values[s] for s in m), start=one) for m in self.monomials]
+
+    @cached_property
+    def accounts(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """How much each segment leaves, and how high it rises at its highest births (`alive`)."""
+        found = {}
+        for name, segment in self.segments.items():
+            after = alive(segment.tape, self.coefficients)
+            found[name] = after[-1:].sum(axis=0), after[list(segment.highest)]
+        return found
+
+
+def coefficients(sizes: Sequence[Polynomial], monomials: Sequence[str]) -> NDArray[np.int64]:
+    """Return the coefficients of polynomials as a matrix, by monomial."""
+    rows = [[size.get(monomial, 0) for monomial in monomials] for size in sizes]
+    return np.array(rows, np.int64).reshape(len(sizes), len(monomials))
+
+
+class Symbols:
+    """A prime for each symbol.
+
+    Args:
+        dimensions: the model's own sizes, which must not hide a symbol's prime.
+        longest: length that the traced sequence must not exceed; None where any will do.
+        longer_than: length that the traced sequence must exceed.
+    """
+
+    def __init__(
+        self, dimensions: Iterable[int], *, longest: int | None = None, longer_than: int = 0
+    ) -> None:
+        sizes = {abs(size) for size in dimensions if size}
+        usable = [p for p in _primes() if not any(size % p == 0 for size in sizes)]
+        top = min(longest or _LARGEST_PRIME, _LARGEST_PRIME)
+        lengths = [p for p in usable if longer_than < p <= top]
+        if not lengths:
+            raise ValueError(f"no traceable length above {longer_than} and up to {top}")
+        # Any prime does for batch and rank. A length has to stay on its side of the attention
+        # window and within the positions that the model knows: beyond, its code goes another way.
+        near = lengths[:_LENGTH_CHOICES] if longer_than else lengths[-_LENGTH_CHOICES:]
+        # Large prime factors tell a sequence with one token more or less.
+        self.s = max(near, key=lambda p: min(_largest_factor(p + step) for step in _NEIGHBOURS))
+        # The largest ones: a product of dimensions is the less likely to have one as its factor.
+        others = [p for p in reversed(usable) if p != self.s]
+        self.b, self.r, self.c, self.p = others[:4]
+        self._primes = {"b": self.b, "c": self.c, "p": self.p, "r": self.r, "s": self.s}
+        self._known: dict[int, Polynomial] = {}
+
+    def polynomial(self, size: int) -> Polynomial:
+        """Return the polynomial that has this value where each symbol is its prime."""
+        if size not in self._known:
+            self._known[size] = self._factor(size)
+        return self._known[size]
+
+    def is_unexplained(self, size: int) -> bool:
+        """Whether so many bytes are of a length that no symbol gives.
+
+        They grow with the batch and are more than a row of the model's own sizes could be, but
+        nothing of the sequence divides them: padded to whole chunks they would be taken for as
+        large at every length.
+        """
+        if size % self.b or size // self.b < _ROW_BYTES * self.s:
+            return False
+        lengths = (self.s, *(self.s + step for step in _NEIGHBOURS), self.c, self.p)
+        return all(size % length for length in lengths)
+
+    def _factor(self, size: int) -> Polynomial:
+        if size == 0:
+            return {}
+        monomial = ""
+        for symbol, prime in self._primes.items():
+            while size % prime == 0:
+                size //= prime
+                monomial += symbol
+        # (s + 1) times so many bytes is a sum of two monomials. The neighbour is not a prime, so a
+        # length was chosen whose neighbours have a large prime factor: that a product of dimensions
+        # has it as well is as unlikely as with a prime of that size.
+        for step in _NEIGHBOURS:
+            if size % (self.s + step) == 0:
+                per_token = size // (self.s + step)
+                longer = "".join(sorted(monomial + "s"))
+                return {longer: per_token, monomial: step * per_token}
+        if not monomial:
+            # A constant's block is known here; what a symbol scales is rounded when replayed.
+            size = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+        return {monomial: size}
+
+
+@cache
+def _largest_factor(number: int) -> int:
+    largest, factor = 1, 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            number, largest = number // factor, factor
+        factor += 1
+    return max(largest, number)
+
+
+@cache
+def _primes() -> tuple[int, ...]:
+    numbers = range(_SMALLEST_PRIME, _LARGEST_PRIME + 1)
+    return tuple(number for number in numbers if _largest_factor(number) == number)
+
+
+def mixed(packed: Profile, wide: Profile, *, quantized: Collection[int]) -> Profile:
+    """Return the profile of a model of whose layers some are in 4 bits.
+
+    Args:
+        packed: of the model with all layers in 4 bits.
+        wide: of the model with none.
+        quantized: the layers that are.
+    """
+    shift, share = len(packed.adapters), len(quantized) / len(packed.positions)
+
+    def between(low: int, high: int) -> int:
+        """Return a size of the base in between: layers are alike, and all else is in both."""
+        return round(share * low + (1 - share) * high)
+
+    pairs = enumerate(zip(packed.positions, wide.positions, strict=True))
+    segments = dict(packed.segments)
+    for name, segment in wide.segments.items():
+        kind, _, position = name.partition(" ")
+        tape = [
+            (
+                what,
+                key,
+                size + len(packed.sizes),
+                part,
+                by + shift * (what == FETCH_ALL and by >= 0),
+            )
+            for what, key, size, part, by in segment.tape
+        ]
+        if position:
+            segments[f"{kind} {int(position) + shift}"] = replace(segment, tape=tape)
+        else:
+            # What happens once: beside the packed model's, what each layer of the other kind adds.
+            further = [entry for entry in tape if entry[0] == FETCH_ALL and entry[-1] >= 0]
+            segments[name] = replace(segments[name], tape=[*segments[name].tape, *further])
+    return replace(
+        packed,
+        positions=tuple(
+            in_packed if layer in quantized else in_wide + shift
+            for layer, (in_packed, in_wide) in pairs
+        ),
+        base=Base(
+            allocated_bytes=between(packed.base.allocated_bytes, wide.base.allocated_bytes),
+            requested_bytes=between(packed.base.requested_bytes, wide.base.requested_bytes),
+            reserved_bytes=between(packed.base.reserved_bytes, wide.base.reserved_bytes),
+            holes=packed.base.holes,
+        ),
+        adapters=(*packed.adapters, *wide.adapters),
+        segments=segments,
+        sizes=(*packed.sizes, *wide.sizes),
+    )
+
+
+_WIDE_BYTES = 2
+"""Of an element of the base that is not packed."""
+_ADAPTER_BYTES = 4
+"""Of one of the adapters, which are gathered as they are stored."""
+_PACKED_BYTES = 0.5
+LAYERS_GATHERED = 2
+"""Decoder layers that are whole at once: the one that computes, and one that is on its way, or was
+and is not let go of yet."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """What a segment gathers. Bytes."""
+
+    throughout: int
+    """There as long as the segment lasts."""
+    at_first: int
+    """There at its beginning, while that is copied out of what was received."""
+    copied: int
+    """Of what is there throughout, what lies among the segment's own tensors."""
+
+
+def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
+    """Return a profile whose base is what one of several cards holds of it, and whose segments
+    gather what they need.
+
+    Raises:
+        InputError: the model's layers are not known.
+    """
+    whole, shapes = parameters(model), linear_shapes(model)
+    if whole is None or shapes is None:
+        raise InputError(
+            f"model '{model.name}': the layers of model type '{model.model_type}' are not known, "
+            "so what each card holds of them is not predicted"
+        )
+    linears = sum(rows * columns for rows, columns in shapes.values())
+    width = _PACKED_BYTES if config.is_quantized else _WIDE_BYTES
+    # What a decoder layer takes when it is whole, its adapters included; and what the head does.
+    adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
+    layer = round(linears * width + adapters * _ADAPTER_BYTES)
+    head = model.vocab_size * model.hidden_size * _WIDE_BYTES
+    # A card holds its share of all parameters, and all constants.
+    in_layers = model.hidden_layers * linears
+    movable = in_layers * width + (whole - in_layers) * _WIDE_BYTES
+    constants = max(0.0, profile.base.requested_bytes - movable)
+    has_own_head = not is_tied(model)
+    held = round(movable / config.data_parallel + constants) + head * (not has_own_head)
+    # What is received is of a stream of its own, whose memory serves nothing else. Where the
+    # embedding was received lies a layer when the head is, which takes as much anew.
+    received = max(head, LAYERS_GATHERED * layer) + head * has_own_head
+    base = Base(held, held, held + received, holes=())
+    gathered = _at_the_ends(config, layer, head, has_own_head=has_own_head)
+    sizes, segments = list(profile.sizes), {}
+    for name, segment in profile.segments.items():
+        each = gathered.get(name, _Gathered(LAYERS_GATHERED * layer, 0, layer))
+        segments[name] = _gathering(segment, each, size=len(sizes))
+        sizes += [{"": each.at_first}, {"": each.throughout - each.copied}, {"": each.copied}]
+    return replace(profile, base=base, segments=segments, sizes=sizes)
+
+
+def _at_the_ends(
+    config: TrialConfig, layer: int, head: int, *, has_own_head: bool
+) -> dict[str, _Gathered]:
+    """Return what is gathered for the embedding and for the loss, of so many bytes each."""
+    if not has_own_head:
+        # The head is the embedding: it is whole from there on, which counts as held throughout.
+        gathered = _Gathered(head, 0, 0), _Gathered(layer, 0, 0), _Gathered(0, 0, 0)
+    elif config.kernels == "hf":
+        # What it was received in is kept until something else is.
+        loss, back = _Gathered(2 * head, 0, head), _Gathered(head, 0, head)
+        gathered = _Gathered(head, 2 * head, head), loss, back
+    else:
+        # What the last layer was received in is still there. A fused loss has its gradient by the
+        # backward pass, and the head is given up with it.
+        loss = _Gathered(layer + head, layer + 2 * head, head)
+        gathered = _Gathered(head, 2 * head, head), loss, _Gathered(0, 0, 0)
+    return dict(zip(("embed", "head", "head_backward"), gathered, strict=True))
+
+
+def _gathering(segment: Segment, gathered: _Gathered, *, size: int) -> Segment:
+    """Return a segment that gathers; ``size`` is the index of what is there at first."""
+    first, beside, copied = range(size, size + 3)
+    before = [
+        (RECEIVE, "", first, ACTIVATIONS, 0),
+        (RELEASE, "", first, ACTIVATIONS, 0),
+        (RECEIVE, "", beside, ACTIVATIONS, 0),
+        (BIRTH, "gathered", copied, ACTIVATIONS, 0),
+    ]
+    after = [(DEATH, "gathered", copied, ACTIVATIONS, 0), (RELEASE, "", beside, ACTIVATIONS, 0)]
+    highest = [at + len(before) for at in segment.highest or (-1,)]
+    return Segment([*before, *segment.tape, *after], highest=[*highest, 0])

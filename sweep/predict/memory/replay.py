@@ -1,4 +1,5 @@
-"""A step replayed through a simulated allocator: what is reserved, and what is wasted.
+"""A training step at real sizes, replayed through a simulated allocator: what is reserved, and what
+is wasted.
 
 Both depend on the order of all births and deaths, so that the segments' tapes are gone through one
 by one, which takes milliseconds; equal steps are replayed once, many on all processors.
@@ -10,11 +11,16 @@ import contextlib
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
+
+from search_spaces.config import TrialConfig
 from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
@@ -24,9 +30,8 @@ from sweep.predict.memory.allocator import (
     OutOfSegments,
     grains,
 )
-from sweep.predict.memory.polynomials import evaluate
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.step import Step, Visit
+from sweep.predict.memory.profiles import Profile, Segment, Values
 
 WORTH_PROCESSES = 300
 """Steps whose replays take longer than starting processes for them: one or two seconds."""
@@ -34,22 +39,149 @@ _AT_ONCE = 50
 """Steps that a process is given at a time: so few that all processes end together."""
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
+_FP32_BYTES = 4
+_ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
+"""Bytes of an element of an adapter, and of its gradient."""
+
+_MIN_8BIT_ELEMENTS = 4096
+"""bitsandbytes keeps the states of smaller tensors in fp32 (``min_8bit_size``)."""
+_MIN_PAGED_ELEMENTS = 100_000
+"""bitsandbytes keeps smaller states on the card; larger ones are in memory no counter sees."""
+_BLOCK_ELEMENTS = 256
+"""Elements that share a scale."""
 
 
-Fetched = tuple[str, int | None] | None
-"""As in `Stretch`."""
+class Visit(NamedTuple):
+    """One segment of the step."""
+
+    name: str
+    """As in `Profile.segments`."""
+    is_checkpointed: bool
+    """Whose profile it is from."""
+    layer: int = 0
+    """Decoder layer of the whole model; 0 for what happens once."""
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """The segment and whose it is; the layers that share it are alike."""
+        return self.name, self.is_checkpointed
 
 
 @dataclass(frozen=True)
-class SizedTape:
+class Step:
+    """A step that has the optimizer's states from the start, as every step but the first."""
+
+    config: TrialConfig
+    profiles: Mapping[bool, Profile]
+    """The structures' profiles, by whether layers are recomputed."""
+    flags: tuple[bool, ...]
+    """For each decoder layer, whether it is recomputed."""
+    values: Values
+    """Of the polynomials' symbols."""
+    workspace_bytes: int
+    """What the libraries keep for themselves."""
+    is_unseen: bool = False
+    """Whether nothing like it was ever measured: several cards share a model whose head is its
+    embedding."""
+
+    @property
+    def profile(self) -> Profile:
+        """The last layer's: where it ends, the loss begins. What does not vary is alike in both."""
+        return self.profiles[self.flags[-1]]
+
+    @property
+    def held_gradients(self) -> int:
+        """How many times the adapters' gradients are there throughout.
+
+        Once as those of earlier micro-batches; once as the buckets in which several cards send
+        each other theirs, which are never given back. Where cards accumulate, each keeps its own
+        beside the buckets until the last micro-batch.
+        """
+        if self.config.is_sharded:
+            # A card's share of them, and all of them as long as nothing is sent.
+            return 1 + self._shares * (self.config.accumulation_steps > 1)
+        return (self.config.accumulation_steps > 1) + (self.config.data_parallel > 1)
+
+    @property
+    def _shares(self) -> int:
+        """Into how many parts every trained tensor is cut."""
+        return self.config.data_parallel if self.config.is_sharded else 1
+
+    def visits(self) -> Iterator[Visit]:
+        """Yield the step's segments in order."""
+        last = self.flags[-1]
+        layers = list(enumerate(zip(self.profile.positions, self.flags, strict=True)))
+        yield Visit("embed", self.flags[0])
+        yield from (Visit(f"forward {at}", flag, layer) for layer, (at, flag) in layers)
+        yield Visit("head", last)
+        yield Visit("head_backward", last)
+        yield from (Visit(f"backward {at}", flag, layer) for layer, (at, flag) in reversed(layers))
+
+    def segment(self, visit: Visit) -> Segment:
+        """Return the traced segment of a visit."""
+        return self.profiles[visit.is_checkpointed].segments[visit.name]
+
+    @property
+    def may_waste(self) -> bool:
+        """Whether unsplit remainders of blocks may be worth a replay.
+
+        What layers keep is hundreds of blocks, each of which may hold up to a MiB too much. A
+        recomputed layer keeps one. Expandable segments leave no remainder.
+        """
+        return not all(self.flags) and not self.config.expandable_segments
+
+    @property
+    def most_wasted_bytes(self) -> int:
+        """No more than this do unsplit remainders take: one for each block that may be alive."""
+        segments = [self.segment(visit) for visit in self.visits()]
+        left = sum(segment.leaves for segment in segments)
+        return SMALL_BYTES * (left + max(segment.births for segment in segments))
+
+    @cached_property
+    def adapters(self) -> list[int]:
+        """Bytes of each trained tensor, in the order they are attached."""
+        size = _ADAPTER_BYTES[self.config.adapter_dtype]
+        return [elements * size for elements in self._trained]
+
+    @cached_property
+    def states(self) -> list[int]:
+        """Bytes of each of the optimizer's tensors that are on the card."""
+        sizes = {n: _state_bytes(self.config, n) for n in set(self._trained)}
+        return [size for elements in self._trained for size in sizes[elements]]
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Elements of each trained tensor, as far as they are this card's."""
+        rank, of_layer = self.config.lora_rank, self.profile.adapters
+        whole = (n * rank for position in self.profile.positions for n in of_layer[position])
+        return [-(-elements // self._shares) for elements in whole]
+
+
+def _state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
+    """Return the bytes of each tensor that is kept on the card for a trained one."""
+    optimizer = config.optimizer
+    if optimizer == "adamw_torch_fused":
+        # Moments of the parameter's own type; the step count is on the card too, always in fp32.
+        moment = elements * _ADAPTER_BYTES[config.adapter_dtype]
+        return (_FP32_BYTES, moment, moment)
+    if elements < _MIN_8BIT_ELEMENTS:
+        return (elements * _FP32_BYTES,) * 2
+    scales = -(-elements // _BLOCK_ELEMENTS) * _FP32_BYTES
+    if optimizer == "paged_adamw_8bit" and elements >= _MIN_PAGED_ELEMENTS:
+        return (scales, scales)
+    return (elements, elements, scales, scales)
+
+
+@dataclass(frozen=True)
+class _SizedTape:
     """A tape at real sizes; small requests, in segments of their own, are only summed up.
 
     Each is a MiB at most, in a pool that large ones never touch, so that all they change is how far
     that pool grows.
     """
 
-    stretches: list[tuple[list[Event], Fetched]]
-    """What happens, and what is fetched then."""
+    stretches: list[tuple[list[Event], tuple[str, int | None] | None]]
+    """What happens, and what is fetched then, as in `Stretch`."""
     leaves: list[tuple[str, int, int]]
     """Path, place, and the bytes of what is small, which has nothing in its place."""
     places: int
@@ -57,7 +189,7 @@ class SizedTape:
     """How high small requests rise above where the tape begins."""
 
 
-class Replay:
+class _Replay:
     """Replays tapes one after another, a layer's as often as there are such layers.
 
     What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
@@ -77,7 +209,7 @@ class Replay:
         self._small_bytes += sum(sizes) - sum(large)
         self._make_small_room(0)
 
-    def play(self, tape: SizedTape, *, layer: int) -> None:
+    def play(self, tape: _SizedTape, *, layer: int) -> None:
         """Replay a segment of a layer of the whole model, or of the step as a whole."""
         self._make_small_room(tape.small_peak_bytes)
         addresses = [0] * tape.places
@@ -140,8 +272,7 @@ def runs_under(step: Step, *, limit_bytes: int) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Uncapped:
+class Uncapped(NamedTuple):
     """What a step comes to where nothing limits what may be reserved."""
 
     reserved_bytes: int
@@ -164,7 +295,26 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
         OutOfSegments: it passes the limit.
     """
     allocator = base_allocator(step, limit_bytes=limit_bytes)
-    replay, tapes = Replay(allocator), _Tapes(step)
+    replay = _Replay(allocator)
+    sizes = {flag: _sizes(profile, step.values) for flag, profile in step.profiles.items()}
+
+    @cache
+    def sized(name: str, flag: bool) -> _SizedTape:
+        return _sized(step.profiles[flag].segments[name], *sizes[flag])
+
+    def play() -> None:
+        for _ in range(step.held_gradients):
+            replay.hold(step.adapters)
+        seen = set()
+        for visit in step.visits():
+            if visit.key in seen and visit.name[0] == "b" and _keeps_bytes(step, visit) <= 0:
+                # The same layer again, with less alive than before it, and free blocks that served
+                # the last one: nothing new can come.
+                break
+            seen.add(visit.key)
+            replay.play(sized(*visit.key), layer=visit.layer)
+        replay.end_step()
+
     replay.hold(step.adapters)
     # A step that is not the first finds the states where the first one's end has put them. Where
     # they are small it makes no difference to assume that they were there from the start.
@@ -172,69 +322,45 @@ def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
     if is_heavy or limit_bytes is not None:
         # They are made at the end of the first step, in what it has left free; and under a limit it
         # is the second step that must do with blocks that the first one has cut up.
-        _play(step, tapes, replay)
+        play()
     replay.hold(step.states)
-    _play(step, tapes, replay)
+    play()
     return allocator
 
 
-class _Tapes:
-    """The tapes of a step's segments at real sizes."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._known: dict[tuple[str, bool], SizedTape] = {}
-        self._sizes = {flag: _sizes(step, flag) for flag in step.profiles}
-
-    def of(self, visit: Visit) -> SizedTape:
-        """Return the tape of a segment."""
-        if visit.key not in self._known:
-            self._known[visit.key] = self._sized(visit)
-        return self._known[visit.key]
-
-    def _sized(self, visit: Visit) -> SizedTape:
-        requests, changes = self._sizes[visit.is_checkpointed]
-        segment = self._step.segment(visit)
-        parts = segment.stretches
-        moves = [
-            changes[of if birth >= 0 else -1 - of] for part in parts for birth, of, _ in part.births
-        ]
-        return SizedTape(
-            stretches=[
-                ([(requests[birth], at) for birth, of, at in p.births if requests[of]], p.fetched)
-                for p in parts
-            ],
-            leaves=[(path, at, changes[of]) for part in parts for path, of, at in part.leaves],
-            places=segment.births,
-            small_peak_bytes=max(accumulate(moves, initial=0)),
-        )
+def _keeps_bytes(step: Step, visit: Visit) -> int:
+    """Return what a layer's segment leaves; negative where it frees more."""
+    profile = step.profiles[visit.is_checkpointed]
+    kept, _ = profile.accounts[visit.name]
+    return int(kept.sum(axis=(0, 1)) @ np.array(profile.scale(step.values), object))
 
 
-def _sizes(step: Step, is_checkpointed: bool) -> tuple[list[int], list[int]]:
+def _sizes(profile: Profile, values: Values) -> tuple[list[int], list[int]]:
     """Return the grains of large requests and the bytes of small ones, by the tapes' index.
 
     A death, whose birth has the index -1, requests nothing; at -1 - index is what it gives back of
     small ones.
     """
-    sizes = [evaluate(size, step.values) for size in step.profiles[is_checkpointed].sizes]
+    sizes = (profile.coefficients @ np.array(profile.scale(values), object)).tolist()
     requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes]
     small = [size if size <= SMALL_BYTES else 0 for size in sizes]
     return [*requests, 0], [*small, *(-size for size in reversed(small))]
 
 
-def _play(step: Step, tapes: _Tapes, replay: Replay) -> None:
-    for _ in range(step.held_gradients):
-        replay.hold(step.adapters)
-    seen: set[tuple[str, bool]] = set()
-    for visit in step.visits():
-        is_again = visit.key in seen
-        if is_again and visit.moment == "backward" and step.layer_keeps_bytes(visit) <= 0:
-            # The same layer again, with less alive than before it, and free blocks that served the
-            # last one: nothing new can come.
-            break
-        seen.add(visit.key)
-        replay.play(tapes.of(visit), layer=visit.layer)
-    replay.end_step()
+def _sized(segment: Segment, requests: Sequence[int], changes: Sequence[int]) -> _SizedTape:
+    parts = segment.stretches
+    moves = [
+        changes[of if birth >= 0 else -1 - of] for part in parts for birth, of, _ in part.births
+    ]
+    return _SizedTape(
+        stretches=[
+            ([(requests[birth], at) for birth, of, at in p.births if requests[of]], p.fetched)
+            for p in parts
+        ],
+        leaves=[(path, at, changes[of]) for part in parts for path, of, at in part.leaves],
+        places=segment.births,
+        small_peak_bytes=max(accumulate(moves, initial=0)),
+    )
 
 
 def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) -> list[Uncapped]:

@@ -1,33 +1,76 @@
 """How long configurations' optimizer steps take: how fast, held back by what, and how sure.
 
 The step is what the GPU must do (matrix products by shape, adapters, attention, 4-bit expansion,
-elementwise traffic, loss, optimizer) at the GPU's rates, against what the host must launch.
+elementwise traffic, loss, optimizer) at the GPU's rates, against what the host must launch. Every
+factor multiplies such a term and cannot be negative; few trials move it little from what the
+catalogue says. In logarithms the model is nearly straight and its uncertainty is normal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec
+from search_spaces.gpus import GpuSpec, SpeedUncertainty
+from search_spaces.knobs import Numerics
 from search_spaces.models import ModelSpec
-from sweep.predict.speed.calibration import (
-    EIGHT_BIT_DOUBT,
-    FACTORS,
-    Array,
-    Calibration,
-    Factor,
-    in_order,
-)
+from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
 from sweep.predict.speed.kernels import MASKED_DOUBT
-from sweep.predict.speed.phases import StepPhases, overlapped, refusal
+from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped, refusal
 
+Factor = Term | Literal["launch", "overhead"]
+FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
+
+Array = NDArray[np.float64]
+
+NINE_IN_TEN = 1.645
+"""Standard deviations to either side that hold nine in ten."""
+CARD_SPREAD = 0.3
+"""How far a whole card may be from its catalogue entry's rates: clocks, power limit, cooling."""
+EIGHT_BIT_SPREAD = 0.34
+"""How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
+
+Measured over implied: of FP8 1.01 on a B200, 0.99 (in a training) and 0.92 on an H200, 0.96 on an
+H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0.70 on an H200 and
+0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
+`docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
+"""
+EIGHT_BIT_DOUBT = NINE_IN_TEN * EIGHT_BIT_SPREAD
+"""How far 8-bit products may be off, relative, where no training in such was measured."""
+FACTOR_SPREAD: dict[Factor, float] = {
+    "matmul": 0.1,
+    "eight_bit": EIGHT_BIT_SPREAD,
+    "lora": 0.3,
+    "attention": 0.3,
+    "dequant": 0.3,
+    "elementwise": 0.2,
+    "loss": 0.3,
+    "optimizer": 0.5,
+    "launch": 0.5,
+    "overhead": 1.0,
+}
+"""How far one term may be from its prediction beyond that; what the fit weighs trials against."""
+STEP_NOISE = 0.02
+"""Relative error of one trial: its median's interval, and what the model leaves out."""
+ROUNDS = 30
+"""The maximum of host and card is made straight again around each solution."""
+DAMPING = 0.5
+"""Share of the way to each solution: going all of it can swing between host and card for ever."""
+UNCERTAINTY_AFTER_ONE = SpeedUncertainty(device=0.11, launch=0.45)
+"""Nine in ten of a study's other steps are within this much once one trial is known.
+
+From the trials of two studies on an H200. It falls with the root of their number; the host's part
+is as much the host's pace from minute to minute, and is known least. Another day's session is off
+by more than this.
+"""
 Bottleneck = Literal["compute", "bandwidth", "launch"]
 PARALLEL_DOUBT = 0.15
 """How far a step of several GPUs may be off beside what one of one GPU may: seen was one kind of
@@ -35,6 +78,141 @@ GPU."""
 SHARDED_DOUBT = 0.4
 """The same where they share the model, and gather every layer twice in each micro-batch: 0.19 at
 most where NVLink joins them; never measured through PCIe."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors by which a card's terms differ from the prediction."""
+
+    gpu: str
+    """Card that the trials ran on."""
+    trials: int
+    """Trials that it was fitted to."""
+    factors: dict[Factor, float]
+    relative_error: float
+    """Median relative error over those trials; an optimistic view of new ones."""
+    numerics: frozenset[Numerics] = frozenset()
+    """Classes of numerics among them."""
+
+    def uncertainty(self, card: SpeedUncertainty) -> SpeedUncertainty:
+        """Return how far steps of the same study may be off: never more than ``card`` says."""
+        share = 1.0 / math.sqrt(self.trials)
+        return SpeedUncertainty(
+            device=min(card.device, max(STEP_NOISE, UNCERTAINTY_AFTER_ONE.device * share)),
+            launch=min(card.launch, max(STEP_NOISE, UNCERTAINTY_AFTER_ONE.launch * share)),
+        )
+
+
+def in_order(calibration: Calibration | None) -> Array:
+    """Return factors in the order of `FACTORS`; the catalogue's rates where there are none."""
+    if calibration is None:
+        return np.ones(len(FACTORS))
+    return np.array([calibration.factors[factor] for factor in FACTORS])
+
+
+def calibrate(
+    observations: Sequence[tuple[TrialConfig, float]], *, model: ModelSpec, gpu: GpuSpec
+) -> Calibration:
+    """Fit the factors to measured trials.
+
+    Args:
+        observations: configurations that have a prediction, and their measured seconds per step.
+        model: the model they were measured with.
+        gpu: the card they were measured on.
+    """
+    assert observations, "calibrating needs trials"
+    configs = [config for config, _ in observations]
+    measured = np.array([seconds for _, seconds in observations])
+    steps = StepPhases.of(configs, model=model, gpu=gpu)
+    factors = _fitted(steps, measured)
+    errors = np.abs(steps.seconds(factors) / measured - 1.0)
+    by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
+    classes = frozenset(config.numerics for config in configs)
+    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
+
+
+def _fitted(steps: StepPhases, measured: Array) -> Array:
+    """Return the non-negative factors nearest to trials and prior, each error over its spread."""
+    # Only a fit needs it, and it takes longer to import than a plan takes to make.
+    from scipy.optimize import nnls
+
+    # What weighs factors against the catalogue's rates, a row for each direction.
+    prior = np.linalg.cholesky(np.linalg.inv(factor_covariance())).T
+    targets = np.full(len(measured), 1.0 / STEP_NOISE)
+    wanted = np.concatenate([targets, prior.sum(axis=1)])
+    factors = np.ones(len(FACTORS))
+    for _ in range(ROUNDS):
+        trials = steps.slopes(factors) / (measured[:, None] * STEP_NOISE)
+        nearest, _ = nnls(np.vstack([trials, prior]), wanted)
+        factors = factors + DAMPING * (nearest - factors)
+    return factors
+
+
+def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> Array:
+    """Return how far the factors may be from the catalogue's rates, together: a covariance in the
+    order of `FACTORS`."""
+    on_card = np.array([float(factor in TERMS) for factor in FACTORS])
+    spreads = np.array([spread[factor] for factor in FACTORS])
+    return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
+
+
+class LogFactors:
+    """The steps of configurations on a card, by the logarithms of the speed model's factors.
+
+    A configuration without a prediction is taken for the median of the others.
+
+    Args:
+        configs: what is to be trained.
+        model: the model's config.
+        gpu: the card that runs it.
+
+    Raises:
+        ValueError: none of the configurations has a prediction.
+    """
+
+    def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
+        phases = StepPhases.of(configs, model=model, gpu=gpu)
+        seconds = phases.seconds(np.ones(len(FACTORS)))
+        known = np.flatnonzero(~np.isnan(seconds))
+        if not len(known):
+            raise ValueError("none of the configurations has a predicted step")
+        median = known[np.argsort(seconds[known])[len(known) // 2]]
+        stand_ins = np.where(np.isnan(seconds), median, np.arange(len(seconds)))
+        self._phases = phases.of_rows(stand_ins)
+        eight_bit = FACTOR_SPREAD["matmul" if gpu.measured_8bit else "eight_bit"]
+        self._spreads = {**FACTOR_SPREAD, "eight_bit": eight_bit}
+
+    @cached_property
+    def spread(self) -> Array:
+        """Covariance of the factors' logarithms before anything was measured."""
+        return factor_covariance(self._spreads)
+
+    @cached_property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, by the catalogue's rates."""
+        unchanged = np.zeros(len(FACTORS))
+        return self.slopes(unchanged, slice(None))[:, FACTORS.index("launch")]
+
+    def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
+        """Return the logarithm of some configurations' seconds."""
+        return np.log(self._phases.of_rows(rows).seconds(np.exp(log_factors)))
+
+    def slopes(self, log_factors: Array, rows: Rows) -> Array:
+        """Return by how much some configurations' log seconds rise with each log factor."""
+        phases, factors = self._phases.of_rows(rows), np.exp(log_factors)
+        return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
+
+
+def ratio_spread(
+    config: TrialConfig, other: TrialConfig, *, model: ModelSpec, gpu: GpuSpec
+) -> float:
+    """Return how far two configurations' speed ratio may be off: a logarithm's standard deviation.
+
+    What a GPU is off by as a whole is in both, and cancels. Errors are those of `LogFactors`.
+    """
+    steps = LogFactors([config, other], model=model, gpu=gpu)
+    own, others = steps.slopes(np.zeros(len(FACTORS)), slice(None))
+    return float(np.sqrt((own - others) @ steps.spread @ (own - others)))
 
 
 @dataclass(frozen=True)
@@ -68,31 +246,36 @@ class StepTimes:
         configs: what is to be trained; one row of every answer each.
         model: the model's config; nothing is loaded.
         gpu: what runs it.
+        shapes: of the texts that are trained on; None where rows are full.
 
     Every answer is not a number where the architecture is not known or the GPU has no rate for the
     compute type. A calibration has factors fitted to trials on that GPU; None takes the catalogue's
     rates.
     """
 
-    def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
-        self.configs = configs
-        self.phases = StepPhases.of(configs, model=model, gpu=gpu)
-        self._gpu = gpu
+    def __init__(
+        self,
+        configs: Sequence[TrialConfig],
+        *,
+        model: ModelSpec,
+        gpu: GpuSpec,
+        shapes: ShapesOnTexts | None = None,
+    ) -> None:
+        self._model, self._gpu = model, gpu
+        # What is predicted is full rows; a step on texts takes some part of their seconds.
+        self._full = full_rows(configs, shapes)
+        self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
+        self._tokens = tokens_per_step(configs, shapes)
+        parts = (1.0 if shapes is None else shapes.of(config).seconds for config in configs)
+        self._part: Array = np.fromiter(parts, float, len(configs))
 
     def seconds(self, calibration: Calibration | None) -> Array:
         """Return the seconds of each step, accumulation included."""
-        return self.phases.seconds(in_order(calibration))
+        return self.phases.seconds(in_order(calibration)) * self._part
 
-    def slopes(self, calibration: Calibration | None) -> Array:
-        """Return seconds per unit of each of `FACTORS`, by configuration and factor."""
-        return self.phases.slopes(in_order(calibration))
-
-    def launch_shares(self, calibration: Calibration | None) -> Array:
-        """Return the share of each step that goes with the host's launches, not with the GPU.
-
-        By that many per cent the step is longer where a launch costs one per cent more.
-        """
-        return self._shares("launch", calibration)
+    def tokens_per_second(self, calibration: Calibration | None) -> Array:
+        """Return how many tokens that carry loss each trains in a second."""
+        return self._tokens / self.seconds(calibration)
 
     def uncertainty(self, calibration: Calibration | None) -> Array:
         """Return how far each step may be off, relative: nine in ten take its seconds times 1 -
@@ -108,11 +291,11 @@ class StepTimes:
             known, seen = calibration.uncertainty(known), seen | calibration.numerics
         launches = self._shares("launch", calibration)
         stated = launches * known.launch + (1.0 - launches) * known.device
-        masks = np.array([_attention_doubt(config) for config in self.configs], np.float64)
+        masks = np.array([_attention_doubt(config) for config in self._full], np.float64)
         attention = self._shares("attention", calibration) * masks
-        unseen = [0.0 if config.numerics in seen else EIGHT_BIT_DOUBT for config in self.configs]
+        unseen = [0.0 if config.numerics in seen else EIGHT_BIT_DOUBT for config in self._full]
         eight_bit = self._shares("eight_bit", calibration) * np.array(unseen)
-        parallel = np.array([_parallel_doubt(config) for config in self.configs], np.float64)
+        parallel = np.array([_parallel_doubt(config) for config in self._full], np.float64)
         # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
         return np.asarray(np.hypot(stated, eight_bit) + attention + parallel)
 
@@ -128,7 +311,8 @@ class StepTimes:
         by_term = self.phases.device * of_gpu
         device = by_term.sum(axis=2)
         waits = (overlapped(device, self.phases.launch * launch) - device).sum(axis=1)
-        return np.column_stack([by_term.sum(axis=1), waits, self.phases.fixed * overhead])
+        columns = [by_term.sum(axis=1), waits, self.phases.fixed * overhead]
+        return np.column_stack(columns) * self._part[:, None]
 
     def bottlenecks(self, calibration: Calibration | None) -> list[Bottleneck]:
         """Return what most of each step waits for."""
@@ -139,68 +323,34 @@ class StepTimes:
         names: tuple[Bottleneck, ...] = ("compute", "bandwidth", "launch")
         return [names[code] for code in np.where(waits, 2, memory > compute).tolist()]
 
-
-def predict_step(
-    config: TrialConfig,
-    *,
-    model: ModelSpec,
-    gpu: GpuSpec,
-    calibration: Calibration | None = None,
-) -> SpeedPrediction:
-    """Return the predicted step of ``config``.
-
-    Args:
-        config: what is to be trained.
-        model: the model's config; nothing is loaded.
-        gpu: what runs it.
-        calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
-
-    Raises:
-        InputError: the architecture is not known, or the GPU has no rate for the compute type.
-    """
-    (prediction,) = predict_steps([config], model=model, gpu=gpu, calibration=calibration)
-    if isinstance(prediction, InputError):
-        raise prediction
-    return prediction
-
-
-def predict_steps(
-    configs: Sequence[TrialConfig],
-    *,
-    model: ModelSpec,
-    gpu: GpuSpec,
-    calibration: Calibration | None = None,
-) -> list[SpeedPrediction | InputError]:
-    """Return the predicted step of each configuration, or why it has none.
-
-    Arguments are those of `predict_step`.
-    """
-    times = StepTimes(configs, model=model, gpu=gpu)
-    seconds = times.seconds(calibration)
-    rows = zip(
-        configs,
-        seconds.tolist(),
-        (times.phases.model_flops / seconds / times.phases.peak_flops).tolist(),
-        times.uncertainty(calibration).tolist(),
-        times.terms(calibration).tolist(),
-        times.bottlenecks(calibration),
-        strict=True,
-    )
-    return [
-        InputError(str(refusal(config, model=model, gpu=gpu)))
-        if math.isnan(step_seconds)
-        else SpeedPrediction(
-            step_seconds=step_seconds,
-            tokens_per_second=config.tokens_per_step / step_seconds,
-            bottleneck=bottleneck,
-            flops_utilization=utilization,
-            terms=dict(zip(FACTORS, terms, strict=True)),
-            basis="predicted" if calibration is None else "calibrated",
-            uncertainty=uncertainty,
-            trials=0 if calibration is None else calibration.trials,
+    def predictions(self, calibration: Calibration | None) -> list[SpeedPrediction | InputError]:
+        """Return all that is predicted of each step, or why nothing is."""
+        flops = self.phases.model_flops / self.phases.seconds(in_order(calibration))
+        columns = (
+            self.seconds(calibration),
+            self.tokens_per_second(calibration),
+            flops / self.phases.peak_flops,
+            self.uncertainty(calibration),
+            self.terms(calibration),
         )
-        for config, step_seconds, utilization, uncertainty, terms, bottleneck in rows
-    ]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            InputError(str(refusal(config, model=self._model, gpu=self._gpu)))
+            if math.isnan(seconds)
+            else SpeedPrediction(
+                step_seconds=seconds,
+                tokens_per_second=speed,
+                bottleneck=bottleneck,
+                flops_utilization=utilization,
+                terms=dict(zip(FACTORS, terms, strict=True)),
+                basis="predicted" if calibration is None else "calibrated",
+                uncertainty=uncertainty,
+                trials=0 if calibration is None else calibration.trials,
+            )
+            for config, bottleneck, (seconds, speed, utilization, uncertainty, terms) in zip(
+                self._full, self.bottlenecks(calibration), rows, strict=True
+            )
+        ]
 
 
 def _attention_doubt(config: TrialConfig) -> float:

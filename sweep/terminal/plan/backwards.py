@@ -11,9 +11,8 @@ from rich.text import Text
 from reports import units
 from search_spaces.gpus import GIB
 from search_spaces.prices import PRICE_OPTION
-from sweep.planning.comparison import Cheapest, JobCard, Outcome
-from sweep.planning.sizes import LENGTH_STEP, Longest
-from sweep.planning.spaces import BATCHES_MAX, evenly_spaced
+from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
+from sweep.planning.candidates import BATCHES_MAX, evenly_spaced
 from sweep.terminal.plan.costs import short_usd_range, source_words, usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_line, shared_words
 from sweep.terminal.plan.layout import Fact, empty_grid, facts

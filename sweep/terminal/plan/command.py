@@ -24,7 +24,7 @@ from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory, runs_directory, storage_url
-from sweep.planning.comparison import Cheapest, compare_cards, on_card, ranked
+from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
 from sweep.planning.documents import (
     card_document,
     cheapest_document,
@@ -36,6 +36,7 @@ from sweep.planning.documents import (
 from sweep.planning.plan import (
     CardPlan,
     bill_offers,
+    compare_cards,
     plan_configuration,
     plan_space,
 )
@@ -47,11 +48,10 @@ from sweep.planning.question import (
     read_configurations,
     resolve_request,
 )
-from sweep.planning.sizes import longest_rows
-from sweep.planning.survey import Survey, cached_survey
+from sweep.planning.survey import Survey, survey
 from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.memory.tracing_children import Tracer, TracingChildren
+from sweep.predict.memory.profile_store import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
 from sweep.terminal.console import note, say_as_is
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
@@ -199,7 +199,6 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
         )
     return plan_space(
         _surveyed(about, forecaster, progress),
-        forecaster=forecaster,
         work=work,
         offers=offers,
         asked=question.asked(forecaster.gpu),
@@ -209,7 +208,7 @@ def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:
     directory = cache_directory() / "surveys"
-    return cached_survey(space, forecaster, directory=directory, progress=progress)
+    return survey(space, forecaster, directory=directory, progress=progress)
 
 
 def _longest(question: Question, progress: Progress) -> Answer:
@@ -268,9 +267,8 @@ def _many(question: Question, name: str, progress: Progress) -> Answer:
             refuse_impossible(config, model=question.model)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-    known = forecaster.forecast(
-        [config for _, config in lines], progress=progress, is_replayed=True
-    )
+    known = forecaster.forecast([config for _, config in lines], progress=progress)
+    known.replay(progress)
     forecasts = [_forecast_line(where, known[at]) for at, (where, _) in enumerate(lines)]
     bills = [
         bill_offers(forecast, work=question.request.work, offers=offers) for forecast in forecasts

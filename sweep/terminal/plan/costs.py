@@ -8,8 +8,7 @@ from rich.console import RenderableType
 
 from reports import units
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, BillItem, Workload
-from sweep.predict.offers import BreakEven, OfferComparison, is_surely_less
+from sweep.predict.cost import Bill, BillItem, BreakEven, OfferComparison, Workload, is_surely_less
 from sweep.terminal.plan.layout import empty_grid
 
 ITEM_WORDS = {

@@ -14,14 +14,12 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import listed
 from search_spaces.knobs import CAPACITY_KEYS
 from search_spaces.linears import CapacityClass
-from sweep.planning.comparison import CardComparison
-from sweep.planning.plan import CardPlan, Use, few
-from sweep.planning.recommendation import STANDARD, certainty, speed_order
+from sweep.planning.candidates import STANDARD, certainty, speed_order
+from sweep.planning.plan import CardComparison, CardPlan, Use, few
 from sweep.planning.survey import Survey
-from sweep.predict.cost import Bill
+from sweep.predict.cost import Bill, OfferComparison
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.offers import OfferComparison
 from sweep.terminal.plan.costs import usd_range, work_words
 from sweep.terminal.plan.forecast import knobs, shared_words
 from sweep.terminal.plan.layout import Fact, empty_grid, facts
@@ -135,7 +133,7 @@ def settings_words(words: Sequence[str]) -> str:
 
 def _epoch(plan: CardPlan, shown: Forecast) -> Iterator[Fact]:
     """Yield what one pass over the dataset takes, and what the length leaves out of it."""
-    epoch, speed = plan.epoch, shown.tokens_per_second
+    epoch, speed = shown.epoch, shown.tokens_per_second
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config.seq_len)

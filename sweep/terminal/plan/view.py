@@ -13,10 +13,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import UNMEASURED_COPY_SHARE
 from search_spaces.knobs import targets_in_words
 from search_spaces.linears import parameters
-from sweep.planning.comparison import CardComparison
-from sweep.planning.plan import CardPlan, WhatIf, few
-from sweep.planning.sizes import ShapeTable
-from sweep.planning.survey import Survey
+from sweep.planning.plan import CardComparison, CardPlan, WhatIf, few
+from sweep.planning.survey import ShapeTable, Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.predictor import Fit
 from sweep.terminal.plan.costs import (

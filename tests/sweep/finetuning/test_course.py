@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sweep.finetuning.course import WARMUP_STEPS, Course, Steps
-from sweep.training.compiling import Compilation
+from sweep.training.adapters import Compilation
 from sweep.training.device import open_device
 
 COMPILED = (0, WARMUP_STEPS + 2)

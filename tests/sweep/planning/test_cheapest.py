@@ -13,11 +13,11 @@ from search_spaces.errors import InputError
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
-from sweep.planning.comparison import Cheapest, JobCard, Outcome, job, on_card, ranked
+from sweep.planning.backwards import Cheapest, JobCard, Outcome, job, on_card, ranked
+from sweep.planning.candidates import own_space
 from sweep.planning.documents import cheapest_document
-from sweep.planning.plan import AskedWork
-from sweep.planning.spaces import own_space
 from sweep.planning.survey import survey
+from sweep.predict.cost import AskedWork
 from sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL

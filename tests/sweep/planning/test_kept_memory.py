@@ -9,9 +9,20 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
 from sweep.planning.evidence import KeptForecasts, with_memory_forecasts
+from sweep.predict.forecast import Forecaster
 from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL
+
+
+def _forecaster(predictor: ImaginedPredictor, budget_bytes: int) -> Forecaster:
+    return Forecaster(
+        model=MISTRAL,
+        budget_bytes=budget_bytes,
+        predictor=predictor,
+        violation=lambda _: None,
+        warn=lambda _: None,
+    )
 
 
 def _study(**target: str) -> StudySnapshot:
@@ -33,7 +44,7 @@ def test_nothing_is_predicted_of_a_study_on_the_cpu(tmp_path: Path) -> None:
 def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() -> None:
     predictor = ImaginedPredictor()
     small, large = TrialConfig(), TrialConfig(micro_batch_size=64, seq_len=2048)
-    known = KeptForecasts([small], model=MISTRAL, predictor=predictor, budget_bytes=20 * GIB)
+    known = KeptForecasts([small], _forecaster(predictor, 20 * GIB))
     assert known[large] == known[large]
     assert known[large].fits == "no"
     assert predictor.asked.count(large) == 1
@@ -45,6 +56,6 @@ def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() ->
 
 def test_what_cannot_be_predicted_is_not_in_it() -> None:
     fault = ImaginedPredictor(fault=InputError("no"))
-    known = KeptForecasts([TrialConfig()], model=MISTRAL, predictor=fault, budget_bytes=GIB)
+    known = KeptForecasts([TrialConfig()], _forecaster(fault, GIB))
     assert TrialConfig() not in known
     assert len(known) == 0

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from search_spaces.config import TrialConfig
+from sweep.planning.backwards import LENGTH_STEP, longest_rows
+from sweep.planning.candidates import Asked
 from sweep.planning.documents import longest_document
-from sweep.planning.sizes import LENGTH_STEP, longest_rows
-from sweep.planning.spaces import Asked
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from tests.sweep.imagined_study import MISTRAL, a_space

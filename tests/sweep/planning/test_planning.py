@@ -23,25 +23,25 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace, StepBudget
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, PredictionRecord
-from sweep.planning import spaces
+from sweep.planning import candidates
 from sweep.planning import survey as surveys
-from sweep.planning.comparison import CardComparison, compare_cards
+from sweep.planning.candidates import own_space
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import (
-    AskedWork,
+    CardComparison,
     CardPlan,
     bill_offers,
+    compare_cards,
     plan_configuration,
     plan_space,
+    shape_table,
 )
-from sweep.planning.sizes import shape_table
-from sweep.planning.spaces import own_space
 from sweep.planning.survey import survey
+from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.predictor import predict_step
 from sweep.terminal.plan.layout import rendered
 from sweep.terminal.plan.view import plan_view
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
@@ -54,6 +54,7 @@ from tests.sweep.imagined_study import (
     a_space,
 )
 from tests.sweep.planning.imagined import a_forecaster, an_offer
+from tests.sweep.predict.predicted_steps import predict_step
 
 UNKNOWN = ModelSpec("mine", "directory", {**MISTRAL.config, "model_type": "mine"})
 
@@ -459,7 +460,7 @@ def a_plan_of_several_numerics(gpu: str) -> CardPlan:
     }
     forecaster = a_forecaster(gpu=gpu, budget_gib=30)
     found = survey(a_space(dimensions=dimensions), forecaster)
-    return plan_space(found, forecaster=forecaster, work=AskedWork(), offers=[])
+    return plan_space(found, work=AskedWork(), offers=[])
 
 
 @pytest.mark.parametrize(
@@ -486,7 +487,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named_with_what_8_bits_bring(
 
 def test_a_space_of_one_class_of_numerics_says_nothing_of_others() -> None:
     forecaster, work = a_forecaster(gpu="l4"), AskedWork()
-    plan = plan_space(survey(a_space(), forecaster), forecaster=forecaster, work=work, offers=[])
+    plan = plan_space(survey(a_space(), forecaster), work=work, offers=[])
     (one,) = card_document(plan)["fastest_by_numerics"]
     assert (one["numerics"], one["times_16_bit"]) == ("16-bit", 1.0)
     assert "numerics" not in rendered(plan_view(plan, is_detailed=False), is_terminal=False)
@@ -615,12 +616,12 @@ def test_where_nothing_fits_the_smallest_need_is_told() -> None:
 def test_a_space_without_end_is_judged_by_a_sample(
     dimensions: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spaces, "ROWS_SAMPLED", 150)
+    monkeypatch.setattr(candidates, "ROWS_SAMPLED", 150)
     space = a_space(dimensions=dimensions)
     found = survey(space, a_forecaster())
     again = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == 3 * spaces.ROWS_SAMPLED
+    assert found.counts.looked_at == 3 * candidates.ROWS_SAMPLED
     assert found.counts == again.counts
     assert found.recommended is not None
 
@@ -629,8 +630,8 @@ def test_a_fine_grid_of_micro_batches_is_thinned() -> None:
     space = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
     found = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == spaces.BATCHES_MAX
-    assert spaces.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
+    assert found.counts.looked_at == candidates.BATCHES_MAX
+    assert candidates.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
 
 
 def test_without_a_speed_the_most_tokens_are_recommended() -> None:
@@ -754,7 +755,6 @@ def test_a_gpus_own_space_is_valid_there(gpu: str, dtypes: tuple[str, ...]) -> N
 def planned(space: SearchSpace, forecaster: Forecaster, **asked: Any) -> Any:
     return plan_space(
         survey(space, forecaster),
-        forecaster=forecaster,
         work=AskedWork(**asked),
         offers=[an_offer(gpu=forecaster.gpu.name)],
     )
@@ -801,7 +801,8 @@ def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
     offers = [an_offer(usd_per_hour=9, download_bytes_per_second=1e9), an_offer(usd_per_hour=1)]
     cheap, dear = bill_offers(forecast, work=AskedWork(), offers=offers)
     assert cheap.usd < dear.usd
-    assert dear.item("download").seconds == pytest.approx(2 * 7.248e9 / 1e9, rel=1e-3)
+    (download,) = (item for item in dear.items if item.name == "download")
+    assert download.seconds == pytest.approx(2 * 7.248e9 / 1e9, rel=1e-3)
 
 
 # Several cards

@@ -17,9 +17,10 @@ from storage.definition import StudySnapshot
 from sweep.data.study_epochs import StudyEpochs
 from sweep.planning.documents import card_document
 from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import AskedWork, plan_configuration, plan_space
+from sweep.planning.plan import plan_configuration, plan_space
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
+from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
@@ -122,7 +123,7 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
         }
     )
     forecaster = a_forecaster(rows)
-    plan = plan_space(survey(space, forecaster), forecaster=forecaster, work=AskedWork(), offers=[])
+    plan = plan_space(survey(space, forecaster), work=AskedWork(), offers=[])
     assert plan.shown is not None
     speeds = {
         size: forecaster.expect(

@@ -18,9 +18,9 @@ from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from storage.records import OutOfMemory, TrialRecord
 from sweep.planning.evidence import with_target_speeds
-from sweep.predict.speed.calibration import Calibration, calibrate
-from sweep.predict.speed.predictor import predict_step
+from sweep.predict.speed.predictor import Calibration, calibrate
 from tests.reports import synthetic
+from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.speed.test_published_speeds import measured_on_h200, published
 
 MODEL = load_model_spec("mistral-7b-v0.3")

@@ -22,7 +22,7 @@ is one card."""
 
 
 def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:
-    changes = what_ifs(a_forecaster().expect(RECIPE), a_forecaster())
+    changes = what_ifs(a_forecaster().expect(RECIPE))
     for change in changes:
         assert set(change.forecast.config.changes_from(RECIPE)) == {change.key}
         assert change.forecast.broken is None
@@ -33,7 +33,7 @@ def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> N
 def test_half_of_the_checkpointing_is_among_the_changes() -> None:
     for fraction, values in ((1.0, {0.5, 0.0}), (0.5, {0.25, 0.0, 1.0}), (0.0, {0.5, 1.0})):
         config = RECIPE.model_copy(update={"checkpoint_fraction": fraction})
-        changes = what_ifs(a_forecaster().expect(config), a_forecaster())
+        changes = what_ifs(a_forecaster().expect(config))
         assert {c.value for c in changes if c.key == "checkpoint_fraction"} == values
 
 
@@ -41,7 +41,7 @@ def test_a_change_tells_the_difference_of_two_forecasts() -> None:
     forecaster = a_forecaster()
     shown = forecaster.expect(RECIPE)
     assert shown.memory is not None
-    for change in what_ifs(shown, forecaster):
+    for change in what_ifs(shown):
         own = forecaster.expect(change.forecast.config)
         assert own.memory is not None
         difference = own.memory.peak_allocated_bytes - shown.memory.peak_allocated_bytes
@@ -53,7 +53,7 @@ def test_a_change_tells_the_difference_of_two_forecasts() -> None:
 
 def test_what_is_faster_and_fits_comes_before_what_saves_memory_and_what_does_not_fit() -> None:
     forecaster = a_forecaster(budget_gib=10)
-    changes = what_ifs(forecaster.expect(RECIPE), forecaster)
+    changes = what_ifs(forecaster.expect(RECIPE))
     assert [change.use for change in changes] == sorted(change.use for change in changes)
     for change in changes:
         is_faster = (change.speed_change or 0) > 0.005
@@ -77,7 +77,7 @@ def test_what_is_faster_and_fits_comes_before_what_saves_memory_and_what_does_no
 
 
 def test_only_useful_changes_that_leave_the_task_alone_are_worth_a_line() -> None:
-    changes = what_ifs(a_forecaster().expect(RECIPE), a_forecaster())
+    changes = what_ifs(a_forecaster().expect(RECIPE))
     shown = few(changes)
     assert 0 < len(shown) < len(changes) / 2
     assert not {change.key for change in shown} & set(TASK_KEYS)
@@ -87,7 +87,7 @@ def test_only_useful_changes_that_leave_the_task_alone_are_worth_a_line() -> Non
 def test_nothing_is_asked_of_what_a_rule_forbids() -> None:
     forecaster = a_forecaster(gpu="t4")
     assert forecaster.expect(RECIPE).broken is not None
-    assert what_ifs(forecaster.expect(RECIPE), forecaster) == ()
+    assert what_ifs(forecaster.expect(RECIPE)) == ()
 
 
 def test_a_measured_configuration_is_compared_by_what_is_predicted_of_both() -> None:
@@ -96,5 +96,5 @@ def test_a_measured_configuration_is_compared_by_what_is_predicted_of_both() -> 
     forecaster = a_forecaster(evidence=evidence)
     shown = forecaster.expect(TRIALS[0].config)
     assert shown.speed_basis == "measured"
-    (quant,) = [c for c in what_ifs(shown, forecaster) if c.value == "fp4"]
+    (quant,) = [c for c in what_ifs(shown) if c.value == "fp4"]
     assert quant.speed_change == pytest.approx(0.0, abs=1e-9)

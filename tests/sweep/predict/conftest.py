@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 

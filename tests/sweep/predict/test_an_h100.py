@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from search_spaces.gpus import find_gpu
-from sweep.predict.speed.predictor import predict_steps
+from tests.sweep.predict.predicted_steps import predict_steps
 from tests.sweep.predict.rows import Predict, config_of, model_of, read_rows
 
 ROWS = read_rows("studies_h100.jsonl")

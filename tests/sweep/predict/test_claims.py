@@ -17,8 +17,8 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
-from sweep.predict.speed.predictor import predict_step
+from sweep.predict.memory.profile_store import TracingChildren
+from tests.sweep.predict.predicted_steps import predict_step
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements_h200.jsonl"
 MISTRAL, LLAMA, THIRTEEN = "mistral-7b-v0.3", "llama-3.1-8b", "llama-2-13b"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, bill
-from sweep.predict.offers import compare_offers
+from sweep.predict.cost import Bill, Workload, bill, compare_offers
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05
@@ -130,9 +129,7 @@ def test_500_steps_in_25_minutes_for_1_25_is_three_dollars_an_hour_for_an_a10g()
 def test_ten_thousand_samples_on_an_a10_at_60_cents_an_hour_cost_what_was_published(
     samples_per_second: float, samples_per_step: int, seq_len: int, published: float, ours: float
 ) -> None:
-    work = Workload.of_samples(
-        10_000, samples_per_step=samples_per_step, tokens_per_sample=float(seq_len)
-    )
+    work = Workload(10_000 // samples_per_step, samples_per_step, tokens_per_sample=float(seq_len))
     result = bill(
         work,
         step_seconds=samples_per_step / samples_per_second,

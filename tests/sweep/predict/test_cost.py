@@ -12,11 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.errors import InputError
+from search_spaces.config import TrialConfig
+from search_spaces.models import load_model_spec
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, bill
-from sweep.predict.offers import CostLine, compare_offers, crossings
+from sweep.predict.cost import (
+    AskedWork,
+    Bill,
+    CostLine,
+    Workload,
+    bill,
+    compare_offers,
+    crossings,
+)
 
+MODEL = load_model_spec("tinyllama-1.1b")
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 
 
@@ -80,7 +89,7 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
             "minimum": 1500.0,
         }
     )
-    assert result.item("queue").usd == 0.0
+    assert [item.usd for item in result.items if item.name == "queue"] == [0.0]
     assert result.usd == pytest.approx(3.6)
     assert result.wall_hours == pytest.approx(2200 / 3600)
     assert result.dominant.name == "training"
@@ -97,7 +106,8 @@ def test_a_queue_costs_only_where_it_is_billed() -> None:
 
 
 def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
-    work = Workload.of_epochs(3, dataset_samples=10_000, samples_per_step=16, tokens_per_sample=100)
+    config = TrialConfig(effective_batch_size=16)
+    work = AskedWork(dataset_samples=10_000, epochs=3).workload(config, model=MODEL)
     result = bill(work, step_seconds=1.0, offer=make_offer())
     assert work.steps == 1875
     assert result.usd_per_epoch == pytest.approx(result.usd / 3)
@@ -105,35 +115,13 @@ def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
 
 
 def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
-    by_samples = Workload.of_samples(100, samples_per_step=16, tokens_per_sample=200.0)
-    by_tokens = Workload.of_tokens(20_000, samples_per_step=16, tokens_per_sample=200.0)
+    config = TrialConfig(micro_batch_size=1, effective_batch_size=16, seq_len=200)
+    by_samples = AskedWork(samples=100).workload(config, model=MODEL)
+    by_tokens = AskedWork(tokens=20_000).workload(config, model=MODEL)
     assert by_samples == by_tokens
     assert by_samples.steps == 7
     assert by_samples.samples == 112
     assert by_samples.tokens == 22_400
-
-
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"steps": 0}, "steps"),
-        ({"samples_per_step": -1}, "samples_per_step"),
-        ({"tokens_per_sample": math.nan}, "tokens_per_sample"),
-        ({"dataset_samples": 0}, "dataset_samples"),
-        ({"download_bytes": -1.0}, "download_bytes"),
-    ],
-)
-def test_an_amount_of_work_that_is_not_positive_is_refused(
-    values: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(InputError, match=f"^{key} must be .* got {values[key]}"):
-        replace(WORK, **values)
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_a_step_time_that_is_not_positive_is_refused(seconds: float) -> None:
-    with pytest.raises(InputError, match="step_seconds"):
-        bill(WORK, step_seconds=seconds, offer=make_offer())
 
 
 @unhurried
@@ -361,11 +349,6 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
         assert true_usd(point.cheaper_above, above) <= true_usd(point.cheaper_below, above)
 
 
-def test_comparing_nothing_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="at least one bill"):
-        compare_offers([])
-
-
 @given(OFFERS, STEP_SECONDS, st.integers(2, 8))
 @unhurried
 def test_every_card_of_several_is_paid_for_as_long_as_one(
@@ -376,5 +359,5 @@ def test_every_card_of_several_is_paid_for_as_long_as_one(
     assert several.usd == pytest.approx(cards * one.usd)
     assert several.wall_hours == one.wall_hours
     assert several.billed_hours == pytest.approx(one.billed_hours)
-    assert several.of_step(step_seconds).usd == several.usd
+    assert several.extremes[0].usd == several.usd
     assert several.to_json()["cards"] == cards

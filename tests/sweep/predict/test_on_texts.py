@@ -13,8 +13,9 @@ from search_spaces.models import load_model_spec
 from sweep.data.study_epochs import StudyEpochs
 from sweep.predict import on_texts
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.predictor import SpeedPrediction, StepTimes
 from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.predict.predicted_steps import predict_step
 
 MODEL, A10 = load_model_spec("mistral-7b-v0.3"), find_gpu("a10")
 FULL = TrialConfig(micro_batch_size=4, seq_len=1024)
@@ -26,7 +27,7 @@ def epochs(lengths: Any, seed: int = 0) -> StudyEpochs:
 
 
 def step(shapes: ShapesOnTexts, config: TrialConfig) -> SpeedPrediction:
-    (known,) = shapes.predict_steps([config], model=MODEL, gpu=A10)
+    (known,) = StepTimes([config], model=MODEL, gpu=A10, shapes=shapes).predictions(None)
     assert isinstance(known, SpeedPrediction)
     return known
 
@@ -81,7 +82,7 @@ def test_of_many_rows_a_sample_says_the_same_and_the_longest_is_among_them(
 def test_what_was_measured_on_texts_says_what_full_rows_take() -> None:
     shapes = ShapesOnTexts(epochs(list(range(100, 500))))
     full = predict_step(shapes.for_speed(FULL), model=MODEL, gpu=A10).step_seconds
-    assert shapes.full_seconds(FULL, step(shapes, FULL).step_seconds) == pytest.approx(full)
+    assert step(shapes, FULL).step_seconds / shapes.of(FULL).seconds == pytest.approx(full)
 
 
 def test_what_the_texts_make_no_batch_of_stands_for_itself() -> None:

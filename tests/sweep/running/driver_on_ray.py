@@ -12,7 +12,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from sweep.running.on_ray.cluster import Cluster, joined
+from sweep.running.ray_nodes import Cluster, joined
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, TrialRequest
 
@@ -59,7 +59,7 @@ def main() -> None:
         place = Cluster(ray).places(new_runner(), study=study, device="cpu", gpu="cpu", warn=print)[
             0
         ]
-        place.runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
+        place.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,14 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
-from sweep.running.cards import cards_for, choose_cards, teams_of
-from sweep.running.device_info import Card, CardProcess, read_cards
+from sweep.running.device_info import (
+    Card,
+    CardProcess,
+    cards_for,
+    choose_cards,
+    read_cards,
+    teams_of,
+)
 from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory
 
 A10 = Card(

@@ -12,7 +12,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost
 from search_spaces.space import StepBudget
 from storage.records import Crashed, Measured, Outcome, PrunedSlow
-from sweep.running.on_ray.runner import Host
+from sweep.running.ray_runner import Host
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
 from sweep.running.wire import Progress, TrialRequest

@@ -9,12 +9,10 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from sweep.running.device_info import Card
-from sweep.running.on_ray.cluster import (
+from sweep.running.ray_nodes import (
     Node,
-    SelfPortrait,
     chosen,
     refuse_differences,
-    refuse_missing,
 )
 
 A10, H200 = "NVIDIA A10", "NVIDIA H200"
@@ -28,13 +26,16 @@ def a_card(product: str) -> Card:
 
 def a_node(number: int, *products: str | None, **environment: Any) -> Node:
     versions = {**VERSIONS, **environment.pop("versions", {})}
-    portrait = SelfPortrait(
+    return Node(
+        id=str(number),
+        address=f"10.0.0.{number}",
+        processors=4,
         python="/usr/bin/python3",
         missing=environment.pop("missing", ()),
         environment={**HERE, **environment, "versions": versions},
-        cards=tuple(None if product is None else a_card(product) for product in products),
+        gpus=len(products),
+        cards=tuple(a_card(product) for product in products if product is not None),
     )
-    return Node(id=str(number), address=f"10.0.0.{number}", processors=4, portrait=portrait)
 
 
 def test_the_nodes_with_cards_are_taken_where_all_are_one_product() -> None:
@@ -117,10 +118,3 @@ def test_many_differences_are_one_message() -> None:
     nodes = [a_node(number, H200, python="3.12.1") for number in range(9)]
     with pytest.raises(EnvironmentFault, match="; and 6 more"):
         refuse_differences(nodes, here=HERE)
-
-
-def test_files_that_a_node_lacks_are_named_with_it() -> None:
-    nodes = [a_node(1), a_node(2, missing=("/data/texts",))]
-    with pytest.raises(EnvironmentFault, match=r"^/data/texts is not on 10\.0\.0\.2: "):
-        refuse_missing(nodes)
-    refuse_missing(nodes[:1])

@@ -22,8 +22,9 @@ from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
-from sweep.running.on_ray.cluster import Cluster, Node, Place, checked_address, joined
-from sweep.running.on_ray.runner import RayRunner
+from sweep.running.ray_nodes import Cluster, Node, checked_address, joined
+from sweep.running.ray_runner import RayRunner
+from sweep.running.runner import Lane, Runner
 from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes_of
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
@@ -75,7 +76,7 @@ def on(ray: Any, node: Node, study: str, **options: Any) -> RayRunner:
     )
 
 
-def places(cluster: Cluster, study: str, **options: Any) -> tuple[Place, ...]:
+def places(cluster: Cluster, study: str, **options: Any) -> tuple[Lane, ...]:
     given = {"device": "cpu", "gpu": "cpu", "warn": no_warning, **options}
     return cluster.places(new_runner(), study=study, **given)
 
@@ -98,7 +99,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def disturbed(runner: RayRunner, study: str, by: Callable[[dict[str, int]], None]) -> Outcome:
+def disturbed(runner: Runner, study: str, by: Callable[[dict[str, int]], None]) -> Outcome:
     """Return what becomes of a long trial that is disturbed while it is measured."""
     begun = threading.Event()
 
@@ -117,8 +118,8 @@ def kill(name: str) -> Callable[[dict[str, int]], None]:
 
 def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
     assert len({node.address for node in cluster.nodes}) == 5
-    assert {node.portrait.python for node in cluster.nodes} == {sys.executable}
-    assert [len(node.portrait.cards) for node in nodes] == [0, 0, 2, 0]
+    assert {node.python for node in cluster.nodes} == {sys.executable}
+    assert [node.gpus for node in nodes] == [0, 0, 2, 0]
     assert [node.processors for node in nodes] == [2, 1, 2, 1]
     assert cluster.card("cpu") is None
 
@@ -211,20 +212,18 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
         assert len(found) == 4
         lost = named(found, nodes[DOOMED].address)
         with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
-            disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
+            disturbed(lost, "lost", lambda _: local.kill_node(DOOMED))
         with pytest.raises(CardLost):
-            lost.runner.run(TrialRequest(config=SMALL, steps=STEPS))
-        assert lost.name in (lost.runner.fault() or "")
+            lost.run(TrialRequest(config=SMALL, steps=STEPS))
         steady = named(found, nodes[STEADY].address)
-        assert isinstance(steady.runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
-        assert steady.runner.fault() is None
+        assert isinstance(steady.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
     finally:
         for place in found:
-            place.runner.close()
+            place.close()
     assert capfd.readouterr() == ("", "")
 
 
-def named(places: Sequence[Place], name: str) -> Place:
+def named(places: Sequence[Lane], name: str) -> Lane:
     return next(place for place in places if place.name == name)
 
 
@@ -267,7 +266,7 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
 ) -> None:
     card = Card("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
     node = nodes[WITH_CARDS]
-    pretended = replace(node, portrait=replace(node.portrait, cards=(card, card)))
+    pretended = replace(node, cards=(card, card))
     cluster = Cluster(ray)
     cluster.nodes = (pretended,)
     target = Target(gpu="h200", device="cuda", budget_bytes=2**30)
@@ -277,15 +276,15 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
         f"{node.address} card 0",
         f"{node.address} card 1",
     ]
-    begun[0].runner.close()
+    begun[0].close()
     warnings: list[str] = []
     assert until(lambda: ray.available_resources().get("GPU", 0) == 1)
     (place,) = cluster.places(new_runner(target), **wanted, warn=warnings.append)
     assert place.name == begun[0].name
     assert len(warnings) == 1
     assert warnings[0].startswith("1 of 2 places of the Ray cluster are held by other jobs")
-    place.runner.close()
-    begun[1].runner.close()
+    place.close()
+    begun[1].close()
 
 
 def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,45 @@ import pytest
 import torch
 
 from search_spaces.config import TrialConfig
+from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.outcome_file import OutcomeFile
 from storage.records import Attempt, Crashed, Diverged, Outcome
-from sweep.running.serving import _serve
-from sweep.running.wire import Finished, RunCommand, TrialRequest, WorkerMessage, to_line
+from sweep.running.wire import (
+    RunCommand,
+    TrialRequest,
+    WorkerMessage,
+    WorkerSettings,
+    to_line,
+)
+from sweep.running.worker import Worker
 
 CONFIG = TrialConfig(lora_rank=8)
 OUTCOME = Diverged(step=3)
 
 
-class Trained:
-    """What stands for the worker: its trials end as they are told to."""
+CPU = WorkerSettings(
+    device="cpu",
+    budget_bytes=2**30,
+    model=load_model_spec("demo").to_json(),
+    weights="random",
+    seed=0,
+    is_emulated=False,
+)
 
-    phase = "warmup"
 
-    def __init__(self, end: Outcome | BaseException) -> None:
+class Trained(Worker):
+    """A worker whose trials end as they are told to."""
+
+    def __init__(self, end: Outcome | BaseException, **options: Any) -> None:
+        super().__init__(CPU, **options)
         self.end = end
 
-    def stop_trial(self) -> None:
-        """Nothing is running that could be stopped."""
-
-    def tell_failures(self, told: Callable[[Outcome], None]) -> None:
-        """Nobody trains with it who could fail."""
-
-    def run(self, command: RunCommand) -> Finished:
+    def _run(self, command: RunCommand) -> tuple[Outcome, str | None, bool]:
+        self.phase = "warmup"
         if isinstance(self.end, BaseException):
             raise self.end
-        return Finished(
-            run_id=command.run_id,
-            config=command.request.config,
-            outcome=self.end,
-            retire="so that it ends",
-        )
+        return self.end, "so that it ends", False
 
 
 ATTEMPT = Attempt(id="a1", study="s1", number=0, started_at="2025-01-01T00:00:00+00:00")
@@ -64,7 +69,8 @@ def served(
         sent.append((message, outcomes.take("a1", CONFIG)))
 
     left = threading.Event()
-    _serve(Trained(end), io.BytesIO(to_line(command)), send, outcomes, leave=left.set)  # type: ignore[arg-type]
+    worker = Trained(end, send=send, outcomes=outcomes, leave=left.set)
+    worker.serve(io.BytesIO(to_line(command)))
     assert left.wait(5), "whoever closed the pipe is gone, and the worker with them"
     return sent
 

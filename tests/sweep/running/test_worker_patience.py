@@ -6,7 +6,8 @@ import pytest
 
 from search_spaces.space import StepBudget
 from storage.records import Phase
-from sweep.running.patience import AttentiveClock, Deadlines, Patience
+from sweep.running.child import AttentiveClock
+from sweep.running.supervisor import Deadlines, Patience
 from sweep.running.wire import Progress
 
 STEPS = StepBudget()
@@ -26,7 +27,8 @@ class Driver:
         until = self.seconds + seconds
         while self.seconds < until:
             self.seconds += 0.2
-            if self.clock.look() >= self.patience.until():
+            self.clock.look()
+            if self.patience.exceeded() is not None:
                 return True
         return False
 

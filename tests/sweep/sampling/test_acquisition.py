@@ -10,10 +10,15 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import TrialState, create_trial
 
-from sweep.sampling.acquisition import Goal, expected_improvement, front, most_telling
-from sweep.sampling.expecting import Array
 from sweep.sampling.samplers import optunas_own, quiet_optuna
-from sweep.sampling.surrogate import Mixture
+from sweep.sampling.surrogate import (
+    Array,
+    Goal,
+    Mixture,
+    expected_improvement,
+    front,
+    most_telling,
+)
 
 X = FloatDistribution(0.0, 1.0)
 

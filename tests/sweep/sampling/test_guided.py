@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,16 @@ from search_spaces.space import SearchSpace
 from storage import mapping
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
 from sweep.sampling.encoding import Encoding, SpaceCandidates
-from sweep.sampling.expecting import Expectation, Foreseen, NothingExpected
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from tests.sweep.simulated_device import (
     BUDGET,
+    Knowing,
     OneFactor,
     a_record,
     a_space,
     best_speed,
+    forecasts,
     peak_bytes,
     tokens_per_second,
     train,
@@ -42,21 +44,20 @@ class Foresight:
 
     refused: set[TrialConfig] = field(default_factory=set)
 
-    def expect(self, config: TrialConfig) -> Expectation:
-        return NothingExpected(is_refused=config in self.refused)
+    def expect(self, config: TrialConfig) -> Any:
+        return SimpleNamespace(is_refused=config in self.refused)
 
     def is_valid(self, config: TrialConfig) -> bool:
         return True
 
-    def foresee(self, configs: Sequence[TrialConfig]) -> Foreseen:
+    def forecast(self, configs: Sequence[TrialConfig]) -> Any:
         seconds = np.array([c.tokens_per_step / tokens_per_second(c) for c in configs])
         seconds *= [self.speed_off(config) for config in configs]
         log_seconds = -np.log(seconds) if self.is_reversed else np.log(seconds)
-        return Foreseen(
+        return forecasts(
             physics=OneFactor(log_seconds),
             peak_bytes=np.array([float(peak_bytes(c)) for c in configs]) * self.memory_off,
             uncertainty=np.full(len(configs), 0.015),
-            budget_bytes=BUDGET,
             trainable_parameters=np.array([1e6 * c.lora_rank for c in configs]),
         )
 
@@ -114,7 +115,7 @@ def test_a_wrong_forecast_costs_trials_and_never_the_optimum(
 
 def test_without_any_forecast_the_trials_alone_lead_to_the_best() -> None:
     space = a_space()
-    study = a_study(space, NothingExpected())
+    study = a_study(space, Knowing())
     records = [step(study, space) for _ in range(30)]
     assert max(speeds(records)) > 0.95 * best_speed(space)
 
@@ -261,6 +262,19 @@ def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
     assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
 
 
+def test_a_class_is_owed_what_is_clearly_faster_than_what_was_measured_of_it() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    sampler = study.sampler
+    assert isinstance(sampler, GuidedSampler)
+    first = step(study, space).config
+    best = sampler.fastest_of(study, lambda _: True)
+    slowest = space.baseline_config()
+    assert best is not None
+    assert sampler.fastest_of(study, lambda _: True, [slowest]) == best
+    assert sampler.fastest_of(study, lambda _: True, [first]) is None
+
+
 def test_the_outlook_is_of_the_trial_that_promises_most_whatever_that_takes() -> None:
     space = a_space()
     foresight = Foresight(speed_off=lambda c: 1.3 if c.kernels == "liger" else 1.0)
@@ -340,6 +354,6 @@ def test_one_trial_more_never_makes_fewer_teach_the_sampler() -> None:
                 user_attrs=result.attributes,
             )
         )
-        taught.append(len(sampler._learned(study, besides=None).learned))
+        taught.append(len(sampler._read(study, besides=None).learned))
     assert taught == sorted(taught)
     assert taught[-1] == 200

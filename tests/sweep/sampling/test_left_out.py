@@ -11,7 +11,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.loading import parse_space, with_fixed
 from search_spaces.space import SearchSpace
-from sweep.planning.spaces import rows
+from sweep.planning.candidates import rows
 from sweep.predict.memory.predictor import one_of_each_kind
 from sweep.sampling.encoding import Encoding
 from sweep.study.asked import named

@@ -67,7 +67,9 @@ def test_no_configuration_is_asked_for_twice_while_another_is_left(name: Sampler
     space = a_small_space()
     every = {identity(space.config(values)) for values in space.combinations()}
     assert len(every) == 10
-    configs = asked(make_sampler(name, space, seed=1), space, trials=len(every))
+    configs = asked(
+        make_sampler(name, space, seed=1, forecaster=Knowing()), space, trials=len(every)
+    )
     assert {identity(config) for config in configs} == every
 
 
@@ -80,7 +82,9 @@ def test_batches_that_do_not_go_into_each_other_are_never_asked_for(name: Sample
     space = a_space(dimensions=batches)
     every = {identity(space.config(values)) for values in space.combinations()}
     assert space.size() == 3 + 3 + 4
-    configs = asked(make_sampler(name, space, seed=5), space, trials=len(every))
+    configs = asked(
+        make_sampler(name, space, seed=5, forecaster=Knowing()), space, trials=len(every)
+    )
     assert {identity(config) for config in configs} == every
     assert Frontier(Encoding(space)).is_exhausted(every)
 
@@ -105,7 +109,7 @@ def test_a_trial_without_parameters_does_not_keep_a_sampler_from_learning(
     name: SamplerName,
 ) -> None:
     space = a_space()
-    sampler = make_sampler(name, space, seed=4)
+    sampler = make_sampler(name, space, seed=4, forecaster=Knowing())
     configs = asked(sampler, space, trials=14, first_without_parameters=True)
     assert len(configs) == 14
 
@@ -165,17 +169,6 @@ def test_a_space_is_exhausted_once_every_way_to_train_was_tried() -> None:
     assert frontier.is_exhausted(tried)
 
 
-def test_what_runs_is_left_for_nobody_and_is_left_again_once_it_is_closed_untried() -> None:
-    space = a_small_space()
-    keys = [identity(space.config(values)) for values in space.combinations()]
-    frontier = Frontier(Encoding(space))
-    running = {keys[0]}
-    tried = set(keys) - running
-    assert frontier.is_exhausted(tried, running)
-    assert not frontier.is_exhausted(tried, set())
-    assert frontier.is_exhausted(tried | running, set())
-
-
 def test_a_continuous_space_is_never_exhausted() -> None:
     space = a_space(dimensions={"checkpoint_fraction": {"low": 0.0, "high": 1.0}})
     assert not Frontier(Encoding(space)).is_exhausted(set())
@@ -195,7 +188,9 @@ def test_optuna_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) 
 def test_the_last_one_of_a_large_space_that_was_not_tried_is_found(name: SamplerName) -> None:
     space = a_space(dimensions={"lora_rank": {"low": 1, "high": 3000}}, fixed={})
     encoding = Encoding(space)
-    study = optuna.create_study(sampler=make_sampler(name, space, seed=1), direction="maximize")
+    study = optuna.create_study(
+        sampler=make_sampler(name, space, seed=1, forecaster=Knowing()), direction="maximize"
+    )
     for rank in range(1, 3000):
         study.add_trial(
             optuna.trial.create_trial(
@@ -242,7 +237,7 @@ def test_what_was_closed_before_it_ran_is_still_to_be_tried() -> None:
     for name in ("guided", "tpe"):
         space = a_space(dimensions={"micro_batch_size": {"choices": [1, 2]}}, fixed={})
         encoding = Encoding(space)
-        sampler = make_sampler(name, space, seed=0)  # type: ignore[arg-type]
+        sampler = make_sampler(name, space, seed=0, forecaster=Knowing())  # type: ignore[arg-type]
         study = optuna.create_study(sampler=sampler, direction="maximize")
         closed = study.ask(encoding.distributions)
         study.tell(closed, state=TrialState.FAIL)

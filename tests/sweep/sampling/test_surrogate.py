@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from sweep.sampling.expecting import Array
 from sweep.sampling.surrogate import (
+    Array,
     Column,
     Observed,
     Peaks,
-    Seen,
     SpeedSurrogate,
     chance_to_fit,
 )
@@ -66,9 +65,7 @@ PREDICTED = np.log([10.0, 15.0, 19.0, 19.9, 20.5, 24.0, 30.0])
 def chances(*seen: tuple[int, float, bool]) -> Array:
     """The chances to fit 20, given rows, logarithms of bytes, and whether each is but a bound."""
     peaks = Peaks(PREDICTED, np.full(7, 0.015), np.zeros(7, dtype=np.intp))
-    rows, numbers, bounds = zip(*seen, strict=True) if seen else ((), (), ())
-    known = Seen(np.array(rows, dtype=np.intp), np.array(numbers), np.array(bounds, dtype=np.bool_))
-    return chance_to_fit(peaks, known, log_budget=BUDGET)
+    return chance_to_fit(peaks, seen, log_budget=BUDGET)
 
 
 def test_what_is_predicted_well_below_the_budget_fits_and_well_above_does_not() -> None:
@@ -91,15 +88,13 @@ def test_a_prediction_that_is_too_low_tightens_once_something_ran_out() -> None:
 
 def test_what_is_not_predicted_is_left_to_the_device() -> None:
     peaks = Peaks(np.array([np.nan, 3.0]), np.full(2, 0.015), np.zeros(2, dtype=np.intp))
-    nothing = Seen(np.array([], dtype=np.intp), np.array([]), np.array([], dtype=np.bool_))
-    assert chance_to_fit(peaks, nothing, log_budget=BUDGET)[0] == 1.0
+    assert chance_to_fit(peaks, [], log_budget=BUDGET)[0] == 1.0
 
 
 def test_compiled_layers_say_nothing_of_eager_ones() -> None:
     kinds = np.array([0, 1], dtype=np.intp)
     peaks = Peaks(np.log([19.0, 19.0]), np.full(2, 0.015), kinds)
-    ran_out = Seen(np.array([1]), np.array([BUDGET]), np.array([True]))
-    chance = chance_to_fit(peaks, ran_out, log_budget=BUDGET)
+    chance = chance_to_fit(peaks, [(1, BUDGET, True)], log_budget=BUDGET)
     assert chance[0] > 0.9
     assert chance[1] < 0.5
 

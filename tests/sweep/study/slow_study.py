@@ -16,8 +16,7 @@ from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import Driver
-from sweep.study.events import Event, StopReason, TrialFinished, TrialProgress
-from sweep.study.interruption import Interruption
+from sweep.study.events import Event, Interruption, StopReason, TrialFinished, TrialProgress
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import BUDGET, MODEL, Knowing, a_space, a_study, train
 

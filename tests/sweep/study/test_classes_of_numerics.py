@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import Driver
-from sweep.study.pruning import Rivals
-from sweep.study.stopping import Stopping
+from sweep.study.stopping import Rivals, Stopping
 from sweep.study.tuner import tune
 from sweep.terminal.summary import best_text, last_screen
 from tests.sweep.simulated_device import (
@@ -101,7 +101,7 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
         stopping = Stopping(
             space,
             outlook=lambda besides: sampler.outlook(study.study, besides=besides),
-            fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
+            fastest_of=partial(sampler.fastest_of, study.study),
         )
         runner = ReplayRunner(otherwise=at(0.8))
         tune(Driver(study, runner=runner, forecaster=forecaster, stopping=stopping))
@@ -164,7 +164,12 @@ def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> No
     ]
 
     def owed(*left: TrialConfig) -> TrialConfig | None:
-        found = Stopping(space, fastest_of=lambda wanted: next(filter(wanted, left), None))
+        found = Stopping(
+            space,
+            fastest_of=lambda wanted, measured: next(
+                filter(wanted, () if measured else left), None
+            ),
+        )
         return found.still_owed(rank(records, definition))
 
     assert owed(fp8, int8) == int8

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from storage.records import (
     TrialRecord,
 )
 from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.arrays import WholeMemory
+from sweep.predict.memory.prediction import WholeMemory
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
 from sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import imagined
@@ -281,18 +282,23 @@ def test_the_expected_speed_is_in_the_record_too() -> None:
     assert unknown.tokens_per_second is None
 
 
+def widened(prediction: MemoryPrediction, residuals: Residuals) -> MemoryPrediction:
+    (error,) = residuals.widest(np.array([prediction.uncertainty]), [batch(4)])
+    return prediction.widened(float(error))
+
+
 @given(st.lists(st.floats(0.1, 5.0), min_size=1))
 def test_no_trial_seen_so_far_would_have_been_called_impossible_by_what_it_leads_to(
     shares: list[float],
 ) -> None:
     residuals = Residuals(measured_at(share) for share in shares)
-    prediction = residuals.widened(predicted(10 * GIB), batch(4))
+    prediction = widened(predicted(10 * GIB), residuals)
     for share in shares:
         assert prediction.fits(int(share * 10 * GIB)) is not Fit.NO
 
 
 def test_a_residual_within_what_is_stated_changes_nothing() -> None:
     prediction = predicted(10 * GIB)
-    assert Residuals([measured_at(0.985)]).widened(prediction, batch(4)) is prediction
-    wider = Residuals([measured_at(0.9)]).widened(prediction, batch(4))
+    assert widened(prediction, Residuals([measured_at(0.985)])) is prediction
+    wider = widened(prediction, Residuals([measured_at(0.9)]))
     assert wider == replace(prediction, uncertainty=pytest.approx(0.11))

@@ -62,7 +62,7 @@ def test_memory_is_that_of_the_longest_rows(
 
 def test_one_by_one_and_together_are_the_same(forecaster: Forecaster) -> None:
     configs = [_config(packing=p) for p in ("none", "grouped", "packed")]
-    whole = forecaster.foresee(configs)
+    whole = forecaster.forecast(configs)
     assert whole.peak_bytes is not None
     for config, peak in zip(configs, whole.peak_bytes, strict=True):
         record = forecaster.expect(config).record
@@ -83,7 +83,7 @@ def test_speed_is_of_the_tokens_that_carry_loss(
 
 def test_physics_and_tokens_of_many_are_the_speeds_of_each(forecaster: Forecaster) -> None:
     configs = [_config(packing=p, effective_batch_size=8) for p in ("none", "grouped", "packed")]
-    foreseen = forecaster.foresee(configs)
+    foreseen = forecaster.forecast(configs)
     assert foreseen.physics is not None
     assert foreseen.tokens_per_step is not None
     zeros = np.zeros(len(foreseen.physics.spread))
@@ -111,4 +111,4 @@ def test_texts_that_make_no_micro_batch_are_refused_and_not_unpredicted(
 ) -> None:
     too_large = _config(micro_batch_size=4096)
     assert forecaster.expect(too_large).is_refused
-    assert forecaster.foresee([too_large]).tokens_per_step == pytest.approx([4096 * 1024])
+    assert forecaster.forecast([too_large]).tokens_per_step == pytest.approx([4096 * 1024])

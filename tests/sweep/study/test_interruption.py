@@ -12,7 +12,7 @@ import pytest
 
 from storage.records import Verdict
 from sweep.processes import STOP_SIGNALS
-from sweep.study.interruption import (
+from sweep.study.events import (
     SETTLING_SECONDS,
     TELLING_SECONDS,
     Interruption,

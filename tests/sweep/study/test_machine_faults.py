@@ -4,7 +4,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault
 from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
-from sweep.study.machine_faults import FAILURES_IN_A_ROW, ConsecutiveFailures
+from sweep.study.stopping import FAILURES_IN_A_ROW, ConsecutiveFailures
 
 CRASH = Crashed(phase="build", detail="no kernel image")
 TIMEOUT = TimedOut(phase="warmup", detail="no sign of life")

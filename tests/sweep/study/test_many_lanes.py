@@ -26,13 +26,19 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
-from sweep.running.lanes import Lane, Lanes
 from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Lane, Lanes
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import Driver
-from sweep.study.events import Event, LaneLost, StopReason, TrialFinished, TrialStarted
-from sweep.study.interruption import Interruption
-from sweep.study.machine_faults import FAILURES_IN_A_ROW
+from sweep.study.events import (
+    Event,
+    Interruption,
+    LaneLost,
+    StopReason,
+    TrialFinished,
+    TrialStarted,
+)
+from sweep.study.stopping import FAILURES_IN_A_ROW
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, train
 from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank

@@ -14,13 +14,13 @@ from search_spaces.config import TrialConfig
 from search_spaces.prices import load_prices
 from storage.records import Outcome, Verdict
 from storage.study import OpenStudy
-from sweep.running.lanes import Lane, Lanes
+from sweep.cli import main
 from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Lane, Lanes
 from sweep.study import session
 from sweep.study.driver import Driver
-from sweep.study.events import Listener, StopReason
-from sweep.study.interruption import Interruption
-from sweep.study.session import drive, prepare
+from sweep.study.events import Interruption, Listener, StopReason
+from sweep.study.session import drive, prepare, prepare_again
 from sweep.study.stopping import Stopping
 from sweep.study.tuner import tune
 from tests.sweep.imagined_memory import ImaginedPredictor
@@ -162,3 +162,21 @@ def test_money_is_that_of_the_gpu_that_is_there_and_not_of_the_one_it_stands_in_
 
     assert after_an_hour_on("h200") == (StopReason.DOLLARS_SPENT, 0)
     assert after_an_hour_on("a10") == (StopReason.TRIALS_SPENT, 2)
+
+
+def test_what_measuring_a_winner_again_may_cost_can_be_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    card = a_card("a10")
+    spent = prepare("a10", overrides={"max_dollars": 1.0}, study="paid", card=lambda: card)
+    dollars = [
+        prepare_again("paid", spent.definition, confirm={}, max_dollars=typed, card=lambda: card)
+        for typed in (None, 2.0)
+    ]
+    assert [what.space.max_dollars for what in dollars] == [1.0, 2.0]
+    with a_study(tmp_path):
+        pass
+    words = ["confirm", "study", "--storage", f"sqlite:///{tmp_path}/sweep.db"]
+    assert main([*words, "--max-dollars", "0"]) == 2
+    assert "--max-dollars must be greater than 0, got 0" in capsys.readouterr().err

@@ -15,9 +15,8 @@ from storage.recovery import MAX_ATTEMPTS, attempts
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver
-from sweep.study.events import Event, StopReason, TrialProgress, TrialStarted
-from sweep.study.interruption import Interruption
-from sweep.study.machine_faults import ConsecutiveFailures
+from sweep.study.events import Event, Interruption, StopReason, TrialProgress, TrialStarted
+from sweep.study.stopping import ConsecutiveFailures
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import a_study, train
 from tests.sweep.study.test_confirmation import SPACE, opened, soaking

@@ -14,7 +14,7 @@ from storage.definition import StudyDefinition, Target
 from storage.ranking import rank
 from storage.records import Crashed, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.running.wire import Progress
-from sweep.study.pruning import Rival, Rivals, is_hopeless
+from sweep.study.stopping import Rival, Rivals, is_hopeless
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
 CONFIG = TrialConfig()
@@ -176,7 +176,7 @@ def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
     rivals = Rivals(definition, told[:known], confirmations=confirmations)
     rivals.of(config)
     for record in told[known:]:
-        rivals.learn(record)
+        rivals.learn([record])
     ranking = rank(told, definition, confirmations)
     is_of_class = ranking.is_of_baselines_class
 

@@ -17,9 +17,8 @@ from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, keep_going
 from sweep.running.wire import Progress, TrialRequest
 from sweep.sampling.samplers import make_sampler
-from sweep.study.driver import Driver
-from sweep.study.pruning import Rival, is_hopeless
-from sweep.study.quality import TOKENS_MIN, default_tokens
+from sweep.study.driver import TOKENS_MIN, Driver, default_tokens
+from sweep.study.stopping import Rival, is_hopeless
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import a_measurement, a_study, train
 from tests.sweep.study.test_confirmation import Clock, a_forecaster

@@ -24,14 +24,12 @@ from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
-from sweep.running.cards import ChosenCard
-from sweep.running.lanes import Lane, Lanes
+from sweep.running.device_info import ChosenCard
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.runner import Lane, Lanes, Observer, Runner, keep_going
 from sweep.running.wire import TrialRequest
 from sweep.study import session
-from sweep.study.events import Event, Listener, SpaceTraced, StopReason, TrialFinished
-from sweep.study.interruption import Interruption
+from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
 from sweep.terminal.knob_options import add_knobs
 from sweep.terminal.places import OnCards

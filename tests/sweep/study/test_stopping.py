@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import Driver
 from sweep.study.events import StopReason
-from sweep.study.stopping import Spent, Stopping, price_of
+from sweep.study.stopping import Stopping, price_of
 from sweep.study.tuner import tune
 from sweep.terminal.summary import not_ruled_out
 from tests.reports import synthetic
@@ -90,7 +91,7 @@ def run(
         stopping = Stopping(
             space,
             outlook=lambda besides: sampler.outlook(study.study, besides=besides),
-            fastest_of=lambda is_wanted: sampler.fastest_of(study.study, is_wanted),
+            fastest_of=partial(sampler.fastest_of, study.study),
         )
         runner = ReplayRunner(otherwise=answer)
         return tune(Driver(study, runner=runner, forecaster=forecaster, stopping=stopping)), study
@@ -196,7 +197,9 @@ def test_a_search_that_measured_the_baselines_class_owes_nothing() -> None:
     definition = synthetic.definition().model_copy(
         update={"space": space, "model": MODEL.to_json()}
     )
-    stopping = Stopping(space, fastest_of=lambda is_wanted: own if is_wanted(own) else None)
+    stopping = Stopping(
+        space, fastest_of=lambda wanted, measured: own if wanted(own) and not measured else None
+    )
 
     def owed(*records: TrialRecord) -> TrialConfig | None:
         return stopping.still_owed(rank(records, definition))
@@ -254,8 +257,7 @@ def stops(*gains: float, **changes: Any) -> StopReason | None:
     """Why a search ends by what is to be gained, now and before the last trial."""
     answers = {None: Outlook(gains[0]), 1: Outlook(gains[1])}
     stopping = Stopping(a_space(**changes), outlook=answers.__getitem__)
-    spent = Spent(trials=2, seconds=1.0)
-    return stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS)
+    return stopping.out_of_trials(2, is_exhausted=lambda: False, records=RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +278,8 @@ def test_a_search_ends_where_two_looks_in_a_row_promise_too_little(
 
 
 def test_a_sampler_that_expects_nothing_never_ends_a_search_by_gain() -> None:
-    spent = Spent(trials=2, seconds=1.0)
     stopping = Stopping(a_space())
-    assert stopping.out_of_trials(spent, is_exhausted=lambda: False, records=RECORDS) is None
+    assert stopping.out_of_trials(2, is_exhausted=lambda: False, records=RECORDS) is None
 
 
 def test_a_limit_in_dollars_needs_a_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_order_of_the_lines_tells_a_sampler_nothing(sampler: Any) -> None:
 @pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
 def test_every_row_is_asked_for_once_and_nothing_else_is(sampler: Any) -> None:
     surface = recorded("llama-3.1-8b")
-    asked = [identity(trial.row.config) for trial in trials_of(surface, sampler, seed=1)]
+    asked = [identity(row.config) for row, _ in trials_of(surface, sampler, seed=1)]
     assert sorted(asked) == sorted(identity(row.config) for row in surface.surface.rows)
 
 
@@ -88,8 +88,8 @@ def test_optunas_gaussian_process_searches_rows_too() -> None:
 def test_what_surely_does_not_fit_costs_no_sampler_a_trial() -> None:
     surface = replace(recorded("llama-3.1-8b"), budget_bytes=12 * GIB)
     fitting = len(surface.surface.fitting(12 * GIB))
-    for trial in list(trials_of(surface, "random", seed=0))[:fitting]:
-        assert trial.row.fits(12 * GIB)
+    for row, _ in list(trials_of(surface, "random", seed=0))[:fitting]:
+        assert row.fits(12 * GIB)
 
 
 def test_the_document_has_what_scripts_rely_on() -> None:

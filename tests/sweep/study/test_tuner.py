@@ -27,19 +27,19 @@ from storage.records import (
 )
 from storage.study import OpenStudy
 from sweep.predict.forecast import Forecaster
-from sweep.predict.memory.arrays import WholeMemory
+from sweep.predict.memory.prediction import WholeMemory
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import Driver
 from sweep.study.events import (
     Event,
+    Interruption,
     StopReason,
     StudyFinished,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.study.interruption import Interruption
 from sweep.study.tuner import Search, tune
 from tests.sweep.simulated_device import (
     BUDGET,

@@ -28,11 +28,11 @@ from storage.opening import open_study
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
-from sweep.planning.comparison import Cheapest, on_card, ranked
-from sweep.planning.plan import AskedWork, plan_space
+from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
+from sweep.planning.plan import plan_space
 from sweep.planning.question import PlanRequest, read_configurations, resolve_request
-from sweep.planning.sizes import longest_rows
 from sweep.planning.survey import SURVEYED_BY, survey
+from sweep.predict.cost import AskedWork
 from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
@@ -768,7 +768,6 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
     plans = [
         plan_space(
             survey(question.about(gpu), question.forecaster(gpu)),  # type: ignore[arg-type]
-            forecaster=question.forecaster(gpu),
             work=AskedWork(steps=123),
             offers=question.offers[gpu.name],
             asked=question.asked(gpu),

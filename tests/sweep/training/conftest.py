@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
-from sweep.training.compiling import forget_compiled
+from sweep.training.adapters import forget_compiled
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
 

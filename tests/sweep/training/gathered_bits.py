@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from search_spaces.config import TrialConfig
 from sweep.training.model import quantize_random
-from sweep.training.sharding import AS_STORED
-from sweep.training.team import Place, join, leave
+from sweep.training.team import AS_STORED, Place, join, leave
 
 SHARDED = TrialConfig(
     data_parallel=2, sharding="fsdp", upcast_fp32=False, optimizer="adamw_torch_fused"

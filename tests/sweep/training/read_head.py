@@ -21,8 +21,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from sweep.training.adapters import local
-from sweep.training.sharding import AS_STORED, fsdp_plugin, shard_on_cpu, share_head
-from sweep.training.team import Place, join, leave
+from sweep.training.team import AS_STORED, Place, fsdp_plugin, join, leave, shard_on_cpu, share_head
 
 STEPS = 3
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from search_spaces.config import TrialConfig
-from sweep.training.adapters import attached
-from sweep.training.compiling import Compilation, CountingCompiler, compiled
+from sweep.training.adapters import Compilation, CountingCompiler, attached, compiled
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop
 from tests.sweep.training.tiny import LAYERS, tiny_base, tiny_config

@@ -11,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from sweep.training.exceptions import (
     is_card_out_of_memory,
     is_host_out_of_memory,
-    knob_of_kernel,
+    knob_at_fault,
     lacks_kernel_resources,
     requested_bytes,
 )
@@ -110,7 +110,7 @@ def test_a_kernel_that_does_not_fit_is_laid_to_the_knob_that_brought_it(
         exec(
             compile("raise error", str(Path("/lib") / source), "exec"), {"error": OutOfResources()}
         )
-    assert knob_of_kernel(raised.value, tiny_config(**knobs)) == knob
+    assert knob_at_fault(raised.value, tiny_config(**knobs)) == knob
 
 
 def test_the_size_that_failed_is_read_from_the_message() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from storage.records import Faithfulness, Ineffective, Measured, OutOfMemory
-from sweep.training import eight_bit, faithful
-from sweep.training.faithful import unfaithful
+from sweep.training import eight_bit, proof
 from sweep.training.model import build_base
+from sweep.training.proof import unfaithful
 from sweep.training.step import TrainingLoop
 from tests.sweep.predict.rows import EIGHT_BIT, Row, describe
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config, trial_on
@@ -61,7 +61,7 @@ def test_a_check_that_fails_leaves_no_layer_recomputed(monkeypatch: pytest.Monke
     def out_of_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(faithful, "multiplying_in", out_of_memory)
+    monkeypatch.setattr(proof, "multiplying_in", out_of_memory)
     config = tiny_config(compute_dtype="fp8", quantization="fp8", checkpoint_fraction=0.0)
     with tiny_base(config) as base:
         assert isinstance(trial_on(base, config).run(), OutOfMemory)

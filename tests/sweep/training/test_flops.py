@@ -10,10 +10,10 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from storage.records import Measured
-from sweep.predict.speed.layout import Layout
-from sweep.predict.speed.work import step_work
+from sweep.predict.speed.kernels import Layout
+from sweep.predict.speed.steps import model_flops
 from sweep.training.adapters import attached
-from sweep.training.matrices import flops_per_token
+from sweep.training.meter import flops_per_token
 from sweep.training.model import build_base
 from tests.bench.try_models import spec_of
 from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
@@ -69,8 +69,8 @@ def test_both_counts_of_a_steps_flops_are_the_same(
             counted = flops_per_token(attachment, base.model.config, config.seq_len)
     finally:
         base.close()
-    work = step_work(Layout([config], model))
-    assert work.model_flops == counted * config.tokens_per_step
+    flops = model_flops(Layout([config], model))
+    assert flops == counted * config.tokens_per_step
 
 
 def counted(model: ModelSpec, **changes: Any) -> float | None:

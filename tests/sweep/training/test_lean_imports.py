@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from sweep.training.lean_imports import OPTIONAL, compiling_later
+from sweep.training.libraries import OPTIONAL, compiling_later
 
 _IMPORTED = """
 import json, sys
-from sweep.training.lean_imports import OPTIONAL, compiling_later, lean_imports
+from sweep.training.libraries import OPTIONAL, compiling_later, lean_imports
 with lean_imports(*OPTIONAL):
     with compiling_later():
         import bitsandbytes

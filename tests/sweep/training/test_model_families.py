@@ -15,8 +15,7 @@ from search_spaces.experts import unquantized
 from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, Violation, violation
 from storage.records import Ineffective, Measured
-from sweep.training.matrices import quantized_share
-from sweep.training.model import BaseModel, build_base, decoder_layers, skeleton
+from sweep.training.model import BaseModel, build_base, decoder_layers, quantized_share, skeleton
 from tests.bench.try_models import config_of, spec_of
 from tests.sweep.training.tiny import BRIEF, trial_on
 
@@ -81,14 +80,14 @@ def test_the_share_in_4_bits_follows_from_the_config(family: str, changes: dict[
     spec, model = skeleton_of(family, **changes)
     left = unquantized(spec)
     assert left is not None
-    assert left.share == pytest.approx(quantized_share(model), abs=0.01)
+    assert left.share == pytest.approx(quantized_share(model, TrialConfig()), abs=0.01)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "falcon_h1"])
 def test_a_decoder_of_linear_layers_is_in_4_bits(family: str) -> None:
     spec, model = skeleton_of(family)
     assert unquantized(spec) is None
-    assert quantized_share(model) >= 0.95
+    assert quantized_share(model, TrialConfig()) >= 0.95
 
 
 def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:

@@ -13,8 +13,8 @@ from search_spaces.knobs import KNOBS
 from storage.records import Ineffective
 from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker
-from sweep.training.adapters import attached
-from sweep.training.compiling import CountingCompiler, compiled
+from sweep.training.adapters import CountingCompiler, attached, compiled
+from sweep.training.device import Memory
 from sweep.training.model import Unavailable, build_base
 from sweep.training.proof import (
     PROOFS,
@@ -41,8 +41,8 @@ def verdicts(
         with KernelWatch() as watch:
             loop.step()
         return (
-            ineffective(wanted, attached=attachment, loop=loop, watch=watch),
-            ineffective(config, attached=attachment, loop=loop, watch=watch),
+            ineffective(wanted, loop=loop, watch=watch),
+            ineffective(config, loop=loop, watch=watch),
         )
 
 
@@ -115,11 +115,11 @@ def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() 
                 with compiled(attachment.layers, compiler=compiler) as attachment.compilation:
                     loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
                     loop.step()
-                    assert ineffective(config, attached=attachment, loop=loop, watch=None) is None
-                    fault = ineffective(plain, attached=attachment, loop=loop, watch=None)
+                    assert ineffective(config, loop=loop) is None
+                    fault = ineffective(plain, loop=loop)
                 assert fault == Ineffective(knob="compile", detail="layers are compiled")
                 loop.step()
-                fault = ineffective(config, attached=attachment, loop=loop, watch=None)
+                fault = ineffective(config, loop=loop)
                 assert fault == Ineffective(
                     knob="compile", detail=f"{LAYERS} of {2 * LAYERS} calls of layers were compiled"
                 )
@@ -133,7 +133,7 @@ def test_a_target_whose_adapters_never_moved_is_found_out() -> None:
                 parameter.requires_grad_(False)
         loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
         loop.step()
-        fault = ineffective(config, attached=attachment, loop=loop, watch=None)
+        fault = ineffective(config, loop=loop)
     assert fault == Ineffective(knob="target_modules", detail="no adapter of v_proj learned")
 
 
@@ -150,7 +150,7 @@ def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
         with KernelWatch() as watch:
             loop.step()
         watch.dropouts = 0
-        fault = ineffective(config, attached=attachment, loop=loop, watch=watch)
+        fault = ineffective(config, loop=loop, watch=watch)
     assert fault == Ineffective(knob="lora_dropout", detail="nothing was dropped")
 
 
@@ -173,10 +173,8 @@ def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operat
             flash_attn_operator(torch.zeros(1, dtype=torch.bfloat16))
             torch.zeros(2, 2, dtype=torch.bfloat16) @ torch.zeros(2, 2, dtype=torch.bfloat16)
         asked = tiny_config(attention="flash_attention_2")
-        assert ineffective(asked, attached=attachment, loop=loop, watch=watch) is None
-        eager = ineffective(
-            tiny_config(attention="eager"), attached=attachment, loop=loop, watch=watch
-        )
+        assert ineffective(asked, loop=loop, watch=watch) is None
+        eager = ineffective(tiny_config(attention="eager"), loop=loop, watch=watch)
     assert isinstance(eager, Ineffective)
     assert "flash_attn::_flash_attn_forward" in eager.detail
 
@@ -221,8 +219,7 @@ def a_look(**changes: Any) -> Look:
         "adapters": "same",
         "tokens": "other rows",
         "held_share": 1.0,
-        "peak_allocated_bytes": 1,
-        "peak_stage": "backward",
+        "memory": Memory(1, "backward"),
     }
     return Look(**{**values, **changes})
 
@@ -242,7 +239,7 @@ def test_a_card_that_did_not_train_with_the_others_is_no_team(
     with tiny_base(config) as base, attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
         loop.step()
-        fault = ineffective(config, attached=attachment, loop=loop, watch=None, others=looks)
+        fault = ineffective(config, loop=loop, others=looks)
     assert fault is not None
     assert (fault.knob, fault.detail) == ("data_parallel", words)
 
@@ -253,7 +250,7 @@ def test_a_model_that_every_card_holds_is_not_sharded() -> None:
     with tiny_base(config) as base, attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
         loop.step()
-        detail = PROOFS["sharding"](shared, StepEvidence(attachment, loop, None, (a_look(),)))
+        detail = PROOFS["sharding"](shared, StepEvidence(loop, None, (a_look(),)))
     assert detail == "a card holds 100 % of the layers' weights, not 50 %"
 
 

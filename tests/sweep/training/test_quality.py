@@ -53,7 +53,7 @@ def learned(base: BaseModel, texts: Texts, config: TrialConfig, **changes: Any) 
 
 
 def batches(texts: Texts, config: TrialConfig, **changes: Any) -> list[dict[str, Any]]:
-    lesson = Lesson.of(texts, config, replace(ASKED, **changes))
+    lesson = Lesson(texts, config, replace(ASKED, **changes))
     return [lesson[index] for index in range(len(lesson))]
 
 

@@ -112,10 +112,10 @@ def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
         with attached(base, config) as attachment:
             loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
             device.reset_peak()
-            before = device.peak_allocated_bytes()
+            before = device.memory().peak_allocated_bytes
             trial.evaluate_and_save(loop)
         logits = config.tokens_per_micro_batch * int(TINY.config["vocab_size"]) * 4
-        assert device.peak_allocated_bytes() - before >= logits
+        assert device.memory().peak_allocated_bytes - before >= logits
 
 
 def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(

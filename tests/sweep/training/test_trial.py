@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +24,8 @@ from storage.records import (
     Stage,
 )
 from sweep.training.adapters import Attached, attached
-from sweep.training.device import CpuDevice, Mark, bytes_beyond
-from sweep.training.matrices import flops_per_token
-from sweep.training.meter import whole_step_seconds
+from sweep.training.device import CpuDevice, Mark, Memory, bytes_beyond
+from sweep.training.meter import flops_per_token, whole_step_seconds
 from sweep.training.model import BaseModel
 from sweep.training.proof import ineffective
 from sweep.training.step import TrainingLoop
@@ -272,14 +272,14 @@ def test_the_stage_of_the_peak_is_where_it_was(knobs: dict[str, object], stage: 
     device = CpuDevice()
     with tiny_base(config) as base:
         trial_on(base, config, device=device, steps=BRIEF).run()
-    assert device.peak_stage() == stage
+    assert device.memory().peak_stage == stage
 
 
 class _Spilling(CpuDevice):
     """A device whose driver put a part of the trial into the host's memory."""
 
-    def spilled_bytes(self) -> int:
-        return 3 * 2**30
+    def memory(self) -> Memory:
+        return replace(super().memory(), spilled_bytes=3 * 2**30)
 
 
 def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
@@ -291,9 +291,9 @@ def test_a_trial_that_spilled_into_the_hosts_memory_does_not_fit() -> None:
 
 
 def test_what_was_reserved_beyond_the_cards_room_was_spilled() -> None:
-    assert bytes_beyond(20 * GIB, room=22 * GIB) == 0
-    assert bytes_beyond(22 * GIB + 2**20, room=22 * GIB) == 0
-    assert bytes_beyond(25 * GIB, room=22 * GIB) == 3 * GIB
+    assert bytes_beyond(20 * GIB, 22 * GIB) == 0
+    assert bytes_beyond(22 * GIB + 2**20, 22 * GIB) == 0
+    assert bytes_beyond(25 * GIB, 22 * GIB) == 3 * GIB
 
 
 class _Shrinking(CpuDevice):
@@ -452,7 +452,7 @@ def test_a_knob_that_did_nothing_is_found_out() -> None:
         loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
         attachment.layers[0].gradient_checkpointing = False
         loop.step()
-        fault = ineffective(config, attached=attachment, loop=loop, watch=None)
+        fault = ineffective(config, loop=loop)
     assert isinstance(fault, Ineffective)
     assert fault.knob == "checkpoint_fraction"
     assert fault.detail == f"{LAYERS - 1} of {LAYERS} layers were recomputed"
@@ -476,8 +476,8 @@ def test_a_run_that_is_not_what_was_asked_is_ineffective(
     with tiny_base(config) as base, attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
         loop.step()
-        fault = ineffective(tiny_config(**asked), attached=attachment, loop=loop, watch=None)
-        honest = ineffective(config, attached=attachment, loop=loop, watch=None)
+        fault = ineffective(tiny_config(**asked), loop=loop)
+        honest = ineffective(config, loop=loop)
     assert isinstance(fault, Ineffective)
     assert fault.knob == knob
     assert honest is None

@@ -14,7 +14,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from storage.records import Ineffective, Invalid, Measured, Measurement, Outcome
 from sweep.training.adapters import attached
-from sweep.training.matrices import flops_per_token
+from sweep.training.meter import flops_per_token
 from sweep.training.model import build_base
 from sweep.training.step import TrainingLoop
 from sweep.training.texts import Texts, TextsRound, are_apart
@@ -54,7 +54,7 @@ def measured(texts: Texts, config: TrialConfig, **changes: Any) -> Measurement:
 
 
 def round_of(texts: Texts, config: TrialConfig, micro_steps: int = 1) -> TextsRound:
-    return TextsRound.of(texts, config, micro_steps=micro_steps)
+    return TextsRound(texts, config, micro_steps=micro_steps)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def shapes_trained(
 
     def noting(self: TrainingLoop, *args: Any) -> torch.Tensor:
         loss = real(self, *args)
-        seen.append(self.batch_shape)
+        seen.append(tuple(self.newest.shape))
         return loss
 
     monkeypatch.setattr(TrainingLoop, "_micro_step", noting)
@@ -301,7 +301,7 @@ def test_every_width_of_the_round_is_trained_on_before_anything_is_measured(
 
     def noting(self: TrainingLoop, *args: Any) -> torch.Tensor:
         loss = real(self, *args)
-        shapes.append(self.batch_shape)
+        shapes.append(tuple(self.newest.shape))
         return loss
 
     def watch(beat: Beat) -> bool:

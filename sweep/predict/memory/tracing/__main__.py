@@ -17,7 +17,7 @@ from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.processes import bind_to_parent
-from sweep.training.lean_imports import OPTIONAL, lean_imports
+from sweep.training.libraries import OPTIONAL, lean_imports
 
 
 def main() -> None:
@@ -48,9 +48,9 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _imported() -> Callable[[ModelSpec, Structure], dict[str, Any]]:
     """Import torch, transformers and PEFT, with bitsandbytes stood in for."""
     with lean_imports(*OPTIONAL, "pandas", "datasets"):
-        from sweep.predict.memory.tracing import fourbit
+        from sweep.predict.memory.tracing import stand_ins
 
-        fourbit.install()
+        stand_ins.install()
         from sweep.predict.memory.tracing.profile import trace
     return trace
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as functional
 
 from sweep.training import eight_bit
-from sweep.training.compiling import changed
+from sweep.training.adapters import changed
 from sweep.training.eight_bit import TYPES, Parts
 
 _NORM_WRITES_ANEW = frozenset(

@@ -1,36 +1,65 @@
-"""One structure's profile: build the excerpt, walk a step, reduce what was counted."""
+"""One structure's profile: build the model's excerpt, walk a step, reduce what was counted.
+
+The excerpt is the real model's modules without data, in as few layers as tell all.
+
+Two decoder layers that are configured alike run the same code on tensors of the same shapes, so
+what one keeps and takes, the other does: one of each kind is traced and stands for the rest, and a
+model of 80 layers takes as long as one of three. The base is built by the same functions as the one
+that trains (`sweep.training.model`), so that there is one truth.
+
+What the frozen base takes is its build, replayed block by block: one module after another, each
+linear layer wide for a moment and then packed, as bitsandbytes packs it. The sum of the tensors
+would be too little: where a packed weight is put into the block of a wide one that was freed, a
+remainder of up to a MiB stays with it for good, and the free blocks in between are where the step's
+activations will go first. A base that is loaded instead has the same tensors and nearly the same
+waste.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import traceback
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import masking_utils
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoConfig, masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, in_percent, words_of
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
-from sweep.predict.memory.polynomials import Symbols
-from sweep.predict.memory.profiles import Structure, Untraceable, is_masked_by_text
-from sweep.predict.memory.tracing import fourbit, fused
-from sweep.predict.memory.tracing.ledger import Ledger, PlainLoop
-from sweep.predict.memory.tracing.model import (
-    Excerpt,
+from sweep.predict.memory.allocator import CachingAllocator
+from sweep.predict.memory.profiles import Structure, Symbols, Untraceable, alive, coefficients
+from sweep.predict.memory.tracing import fused, stand_ins
+from sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
+from sweep.predict.memory.tracing.walk import (
+    PlainLoop,
     Traceable,
-    attach,
-    base_memory,
-    build_base,
-    excerpt,
-    share_input_copies,
+    Walk,
+    highest,
+    tapes,
+    walk,
 )
-from sweep.predict.memory.tracing.walk import Walk, accounts, tapes, walk
-from sweep.training.model import BaseModel, compute_type
+from sweep.training.adapters import with_adapters
+from sweep.training.eight_bit import EightBitLinear, compute_in_8_bits
+from sweep.training.model import (
+    BaseModel,
+    compute_type,
+    decoder_layers,
+    quantized_share,
+    skeleton,
+    upcast,
+)
 
 _FP16 = re.compile(r"(?<!b)float16|\.half\b")
 _SHAPE_FAULTS = ("shape", "size of tensor", "invalid for input", "must match", "split")
@@ -53,13 +82,17 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
 
 def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     try:
-        config, part = structure.config, excerpt(spec)
+        config, part = structure.config, _excerpt(spec)
         is_whole = len(set(part.positions)) == len(part.positions)
         assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
         symbols = _symbols(part, structure)
-        base = build_base(config, part.spec)
+        base = _build_base(config, part.spec)
         _check_quantized(base)
-        on_card = _base_memory(base, part)
+        # Neither kernels nor adapters have a part in what the base takes.
+        plain = base.config.model_copy(update={"kernels": "hf"})
+        key = part.spec.fingerprint, part.positions, plain
+        if key not in _known_bases:
+            _known_bases[key] = _base_memory(base.model, base.config, part.positions)
     except InputError:
         raise
     except Exception as error:
@@ -69,36 +102,30 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     # prediction says that it is less certain.
     fuses_layers = config.kernels == "liger" or config.compile
     if config.compile:
-        fourbit.compile_layers(base.model)
+        stand_ins.compile_layers(base.model)
     with fused.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
         if config.compile:
-            share_input_copies(target.base)
+            _share_input_copies(target.base)
         walked = _walk(target, symbols, structure)
-    ledger = walked.ledger
-    sizes, tape_of = tapes(ledger, symbols)
-    account_of = accounts(ledger, symbols, gradients=_gradients(target, ledger))
+    sizes, tape_of = tapes(walked.ledger, symbols, gradients=walked.gradients)
+    matrix = coefficients(sizes, sorted({monomial for size in sizes for monomial in size}))
     return {
         "positions": part.positions,
-        "base": on_card,
-        "adapters": _adapters(target, symbols),
-        "segments": {name: {**account_of[name], "tape": tape} for name, tape in tape_of.items()},
+        "base": _known_bases[key],
+        "adapters": [
+            [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
+            for layer in target.layers
+        ],
+        "segments": {
+            name: {"tape": tape, "highest": highest(tape, alive(tape, matrix))}
+            for name, tape in tape_of.items()
+        },
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,
         "is_same_in_fp16": not walked.tells_halves_apart and not _names_fp16(target),
     }
-
-
-def _base_memory(base: BaseModel, part: Excerpt) -> dict[str, Any]:
-    """Return what the base takes, which its kernels and its adapters have no part in."""
-    key = (part.spec.fingerprint, part.positions, base.config.model_copy(update={"kernels": "hf"}))
-    if key not in _known_bases:
-        _known_bases[key] = base_memory(base.model, base.config, part.positions)
-    return _known_bases[key]
-
-
-_known_bases: dict[tuple[str, tuple[int, ...], TrialConfig], dict[str, Any]] = {}
 
 
 def _symbols(part: Excerpt, structure: Structure) -> Symbols:
@@ -123,12 +150,17 @@ def _check_quantized(base: BaseModel) -> None:
 
 
 def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
+    """Put adapters on the configuration's target modules."""
     try:
-        return attach(base, config, rank=symbols.r)
+        layers = decoder_layers(base.model)
+        ranked = config.model_copy(update={"lora_rank": symbols.r})
+        with torch.device("meta"):
+            model = with_adapters(base, ranked, init_lora_weights=False)
     except InputError:
         raise
     except Exception as error:
         raise Untraceable(f"adapters cannot be attached: {_line(error)}") from error
+    return Traceable(base=base.model, model=model.train(), layers=layers)
 
 
 def _names_fp16(target: Traceable) -> bool:
@@ -143,7 +175,8 @@ def _module_names_fp16(name: str) -> bool:
 
 
 def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
-    computed_in = compute_type(structure.config)
+    config = structure.config
+    computed_in = compute_type(config)
     try:
         return walk(
             target,
@@ -151,7 +184,8 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
             autocast_dtype=None if computed_in == torch.float32 else computed_in,
             has_flash=structure.has_flash,
             is_checkpointed=structure.is_checkpointed,
-            is_packed=is_masked_by_text(structure.config),
+            # flash attention is told where texts begin instead.
+            is_packed=config.packing == "packed" and config.attention != "flash_attention_2",
         )
     except PlainLoop as error:
         raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
@@ -177,14 +211,260 @@ def _line(error: BaseException) -> str:
     return words_of(error)[:300]
 
 
-def _adapters(target: Traceable, symbols: Symbols) -> list[list[int]]:
-    """Return the elements of every trained tensor for each unit of rank, by layer, as attached."""
-    return [
-        [p.numel() // symbols.r for p in layer.parameters() if p.requires_grad]
-        for layer in target.layers
-    ]
+_DYNAMIC_ROPES = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that read the positions' values; their tensors have the default's shapes."""
+
+_BY_INDEX = {
+    "attn_layer_indices": 0,
+    "attn_layer_period": 1,
+    "decoder_sparse_step": 1,
+    "expert_layer_period": 1,
+    "first_k_dense_replace": 1,
+    "interleave_moe_layer_step": 1,
+    "mlp_only_layers": 0,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "num_dense_layers": 1,
+}
+"""Keys that tell layers apart by their index, and the value up to which the ends alone differ.
+
+Layers taken out would change what the others are, so all of them are traced.
+"""
 
 
-def _gradients(target: Traceable, ledger: Ledger) -> frozenset[int]:
-    numbers = [ledger.number(p.grad) for p in target.adapters() if p.grad is not None]
-    return frozenset(number for number in numbers if number is not None)
+@dataclass(frozen=True)
+class Excerpt:
+    """A model cut down to the decoder layers that differ."""
+
+    spec: ModelSpec
+    """The model with the chosen layers only."""
+    positions: tuple[int, ...]
+    """For each layer of the whole model, the layer of the excerpt that stands for it."""
+    dimensions: tuple[int, ...]
+    """Every whole number in the config."""
+    longest: int | None
+    """Positions that the model knows; None where the config does not say."""
+    window: int | None
+    """Shortest window of its attention; None where it sees everything."""
+
+
+def _excerpt(spec: ModelSpec) -> Excerpt:
+    """Choose the first layer, the last, and between them one of each kind.
+
+    The first differs because nothing before it is trained, so that no gradient goes past it; the
+    last because what reads its output is the head, and not a layer like itself. Kinds are told
+    apart by the per-layer lists of the config.
+
+    Raises:
+        ValueError, KeyError, TypeError: transformers cannot read the config.
+    """
+    config = AutoConfig.for_model(
+        spec.model_type, **{k: v for k, v in spec.config.items() if k != "model_type"}
+    )
+    values, count = config.to_dict(), int(config.num_hidden_layers)
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count}
+    kinds = [repr([column[i] for column in lists.values()]) for i in range(count)]
+    if any(_means_a_layer(values.get(key), least) for key, least in _BY_INDEX.items()):
+        kinds = [str(i) for i in range(count)]
+    first_of = {kind: i for i, kind in reversed(list(enumerate(kinds[1:-1], 1)))}
+    chosen = sorted({0, count - 1, *first_of.values()})
+    stands_for = [chosen.index(first_of[kind]) for kind in kinds[1:-1]]
+    ends = [0, len(chosen) - 1] if count > 1 else [0]
+    name = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    columns = {key: [column[i] for i in chosen] for key, column in lists.items()}
+    # A config may say it in transformers' word and in its own.
+    counts = {key: len(chosen) for key in (name, "num_hidden_layers") if key in spec.config}
+    reduced: dict[str, Any] = {name: len(chosen), **counts, **columns}
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("rope_type") in _DYNAMIC_ROPES:
+        reduced |= {"rope_parameters": {**rope, "rope_type": "default"}, "rope_scaling": None}
+    windows = [values.get("sliding_window"), values.get("attention_chunk_size")]
+    return Excerpt(
+        spec=dataclasses.replace(spec, config={**spec.config, **reduced}),
+        positions=(*ends[:1], *stands_for, *ends[1:]),
+        dimensions=tuple(_whole_numbers(values)),
+        longest=getattr(config, "max_position_embeddings", None),
+        window=min((w for w in windows if isinstance(w, int) and w > 0), default=None),
+    )
+
+
+def _means_a_layer(value: object, least: int) -> bool:
+    """Whether a config's value singles out layers between the first and the last by their index."""
+    if isinstance(value, list):
+        return bool(value)
+    return isinstance(value, int) and value > least
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _whole_numbers(item)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def _build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
+    """Return the frozen base as it trains, but without data and without other kernels."""
+    # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
+    attention = "eager" if config.attention == "eager" else "sdpa"
+    traced = config.base().model_copy(update={"attention": attention})
+    model = skeleton(traced, spec=spec)
+    if traced.is_8bit_compute:
+        compute_in_8_bits(model, traced.compute_dtype)
+    model.config.use_cache = False
+    if traced.upcast_fp32:
+        upcast(model, traced)
+    model.requires_grad_(False)
+    return BaseModel(
+        config=traced,
+        spec=spec,
+        model=model.train(),
+        undo=contextlib.ExitStack(),
+        quantized_share=quantized_share(model, traced),
+    )
+
+
+def _share_input_copies(model: torch.nn.Module) -> None:
+    """Let adapters beside 16-bit layers keep their input as they do under ``torch.compile``.
+
+    PEFT casts it to the adapters' type, and autocast casts it back. The compiler keeps neither but
+    one copy in the type that it had, for all layers that read it: measured on an H200, 8 KiB a
+    token and layer of width 4,096 where q, k, v and o are adapted, which is attention's output
+    twice.
+    """
+    known: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+
+    def copy_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of a tensor, made once for as long as somebody holds it; itself where it
+        needs no cast."""
+        if x.dtype == dtype:
+            return x
+        same, copy = (look() for look in known.get(id(x), (lambda: None, lambda: None)))
+        if same is not x or copy is None:
+            copy = x.clone()
+            known[id(x)] = weakref.ref(x), weakref.ref(copy)
+        return copy
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._cast_input_dtype = copy_of
+
+
+_FP32_BYTES = 4
+
+_LayerModule = tuple[int, torch.nn.Module]
+"""A layer of the whole model (-1 outside of them) and a module of the excerpt that is in it."""
+
+_Addresses = dict[tuple[int, int], int]
+"""Where a tensor is, by layer and identity."""
+
+
+_known_bases: dict[tuple[str, tuple[int, ...], TrialConfig], dict[str, Any]] = {}
+
+
+def _base_memory(
+    base: torch.nn.Module, config: TrialConfig, positions: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return what the whole base takes, as `profiles.Base.from_json` reads it.
+
+    Args:
+        base: the excerpt, before anything is patched or attached.
+        config: how it was built.
+        positions: for each layer of the whole model, the layer of the excerpt that stands for it.
+    """
+    allocator = CachingAllocator()
+    width = compute_type(config).itemsize
+    modules = list(_in_order(base, positions))
+    narrow = _build(allocator, modules, width)
+    _widen(allocator, modules, width, narrow)
+    # The worker gives cached segments back after each trial (`Device.release`).
+    allocator.empty_cache()
+    return {
+        "allocated_bytes": allocator.allocated_bytes,
+        "requested_bytes": allocator.requested_bytes,
+        "reserved_bytes": allocator.reserved_bytes,
+        "holes": allocator.holes(),
+    }
+
+
+def _build(allocator: CachingAllocator, modules: list[_LayerModule], width: int) -> _Addresses:
+    """Put every module on the card, and return where its unpacked tensors are."""
+    addresses: _Addresses = {}
+    twice: list[int] = []
+    for layer, module in modules:
+        wide = None
+        if isinstance(module, Linear4bit):
+            _pack(allocator, module, width)
+        elif isinstance(module, EightBitLinear):
+            wide = allocator.allocate(module.weight.numel() * width)
+        for tensor in _plain_tensors(module):
+            address = allocator.allocate(tensor.numel() * _built_width(tensor, width))
+            if addresses.setdefault((layer, id(tensor)), address) != address:
+                twice.append(address)
+        if wide is not None:
+            allocator.free(wide)
+    # Tied weights are built apart and then tied.
+    for address in twice:
+        allocator.free(address)
+    return addresses
+
+
+def _widen(
+    allocator: CachingAllocator, modules: list[_LayerModule], width: int, narrow: _Addresses
+) -> None:
+    """Put what is wanted in fp32 there, one tensor after another, narrow and wide at once."""
+    for layer, module in modules:
+        for tensor in _plain_tensors(module):
+            if _built_width(tensor, width) < tensor.element_size():
+                address = narrow.pop((layer, id(tensor)), None)
+                if address is not None:
+                    allocator.allocate(tensor.nbytes)
+                    allocator.free(address)
+
+
+def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_LayerModule]:
+    """Yield the whole model's modules in the order in which they are built."""
+    layers = decoder_layers(base)
+    layer_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
+    grouped = itertools.groupby(base.modules(), key=lambda m: id(m) in layer_of)
+    for is_layers, modules in grouped:
+        if not is_layers:
+            yield from ((-1, module) for module in modules)
+            continue
+        members = list(modules)
+        for index, position in enumerate(positions):
+            yield from ((index, m) for m in members if layer_of[id(m)] == position)
+
+
+def _plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return [tensor for tensor in tensors if not isinstance(tensor, Params4bit)]
+
+
+def _built_width(tensor: torch.Tensor, width: int) -> int:
+    """Return the bytes an element had before fp32 was asked for."""
+    is_widened = isinstance(tensor, torch.nn.Parameter) and tensor.dtype == torch.float32
+    return width if is_widened else tensor.element_size()
+
+
+def _pack(allocator: CachingAllocator, layer: Linear4bit, width: int) -> None:
+    """Quantize one layer's random weights, in the order in which bitsandbytes does it on the card.
+
+    The order counts: what is freed last leaves the hole that the next layer's weights go into.
+    """
+    wide = allocator.allocate(layer.in_features * layer.out_features * width)
+    scales = allocator.allocate(layer.scales * _FP32_BYTES)
+    allocator.allocate(layer.weight.numel())
+    kept = layer.constant_bytes()
+    if layer.is_nested:
+        centred = allocator.allocate(layer.scales * _FP32_BYTES)
+        for size in kept:
+            allocator.allocate(size)
+        allocator.free(centred)
+        allocator.free(scales)
+    else:
+        for size in kept[1:]:
+            allocator.allocate(size)
+    allocator.free(wide)

@@ -1,37 +1,248 @@
-"""Walking one training step of a model without data, and reducing it to accounts and tapes.
+"""Walking one training step of a model without data, and reducing it to tapes.
 
 A segment is the stretch of a step between two marks: a layer's forward or backward pass, or one of
 the parts that happen once. A traced layer's segments stand for those of every layer of its kind, so
-neither accounts nor tapes may name one storage of the walk:
-
-- Accounts are sums (what a segment keeps, how high it can rise above where it begins), which are
-  the same for every such layer.
-- A tape has the order of births and deaths. A storage that dies in the segment it was born in is a
-  temporary. Any other is known by its path: the kinds of segment it is born and dies in, how many
-  layers lie between, and its rank among those of the same path. So a layer that was not traced
-  finds what its neighbours left.
+a tape, which has its births and deaths in order, may name no storage of the walk but those that die
+in the segment they were born in. Any other is known by its path: the kinds of segment it is born
+and dies in, how many layers lie between, and its rank among those of the same path. So a layer that
+was not traced finds what its neighbours left.
 
 The optimizer is not walked: its states and its update are known by number of elements.
+
+Counted are the birth and death of every tensor storage while real model code runs on no data.
+What stands for the GPU is torch's meta device; tensors elsewhere are not counted. A storage is born
+when an operator returns it and dies when nothing refers to it any more, exactly as on a device:
+torch counts references, so a tensor on a GPU is freed at the same moment as one without data. What
+a kernel takes and gives back inside one operator is not seen, but for what `_SCRATCH` lists.
+
+Storages are counted rather than tensors, as a view or an operator in place takes nothing. They are
+told apart by the address of their C++ object, which is free again once one dies: its watch removes
+it before another can be born there.
+
+What an operator returns is worked out once for arguments of a kind: most of torch's operators work
+out the shape of a result in Python, which takes a tenth of a millisecond, and a walk asks a
+thousand times, mostly for what the layer before, or another structure of the same model, has asked
+already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import masking_utils
+from numpy.typing import NDArray
+from peft import PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, masking_utils
 
-from sweep.predict.memory.polynomials import Polynomial, Symbols, add_to, is_covered
-from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, FETCH_ALL, LEAVE, Account, Entry
-from sweep.predict.memory.tracing.cuda import Cuda
-from sweep.predict.memory.tracing.ledger import Ledger
-from sweep.predict.memory.tracing.model import Traceable
-from sweep.training.compiling import changed
+from sweep.predict.memory.profiles import (
+    ACTIVATIONS,
+    BIRTH,
+    DEATH,
+    FETCH,
+    FETCH_ALL,
+    GRADIENTS,
+    LEAVE,
+    LOSS,
+    Entry,
+    Polynomial,
+    Symbols,
+)
+from sweep.predict.memory.tracing.stand_ins import Cuda
+from sweep.training.adapters import changed
+
+Event = tuple[int, bool]
+"""A storage's number, and whether it was born (or died)."""
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_TRUTHS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
+"""What model code finds when it asks a full batch's mask: all of it counts, nothing is odd."""
+
+_SCRATCH = frozenset({torch.ops.aten._softmax_backward_data.default})
+"""Operators that, on CUDA, hold one more tensor like their first argument next to their result.
+
+Softmax multiplies gradient and output before it sums (torch's ``SoftMax.cu``).
+"""
+
+_MOST_STORAGES = 10_000
+_MOST_STORAGES_OF_A_LAYER = 3_000
+"""More than these are taken for a loop over the tokens.
+
+A decoder layer makes some hundreds, forward, recomputed and backward.
+"""
+
+LOOPS = (
+    " in plain PyTorch, which stands in for the kernels of flash-linear-attention, causal-conv1d "
+    "and mamba-ssm; what those take is not modelled, so memory is not predicted (a trial measures "
+    "it; install those kernels, or it is slow)"
+)
+"""Why linear attention and state-space layers are not predicted, and what to do."""
+
+
+class PlainLoop(Exception):  # noqa: N818 - the name says what was met
+    """The model's code takes the sequence apart; the message says how and what follows."""
+
+
+class Ledger(TorchDispatchMode):
+    """Counts storages while it is entered.
+
+    Args:
+        ignored: tensors that were there before.
+        layers: decoder layers that are walked; many more storages than those make are a loop.
+        is_odd: whether a storage of so many bytes follows from no length that the walk knows.
+
+    Attributes:
+        events: births and deaths in order.
+        sizes: bytes of each storage, by its number.
+        marks: name and position in ``events`` of each boundary that `mark` set.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignored: Iterable[torch.Tensor] = (),
+        layers: int = 1,
+        is_odd: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        super().__init__()
+        self._is_odd = is_odd
+        self._most = max(_MOST_STORAGES, layers * _MOST_STORAGES_OF_A_LAYER)
+        self.events: list[Event] = []
+        self.sizes: list[int] = []
+        self.marks: list[tuple[str, int]] = []
+        # Held, so that nothing new is ever born at the address of one of them.
+        self._ignored = [tensor.untyped_storage() for tensor in ignored]
+        self.live: dict[int, int] = {storage._cdata: -1 for storage in self._ignored}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._next_mark: str | None = None
+        self._truths: dict[int, bool] = {}
+
+    def mark(self, name: str) -> None:
+        """Set a boundary: what happens from here on belongs to ``name``."""
+        self.marks.append((name, len(self.events)))
+
+    def mark_next(self, name: str) -> None:
+        """Set a boundary at the next operator: what dies before it belongs to what went before."""
+        self._next_mark = name
+
+    def segments(self) -> list[tuple[str, list[Event]]]:
+        """Return each boundary's name and the events from there to the next one."""
+        bounds = [*(start for _, start in self.marks), len(self.events)]
+        pairs = zip(self.marks, itertools.pairwise(bounds), strict=True)
+        return [(name, self.events[start:end]) for (name, _), (start, end) in pairs]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and note the storages that it returned."""
+        if self._next_mark is not None:
+            self.mark(self._next_mark)
+            self._next_mark = None
+        if func is _READ and (truth := self._truths.get(_key(args[0]))) is not None:
+            return truth
+        result = run(func, args, kwargs or {})
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                self._note(value)
+        if func in _SCRATCH:
+            self._note(torch.empty_like(args[0]))
+        if func.overloadpacket in _TRUTHS:
+            self._truths[_key(result)] = _TRUTHS[func.overloadpacket]
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        number = len(self.sizes)
+        if number == self._most:
+            raise PlainLoop(f"loops over the tokens{LOOPS}")
+        if self._is_odd(storage.nbytes()):
+            raise PlainLoop(f"works in chunks of the sequence{LOOPS}")
+        self.sizes.append(storage.nbytes())
+        self.events.append((number, True))
+
+        def died(_: object) -> None:
+            del self.live[key], self._watches[number]
+            self._truths.pop(key, None)
+            self.events.append((number, False))
+
+        self.live[key] = number
+        self._watches[number] = weakref.ref(storage, died)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_known: dict[Any, tuple[Any, ...] | None] = {}
+"""By operator and arguments, the shape, strides and type of what it returns: all that there is to a
+tensor without data. None where it has to be run."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator returns: a new tensor laid out as it would, where that is known."""
+    if not _makes_new(func):
+        return func(*args, **kwargs)
+    key = func, _kind(args), _kind(tuple(kwargs.items()))
+    if key not in _known:
+        result = func(*args, **kwargs)
+        layout = result.shape, result.stride(), result.dtype
+        # An operator may return a view all the same, or a part of what it took.
+        is_new = not any(isinstance(a, torch.Tensor) and _key(a) == _key(result) for a in args)
+        is_whole = result.untyped_storage().nbytes() == _made(*layout).untyped_storage().nbytes()
+        _known[key] = layout if result.is_meta and is_new and is_whole else None
+        return result
+    known = _known[key]
+    return func(*args, **kwargs) if known is None else _made(*known)
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether an operator returns a tensor that shares nothing with those it was given."""
+    schema = func._schema
+    values = [*schema.arguments, *schema.returns]
+    takes_tensors = any("Tensor" in str(value.type) for value in schema.arguments)
+    is_one = [str(value.type) for value in schema.returns] == ["Tensor"]
+    return takes_tensors and is_one and not any(value.alias_info for value in values)
+
+
+def _kind(value: Any) -> Any:
+    """Return what of an argument decides how a result is laid out."""
+    if isinstance(value, torch.Tensor):
+        # On the values of one elsewhere a result may depend in any way: it is like no other.
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else object()
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    # 1, 1.0 and True are equal, and make results of other types.
+    return type(value), value
+
+
+def _made(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+@dataclass
+class Traceable:
+    """A frozen base with adapters, ready for one step."""
+
+    base: PreTrainedModel
+    model: PeftModel
+    layers: list[Any]
+    """The decoder layers."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +250,8 @@ class Walk:
     """What a step came to."""
 
     ledger: Ledger
+    gradients: Collection[int]
+    """Numbers of the storages that ended as gradients of the adapters."""
     tells_halves_apart: bool
     """Whether it would be another one in the other 16-bit type."""
 
@@ -70,22 +283,18 @@ def walk(
         batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
         if is_packed:
             batch["position_ids"] = torch.empty_like(tokens)
-        loss = _forward(target, cuda, batch, widens=autocast_dtype is not None)
+        # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
+        with cuda.region():
+            output = target.model(**batch)
+        if autocast_dtype is not None:
+            output = {name: _widened(value) for name, value in output.items()}
+        loss = output["loss"]
+        del output
         ledger.mark("head_backward")
         torch.autograd.backward(loss)
-    return Walk(ledger, tells_halves_apart=cuda.tells_halves_apart)
-
-
-def _forward(
-    target: Traceable, cuda: Cuda, batch: dict[str, torch.Tensor], *, widens: bool
-) -> torch.Tensor:
-    """As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32."""
-    with cuda.region():
-        output = target.model(**batch)
-    if widens:
-        wide = {name: _widened(value) for name, value in output.items()}
-        return wide["loss"]
-    return output.loss
+    trained = [p.grad for p in target.model.parameters() if p.grad is not None]
+    gradients = {ledger.live[_key(gradient)] for gradient in trained}
+    return Walk(ledger, gradients, cuda.tells_halves_apart)
 
 
 def _widened(value: Any) -> Any:
@@ -158,98 +367,68 @@ def _leaving(ledger: Ledger, index: int, is_last: bool, is_done: list[bool]) -> 
     return hook
 
 
-_ONCE = ("embed", "head", "head_backward")
 _LOSS = ("head", "head_backward")
 _LAYERED = ("forward", "backward")
 _NEVER = "end"
 """Where a storage dies that outlives the walk: a gradient."""
 
 
-def accounts(ledger: Ledger, symbols: Symbols, *, gradients: frozenset[int]) -> dict[str, Any]:
-    """Return each marked segment's ``kept`` account and its ``peaks``, relative to where it begins.
+def tapes(
+    ledger: Ledger, symbols: Symbols, *, gradients: Collection[int]
+) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
+    """Return the distinct sizes, and each marked segment's tape, as `profiles.Segment` has it.
 
     Args:
-        ledger: what was counted; everything before the first mark is left out.
+        ledger: what was counted.
         symbols: what the sizes were traced with.
         gradients: numbers of the storages that ended as gradients of the adapters.
     """
-    polynomials = [symbols.polynomial(size) for size in ledger.sizes]
-    births: dict[int, str] = {}
-    result = {}
-    for name, events in ledger.segments():
-        entries = []
-        for storage, is_birth in events:
-            birth = births.setdefault(storage, name)
-            purpose = "gradients" if storage in gradients else _purpose(birth)
-            entries.append((_repeated(purpose, birth, name), polynomials[storage], is_birth))
-        result[name] = _segment(entries)
-    return result
-
-
-def _purpose(birth: str) -> str:
-    return "loss" if birth in _LOSS else "activations"
-
-
-def _repeated(purpose: str, birth: str, name: str) -> str:
-    """Return the account's key for a death in segment ``name`` of what ``birth`` left.
-
-    What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that
-    layer's.
-    """
-    if name not in _ONCE or birth in _LOSS or birth == name:
-        return purpose
-    return f"{purpose} {birth.partition(' ')[2] or 0}"
-
-
-def _segment(entries: list[tuple[str, Polynomial, bool]]) -> dict[str, Any]:
-    running: Account = {}
-    peaks: list[Account] = []
-    for (key, size, is_birth), following in itertools.zip_longest(entries, entries[1:]):
-        add_to(running.setdefault(key, {}), size, 1 if is_birth else -1)
-        if is_birth and (following is None or not following[2]):
-            peaks.append({purpose: dict(part) for purpose, part in running.items()})
-    return {"kept": running, "peaks": _highest(peaks)}
-
-
-def _highest(peaks: list[Account]) -> list[Account]:
-    """Return the peaks that no other covers at every batch, length, rank and number of layers."""
-    totals = [_total(peak) for peak in peaks]
-    kept: list[int] = []
-    for index, total in enumerate(totals):
-        if any(is_covered(total, totals[other]) for other in kept):
-            continue
-        kept = [other for other in kept if not is_covered(totals[other], total)]
-        kept.append(index)
-    return [peaks[index] for index in kept]
-
-
-def _total(account: Account) -> Polynomial:
-    """Return the sum of an account; what each layer repeats stays apart, as by another symbol."""
-    total: Polynomial = {}
-    for purpose, part in account.items():
-        layer = purpose.partition(" ")[2]
-        add_to(total, {monomial + layer: coefficient for monomial, coefficient in part.items()})
-    return total
-
-
-def tapes(ledger: Ledger, symbols: Symbols) -> tuple[list[Polynomial], dict[str, list[Entry]]]:
-    """Return the distinct sizes, and each segment's tape, whose births name them by index."""
     paths = _paths(ledger)
     indices: dict[int, int] = {}
+    births: dict[int, str] = {}
     result: dict[str, list[Entry]] = {}
     for name, events in ledger.segments():
         tape: list[Entry] = []
         for storage, is_birth in events:
-            path, layers = paths.get(storage, (None, None))
-            if is_birth:
-                size = indices.setdefault(ledger.sizes[storage], len(indices))
-                tape.append((BIRTH, storage, size) if path is None else (LEAVE, path, size))
-            elif path is None:
-                tape.append((DEATH, storage, 0))
+            birth = births.setdefault(storage, name)
+            path, layers = paths.get(storage, (storage, None))
+            by = 0
+            if birth == name and path == storage:
+                what = BIRTH if is_birth else DEATH
+            elif is_birth:
+                what = LEAVE
+            elif layers is not None:
+                what, by = FETCH, layers
             else:
-                tape.append((FETCH_ALL, path, 0) if layers is None else (FETCH, path, layers))
+                what, by = FETCH_ALL, _left_by(birth, name)
+            size = indices.setdefault(ledger.sizes[storage], len(indices))
+            purpose = LOSS if birth in _LOSS else ACTIVATIONS
+            tape.append((what, path, size, GRADIENTS if storage in gradients else purpose, by))
         result[name] = tape
     return [symbols.polynomial(size) for size in indices], result
+
+
+def _left_by(birth: str, name: str) -> int:
+    """Return the layer by which something was left that dies in a segment which happens once.
+
+    What the embedding leaves is let go by the first layer, recomputed or not, so it counts as that
+    layer's.
+    """
+    is_of_layers = " " not in name and birth not in _LOSS
+    return int(birth.partition(" ")[2] or 0) if is_of_layers else -1
+
+
+def highest(tape: Sequence[Entry], after: NDArray[np.int64]) -> list[int]:
+    """Return the births after which no other has more alive at every batch, length, rank and number
+    of layers; ``after`` is `profiles.alive`."""
+    totals = after.sum(axis=1).reshape(len(tape), -1)
+    is_birth = [entry[0] in (BIRTH, LEAVE) for entry in tape]
+    left = np.flatnonzero(np.array(is_birth) > np.array([*is_birth[1:], False]))
+    kept = []
+    while len(left):
+        kept.append(int(left[totals[left].sum(axis=1).argmax()]))
+        left = left[(totals[left] > totals[kept[-1]]).any(axis=1)]
+    return sorted(kept)
 
 
 def _paths(ledger: Ledger) -> dict[int, tuple[str, int | None]]:

@@ -8,7 +8,17 @@ from typing import Any
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.profiles import BIRTH, DEATH, FETCH, LEAVE, Structure
+from sweep.predict.memory.profiles import (
+    ACTIVATIONS,
+    BIRTH,
+    DEATH,
+    FETCH,
+    FETCH_ALL,
+    GRADIENTS,
+    LEAVE,
+    LOSS,
+    Structure,
+)
 
 KIB = 1024
 LAYERS = 4
@@ -62,18 +72,24 @@ class ImaginedTracer:
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         self.asked.append(structure)
         kept = (1 if structure.is_checkpointed else 4) * KIB
-        gradient = {"gradients": {"r": 4 * ADAPTER_ELEMENTS}}
-        mask = {"bss": 1} if structure.is_long else {}
         forward = {
-            "kept": {"activations": {"bs": kept}},
-            "peaks": [{"activations": {"bs": 10 * KIB}}],
-            "tape": [(BIRTH, 0, 1), (LEAVE, "forward>backward0#0", 0), (DEATH, 0, 0)],
+            "tape": [
+                (LEAVE, "forward>backward0#0", 0, ACTIVATIONS, 0),
+                (BIRTH, 0, 2, ACTIVATIONS, 0),
+                (DEATH, 0, 2, ACTIVATIONS, 0),
+            ],
+            "highest": [1],
         }
         backward = {
-            "kept": {"activations": {"bs": -kept}, **gradient},
-            "peaks": [{"activations": {"bs": 10 * KIB}}],
-            "tape": [(BIRTH, 0, 1), (FETCH, "forward>backward0#0", 0), (DEATH, 0, 0)],
+            "tape": [
+                (BIRTH, 0, 1, ACTIVATIONS, 0),
+                (FETCH, "forward>backward0#0", 0, ACTIVATIONS, 0),
+                (DEATH, 0, 1, ACTIVATIONS, 0),
+                (LEAVE, "backward>end#0", 4, GRADIENTS, 0),
+            ],
+            "highest": [0],
         }
+        mask = [(LEAVE, "embed>backward#0", 5, ACTIVATIONS, 0)]
         loss = self._loss_bytes
         return {
             "positions": [0, 1, 1, 2],
@@ -85,21 +101,30 @@ class ImaginedTracer:
             },
             "adapters": [[ADAPTER_ELEMENTS]] * 3,
             "segments": {
-                "embed": {
-                    "kept": {"activations": mask},
-                    "peaks": [{"activations": mask}],
-                    "tape": [],
-                },
+                "embed": {"tape": mask if structure.is_long else [], "highest": []},
                 **{f"forward {i}": forward for i in range(3)},
                 "head": {
-                    "kept": {"loss": {"bs": loss // 2}},
-                    "peaks": [{"loss": {"bs": loss}}],
-                    "tape": [(BIRTH, 0, 2), (DEATH, 0, 0)],
+                    "tape": [
+                        (BIRTH, 0, 3, LOSS, 0),
+                        (LEAVE, "head>head_backward#0", 3, LOSS, 0),
+                        (DEATH, 0, 3, LOSS, 0),
+                    ],
+                    "highest": [1],
                 },
-                "head_backward": {"kept": {"loss": {"bs": -loss // 2}}, "peaks": [], "tape": []},
+                "head_backward": {
+                    "tape": [(FETCH_ALL, "head>head_backward#0", 3, LOSS, -1)],
+                    "highest": [],
+                },
                 **{f"backward {i}": backward for i in range(3)},
             },
-            "sizes": [{"bs": kept}, {"bs": 10 * KIB}, {"bs": loss}],
+            "sizes": [
+                {"bs": kept},
+                {"bs": 10 * KIB},
+                {"bs": 10 * KIB - kept},
+                {"bs": loss // 2},
+                {"r": 4 * ADAPTER_ELEMENTS},
+                {"bss": 1},
+            ],
             "window": self._window,
             "is_same_in_fp16": self._is_same_in_fp16,
         }

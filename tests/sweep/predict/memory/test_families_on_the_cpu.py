@@ -15,7 +15,7 @@ import torch
 from search_spaces.models import ModelSpec
 from storage.records import Measured
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.training.model import build_base
 from sweep.training.texts import Texts
 from tests.bench.try_models import config_of, spec_of

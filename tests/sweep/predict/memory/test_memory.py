@@ -16,8 +16,8 @@ from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,

@@ -10,10 +10,10 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.arrays import PeakMemory
+from sweep.predict.memory.prediction import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.test_trace import model
 
 LAYERS = 6

@@ -9,7 +9,7 @@ from search_spaces.config import parse_config
 from search_spaces.models import load_model_spec
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.predictor import CPU_UNCERTAINTY, CpuMemory
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
 
 ROWS = Path(__file__).parents[3] / "data" / "cpu" / "peaks.jsonl"
 """The demo model under torch 2.13, bitsandbytes 0.50.2 and peft 0.21.2, 2026-11-23, by

@@ -4,6 +4,7 @@ through its step, number by number, says.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -14,48 +15,54 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.arrays import FITS, UNKNOWN, PeakMemory
 from sweep.predict.memory.peaks import find_peaks
-from sweep.predict.memory.polynomials import evaluate
+from sweep.predict.memory.prediction import FITS, UNKNOWN, PeakMemory
 from sweep.predict.memory.predictor import Fit, TracingPredictor
-from sweep.predict.memory.profiles import Account
-from sweep.predict.memory.step import Step
-from sweep.predict.memory.tracing_children import TracingChildren
+from sweep.predict.memory.profile_store import TracingChildren
+from sweep.predict.memory.profiles import (
+    BIRTH,
+    FETCH_ALL,
+    LEAVE,
+    VARYING,
+    Entry,
+    Profile,
+)
+from sweep.predict.memory.replay import Step
 from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, UNSPLIT, ImaginedTracer
 from tests.sweep.predict.memory.test_memory import FailingTracer
 from tests.sweep.predict.mixed_space import mixed_configs
 
-VARYING = ("gradients", "activations", "loss")
+MOMENTS = {"embed": "forward", "head": "loss", "head_backward": "loss"}
 
 
 def walked(step: Step) -> tuple[str, dict[str, int]]:
     """When the most comes and goes, and how much of it is alive then."""
     repeats = Counter(zip(step.profile.positions, step.flags, strict=True))
-
-    def scaled(account: Account, flag: bool) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for key, polynomial in account.items():
-            part, _, layer = key.partition(" ")
-            times = repeats[int(layer), flag] if layer else 1
-            total[part] += times * evaluate(polynomial, step.values)
-        return total
-
-    alive = dict.fromkeys(VARYING, 0)
+    alive: Counter[str] = Counter()
     best, moment, most = dict(alive), "forward", -1
+
+    def count(entry: Entry, profile: Profile, times: int) -> None:
+        what, _, size, part, _ = entry
+        polynomial = profile.sizes[size]
+        size_bytes = sum(
+            value * math.prod(step.values[symbol] for symbol in monomial)
+            for monomial, value in polynomial.items()
+        )
+        sign = 1 if what in (BIRTH, LEAVE) else -1
+        alive[VARYING[part]] += sign * times * size_bytes
+
     for visit in step.visits():
-        own = visit.is_checkpointed
-        for peak in step.segment(visit).peaks:
-            parts = scaled(peak, own)
-            if sum(alive.values()) + sum(parts.values()) > most:
-                best = {part: alive[part] + parts[part] for part in VARYING}
-                most, moment = sum(best.values()), visit.moment
-        kept = scaled(step.segment(visit).kept, own)
-        for flag, profile in step.profiles.items():
-            if flag != own:
-                kept.update(scaled(profile.segments[visit.name].repeated, flag))
-        for part in VARYING:
-            if part != "gradients" or not step.accumulates:
-                alive[part] += kept[part]
+        gradients = alive["gradients"]
+        for own, profile in step.profiles.items():
+            for entry in profile.segments[visit.name].tape:
+                is_repeated = entry[0] == FETCH_ALL and entry[-1] >= 0
+                if is_repeated or own == visit.is_checkpointed:
+                    count(entry, profile, repeats[entry[-1], own] if is_repeated else 1)
+                if entry[0] in (BIRTH, LEAVE) and alive.total() > most:
+                    kind = visit.name.partition(" ")[0]
+                    best, most, moment = dict(alive), alive.total(), MOMENTS.get(kind, kind)
+        if step.held_gradients:
+            alive["gradients"] = gradients
     return moment, best
 
 
@@ -65,7 +72,7 @@ def assert_as_walked(steps: list[Step]) -> None:
         moment, alive = walked(step)
         passing = dict(zip(VARYING, (2, 4, 5), strict=True))
         for part, index in passing.items():
-            assert peaks.passing[index, row] - peaks.there[index, row] == alive[part]
+            assert peaks.passing[index, row] - peaks.there[index, row] == alive.get(part, 0)
         if peaks.moment(row) != "optimizer":
             assert peaks.moment(row) == moment
 
@@ -115,9 +122,10 @@ def test_each_of_many_configurations_fits_as_it_does_alone(tmp_path: Path) -> No
     memory = predictor.predict_all(configs)
     found = set()
     for budget in np.quantile(memory.peak_allocated_bytes, (0.0, 0.3, 0.5, 0.7, 1.0)).astype(int):
-        codes = memory.fits(int(budget))
+        codes = memory.quick_fits(int(budget))
         expected = [predictor.predict(config).fits(int(budget)) for config in configs]
-        assert [FITS[code] for code in codes] == expected
+        pairs = zip(codes, expected, strict=True)
+        assert all(code == UNKNOWN or FITS[code] is fit for code, fit in pairs)
         found.update(expected)
     assert found == set(Fit)
 
@@ -131,7 +139,7 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
         -1,
         predictor.predict(configs[1]).peak_allocated_bytes,
     ]
-    assert [FITS[code] for code in memory.fits(10**15)] == [Fit.UNCERTAIN, Fit.YES]
+    assert [FITS[code] for code in memory.quick_fits(10**15)] == [Fit.UNCERTAIN, Fit.YES]
     assert [str(error) for error in memory.refused.values()] == ["no such modules"]
 
 
@@ -143,7 +151,7 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
     assert prediction.breakdown["loss"] == 64 * KIB * 65_536 * 10_000_000
     assert prediction.breakdown["activations"] > 65_536 * 10_000_000**2
     assert_as_walked(steps_of(predictor, [huge]))
-    assert FITS[memory.fits(10**15)[1]] is Fit.NO
+    assert FITS[memory.quick_fits(10**15)[1]] is Fit.NO
 
 
 def test_no_configuration_needs_nothing(tmp_path: Path) -> None:

@@ -6,34 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sweep.predict.memory.polynomials import Symbols, add_to, evaluate, is_covered
+from sweep.predict.memory.profiles import Symbols
 
 MISTRAL = (32768, 4096, 14336, 32, 8, 128)
-
-
-def test_a_polynomial_is_evaluated_at_the_symbols_values() -> None:
-    assert evaluate({"": 5, "bs": 3, "bss": 2}, {"b": 2, "s": 10}) == 5 + 60 + 400
-
-
-def test_monomials_that_cancel_disappear() -> None:
-    total = {"bs": 3, "r": 1}
-    add_to(total, {"bs": 3}, -1)
-    assert total == {"r": 1}
-
-
-@pytest.mark.parametrize(
-    ("smaller", "larger", "expected"),
-    [
-        ({"bs": 1}, {"bs": 1, "": 1}, True),
-        ({"bs": 1}, {"r": 100}, False),
-        ({}, {"bs": -1}, False),
-        ({"bs": -2}, {"bs": -1}, True),
-    ],
-)
-def test_one_covers_another_where_no_size_can_tell_otherwise(
-    smaller: dict[str, int], larger: dict[str, int], expected: bool
-) -> None:
-    assert is_covered(smaller, larger) is expected
 
 
 @given(
@@ -70,8 +45,9 @@ def test_the_length_stays_within_the_positions_and_on_its_side_of_the_window() -
 
 def test_no_symbol_hides_in_a_dimension() -> None:
     symbols = Symbols([20011 * 4, 19997])
-    assert {20011, 19997}.isdisjoint(symbols.primes.values())
-    assert len(set(symbols.primes.values())) == len(symbols.primes)
+    primes = {symbols.b, symbols.s, symbols.r, symbols.c, symbols.p}
+    assert {20011, 19997}.isdisjoint(primes)
+    assert len(primes) == 5
 
 
 def test_a_length_that_cannot_be_is_refused() -> None:

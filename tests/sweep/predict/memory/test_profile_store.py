@@ -12,11 +12,12 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, SweepError
 from search_spaces.models import ModelSpec
-from sweep.predict.memory import tracing_children
+from sweep.predict.memory import profile_store
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import Traced, TracingChildren
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import Traced, TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL, WEIGHTS, ImaginedTracer
+from tests.sweep.test_processes import ends_soon
 
 SPACE = [
     TrialConfig(upcast_fp32=upcast, kernels=kernels, target_modules=targets, seq_len=length)
@@ -180,8 +181,9 @@ def test_several_children_share_the_structures_and_are_gone_afterwards() -> None
     for structure, answer in answers.items():
         assert isinstance(answer, dict)
         assert tuple(answer["target_modules"]) == structure.config.target_modules
-    assert len({answer["pid"] for answer in answers.values() if isinstance(answer, dict)}) == 3
-    assert all(child._child is None for child in children._children)
+    pids = {answer["pid"] for answer in answers.values() if isinstance(answer, dict)}
+    assert len(pids) == 3
+    assert all(map(ends_soon, pids))
 
 
 def test_children_that_outlive_a_space_serve_the_next_one_until_they_are_closed() -> None:
@@ -195,7 +197,7 @@ def test_children_that_outlive_a_space_serve_the_next_one_until_they_are_closed(
     }
     assert len(pids) == 1
     children.close()
-    assert all(child._child is None for child in children._children)
+    assert all(map(ends_soon, pids))
 
 
 def test_a_few_structures_are_not_worth_a_further_child() -> None:
@@ -215,7 +217,7 @@ def test_a_child_that_dies_is_replaced_and_the_others_go_on() -> None:
 def test_a_child_that_hangs_is_killed_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracing_children, "_DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr(profile_store, "_DEADLINE_SECONDS", 1.0)
     hanging = _structures(1, kernels="liger")
     began = time.monotonic()
     answers = _answers(_children(2, "time.sleep(60)"), [*hanging, *_structures(30)])
@@ -227,10 +229,10 @@ def test_a_child_that_hangs_is_killed_and_the_others_go_on(
 def test_children_end_where_nobody_waits_for_their_answers() -> None:
     children = _children(2, seconds=0.01)
     answers = children.trace_all(MODEL, _structures(30))
-    next(answers)
-    started = [child._child for child in children._children]
+    _, first = next(answers)
     answers.close()
-    assert all(child is not None and child.process.poll() is not None for child in started)
+    assert isinstance(first, dict)
+    assert ends_soon(first["pid"])
 
 
 def test_two_real_children_trace_what_one_does(

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from sweep.predict.memory import replay
-from sweep.predict.memory.arrays import PeakMemory
+from sweep.predict.memory.prediction import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.replay import replay_all, replay_uncapped
-from sweep.predict.memory.step import Step
+from sweep.predict.memory.replay import Step, replay_all, replay_uncapped
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.predict.mixed_space import mixed_configs
 

@@ -12,8 +12,9 @@ from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.prediction import Fit, MemoryPrediction
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import TracingChildren
+from sweep.predict.memory.profiles import ACTIVATIONS, Profile
 from sweep.predict.memory.replay import runs_under
-from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
 TINYLLAMA = load_model_spec("tinyllama-1.1b")
@@ -76,11 +77,15 @@ def test_what_is_gathered_is_there_when_it_is_needed_and_not_throughout(
 def gathered(predictor: TracingPredictor, name: str, **knobs: Any) -> int:
     """Bytes by which what is highest in a segment is higher for being shared."""
     whole, shared = (
-        predict(predictor, **knobs, data_parallel=2, sharding=way).step.profile.segments[name]
+        predict(predictor, **knobs, data_parallel=2, sharding=way).step.profile
         for way in ("none", "fsdp")
     )
-    before, now = (part.peaks[0].get("activations", {}).get("", 0) for part in (whole, shared))
-    return now - before
+
+    def most(profile: Profile) -> int:
+        _, peaks = profile.accounts[name]
+        return int(peaks[0, ACTIVATIONS, 0, profile.monomials.index("")])
+
+    return most(shared) - most(whole)
 
 
 def test_a_loss_that_reads_the_head_gives_it_up_before_the_backward_pass(

@@ -13,8 +13,8 @@ from search_spaces.linears import parameters, resolve_targets, target_sets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import WITHOUT_SDPA, violation
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.memory.tracing_children import TracingChildren
 
 NAMES = [model.name for model in shipped_models()]
 MIXTURES = [model.name for model in shipped_models() if unquantized(model) is not None]

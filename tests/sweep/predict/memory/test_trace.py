@@ -16,9 +16,8 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.memory.profile_store import TRACED_BY, source_files
+from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
 from sweep.predict.memory.profiles import Structure, Untraceable
-from sweep.predict.memory.tracing_children import TracingChildren
 
 SMALL = {
     "hidden_size": 256,

@@ -13,9 +13,9 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
-from sweep.predict.memory import tracing_children
+from sweep.predict.memory import profile_store
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.tracing_children import TracingChildren
 from tests.sweep.predict.memory.imagined_profile import MODEL
 from tests.sweep.test_processes import ends_soon
 
@@ -28,7 +28,7 @@ Start = Callable[[str], TracingChildren]
 @pytest.fixture
 def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start children that do so with each question; a second is long enough for any of them."""
-    monkeypatch.setattr(tracing_children, "_DEADLINE_SECONDS", 1.5)
+    monkeypatch.setattr(profile_store, "_DEADLINE_SECONDS", 1.5)
     started: list[TracingChildren] = []
 
     def start(program: str) -> TracingChildren:
@@ -63,7 +63,7 @@ def child_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 def test_what_it_does_instead_of_answering_is_told_as_it_was(
     child_of: Start, monkeypatch: pytest.MonkeyPatch, program: str, said: str
 ) -> None:
-    monkeypatch.setattr(tracing_children, "_ANSWER_BYTES_MAX", 2**20)
+    monkeypatch.setattr(profile_store, "_ANSWER_BYTES_MAX", 2**20)
     child, began = child_of(program), time.monotonic()
     with pytest.raises(EnvironmentFault) as told:
         child.trace(MODEL, STRUCTURE)
@@ -129,11 +129,11 @@ def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> None:
     program = (
         "import os, signal\n"
-        "from sweep.predict.memory.tracing_children import TracingChildren\n"
+        "from sweep.predict.memory.profile_store import TracingChildren\n"
         "from tests.sweep.predict.memory.test_tracing_children import MODEL, STRUCTURE\n"
         "children = TracingChildren(1)\n"
         "def end(*_):\n"
-        "    print(children._children[0]._child.pid, flush=True)\n"
+        "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
         f"    {how}\n"
         "signal.signal(signal.SIGALRM, end)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"

@@ -9,7 +9,8 @@ import pytest
 from search_spaces.config import parse_config
 from search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
 from search_spaces.models import load_model_spec
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step
+from sweep.predict.speed.predictor import SpeedPrediction
+from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import SEVERAL_CARDS, config_of, describe, model_of
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")

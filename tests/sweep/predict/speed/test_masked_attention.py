@@ -11,9 +11,8 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
-from sweep.predict.speed.kernels import MASKED_DOUBT, attention
-from sweep.predict.speed.layout import Layout
-from sweep.predict.speed.phases import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
+from sweep.predict.speed.kernels import MASKED_DOUBT, Layout, attention
+from sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
 
 MEASURED = Path(__file__).parents[3] / "bench" / "results" / "masked_attention.json"
 LONG = 4096

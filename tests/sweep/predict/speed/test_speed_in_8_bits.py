@@ -12,15 +12,17 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import load_model_spec
-from sweep.predict.speed.calibration import (
+from sweep.predict.speed.predictor import (
     EIGHT_BIT_SPREAD,
     FACTORS,
     Calibration,
+    SpeedPrediction,
+    StepTimes,
     calibrate,
     ratio_spread,
 )
-from sweep.predict.speed.predictor import SpeedPrediction, StepTimes, predict_step
 from tests.sweep.predict.mixed_space import mixed_configs
+from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import EIGHT_BIT, config_of, model_of
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")

@@ -12,9 +12,9 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.calibration import FACTORS, Calibration, calibrate
-from sweep.predict.speed.predictor import StepTimes, predict_step
+from sweep.predict.speed.predictor import FACTORS, Calibration, StepTimes, calibrate, in_order
 from tests.sweep.predict.mixed_space import mixed_configs
+from tests.sweep.predict.predicted_steps import predict_step
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 CALIBRATION = Calibration("a10", 7, {f: 0.7 + 0.1 * i for i, f in enumerate(FACTORS)}, 0.02)
@@ -43,7 +43,7 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
 
 def test_slopes_are_the_derivatives_of_the_seconds() -> None:
     times = StepTimes(mixed_configs(60), model=MISTRAL, gpu=find_gpu("h200"))
-    slopes = times.slopes(CALIBRATION)
+    slopes = times.phases.slopes(in_order(CALIBRATION))
     assert slopes @ np.array(list(CALIBRATION.factors.values())) == pytest.approx(
         times.seconds(CALIBRATION), rel=1e-9
     )
@@ -66,7 +66,7 @@ def test_an_architecture_that_is_not_known_has_no_step_time() -> None:
     unknown = ModelSpec("new", "directory", {**MISTRAL.config, "model_type": "new"})
     times = StepTimes(mixed_configs(3), model=unknown, gpu=find_gpu("a10"))
     assert np.isnan(times.seconds(None)).all()
-    assert np.isnan(times.slopes(None)).all()
+    assert np.isnan(times.phases.slopes(in_order(None))).all()
     assert np.isnan(times.uncertainty(None)).all()
 
 
@@ -74,7 +74,7 @@ def test_a_compute_type_that_the_card_has_no_rate_for_has_no_step_time() -> None
     configs = [TrialConfig(compute_dtype=dtype) for dtype in ("bf16", "fp16")]
     times = StepTimes(configs, model=MISTRAL, gpu=find_gpu("t4"))
     assert np.isnan(times.seconds(None)).tolist() == [True, False]
-    assert np.isnan(times.slopes(None)).all(axis=1).tolist() == [True, False]
+    assert np.isnan(times.phases.slopes(in_order(None))).all(axis=1).tolist() == [True, False]
 
 
 def test_no_configuration_is_no_number() -> None:

@@ -1,13 +1,9 @@
-"""Several GPUs side by side: which do a job in time, and what the same training costs on each.
-
-Which of two is faster, cheaper or in time is claimed only where it holds wherever the speeds are in
-their intervals.
-"""
+"""Plans read backwards: the GPUs that do a job, and the longest sequences that fit."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,32 +11,36 @@ from typing import Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
-from search_spaces.knobs import CAPACITY_KEYS
-from search_spaces.loading import with_fixed
+from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
-from sweep.planning.plan import AskedWork, CardPlan, bill_offers
-from sweep.planning.recommendation import (
+from sweep.planning.candidates import (
+    NOT_ASKED,
+    Asked,
     Certainty,
+    batches_of,
     certainty,
-    is_surely_faster,
     nearest_capacity,
     preferred,
+    rows,
+    structures,
 )
-from sweep.planning.spaces import rows
-from sweep.planning.survey import ClassKey, Survey, class_of
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload
+from sweep.planning.plan import BATCHES, bill_offers, goes_into, reshaped
+from sweep.predict.cost import SECONDS_PER_HOUR, AskedWork, Bill, Workload, is_surely_less
 from sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.offers import OfferComparison, compare_offers, is_surely_less
 
 EFFECTIVE_BATCH = 16
 """Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
 """What makes a training the same on every card, beside the effective batch."""
+
+LENGTH_STEP = 64
+"""The longest sequences are multiples of this."""
+POSITIONS_MAX = 1_048_576
+"""Lengths end here where a model's config names no last position."""
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -230,122 +230,139 @@ def ranked(cards: Sequence[JobCard]) -> tuple[JobCard, ...]:
 
 
 @dataclass(frozen=True)
-class CardComparison:
-    """The same training on several cards: as many tokens, in steps of one effective batch."""
+class LongestRow:
+    """The longest sequences at one micro-batch."""
 
-    chosen: Mapping[str, Forecast]
-    """The configuration of each card, by its name."""
-    workload: Workload
-    """What each of them does."""
-    bills: OfferComparison | None
-    """None where no price of any of them is known."""
+    micro_batch_size: int
+    seq_len: int
+    """The longest that surely fits; 0 where none does."""
+    possible: int
+    """The longest that is not surely too long."""
+    forecast: Forecast | None
+    """The fastest that surely fits at ``seq_len``; None where none does."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequences on one GPU."""
+
+    gpu: GpuSpec
+    budget_bytes: int
+    model: ModelSpec
+    asked: Asked
+    limit: int
+    """The longest that was asked about: what the model has positions for."""
+    configurations: int
+    """Structures that were tried at each size, all of one capacity class."""
+    rows: tuple[LongestRow, ...]
+    """By micro-batch, up to the first at which nothing fits."""
 
     @property
-    def fastest(self) -> str:
-        """The card of most tokens/s, by what is predicted."""
-        return max(self.chosen, key=lambda gpu: self.chosen[gpu].tokens_per_second or 0.0)
-
-    @property
-    def perhaps_fastest(self) -> tuple[str, ...]:
-        """The other cards that the uncertainty of the speeds leaves as fast, the faster first."""
-        first = self.chosen[self.fastest]
-        others = {gpu: forecast for gpu, forecast in self.chosen.items() if forecast is not first}
-        tied = [gpu for gpu, other in others.items() if not is_surely_faster(first, other)]
-        return tuple(sorted(tied, key=lambda gpu: -(others[gpu].tokens_per_second or 0.0)))
-
-    @property
-    def effective_batch_size(self) -> int:
-        """Sequences per optimizer step, on every card."""
-        return self.workload.samples_per_step
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in every sequence, on every card."""
-        return next(iter(self.chosen.values())).config.seq_len
+    def best(self) -> LongestRow | None:
+        """The longest of all that surely fit; None where nothing does."""
+        sure = [row for row in self.rows if row.seq_len]
+        return max(sure, key=lambda row: (row.seq_len, row.micro_batch_size), default=None)
 
 
-Look = Callable[[CardPlan, SearchSpace | TrialConfig], Forecast | None]
-"""Returns what to prefer of a space on the card of a plan; a configuration's own forecast."""
-
-
-def compare_cards(
-    plans: Sequence[CardPlan],
+def longest_rows(
+    about: SearchSpace | TrialConfig,
+    forecaster: Forecaster,
     *,
-    work: AskedWork,
-    offers: Mapping[str, Sequence[Offer]],
-    look: Look,
-) -> CardComparison | None:
-    """Return what the same training costs on several cards; None where fewer than two can do it.
+    asked: Asked = NOT_ASKED,
+    progress: Progress = silent,
+) -> Longest:
+    """Return how long sequences may be at each micro-batch, whichever structure that takes.
 
-    The same training means the same samples, of one length, in steps of one effective batch, for
-    adapters of one capacity class. Each card does it with its own fastest configuration whose
-    micro-batch goes into that batch, and accumulates the rest.
+    Lengths beyond those of any space are asked about. Of several capacity classes it is the one
+    that is nearest to the standard recipe's.
+
+    Raises:
+        InputError: memory can be predicted of no structure.
+        EnvironmentFault: the tracing process does not answer.
     """
-    able = [plan for plan in plans if plan.fits]
-    chosen = _rivals(able, look)
-    if len(chosen) < 2:
-        return None
-    bills = [
-        bill
-        for plan in able
-        if plan.gpu.name in chosen
-        for bill in bill_offers(
-            chosen[plan.gpu.name], work=work, offers=offers.get(plan.gpu.name, ())
-        )
-    ]
-    first = next(iter(chosen.values())).config
-    workload = work.workload(first, model=able[0].model, shapes=able[0].shapes)
-    return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
+    positions = forecaster.model.max_positions or POSITIONS_MAX
+    tried = _of_one_class(about, forecaster)
+    # At the last position, so that what only long sequences need is traced as well.
+    last = [reshaped(one, 1, positions) for one in tried]
+    forecasts = forecaster.forecast([*last, *tried], progress=progress)
+    if len(tried) in forecasts.refused:
+        raise forecasts.refused[len(tried)]
+    if isinstance(about, SearchSpace):
+        batches: Sequence[int] = batches_of(about)
+    else:
+        batches = [about.micro_batch_size] if "micro_batch_size" in asked.held else BATCHES
+    batches = [batch for batch in batches if any(goes_into(batch, one) for one in tried)]
+    tell = progress("micro-batches tried")
+    rows: list[LongestRow] = []
+    steps = positions // LENGTH_STEP
+    for done, batch in enumerate(batches):
+        tell(done, len(batches))
+        able = [one for one in tried if goes_into(batch, one)]
+        rows.append(_longest_row(forecaster, able, batch, most=steps))
+        if not rows[-1].possible:
+            break
+    tell(len(batches), len(batches))
+    return Longest(
+        gpu=forecaster.gpu,
+        budget_bytes=forecaster.budget_bytes,
+        model=forecaster.model,
+        asked=asked,
+        limit=steps * LENGTH_STEP,
+        configurations=len(tried),
+        rows=tuple(rows),
+    )
 
 
-def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
-    """Return the forecast of each card that can do the same training."""
-    surveys = [(plan, plan.survey) for plan in able if plan.survey is not None]
-    if len(surveys) < len(able):
-        return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
-    shared = _shared_class([survey for _, survey in surveys])
-    if shared is None:
-        return {}
-    own = {plan.gpu.name: survey.fastest_by_class[shared] for plan, survey in surveys}
-    steps = [forecast.config.samples_per_step for forecast in own.values()]
-    # The largest step of any of them hardly accumulates; what all their micro-batches go into
-    # leaves each with its fastest configuration.
-    for whole in (max(steps), math.lcm(*steps)):
-        chosen = {
-            plan.gpu.name: own[plan.gpu.name]
-            if own[plan.gpu.name].config.samples_per_step == whole
-            else _accumulating(plan, survey.space, own[plan.gpu.name].config, whole, look)
-            for plan, survey in surveys
-        }
-        fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
-        if len(fitting) == len(chosen):
-            return fitting
-    return {}
+def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> list[TrialConfig]:
+    """Return the valid structures of the class that is recommended from, at the smallest size."""
+    model = forecaster.model
+    if isinstance(about, TrialConfig):
+        tried = [reshaped(about, 1, LENGTH_STEP)]
+    else:
+        tried = structures(about, micro_batch_size=1, seq_len=LENGTH_STEP)
+    valid = [one for one in tried if forecaster.is_valid(one)]
+    nearest = nearest_capacity({CapacityClass.of(one, model) for one in valid}, model=model)
+    return [one for one in valid if CapacityClass.of(one, model) == nearest]
 
 
-def _shared_class(surveys: Sequence[Survey]) -> ClassKey | None:
-    """Return the class that every card has something of: nearest to the standard one, and of that
-    the length that is fastest on the first card.
-    """
-    if not surveys:
-        return None
-    common = set.intersection(*(set(survey.fastest_by_class) for survey in surveys))
-    model = surveys[0].model
-    capacity = nearest_capacity({key[0] for key in common}, model=model)
-    fastest = surveys[0].fastest_by_class
-    best = preferred(fastest[key] for key in common if key[0] == capacity)
-    return None if best is None else class_of(best.config, model)
+def _longest_row(
+    forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, most: int
+) -> LongestRow:
+    possible = _last(forecaster, tried, batch, most=most, wanted=(Fit.YES, Fit.UNCERTAIN))
+    sure = _last(forecaster, tried, batch, most=possible, wanted=(Fit.YES,))
+    forecasts = _sized(forecaster, tried, batch, sure)
+    by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist() if sure else ()
+    fastest = next((at for at in by_speed if forecasts.fit(at) is Fit.YES), None)
+    return LongestRow(
+        batch,
+        seq_len=sure * LENGTH_STEP,
+        possible=possible * LENGTH_STEP,
+        forecast=None if fastest is None else forecasts.few([fastest])[0],
+    )
 
 
-def _accumulating(
-    plan: CardPlan, space: SearchSpace, shared: TrialConfig, whole: int, look: Look
-) -> Forecast | None:
-    """Return a card's preferred way to make an effective batch, in the class and at the length of
-    ``shared``; None where it has none.
-    """
-    same = (*CAPACITY_KEYS, "seq_len", *(() if plan.shapes is None else ("packing",)))
-    held = {key: getattr(shared, key) for key in same}
-    try:
-        return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
-    except InputError:
-        return None
+def _last(
+    forecaster: Forecaster,
+    tried: Sequence[TrialConfig],
+    batch: int,
+    *,
+    most: int,
+    wanted: Sequence[Fit],
+) -> int:
+    """Return the last length, in steps, at which anything fits as is wanted."""
+
+    def is_too_long(steps: int) -> bool:
+        forecasts = _sized(forecaster, tried, batch, steps)
+        # The smallest first: hardly more than one is replayed to see that it fits.
+        order = forecasts.least_bytes.argsort(kind="stable").tolist()
+        predicted = (at for at in order if at not in forecasts.refused)
+        return all(forecasts.fit(at) not in wanted for at in predicted)
+
+    return bisect_left(range(1, most + 1), True, key=is_too_long)
+
+
+def _sized(
+    forecaster: Forecaster, structures: Sequence[TrialConfig], batch: int, steps: int
+) -> Forecasts:
+    length = steps * LENGTH_STEP
+    return forecaster.forecast([reshaped(one, batch, length) for one in structures])

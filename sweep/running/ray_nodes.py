@@ -16,9 +16,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from search_spaces.errors import NAMED_MAX, EnvironmentFault, InputError, instal
 from search_spaces.gpus import find_gpu, match_product
 from search_spaces.redaction import shown
 from storage.environment import fingerprint
-from sweep.processes import Child
-from sweep.running import ends
-from sweep.running.device_info import Card, read_card
-from sweep.running.on_ray.runner import Device, RayRunner, raylet_environment
+from sweep.running import child
+from sweep.running.device_info import Card, read_cards
+from sweep.running.ray_runner import Device, RayRunner, on_node, raylet_environment
+from sweep.running.runner import Lane
 
 AUTO = "auto"
 CPU = "cpu"
@@ -113,30 +113,18 @@ def joined(address: str, *, seconds: float = _JOIN_SECONDS) -> Iterator[Any]:
             f"--ray needs Ray, which is not installed here: {install_extra('ray')}"
         ) from error
     _rehearse(address, seconds)
-    with _quiet(ray):
-        _join(ray, address)
-        try:
-            yield ray
-        finally:
-            with contextlib.suppress(Exception):
-                ray.shutdown()
-
-
-@contextmanager
-def _quiet(ray: Any) -> Iterator[None]:
-    """Keep what Ray has to say off our streams: it is raised as well, where it matters.
-
-    Whatever it is told, Ray prints that a node is lost on stdout, where results go; no public
-    setting keeps it from that.
-    """
-    worker = ray._private.worker
-    loud, worker.print_to_stdstream = worker.print_to_stdstream, lambda *_, **__: None
-    logger = logging.getLogger("ray")
-    level = logger.level
+    # Whatever it is told, Ray prints that a node is lost on stdout, where results go; no public
+    # setting keeps it from that. What matters of what it has to say is raised as well.
+    worker, logger = ray._private.worker, logging.getLogger("ray")
+    loud, level = worker.print_to_stdstream, logger.level
+    worker.print_to_stdstream = lambda *_, **__: None
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        _join(ray, address)
+        yield ray
     finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
         logger.setLevel(level)
         worker.print_to_stdstream = loud
 
@@ -153,25 +141,26 @@ def _rehearse(address: str, seconds: float) -> None:
             reason = error.strerror or f"nothing within {_CONNECT_SECONDS:g} s"
             raise _no_answer(address, reason) from error
     command = [sys.executable, "-P", "-c", _REHEARSAL, address, str(os.getpid())]
-    child = Child(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
     try:
-        _, words = child.process.communicate(timeout=seconds)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=seconds,
+            start_new_session=True,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise _no_answer(address, f"nothing within {seconds:g} s") from None
-    finally:
-        child.end()
-        if child.process.stderr is not None:
-            child.process.stderr.close()
-    if child.process.returncode != 0:
-        raise _no_answer(address, words.decode(errors="replace"))
+    if done.returncode != 0:
+        raise _no_answer(address, done.stderr.decode(errors="replace"))
 
 
 def _join(ray: Any, address: str) -> None:
     """Join in this process, whose signals stay whose they are: Ray takes SIGTERM for itself."""
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM) if is_main else None
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -192,69 +181,49 @@ def _no_answer(address: str, words: str) -> EnvironmentFault:
     )
 
 
-@dataclass(frozen=True)
-class SelfPortrait:
-    """A node, as it sees itself."""
-
-    python: str
-    """Path of its interpreter."""
-    environment: Mapping[str, Any]
-    """`storage.environment.fingerprint`, of no device."""
-    cards: tuple[Card | None, ...]
-    """Those that Ray hands out, in its order; None for one that no driver tells of."""
-    missing: tuple[str, ...]
-    """Of the paths that it was asked for."""
-
-
-def look(cards: int, paths: tuple[str, ...]) -> SelfPortrait:
-    """Return what this node is; runs on the node, in a process of Ray's.
+def look(gpus: int, paths: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a `Node` says of itself; runs on the node, in a process of Ray's.
 
     Args:
-        cards: how many GPUs Ray hands out here.
+        gpus: how many Ray hands out here.
         paths: what a study needs to find here.
     """
-    visible = raylet_environment().get(_VISIBLE)
-    names = map(str, range(cards)) if visible is None else map(str.strip, visible.split(","))
-    return SelfPortrait(
-        python=sys.executable,
-        environment=fingerprint(device="cuda" if cards else "cpu"),
-        cards=tuple(_card(name) for name in list(names)[:cards]),
-        missing=tuple(path for path in paths if not Path(path).exists()),
-    )
-
-
-def _card(name: str) -> Card | None:
-    """Return the GPU that CUDA calls by a name; the process serves one question and is done."""
-    before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = name
-    try:
-        return read_card()
-    finally:
-        if before is None:
-            del os.environ[_VISIBLE]
-        else:
-            os.environ[_VISIBLE] = before
+    # Ray hides them from a process that asks for none.
+    os.environ.pop(_VISIBLE, None)
+    os.environ |= {k: v for k, v in raylet_environment().items() if k == _VISIBLE}
+    return {
+        "python": sys.executable,
+        "environment": fingerprint(device="cuda" if gpus else "cpu"),
+        "gpus": gpus,
+        "cards": read_cards()[:gpus] if gpus else (),
+        "missing": tuple(path for path in paths if not Path(path).exists()),
+    }
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a cluster."""
+    """A node of a cluster, with what it says of itself."""
 
     id: str
     address: str
     processors: int
     """That Ray hands out; none on a head that is to run nothing."""
-    portrait: SelfPortrait
-
-    @property
-    def card(self) -> Card | None:
-        """The first of its GPUs; all of a chosen node's are alike."""
-        return self.portrait.cards[0] if self.portrait.cards else None
+    python: str
+    """Path of its interpreter."""
+    environment: Mapping[str, Any]
+    """`storage.environment.fingerprint`, of no device."""
+    gpus: int
+    """That Ray hands out."""
+    cards: tuple[Card, ...]
+    """Those of them that the driver there tells of, in Ray's order; all of a chosen node's are
+    alike."""
+    missing: tuple[str, ...]
+    """Of the paths that it was asked for."""
 
     @property
     def products(self) -> tuple[str, ...]:
         """Each of its GPUs' products once."""
-        return tuple(dict.fromkeys(card.product for card in self.portrait.cards if card))
+        return tuple(dict.fromkeys(card.product for card in self.cards))
 
 
 def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
@@ -271,13 +240,12 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
         EnvironmentFault: there is no GPU, or a driver does not tell of one.
     """
     if gpu == CPU:
-        found = tuple(node for node in nodes if node.processors)
-        if found:
-            return found
+        if able := tuple(node for node in nodes if node.processors):
+            return able
         raise EnvironmentFault(
             "the Ray cluster has no processor to run trials on: see `ray status`"
         )
-    with_cards = tuple(node for node in nodes if node.portrait.cards)
+    with_cards = tuple(node for node in nodes if node.gpus)
     if not with_cards:
         count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
         raise EnvironmentFault(
@@ -285,42 +253,28 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
             "shows what it has, and `ray start --num-gpus N` says it where Ray finds none by itself"
         )
     for node in with_cards:
-        if None in node.portrait.cards:
+        if len(node.cards) < node.gpus:
             raise EnvironmentFault(
-                f"node {node.address}: Ray hands out {len(node.portrait.cards)} GPUs, and the "
+                f"node {node.address}: Ray hands out {node.gpus} GPUs, and the "
                 "driver there does not tell of each: see `sweep doctor` on it"
             )
-    products = list(dict.fromkeys(product for node in with_cards for product in node.products))
-    if len(products) == 1:
+    counts = Counter(card.product for node in with_cards for card in node.cards)
+    if len(counts) == 1:
         return with_cards
-    meant = tuple(product for product in products if gpu != AUTO and _is_named(product, gpu))
-    only = tuple(node for node in with_cards if node.products == meant)
-    if only:
+    specs = {product: match_product(product) for product in counts}
+    meant = find_gpu(gpu) if gpu != AUTO else None
+    named = tuple(product for product in counts if meant and specs[product] == meant)
+    if only := tuple(node for node in with_cards if node.products == named):
         return only
-    raise _several(with_cards, products)
-
-
-def _is_named(product: str, gpu: str) -> bool:
-    spec = match_product(product)
-    return spec is not None and spec == find_gpu(gpu)
-
-
-def _several(nodes: Sequence[Node], products: Sequence[str]) -> InputError:
-    found = []
-    for product in products:
-        on = next(node for node in nodes if product in node.products)
-        cards = [card for node in nodes for card in node.portrait.cards if card]
-        count = sum(card.product == product for card in cards)
-        found.append(f"{count} x {product} (node {on.address})")
-    names = [spec.name for product in products if (spec := match_product(product)) is not None]
-    choice = " or ".join(f"--gpu {name}" for name in names)
+    on = {product: node.address for node in reversed(with_cards) for product in node.products}
+    found = " and ".join(f"{n} x {product} (node {on[product]})" for product, n in counts.items())
+    choice = " or ".join(f"--gpu {spec.name}" for spec in specs.values() if spec is not None)
     cure = f"name one with {choice}" if choice else "start a cluster of one of them"
-    mixed = next((node.address for node in nodes if len(node.products) > 1), None)
+    mixed = next((node.address for node in with_cards if len(node.products) > 1), None)
     if mixed is not None:
         cure += f"; on {mixed} start Ray with CUDA_VISIBLE_DEVICES of one product alone"
-    return InputError(
-        f"a study's cards must be one product, and the Ray cluster has {' and '.join(found)}: "
-        f"{cure}"
+    raise InputError(
+        f"a study's cards must be one product, and the Ray cluster has {found}: {cure}"
     )
 
 
@@ -337,19 +291,18 @@ def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, Any]) -> Non
     Raises:
         EnvironmentFault: names the first nodes with what differs.
     """
-    first, drivers, told = nodes[0], _versions(here), []
+    first, drivers, told = _versions(nodes[0].environment), _versions(here), []
     for node in nodes:
-        own, others = _versions(node.portrait.environment), _versions(first.portrait.environment)
-        told += [
-            f"node {node.address} has {name} {own.get(name) or 'none'}, the driver {version}"
-            for name, version in drivers.items()
-            if version is not None and _differ(name, own.get(name), version)
-        ] or [
-            f"node {node.address} has {name} {own.get(name) or 'none'}, "
-            f"node {first.address} {version or 'none'}"
-            for name, version in others.items()
-            if _differ(name, own.get(name), version)
-        ]
+        own = _versions(node.environment)
+        for name in {**drivers, **first}:
+            whose, known = "the driver", drivers.get(name)
+            if known is None:
+                whose, known = f"node {nodes[0].address}", first.get(name)
+            there = own.get(name)
+            # An installation that is no checkout has no commit to compare.
+            if there != known and (name != _COMMIT or (there and known)):
+                had = f"node {node.address} has {name} {there or 'none'}"
+                told.append(f"{had}, {whose} {known or 'none'}")
     if told:
         more = f"; and {len(told) - NAMED_MAX} more" if len(told) > NAMED_MAX else ""
         raise EnvironmentFault(
@@ -371,35 +324,6 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, str | None]:
     }
     short = commit and commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
     return {"Python": environment.get("python"), **versions, _COMMIT: short}
-
-
-def _differ(name: str, there: str | None, known: str | None) -> bool:
-    # An installation that is no checkout has no commit to compare.
-    return there != known and (name != _COMMIT or bool(there and known))
-
-
-def refuse_missing(nodes: Iterable[Node]) -> None:
-    """Refuse nodes without the files that a study needs.
-
-    Raises:
-        EnvironmentFault: names the nodes and what they lack.
-    """
-    lacking = [node for node in nodes if node.portrait.missing]
-    if lacking:
-        names = ", ".join(dict.fromkeys(node.address for node in lacking))
-        paths = ", ".join(dict.fromkeys(p for node in lacking for p in node.portrait.missing))
-        raise EnvironmentFault(
-            f"{paths} is not on {names}: each node reads it under the same path, so put it "
-            "there, or on a disk that all of them share (XDG_CACHE_HOME moves what sweep prepares)"
-        )
-
-
-@dataclass(frozen=True)
-class Place:
-    """A runner on one GPU of a node, or on a node without."""
-
-    name: str
-    runner: RayRunner
 
 
 class Cluster:
@@ -427,7 +351,7 @@ class Cluster:
             InputError: the cluster has GPUs of several products, and it is none of them.
             EnvironmentFault: the cluster has no GPU, or not the libraries that are here.
         """
-        return self._chosen(gpu)[0].card
+        return next(iter(self._chosen(gpu)[0].cards), None)
 
     def places(
         self,
@@ -438,8 +362,8 @@ class Cluster:
         gpu: str,
         paths: Sequence[str] = (),
         warn: Callable[[str], None],
-    ) -> tuple[Place, ...]:
-        """Put a runner on every GPU of the study's product, or one on every node for ``cpu``.
+    ) -> tuple[Lane, ...]:
+        """Open a lane on every GPU of the study's product, or one on every node for ``cpu``.
 
         Args:
             new_runner: starts what runs the trials on a node, given the path of its log and how
@@ -458,13 +382,20 @@ class Cluster:
         now = self._look(tuple(paths), among=self._chosen(gpu))
         if not now:
             raise EnvironmentFault("every node of the Ray cluster that was to run trials is lost")
-        refuse_missing(now)
-        there = {node.id for node in now}
-        places: list[Place] = []
+        lacking = [node for node in now if node.missing]
+        if lacking:
+            names = ", ".join(dict.fromkeys(node.address for node in lacking))
+            missing = ", ".join(dict.fromkeys(p for node in lacking for p in node.missing))
+            raise EnvironmentFault(
+                f"{missing} is not on {names}: each node reads it under the same path, so put it "
+                "there, or on a disk that all of them share (XDG_CACHE_HOME moves what sweep "
+                "prepares)"
+            )
+        runners: dict[RayRunner, str] = {}
         for node in self._chosen(gpu):
-            count = 0 if node.id not in there else 1
-            if count and device == "cuda":
-                count = len(node.portrait.cards)
+            if node.id not in {each.id for each in now}:
+                continue
+            count = len(node.cards) if device == "cuda" else 1
             for number in range(count):
                 name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
                 runner = RayRunner(
@@ -475,18 +406,19 @@ class Cluster:
                     node_id=node.id,
                     address=node.address,
                 )
-                places.append(Place(node.address, runner))
+                runners[runner] = node.address
         try:
-            begun = self._begun(places, device)
+            lanes = self._begun(runners, device)
         except BaseException:
-            _close(places)
+            for runner in runners:
+                runner.close()
             raise
-        if len(begun) < len(places):
+        if len(lanes) < len(runners):
             warn(
-                f"{len(places) - len(begun)} of {len(places)} places of the Ray cluster are held "
+                f"{len(runners) - len(lanes)} of {len(runners)} places of the Ray cluster are held "
                 "by other jobs, and are left to them"
             )
-        return tuple(begun)
+        return tuple(lanes)
 
     def _chosen(self, gpu: str) -> tuple[Node, ...]:
         nodes = chosen(self.nodes, gpu=gpu)
@@ -501,33 +433,44 @@ class Cluster:
             for node in self.ray.nodes()
             if node["Alive"] and (not wanted or node["NodeID"] in wanted)
         ]
-        asked = [self._asked(node, paths) for node in alive]
+
+        # A function inside another one goes there as it is, and not as the name of a module, which
+        # a node without our packages does not have.
+        def question(package: str, gpus: int) -> Any:
+            import importlib
+            import sys
+
+            try:
+                return importlib.import_module(package).look(gpus, paths)
+            except ImportError as error:
+                return {"python": sys.executable, "why": str(error)}
+
+        asked = [
+            self.ray.remote(question)
+            .options(
+                num_cpus=0, max_retries=0, scheduling_strategy=on_node(self.ray, node["NodeID"])
+            )
+            .remote(self._package, int(node["Resources"].get("GPU", 0)))
+            for node in alive
+        ]
         self.ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
         addresses = Counter(node["NodeManagerAddress"] for node in alive)
         found = []
         for node, answer in zip(alive, asked, strict=True):
             address = str(node["NodeManagerAddress"])
-            portrait = self._portrait(address, answer)
+            told = self._told(address, answer)
             if addresses[address] > 1:
                 # Several nodes on one machine.
                 address = f"{address}/{node['NodeID'][:6]}"
             processors = int(node["Resources"].get("CPU", 0))
-            found.append(Node(node["NodeID"], address, processors, portrait))
+            found.append(Node(node["NodeID"], address, processors, **told))
         # Ray tells of them in any order.
         return tuple(sorted(found, key=lambda node: node.address))
 
-    def _asked(self, node: dict[str, Any], paths: tuple[str, ...]) -> Any:
-        """Have a node look at itself; return Ray's reference to what it says."""
-        strategies = self.ray.util.scheduling_strategies
-        here = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        question = self.ray.remote(_question()).options(
-            num_cpus=0, max_retries=0, scheduling_strategy=here
-        )
-        return question.remote(self._package, int(node["Resources"].get("GPU", 0)), paths)
-
-    def _portrait(self, address: str, answer: Any) -> SelfPortrait:
+    def _told(self, address: str, answer: Any) -> dict[str, Any]:
+        """Return what a node says of itself."""
         try:
-            found = self.ray.get(answer, timeout=0)
+            told: dict[str, Any] = self.ray.get(answer, timeout=0)
         except self.ray.exceptions.GetTimeoutError as error:
             raise EnvironmentFault(
                 f"node {address} of the Ray cluster says nothing of itself for {_LOOK_SECONDS:g} s"
@@ -535,71 +478,45 @@ class Cluster:
         except self.ray.exceptions.RayError as error:
             why = _last_line(error)
             raise EnvironmentFault(f"node {address} of the Ray cluster: {why}") from error
-        if isinstance(found, dict):
+        if "why" in told:
             version = self._here["versions"]["qlora-sweep"]
             wanted = "qlora-sweep[ray]" if version is None else f"qlora-sweep[ray]=={version}"
             raise EnvironmentFault(
                 f"node {address} of the Ray cluster has not this qlora-sweep "
-                f"({ends.shown(found['why'])}): install it there with {found['python']} -m pip "
+                f"({child.shown(told['why'])}): install it there with {told['python']} -m pip "
                 f"install '{wanted}', and start Ray from that environment"
             )
-        assert isinstance(found, SelfPortrait)
-        return found
+        return told
 
-    def _begun(self, places: Sequence[Place], device: Device) -> list[Place]:
-        """Begin with the actors, and return those whose GPU was free, named after it."""
-        devices = {place.runner.place(): place for place in places}
-        free = len(places)
+    def _begun(self, runners: Mapping[RayRunner, str], device: Device) -> list[Lane]:
+        """Begin with the actors, and return the lanes of those whose GPU was free."""
+        free = len(runners)
         if device == "cuda":
-            # No more are waited for than Ray has GPUs for.
+            # No more are waited for than Ray has GPUs for, before the first of these takes one.
             free = max(1, min(free, int(self.ray.available_resources().get("GPU", 0))))
-        begun, late = self.ray.wait(list(devices), num_returns=free, timeout=_PLACE_SECONDS)
-        _close([devices[reference] for reference in late])
+        begins = {runner.place(): runner for runner in runners}
+        begun, late = self.ray.wait(list(begins), num_returns=free, timeout=_PLACE_SECONDS)
+        for reference in late:
+            begins[reference].close()
         if not begun:
             raise EnvironmentFault(
-                f"none of the {len(places)} places of the Ray cluster is free: other jobs hold its "
-                "cards or processors, as `ray status` shows"
+                f"none of the {len(runners)} places of the Ray cluster is free: other jobs hold "
+                "its cards or processors, as `ray status` shows"
             )
         try:
-            names = {reference: self.ray.get(reference) for reference in begun}
+            names = {begins[reference]: self.ray.get(reference) for reference in begun}
         except self.ray.exceptions.RayError as error:
             raise EnvironmentFault(
                 f"a runner cannot be started on the Ray cluster: {_last_line(error)}"
             ) from error
+        cards = {r: f" card {name}" if device == "cuda" else "" for r, name in names.items()}
         return [
-            replace(place, name=f"{place.name} card {names[reference]}")
-            if device == "cuda"
-            else place
-            for reference, place in devices.items()
-            if reference in names
+            Lane(runner, name=address + cards[runner], fault=runner.fault)
+            for runner, address in runners.items()
+            if runner in cards
         ]
-
-
-def _question() -> Callable[[str, int, tuple[str, ...]], Any]:
-    """Return what a node is asked.
-
-    A function inside another one goes there as it is, and not as the name of a module, which a
-    node without our packages does not have.
-    """
-
-    def question(package: str, cards: int, paths: tuple[str, ...]) -> Any:
-        import importlib
-        import sys
-
-        try:
-            node = importlib.import_module(package)
-        except ImportError as error:
-            return {"python": sys.executable, "why": str(error)}
-        return node.look(cards, paths)
-
-    return question
 
 
 def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return ends.shown(lines[-1] if lines else type(error).__name__)
-
-
-def _close(places: Sequence[Place]) -> None:
-    for place in places:
-        place.runner.close()
+    return child.shown(lines[-1] if lines else type(error).__name__)

@@ -1,5 +1,6 @@
-"""What is decided by device: autocast's policy, the kernels of dropout, softmax and attention.
+"""Stand-ins of what a GPU decides and of bitsandbytes.
 
+By device are decided: autocast's policy, the kernels of dropout, softmax and attention.
 The tensors are on torch's meta device, whose operators follow the same derivative formulas as
 CUDA's, so that autograd keeps the same tensors for the backward pass. What would differ is decided
 as on a GPU here, on the way from Python into torch. The meta device has no autocast, and a cast is
@@ -11,12 +12,24 @@ fused kernel is there to be chosen. Here the choice is CUDA's (torch's ``sdp_uti
 kernel allocates what the real one does (``attention.cu``, ``attention_backward.cu``). Nothing is
 computed: a tensor of the right size, born and let go of at the right moment, is all that a count of
 memory needs.
+
+Of the bitsandbytes package there is its 4-bit layer, with the real one's tensors.
+The real layer's packed parameter cannot be built from tensors without data, and the package takes
+most of a second to import. What is copied from bitsandbytes 0.50: the input is cast to the compute
+dtype; forward and backward each dequantize the whole weight to a temporary (and, with double
+quantization, its constants); nothing but the weight is kept for the backward pass; the output is
+cast back to the input's dtype, so that fp32 activations stay fp32 around every layer; a bias is
+cast to the compute dtype for good. Small matrix products, which bitsandbytes does without the
+temporary in the forward pass, are not told apart: the backward pass has it anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.machinery
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,18 +67,18 @@ def _as_on_cuda(ask: Callable[..., Any]) -> Callable[..., Any]:
 torch.get_autocast_dtype = _as_on_cuda(torch.get_autocast_dtype)
 
 
-def _policies() -> dict[Callable[..., Any], Policy]:
-    table = {}
-    lists = {"lower": _LOWER, "fp32": _FP32, "fp32_result": _FP32_RESULT, "widest": _WIDEST}
-    for policy, names in lists.items():
-        for name in names.split():
-            for namespace in _NAMESPACES:
-                if hasattr(namespace, name):
-                    table[getattr(namespace, name)] = policy
-    return table
-
-
-_POLICIES = _policies()
+_POLICIES: dict[Callable[..., Any], Policy] = {
+    getattr(namespace, name): policy
+    for policy, names in (
+        ("lower", _LOWER),
+        ("fp32", _FP32),
+        ("fp32_result", _FP32_RESULT),
+        ("widest", _WIDEST),
+    )
+    for name in names.split()
+    for namespace in _NAMESPACES
+    if hasattr(namespace, name)
+}
 _HALF = (torch.float16, torch.bfloat16)
 _SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.Tensor.softmax})
 _BF16_ONLY = frozenset({torch._grouped_mm, functional.grouped_mm})
@@ -135,7 +148,8 @@ class Cuda(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func in _SOFTMAXES:
             self.tells_halves_apart |= args[0].dtype in _HALF
-            if _is_fused_softmax(args, kwargs):
+            # CUDA widens fp16 (and only that) inside the kernel, without a copy of its input.
+            if args[0].dtype == torch.float16 and kwargs.get("dtype") == torch.float32:
                 return torch.ops.aten._softmax(args[0], kwargs.get("dim", -1), True)
         self.tells_halves_apart |= func in _BF16_ONLY
         return func(*args, **kwargs)
@@ -184,18 +198,11 @@ def _is_float(value: Any) -> bool:
     )
 
 
-def _is_fused_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """CUDA widens fp16 (and only that) inside the softmax kernel, without a copy of its input."""
-    return args[0].dtype == torch.float16 and kwargs.get("dtype") == torch.float32
-
-
 def _dropout(
     tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """CUDA's fused dropout keeps a mask of one byte an element."""
-    if not training or p == 0.0:
-        return tensor
-    return torch.native_dropout(tensor, p, True)[0]
+    return torch.native_dropout(tensor, p, True)[0] if training and p else tensor
 
 
 _FLASH_HEAD_MAX = 256
@@ -285,36 +292,146 @@ def scaled_dot_product_attention(
     has_flash: bool,
 ) -> torch.Tensor:
     """Return the output of the kernel that CUDA would pick: flash, memory-efficient, or none."""
-    _check(query, key, value)
-    is_small = query.shape[-1] == value.shape[-1] <= _FLASH_HEAD_MAX
+    (_, heads, _, size), groups = query.shape, key.shape[1]
+    if heads % groups or key.shape[:3] != value.shape[:3] or size != key.shape[-1]:
+        raise RuntimeError(
+            f"attention cannot combine shapes {tuple(query.shape)}, {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    is_small = size == value.shape[-1] <= _FLASH_HEAD_MAX
     if has_flash and attn_mask is None and query.dtype in _HALF and is_small:
-        return _flash(query, key, value, padded_length)
-    if query.shape[1] == key.shape[1]:
-        return EfficientAttention.apply(query, key, value, _additive(attn_mask, query.dtype))
+        if missing := -size % _HEAD_MULTIPLE:
+            query, key, value = (functional.pad(t, (0, missing)) for t in (query, key, value))
+        return FlashAttention.apply(query, key, value, padded_length)[..., :size]
+    if heads == groups:
+        # CUDA turns a mask of truth values into one that is added to the scores.
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)
+        return EfficientAttention.apply(query, key, value, attn_mask)
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    heads, groups = query.shape[1], key.shape[1]
-    if heads % groups or key.shape[:3] != value.shape[:3] or query.shape[-1] != key.shape[-1]:
-        raise RuntimeError(
-            f"attention cannot combine shapes {tuple(query.shape)}, {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
+_BLOCK_WEIGHTS = 64
+"""Weights that share a scale."""
+_BLOCK_SCALES = 256
+"""Scales that share a second-level scale under double quantization."""
+_CODE_BYTES = 16 * 4
+_SECOND_CODE_BYTES = 256 * 4
+_OFFSET_BYTES = 4
+
+
+class Params4bit(torch.nn.Parameter):
+    """Packed weights: two in a byte. PEFT knows the real class by its name."""
+
+    compress_statistics: bool
+    quant_type: str
+
+    def __new__(cls, weights: int, *, compress_statistics: bool, quant_type: str) -> Params4bit:
+        """Return the packed form of so many weights."""
+        packed = torch.empty((weights + 1) // 2, 1, dtype=torch.uint8, device="meta")
+        self = torch.Tensor._make_subclass(cls, packed, False)
+        self.compress_statistics = compress_statistics
+        self.quant_type = quant_type
+        return self
+
+
+class Linear4bit(torch.nn.Linear):
+    """A linear layer with packed weights, as `replace_with_bnb_linear` and PEFT know it."""
+
+    def __init__(
+        self,
+        input_features: int,
+        output_features: int,
+        bias: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True,
+        quant_type: str = "fp4",
+        quant_storage: torch.dtype = torch.uint8,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        del quant_storage
+        self.in_features, self.out_features = input_features, output_features
+        self.compute_dtype = compute_dtype
+        self.is_compiled = False
+        self.is_nested = compress_statistics
+        self.weight = Params4bit(
+            input_features * output_features,
+            compress_statistics=compress_statistics,
+            quant_type=quant_type,
         )
+        empty = torch.empty(output_features, device="meta") if bias else None
+        self.register_parameter("bias", None if empty is None else torch.nn.Parameter(empty))
+
+    @property
+    def scales(self) -> int:
+        """Number of scales, one a block of weights."""
+        return -(-self.in_features * self.out_features // _BLOCK_WEIGHTS)
+
+    def constant_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each tensor that describes the packed weights, in building order."""
+        if not self.is_nested:
+            return (self.scales * 4, _CODE_BYTES)
+        second = -(-self.scales // _BLOCK_SCALES) * 4
+        return (_CODE_BYTES, _OFFSET_BYTES, second, self.scales, _SECOND_CODE_BYTES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the dequantized weight; the output has the input's dtype.
+
+        Where it is compiled the cast is not made but left to what reads the output.
+        """
+        dtype = x.dtype
+        x = x.to(self.compute_dtype)
+        if self.bias is not None and self.bias.dtype != x.dtype:
+            self.bias.data = self.bias.data.to(x.dtype)
+        result = _Product.apply(x, self, self.bias)
+        return result if self.is_compiled else result.to(dtype)
+
+    def take_scales(self) -> torch.Tensor | None:
+        """Return what unpacking doubly quantized scales takes; None where they are plain."""
+        return torch.empty(self.scales, device="meta") if self.is_nested else None
+
+    def take_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the dequantized weight takes."""
+        return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padded_length: int
-) -> torch.Tensor:
-    size = query.shape[-1]
-    missing = -size % _HEAD_MULTIPLE
-    if missing:
-        query, key, value = (functional.pad(t, (0, missing)) for t in (query, key, value))
-    return FlashAttention.apply(query, key, value, padded_length)[..., :size]
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, layer: Linear4bit, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        # The scales and their sum with the offset both live to the end of the fallback.
+        scales = (layer.take_scales(), layer.take_scales())
+        result = functional.linear(x, layer.take_weight(x.dtype), bias)
+        del scales
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad, layer = grads[0], ctx.layer
+        scales = layer.take_scales()
+        weight = layer.take_weight(grad.dtype)
+        del scales
+        return torch.matmul(grad, weight), None, None
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """CUDA turns a mask of truth values into one that is added to the scores."""
-    return mask.to(dtype) if mask is not None and mask.dtype == torch.bool else mask
+def compile_layers(model: torch.nn.Module) -> None:
+    """Let every layer of a model behave as under ``torch.compile``: casts are recomputed."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.is_compiled = True
+
+
+def install() -> None:
+    """Put the stand-in where ``import bitsandbytes`` finds it, before transformers and PEFT do."""
+    package, layers = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.nn")
+    package.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None, is_package=True)
+    package.__path__ = []
+    vars(package).update(nn=layers)
+    vars(layers).update(
+        Linear4bit=Linear4bit, Params4bit=Params4bit, Linear8bitLt=type("Linear8bitLt", (), {})
+    )
+    sys.modules.update({"bitsandbytes": package, "bitsandbytes.nn": layers})

@@ -1,0 +1,303 @@
+"""The configurations that a plan looks at, and which of their forecasts it prefers.
+
+A row of a space is every micro-batch of otherwise equal configurations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache, partial
+from typing import Any, Literal, get_args
+
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.dimensions import Choices, Dimension, FloatRange
+from search_spaces.knobs import KNOBS, TARGET_SETS
+from search_spaces.linears import CapacityClass, lora_parameters
+from search_spaces.loading import load_space, parse_space, preset_name
+from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
+from search_spaces.starting import starting_text
+from sweep.predict.forecast import Forecast, Forecaster
+from sweep.predict.memory.prediction import Fit
+
+SpaceKind = Literal["preset", "file", "standard"]
+"""Where a space comes from: shipped under its name, written by the user, or made for a GPU."""
+
+ROWS_MAX = 6_000
+CONFIGURATIONS_MAX = 60_000
+"""Spaces with more of either, or with a continuous dimension, are judged by a sample of rows."""
+ROWS_SAMPLED = 1_500
+BATCHES_MAX = 256
+"""Micro-batches that are looked at in one row."""
+VALUES_SHOWN = 16
+"""Rows or columns that the table takes from one dimension."""
+STANDARD = TrialConfig()
+"""The published recipe, whose capacity class is rank 16 on q,k,v,o."""
+WELL_PREDICTED = 0.05
+"""A peak whose prediction may be further off than this (compiled layers') is less than sure."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of a GPU, for the answer to say."""
+
+    kind: SpaceKind | None = None
+    """None where one configuration is asked about, and no space."""
+    held: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that were typed: they are fixed, and the rest of the space is searched."""
+    run_command: str = ""
+    """What to type to measure on the GPU what is searched here."""
+
+
+NOT_ASKED = Asked()
+
+
+@cache
+def own_space(gpu: str, model: str | None) -> tuple[SearchSpace, SpaceKind]:
+    """Return the space that a GPU's name means, and where it comes from.
+
+    It is the preset of that name, else what `sweep init --gpu` writes for the GPU and the model.
+
+    Raises:
+        InputError: no such model.
+        EnvironmentFault: a hub id, and the hub is not to be had.
+    """
+    if preset_name(gpu) is not None:
+        return load_space(gpu), "preset"
+    return parse_space(starting_text(gpu, model), label=gpu), "standard"
+
+
+def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
+    """Yield configurations that differ in their micro-batch alone, the smallest first.
+
+    All of the space where that is little enough, else a sample that is the same every time.
+    """
+    others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
+    batches = batches_of(space)
+    # Rows that are left out are not counted.
+    kept = len(space.together) / math.prod(len(space.values_of(key)) for key in space.together[0])
+    for values in _row_values(others, kept=kept, batches=len(batches), seed=space.seed):
+        params = dict(zip(others, values, strict=True))
+        if not space.leaves_out(params):
+            row = [{**params, "micro_batch_size": batch} for batch in batches]
+            yield [space.config(params) for params in row if space.holds_batches_of(params)]
+
+
+def structures(space: SearchSpace, **size: int) -> list[TrialConfig]:
+    """Return every otherwise different configuration of a space, all at one size.
+
+    Of a space that is judged by a sample, that of the sample.
+    """
+    sized = (row[0].model_copy(update=size) for row in rows(space) if row)
+    return list(dict.fromkeys(sized))
+
+
+def batches_of(space: SearchSpace) -> list[int]:
+    """Return the micro-batches of a space, the smallest first: a dimension's, or the fixed one."""
+    return evenly_spaced(space.values_of("micro_batch_size"), most=BATCHES_MAX)
+
+
+def evenly_spaced(values: Iterable[Any], *, most: int) -> list[Any]:
+    """Return at most ``most`` of the values in order, evenly spread, both ends among them."""
+    ordered = sorted(set(values))
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
+
+
+def _row_values(
+    dimensions: Mapping[str, Dimension], *, kept: float, batches: int, seed: int
+) -> Iterator[tuple[Any, ...]]:
+    columns = [dimension.values() for dimension in dimensions.values()]
+    known = [column for column in columns if column is not None]
+    most = min(ROWS_MAX, CONFIGURATIONS_MAX // batches)
+    if len(known) == len(columns) and kept * math.prod(map(len, known)) <= most:
+        yield from itertools.product(*known)
+        return
+    drawn = dict(dimensions)
+    if "seq_len" in drawn:
+        # So few lengths that each has many rows, and a place in the table.
+        lengths = evenly_spaced(drawn["seq_len"].values() or (), most=VALUES_SHOWN)
+        drawn["seq_len"] = Choices(choices=tuple(lengths))
+    lean = list(_leanest(drawn))
+    yield from lean
+    draw = random.Random(seed)
+    for _ in range(min(ROWS_SAMPLED, most) - len(lean)):
+        yield tuple(_drawn(dimension, draw) for dimension in drawn.values())
+
+
+def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
+    """Yield the row that needs least memory at each length: a sample must not miss what fits."""
+    columns: list[Sequence[Any]] = []
+    for key, dimension in dimensions.items():
+        values = dimension.values()
+        if values is None:
+            assert isinstance(dimension, FloatRange)
+            values = (dimension.low, dimension.high)
+        columns.append(values if key == "seq_len" else [min(values, key=partial(_weight, key))])
+    yield from itertools.product(*columns)
+
+
+def _weight(key: str, value: Any) -> float:
+    """Return a figure that grows with the memory that a value takes, as a rule."""
+    lean_first = KNOBS[key].lean_first
+    if lean_first:
+        return lean_first.index(value) if value in lean_first else len(lean_first)
+    if not isinstance(value, int | float):
+        return 0.0
+    return -float(value) if KNOBS[key].memory == "shrinks" else float(value)
+
+
+def _drawn(dimension: Dimension, draw: random.Random) -> Any:
+    values = dimension.values()
+    if values is not None:
+        return draw.choice(values)
+    assert isinstance(dimension, FloatRange)
+    return dimension.at(draw.random())
+
+
+def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialConfig, str]:
+    """Return every valid configuration with one setting changed, and which."""
+    changes: dict[TrialConfig, str] = {}
+    for key in KNOBS:
+        for value in _other_values(key, config):
+            try:
+                changed = TrialConfig.model_validate({**config.model_dump(), key: value})
+            except ValueError:
+                continue
+            if canonical(changed) != canonical(config) and forecaster.is_valid(changed):
+                changes[changed] = key
+    return changes
+
+
+def _other_values(key: str, config: TrialConfig) -> Sequence[Any]:
+    value, kind = getattr(config, key), TrialConfig.model_fields[key].annotation
+    if key in _VALUES:
+        values = _VALUES[key](value)
+    elif kind is bool:
+        values = (not value,)
+    else:
+        values = get_args(kind)
+    return [other for other in dict.fromkeys(values) if other != value]
+
+
+def _half_and_double(value: int | None) -> tuple[int, ...]:
+    return () if value is None else (max(1, value // 2), value * 2)
+
+
+_VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "lora_rank": _half_and_double,
+    # It scales a product and changes neither speed nor memory.
+    "lora_alpha": lambda _: (),
+    "learning_rate": lambda _: (),
+    "lora_dropout": lambda _: (0.0, 0.05),
+    "target_modules": lambda _: TARGET_SETS,
+    "micro_batch_size": _half_and_double,
+    "seq_len": _half_and_double,
+    "effective_batch_size": _half_and_double,
+    "quantized_fraction": lambda _: (0.5, 1.0),
+    "checkpoint_fraction": lambda value: (0.0, value / 2, 0.5, 1.0),
+}
+"""What numbers and lists are turned to, by key; words and truth values go through all of theirs."""
+
+
+class Certainty(IntEnum):
+    """How sure it is that a configuration fits."""
+
+    DOUBTFUL = 0
+    """The budget lies within the prediction's uncertainty."""
+    LIKELY = 1
+    """It fits, by a prediction that is wide of the truth at times."""
+    SURE = 2
+
+
+def certainty(forecast: Forecast) -> Certainty:
+    """Return how sure it is that a forecast that may fit does."""
+    memory = forecast.memory if forecast.trial is None else None
+    return certainty_of(forecast.fit, uncertainty=0.0 if memory is None else memory.uncertainty)
+
+
+def certainty_of(fit: Fit, *, uncertainty: float) -> Certainty:
+    """Return how sure a fit is that a memory prediction of that relative uncertainty tells."""
+    if fit is not Fit.YES:
+        return Certainty.DOUBTFUL
+    return Certainty.SURE if uncertainty <= WELL_PREDICTED else Certainty.LIKELY
+
+
+def speed_order(forecast: Forecast) -> tuple[float, int]:
+    """Return what sorts forecasts of one certainty: speed, then tokens where none is known."""
+    return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
+
+
+def is_surely_faster(candidate: Forecast, other: Forecast) -> bool:
+    """Whether ``candidate`` is faster even if it is as slow, and ``other`` as fast, as may be."""
+    speeds, others = candidate.tokens_per_second_range, other.tokens_per_second_range
+    return speeds is not None and others is not None and speeds[0] > others[1]
+
+
+def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
+    """Return the fastest of the surest, unless a less sure one is faster beyond the uncertainty.
+
+    A gain inside the error of the speeds is no reason to risk running out of memory.
+    """
+    chosen: Forecast | None = None
+    best = _fastest_by_certainty(candidates)
+    for level in sorted(best, reverse=True):
+        if chosen is None or is_surely_faster(best[level], chosen):
+            chosen = best[level]
+    return chosen
+
+
+def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
+    """Return what is worth naming beside the preferred forecast, if anything is.
+
+    Where a surer one was passed over, that is the surest; else it is the fastest of those that are
+    less sure, where it is predicted to be faster.
+    """
+    best = _fastest_by_certainty(candidates)
+    surest = max(best, default=Certainty.DOUBTFUL)
+    if surest > certainty(chosen):
+        return best[surest]
+    faster = [rival for rival in best.values() if speed_order(rival)[0] > speed_order(chosen)[0]]
+    return max(faster, key=speed_order, default=None)
+
+
+def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, Forecast]:
+    best: dict[Certainty, Forecast] = {}
+    for candidate in candidates:
+        level = certainty(candidate)
+        if level not in best or speed_order(candidate) > speed_order(best[level]):
+            best[level] = candidate
+    return best
+
+
+def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> CapacityClass | None:
+    """Return the class nearest to the standard recipe's; None where there is no class.
+
+    The same target modules come first, then the number of trainable parameters (the rank, where the
+    architecture does not tell), then more of them.
+    """
+    standard = CapacityClass.of(STANDARD, model)
+
+    def distance(capacity: CapacityClass) -> tuple[bool, float, float]:
+        size = _size(capacity, standard, model)
+        # Rounded, so that half and twice the parameters are equally near.
+        return capacity.modules != standard.modules, round(abs(math.log(size)), 6), -size
+
+    return min(classes, key=distance, default=None)
+
+
+def _size(capacity: CapacityClass, standard: CapacityClass, model: ModelSpec) -> float:
+    """Return the size of a class's adapters over that of the standard one's."""
+    own, reference = (
+        lora_parameters(TrialConfig(lora_rank=known.lora_rank, target_modules=known.modules), model)
+        for known in (capacity, standard)
+    )
+    if own is None or reference is None:
+        return capacity.lora_rank / standard.lora_rank
+    return own / reference

@@ -1,0 +1,414 @@
+"""What optimizer steps ask of a GPU and its host, and how long that takes before any is measured.
+
+A few fractions, the same for every GPU, of the rates in its catalogue entry, what its host needs to
+launch one operation, and what GPUs that train together send each other. Two H200 joined by NVLink
+made 1.88 to 1.96 times the tokens of one (Mistral-7B, 8 x 512, Liger, no recomputation), and 1.62
+times once; eight trials of models that they shared took 0.87 to 1.19 times what is predicted. Of no
+other GPU was anything measured, nor of PCIe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import GpuSpec, Interconnect
+from search_spaces.linears import linear_shapes, training_flops_per_token
+from search_spaces.models import ModelSpec
+from sweep.predict.speed import kernels
+from sweep.predict.speed.kernels import (
+    BYTES,
+    FLOPS,
+    FP32_BYTES,
+    LAUNCHES,
+    Layout,
+    Mask,
+    Sizes,
+    Work,
+    asked,
+)
+
+HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
+"""Model types that normalize queries and keys."""
+FOUR_NORM_TYPES = frozenset({"gemma2", "gemma3_text"})
+"""Model types with a norm after each half of a layer as well as before it."""
+
+Term = Literal[
+    "matmul", "eight_bit", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"
+]
+TERMS: tuple[Term, ...] = get_args(Term)
+COMPILED_LAUNCH = 0.4
+"""A compiled layer launches from generated code, which costs less than an eager operation."""
+OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
+"""Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
+GATHER_LAUNCHES = 290.0
+"""What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
+so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
+Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 230 to 390
+(`tests/data/several_cards_h200.jsonl`)."""
+MOMENTS_MOVED = 4
+"""Elements of an optimizer's state that an update reads and writes per adapter parameter."""
+WEIGHTS_MOVED = 6
+"""Elements of the adapters' own type that an update moves per parameter: the weight read and
+written, the gradient read for its norm, read and written to be scaled, and read for the update.
+"""
+MATMUL_EFFICIENCY = 0.88
+"""Share of a GPU's measured matrix rate that a model's products keep up, memory traffic apart.
+
+A profiled step on an H200 makes 677 TFLOP/s in its products, 0.86 of what square ones were measured
+at there, with their traffic in it; the rest goes to shapes that fit less well and to the GPU's
+power limit.
+"""
+ATTENTION_EFFICIENCY = 0.65
+"""Share of the measured matrix rate that a causal flash kernel reaches, forward and backward
+together: FlashAttention-2 on an A100, cuDNN's on an H200."""
+ELEMENTWISE_EFFICIENCY = 0.89
+"""Share of a large copy's rate that elementwise kernels reach."""
+CACHE_HOLDS = 2 / 3
+"""Share of a cache up to which a kernel's tensors stay in it; at twice that none of them do.
+
+Published for a norm on an RTX 5090: full speed at two thirds, hardly any gain at four thirds.
+"""
+OVERHEAD_SECONDS = 5e-3
+"""Per optimizer step: the batch's way to the GPU, schedule, and reading the loss back."""
+BACKWARD_SHARE = 0.5
+"""Of a micro-batch, at least the backward pass: one product for each of the forward's, and more
+where layers are recomputed."""
+OVERLAP_EXPONENT = 4.0
+"""Sharpness of the maximum of host and GPU: either has stretches in which the other waits."""
+LINK_SHARES = {"nvlink": 0.75, "pcie": 0.5}
+"""Of a link's rate, what a collective of large tensors reaches. A share of NVLink as collectives
+commonly report it; through PCIe most hosts copy by way of their own memory, so half."""
+UNKNOWN_LINK = Interconnect(kind="pcie", bytes_per_second=15.75e9)
+"""PCIe of the third generation, for a GPU whose link is not known."""
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
+COLLECTIVE_SECONDS = 50e-6
+"""For which a collective takes its time however little it sends."""
+Rows = NDArray[np.intp] | slice
+_LAUNCH, _OVERHEAD = len(TERMS), len(TERMS) + 1
+"""Where the host's part and the fixed part are in what has a column for each factor."""
+_STRETCHES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class StepPhases:
+    """Optimizer steps as two stretches that follow one another, and a fixed part. Seconds.
+
+    Within a stretch host and GPU run side by side. Of most steps the second is empty. Rows are
+    configurations; not a number where a configuration has no prediction.
+    """
+
+    compute: NDArray[np.float64]
+    """What the matrix units need, by configuration, stretch and term."""
+    memory: NDArray[np.float64]
+    """What the memory needs, alike."""
+    launch: NDArray[np.float64]
+    """What the host needs to launch it all, by configuration and stretch."""
+    model_flops: Sizes
+    """FLOPs the model needs per optimizer step, recomputation not counted."""
+    peak_flops: Sizes
+    """The GPU's dense peak for the compute type."""
+    between: Sizes
+    """What each step waits for other GPUs that take it too."""
+
+    @classmethod
+    def of(cls, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
+        """Return the steps of configurations on a GPU."""
+        count = len(configs)
+        if linear_shapes(model) is None:
+            terms = (count, _STRETCHES, len(TERMS))
+            shapes = (terms, terms, (count, _STRETCHES), count, count, count)
+            return cls(*[np.full(shape, np.nan) for shape in shapes])
+        layout = Layout(configs, model)
+        work = micro_batches(layout)
+        stretches = np.stack([work, np.zeros_like(work)])
+        # The gradient scaler reads back whether one overflowed before the optimizer may step.
+        waits = layout.are(lambda config: config.compute_dtype == "fp16")
+        last = update(layout)
+        stretches[:, TERMS.index("optimizer")] = last * ~waits, last * waits
+        peak = layout.sizes(lambda config: gpu.peak_flops.get(config.compute_dtype) or np.nan)
+        timed = _seconds(stretches, layout, gpu)
+        phases = cls(*timed, model_flops(layout), peak, np.zeros(count))
+        if (layout.gpus == 1).all():
+            return phases
+        alone = phases.seconds(np.ones(_OVERHEAD + 1)) - OVERHEAD_SECONDS
+        backward = BACKWARD_SHARE * alone / np.maximum(1.0, layout.micro_batches)
+        return replace(phases, between=_waiting_seconds(layout, gpu, backward=backward))
+
+    def of_rows(self, rows: Rows) -> StepPhases:
+        """Return the steps of some of the configurations."""
+        parts = {field.name: getattr(self, field.name)[rows] for field in fields(self)}
+        return replace(self, **parts)
+
+    @cached_property
+    def device(self) -> NDArray[np.float64]:
+        """What the card needs, by configuration, stretch and term."""
+        return self.compute + self.memory
+
+    def seconds(self, factors: NDArray[np.float64]) -> Sizes:
+        """Return the seconds of each step.
+
+        Args:
+            factors: by which each term, the launches and the overhead differ from prediction.
+        """
+        whole = overlapped(self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH])
+        return np.asarray(whole.sum(axis=1) + self.fixed * factors[_OVERHEAD])
+
+    @property
+    def fixed(self) -> Sizes:
+        """What a step takes beside its stretches."""
+        return OVERHEAD_SECONDS + self.between
+
+    def slopes(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return seconds per unit of each factor, by configuration and factor.
+
+        A step's time is homogeneous in the factors, so these times the factors are the step itself.
+        """
+        card, host = self.device @ factors[:_LAUNCH], self.launch * factors[_LAUNCH]
+        whole = overlapped(card, host)
+        card, host = (
+            np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0.0)
+            ** (OVERLAP_EXPONENT - 1.0)
+            for part in (card, host)
+        )
+        return np.column_stack(
+            [
+                np.einsum("npt,np->nt", self.device, card),
+                (self.launch * host).sum(axis=1),
+                # Of a step that has no prediction the fixed part is none either.
+                np.where(np.isnan(whole.sum(axis=1)), np.nan, self.fixed),
+            ]
+        )
+
+
+def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | None:
+    """Return why the step of a configuration has no prediction; None where it has one."""
+    dtype = config.compute_dtype
+    if gpu.peak_flops.get(dtype) is None or gpu.matrix_rate(dtype) is None:
+        return f"{gpu.name} has no matrix rate for {dtype}: it has {', '.join(gpu.peak_flops)}"
+    if linear_shapes(model) is None:
+        return (
+            f"model '{model.name}': the linear layers of model type '{model.model_type}' "
+            "are not known, so its speed cannot be predicted"
+        )
+    return None
+
+
+def overlapped(device: NDArray[np.float64], launch: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds of stretches that keep the card and the host busy for so long."""
+    longest = np.maximum(device, launch)
+    shorter = np.divide(
+        np.minimum(device, launch), longest, out=np.zeros_like(longest), where=longest != 0.0
+    )
+    return np.asarray(longest * (1.0 + shorter**OVERLAP_EXPONENT) ** (1.0 / OVERLAP_EXPONENT))
+
+
+def _seconds(
+    stretches: Work, layout: Layout, gpu: GpuSpec
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the seconds of the matrix units and of the memory, by configuration, stretch and term,
+    and those of the host, by configuration and stretch.
+
+    Args:
+        stretches: work by stretch and term.
+        layout: the configurations.
+        gpu: what does it.
+    """
+    memory = np.full_like(layout.tokens, gpu.copy_rate * ELEMENTWISE_EFFICIENCY)
+    elementwise = memory
+    if gpu.cache is not None:
+        # A kernel reads such a tensor and writes another; some of it stays in the cache.
+        held = np.clip(2.0 - 2 * layout.stream_bytes / gpu.cache.bytes / CACHE_HOLDS, 0.0, 1.0)
+        in_cache = np.maximum(memory, gpu.cache.bandwidth_bytes_per_second)
+        elementwise = 1.0 / (held / in_cache + (1.0 - held) / memory)
+    own = layout.sizes(lambda config: gpu.matrix_rate(config.compute_dtype) or np.nan)
+    # Around 8-bit products all else is in 16 bits.
+    around = np.where(layout.is_8bit_compute, gpu.matrix_rate(gpu.half) or np.nan, own)
+    products, moving = np.empty((2, len(TERMS), len(own)))
+    for row, term in enumerate(TERMS):
+        share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
+        products[row] = (own if term == "eight_bit" else around) * share
+        moving[row] = elementwise if term in ("elementwise", "lora") else memory
+    # Configurations come first from here on.
+    compute = (stretches[:, :, FLOPS] / products).transpose(2, 0, 1).copy()
+    moved = (stretches[:, :, BYTES] / moving).transpose(2, 0, 1).copy()
+    launches = stretches[:, :, LAUNCHES].sum(axis=1)
+    return compute, moved, (launches * gpu.launch_seconds.typical).T.copy()
+
+
+def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
+    """Return how long each configuration's step waits for what GPUs send each other.
+
+    Gradients are sent in buckets while the last micro-batch's backward pass goes on; the last
+    bucket has nothing to hide behind.
+
+    Args:
+        layout: the configurations.
+        gpu: of which there are as many as each of them says.
+        backward: seconds of a micro-batch's backward pass.
+    """
+    gpus = layout.gpus
+    link = gpu.interconnect or UNKNOWN_LINK
+    rate = link.bytes_per_second * LINK_SHARES[link.kind]
+    sent = 2.0 * (gpus - 1.0) / gpus * layout.adapter_parameters * layout.trained
+    buckets = np.ceil(np.maximum(sent, 1.0) / BUCKET_BYTES)
+    whole = sent / rate + buckets * COLLECTIVE_SECONDS
+    last = whole / buckets
+    waited = last + np.maximum(0.0, whole - last - backward)
+    gathered = _gathering_seconds(layout, rate, backward=backward)
+    return np.where(layout.is_sharded, gathered, np.where(gpus > 1, waited, 0.0))
+
+
+def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes:
+    """Return how long steps wait for layers to be gathered, in both passes of each micro-batch.
+
+    While a layer computes the next one is on its way, so that a pass takes as long as the slower of
+    the two; the first layer's way, and the head's and the embedding's, hide behind nothing.
+    """
+    gpus, layers = layout.gpus, layout.layers
+    missing = (gpus - 1.0) / gpus / rate
+    weights = sum(rows * columns for rows, columns in layout.linears.values())
+    layer = weights * np.where(layout.is_4bit, 0.5, layout.compute) * missing
+    layer = layer + COLLECTIVE_SECONDS
+    ends = layout.hidden * layout.model.vocab_size * layout.compute * missing
+    waited = layer + np.maximum(0.0, layers * layer - backward)
+    return np.asarray(layout.micro_batches * (2.0 * waited + 2.0 * (ends + COLLECTIVE_SECONDS)))
+
+
+def micro_batches(layout: Layout) -> Work:
+    """Return what forward and backward of all micro-batches of a step ask, by term."""
+    work, packed = _layers(layout), layout.packed_share
+    if (packed < 1).any():
+        # Which of them are recomputed has nothing to do with which are in 4 bits: both are spread.
+        work = work * packed + _layers(layout.unquantized()) * (1 - packed)
+    work[:, LAUNCHES] *= np.where(layout.is_compiled, COMPILED_LAUNCH, 1.0)
+    work[TERMS.index("elementwise"), LAUNCHES] += (
+        GATHER_LAUNCHES * layout.layers * layout.is_sharded
+    )
+    return np.asarray((work + _ends(layout)) * layout.micro_batches)
+
+
+def _layers(layout: Layout) -> Work:
+    """Return what all decoder layers ask, as if all were alike."""
+    forward, backward = _layer(layout)
+    # Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
+    # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
+    is_skipped = ~(layout.is_compiled | layout.adapted["down_proj"])
+    again = forward - _by_term(layout, _frozen(layout, "down_proj"))[0] * is_skipped
+    return np.asarray(
+        forward * layout.layers + again * layout.recomputed + backward * layout.layers
+    )
+
+
+def _by_term(layout: Layout, parts: Sequence[tuple[Term, Work]]) -> Work:
+    """Return the sums of what passes ask, by pass and term."""
+    work = np.zeros((2, len(TERMS), 3, len(layout.configs)))
+    for term, part in parts:
+        work[:, TERMS.index(term)] += part
+    return work
+
+
+def _layer(layout: Layout) -> Work:
+    """Return forward and backward of one decoder layer."""
+    norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
+    parts: list[tuple[Term, Work]] = [
+        ("elementwise", kernels.norm(layout, layout.hidden) * norms),
+        ("elementwise", kernels.rotation(layout)),
+        ("elementwise", kernels.attention_casts(layout)),
+        ("attention", kernels.attention(layout)),
+        ("elementwise", kernels.activation(layout)),
+        ("elementwise", kernels.residual(layout)),
+    ]
+    if layout.model.model_type in HEAD_NORM_TYPES:
+        parts.append(("elementwise", kernels.norm(layout, layout.queries + layout.keys)))
+    for name in layout.linears:
+        parts += _frozen(layout, name)
+        adapted = layout.adapted[name]
+        if adapted.any():
+            parts.append(("lora", kernels.adapter_products(layout, name) * adapted))
+            parts.append(("elementwise", kernels.adapter_elementwise(layout, name) * adapted))
+    return _by_term(layout, parts)
+
+
+def _frozen(layout: Layout, name: str) -> list[tuple[Term, Work]]:
+    """Return both passes through a frozen linear layer."""
+    rows, columns = layout.linears[name]
+    narrow = [kernels.eight_bit_product(layout, *w) for w in ((rows, columns), (columns, rows))]
+    return [
+        ("matmul", kernels.product(layout, rows, columns) * ~layout.is_8bit_compute),
+        ("eight_bit", np.stack(narrow)),
+        ("dequant", kernels.dequantization(layout, rows, columns)),
+        ("elementwise", kernels.linear_casts(layout, name)),
+    ]
+
+
+def _ends(layout: Layout) -> Work:
+    """Return embedding, last norm, head and loss, forward and backward, by term."""
+    forward, backward = kernels.norm(layout, layout.hidden)
+    embedding = asked(layout, moved=2 * layout.stream_bytes, launches=10)
+    is_fused = layout.are(lambda config: config.kernels != "hf")
+    ends = np.zeros((len(TERMS), 3, len(layout.configs)))
+    product = kernels.product(layout, layout.hidden, layout.model.vocab_size)
+    ends[TERMS.index("matmul")] = product * 2
+    ends[TERMS.index("elementwise")] = forward + backward + embedding
+    ends[TERMS.index("loss")] = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
+    return ends
+
+
+def _written_loss(layout: Layout) -> Work:
+    """Logits written out: cast to fp32, log-softmax, and both gradients of the same size."""
+    logits = layout.tokens * layout.model.vocab_size
+    casts = 2 * (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)
+    return _head_cast(layout) + asked(layout, moved=logits * (casts + 24), launches=15)
+
+
+def _fused_loss(layout: Layout) -> Work:
+    """Logits by chunks of about the hidden states' size; the gradient takes the logits' place."""
+    tokens, vocabulary = layout.tokens, layout.model.vocab_size
+    chunks = np.minimum(tokens, math.ceil(vocabulary / layout.hidden))
+    # The frozen head is cast for each of a chunk's two products.
+    casts: Work = _head_cast(layout) * (2 * chunks)
+    logits = tokens * vocabulary * 4 * layout.compute
+    return casts + asked(layout, moved=logits, launches=12 * chunks)
+
+
+def _head_cast(layout: Layout) -> Work:
+    weights = layout.hidden * layout.model.vocab_size
+    moved = weights * (layout.stream + layout.compute)
+    is_other: Mask = layout.stream != layout.compute
+    return asked(layout, moved=moved, launches=1) * is_other
+
+
+def update(layout: Layout) -> Work:
+    """Return clipping and the optimizer's step over the adapters."""
+    matrices = 2 * layout.layers * sum(layout.adapted.values(), np.zeros(1))
+    per_matrix = layout.sizes(lambda config: OPTIMIZER_LAUNCHES[config.optimizer])
+    is_unquantized = layout.are(lambda config: config.optimizer == "adamw_torch_fused")
+    moment = np.where(is_unquantized, layout.trained, 1.0)
+    # Where several GPUs train, each gradient is copied into the bucket in which it is sent.
+    is_sent = layout.gpus > 1
+    moved = WEIGHTS_MOVED * layout.trained + MOMENTS_MOVED * moment + 2 * layout.trained * is_sent
+    launches = 20 + matrices * (per_matrix + is_sent)
+    return asked(layout, moved=layout.adapter_parameters * moved, launches=launches)
+
+
+def model_flops(layout: Layout) -> Sizes:
+    """Return the FLOPs that the model needs for a step; what is recomputed is not counted."""
+    shapes = layout.linears.values()
+    per_token = training_flops_per_token(
+        frozen=layout.layers * sum(rows * columns for rows, columns in shapes)
+        + layout.hidden * layout.model.vocab_size,
+        adapters=layout.adapter_parameters,
+        layers=layout.layers,
+        attention_width=layout.queries,
+        seq_len=layout.seq_len,
+    )
+    return layout.micro_batches * layout.tokens * per_token

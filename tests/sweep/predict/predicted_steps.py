@@ -1,0 +1,34 @@
+"""Predicted steps of a few configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.gpus import GpuSpec
+from search_spaces.models import ModelSpec
+from sweep.predict.speed.predictor import Calibration, SpeedPrediction, StepTimes
+
+
+def predict_steps(
+    configs: Sequence[TrialConfig],
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    calibration: Calibration | None = None,
+) -> list[SpeedPrediction | InputError]:
+    return StepTimes(configs, model=model, gpu=gpu).predictions(calibration)
+
+
+def predict_step(
+    config: TrialConfig,
+    *,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    calibration: Calibration | None = None,
+) -> SpeedPrediction:
+    (prediction,) = predict_steps([config], model=model, gpu=gpu, calibration=calibration)
+    if isinstance(prediction, InputError):
+        raise prediction
+    return prediction
