@@ -74,7 +74,7 @@ class Ranks:
         have it.
 
         Raises:
-            RankError: one cannot be started.
+            OSError: one cannot be started.
         """
         size = command.request.config.data_parallel
         ended = [rank for rank, process in self._all.items() if process.has_ended()]
@@ -131,13 +131,18 @@ class _Rank:
         read_end, write_end = os.pipe()
         # -P: a module of the user's directory must not shadow ours.
         command = [sys.executable, "-P", "-m", "sweep.running", str(write_end)]
-        self._process = subprocess.Popen(
-            [*command, str(os.getpid()), str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            pass_fds=[write_end],
-        )
-        os.close(write_end)
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid()), str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                pass_fds=[write_end],
+            )
+        except OSError:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         self._write(settings.model_dump_json().encode() + b"\n")
         self.hearing = threading.Thread(target=self._hear, args=(os.fdopen(read_end, "rb"),))
         self.hearing.daemon = True

@@ -137,17 +137,19 @@ class Worker:
         threading.Thread(target=read, daemon=True).start()
         is_fit = True
         while is_fit:
-            self._open = runs.get()
-            done = self.run(self._open)
-            self._answer(done)
+            command = runs.get()
+            with self._lock:
+                self._open = command
+            done = self.run(command)
+            self._answer(command, done)
             is_fit = done.retire is None
 
-    def _answer(self, done: Finished) -> None:
-        """Keep the outcome of the open command and tell it, unless somebody did."""
+    def _answer(self, command: RunCommand, done: Finished) -> None:
+        """Keep the outcome of a command and tell it, unless somebody did."""
         with self._lock:
-            command, self._open = self._open, None
-            if command is None:
+            if self._open is not command:
                 return
+            self._open = None
             attempt = command.request.attempt
             if attempt is not None and self._outcomes is not None:
                 try:
@@ -163,9 +165,8 @@ class Worker:
         nobody's verdict, and the next is for a fresh worker."""
         if (command := self._open) is not None:
             retire, config = "another rank failed", command.request.config
-            self._answer(
-                Finished(run_id=command.run_id, config=config, outcome=outcome, retire=retire)
-            )
+            done = Finished(run_id=command.run_id, config=config, outcome=outcome, retire=retire)
+            self._answer(command, done)
         self._leave()
 
     def run(self, command: RunCommand) -> Finished:

@@ -321,8 +321,9 @@ class CpuDevice:
 
     def ran_out(self, error: BaseException) -> bool:
         """Whether memory ran out: at the limit, libraries fail in ways of their own."""
-        is_limited = self._budget is not None and (self._failed_at_limit or _is_at_limit())
-        return is_limited or is_host_out_of_memory(error)
+        if is_host_out_of_memory(error):
+            return True
+        return self._budget is not None and (self._failed_at_limit or _is_at_limit())
 
 
 Device = CudaDevice | CpuDevice
