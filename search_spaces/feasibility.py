@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from search_spaces.space import SearchSpace
 
 TRIED_MAX = 5_000
 """Configurations that are held against the rules: all of a space, or so many drawn from it."""
+DRAWN_MIN = 500
+"""Drawn ones from which a rule that forbids every one is taken to forbid all."""
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
 
@@ -62,7 +65,8 @@ def obstacles(
 ) -> tuple[Violation, ...]:
     """Return the rules that leave no configuration of ``space`` valid; none where one is.
 
-    Of a space of more than `TRIED_MAX` configurations so many are drawn.
+    Of a space of more than `TRIED_MAX` configurations so many are drawn, and what is left is taken
+    to be possible unless one rule forbids them all.
 
     Args:
         space: what may be tried.
@@ -74,31 +78,33 @@ def obstacles(
     setting = Setting(model, device, compute_capability, has_texts)
     reasons: dict[str, str] = {}
     by_all: set[str] = set(RULES)
-    for params in _tried(space):
+    tried, is_whole = 0, (space.size() or math.inf) <= TRIED_MAX
+    for params in space.combinations() if is_whole else _drawn(space):
         config = space.config(params)
         broken = {name: why for name, rule in RULES.items() if (why := rule(config, setting))}
         if not broken:
             return ()
-        reasons = broken | reasons
+        reasons, tried = broken | reasons, tried + 1
         by_all &= broken.keys()
+    if not is_whole and (not by_all or tried < DRAWN_MIN):
+        return ()
     named = [name for name in RULES if name in reasons and (name in by_all or not by_all)]
     return tuple(Violation(name, reasons[name]) for name in named)
 
 
-def _tried(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """Yield the combinations of a space, or some of them."""
-    size = space.size()
-    if size is not None and size <= TRIED_MAX:
-        yield from space.combinations()
-        return
+def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    """Yield some combinations of a large space."""
     drawn = random.Random(0)
-    values = {key: dimension.values() for key, dimension in space.dimensions.items()}
     for _ in range(TRIED_MAX):
+        if space.columns is not None:
+            parts = [drawn.choice(column) for column in space.columns]
+            yield {key: value for part in parts for key, value in part.items()}
+            continue
         params = {
-            key: drawn.choice(values[key] or ())
-            if not isinstance(dimension, FloatRange) or values[key]
-            else dimension.at(drawn.random())
-            for key, dimension in space.dimensions.items()
+            key: of.at(drawn.random())
+            if isinstance(of, FloatRange) and of.values() is None
+            else drawn.choice(of.values() or ())
+            for key, of in space.dimensions.items()
         }
         if space.goes_together(params):
             yield params

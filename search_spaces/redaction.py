@@ -114,7 +114,7 @@ def _environment_secrets() -> Iterator[str]:
         elif (
             _SECRET_VARIABLE.search(upper)
             and not upper.endswith(_NAMES_A_PLACE)
-            and not value.startswith(("/", "~/"))
+            and not (value.startswith(("/", "~/")) and upper.endswith(("KEY", "CREDENTIALS")))
         ):
             yield value
 
@@ -134,7 +134,7 @@ def _spellings() -> tuple[str, ...]:
         visible,
     )
     found = set()
-    told = {secret for secret in _known if not re.fullmatch("[A-Za-z_-]*", secret)}
+    told = {secret for secret in _known if not re.fullmatch("[a-z_-]{1,15}", secret)}
     for secret in told | {s for s in _environment_secrets() if not _COMMON.fullmatch(s)}:
         if len(secret) >= _SHORTEST_KNOWN:
             plain = {secret, unquote(secret)}
@@ -146,8 +146,8 @@ def _spellings() -> tuple[str, ...]:
 
 _NAME = (
     r"(?:(?i:pass(?:word|wd|phrase)|(?<![a-z])secret|authorization|(?<![\w-])(?:set-)?cookie"
-    r"|(?:api|access|private|account|signing|secret)[_-]?key"
-    r"|(?:access|refresh|auth|api|session|security|bearer|private|hf|hub|oauth)[_-]?token"
+    r"|(?:api|access|private|account|encryption|signing|secret)[_-]?key"
+    r"|(?:access|refresh|auth|api|session|security|bearer|private|hf|hub|oauth|csrf)[_-]?token"
     r"|x-(?:amz|goog)-(?:signature|credential))"
     r"|(?<=[A-Z0-9]_)(?<!EOS_)(?<!BOS_)(?<!PAD_)(?<!UNK_)(?:TOKEN|KEY|PAT|PASS|PW|APIKEY))"
 )
@@ -159,35 +159,51 @@ _PATTERNS = (
     ),
     # In a URL the last '@' of a line ends a password; what reads as a port is none.
     re.compile(
-        r"(?<=://)[^:/\s\"'`]{0,256}:(?!\d{1,5}(?:[/?#,\s]|\Z))(?P<secret>[^\n\"'`]{1,999})(?=@)"
+        r"(?:(?<=://)|(?<=:\\/\\/))[^:/\s\"'`]{0,256}:(?!\d{1,5}(?:[/?#,\s][^@\n]{0,999}\s|[\s,]|\Z))"
+        r"(?P<secret>[^\n\"`]{1,999})(?=@)"
     ),
+    re.compile(r"(?i:%3a%2f%2f)[^%\s:/@]{0,128}(?i:%3a)(?P<secret>[^\s&\"']{1,200})(?=%40)"),
     re.compile(r"(?im:^[ \t-]{0,40}(?:password|authorization|(?:set-)?cookie): )(?P<secret>.++)"),
     re.compile(
-        rf"{_NAME}\\?[\"']?[ \t]{{0,4}}(?:=>|:=|=|:)[ \t]{{0,4}}b?"
+        rf"{_NAME}\\?[\"']?(?:[ \t]{{0,4}}(?:=>|:=|=|:)[ \t\r\n]{{0,4}}|[ \t]{{1,4}}(?='))"
+        r"[rbuf]{0,2}"
         r"(?![\"']{2}|(?:True|False|None|null|true|false)\b)(?P<open>\\?[\"'])?"
-        r"(?P<secret>(?(open)(?:(?!(?P=open))(?:\\.|[^\n]))++|[^\s&\"',;)}\]]++))"
+        r"(?P<secret>(?(open)(?:''|'\"'\"'|(?!(?P=open))(?:\\.|[^\n]))++|[^\s&\"']*[^\s&\"',;.)}\]>]))"
     ),
     re.compile(
-        r"[?&](?i:token|key|sig|signature|pwd|auth|code|jwt|pass(?!file)\w{0,12})="
+        r"[?&;](?i:token|key|sig|signature|pwd|auth|code|jwt|pass(?!file)\w{0,12})="
         r"(?P<secret>[^\s&\"']++)"
     ),
+    # A token that is no tokenizer's.
     re.compile(
-        r"--(?:[a-z]{1,12}-)?(?:password|passwd|secret|api-key|token)[ =](?P<secret>[^\s-]\S*+)"
+        r"(?<![\w-])(?i:token)(?:=|\\?[\"']: ?)\\?[\"']?(?P<secret>(?!\d+\b)[\w.~+/=-]{6,}+)"
     ),
-    re.compile(r"(?i:bearer) (?P<secret>[\w.~+/=-]{8,}+)"),
+    re.compile(
+        r"--(?:[a-z]{1,12}-)?(?:password|passwd|secret|api-key|token)(?:=|\s{1,4})"
+        r"(?P<secret>[^\s-]\S*+)"
+    ),
+    re.compile(r"(?<!\w)login\s{1,4}\S{1,100}\s{1,4}password\s{1,4}(?P<secret>\S++)"),
+    re.compile(r"(?i:bearer) {1,4}(?P<secret>[\w.~+/=-]{8,}+)"),
+    re.compile(
+        r"(?i:basic) {1,4}(?P<secret>(?=[A-Za-z+/][a-z]{0,7}[A-Z0-9+/=])[A-Za-z0-9+/]{8,}+=*)"
+    ),
+    re.compile(r"(?:hooks\.slack\.com/services/|/api/webhooks/\d{1,25}/)(?P<secret>[\w/-]{8,}+)"),
     re.compile(
         r"hf_(?:(?=[a-z]{0,14}[0-9A-Z])[A-Za-z0-9]{8,}+|[a-z]{20,}+)|api_org_\w{16,}+"
-        r"|(?<![A-Za-z0-9])(?:sk-[\w-]{16,}+|gsk_\w{20,}+|glpat-[\w.-]{10,}+|xox[a-z]-[\w-]{8,}+"
-        r"|A(?:KI|SI)A[A-Z0-9]{12,}+|AIza[\w-]{30,}+|npm_\w{30,}+|pypi-[\w-]{30,}+"
-        r"|rpa_\w{20,}+|r8_\w{20,}+|nvapi-[\w-]{20,}+|hvs\.[\w-]{16,}+)"
+        r"|(?<![A-Za-z0-9])(?:sk-[\w-]{16,}+|[sr]k_(?:live|test)_\w{10,}+|gsk_\w{20,}+"
+        r"|gl(?:pat|dt|rt|ptt|ft|cbt|soat)-[\w.-]{10,}+|xox[a-z]-[\w-]{8,}+|xapp-[\w-]{8,}+"
+        r"|A(?:KI|SI|RO|ID)A[A-Z0-9]{12,}+|AIza[\w-]{30,}+|npm_\w{30,}+|pypi-[\w-]{30,}+"
+        r"|ya29\.[\w-]{16,}+|rpa_\w{20,}+|r8_\w{20,}+|nvapi-[\w-]{20,}+|wandb_v1_\w{20,}+"
+        r"|dop_v1_\w{20,}+|hvs\.[\w-]{16,}+)"
         r"|gh[pousr]_[A-Za-z0-9]{16,}+|github_pat_\w{16,}+"
         r"|(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{4,}+(?:\.[\w-]*+)?"
     ),
 )
 _HINTS = re.compile(
-    r"(?i:://|[?&]|--|pass|secret|authorization|cookie|_?key|token|signature|credential|bearer"
-    r"|hf_|api_org_|sk-|gsk_|glpat-|xox|akia|asia|aiza|npm_|pypi-|rpa_|r8_|nvapi-|hvs\.|gh[pousr]_"
-    r"|github_pat_|eyj|_pat|_pw)"
+    r"(?i:://|:\\/\\/|%3a%2f|[?&;]\w+=|--|pass|secret|authorization|cookie|_?key|token|signature"
+    r"|credential|bearer|basic|hf_|api_org_|[sr]k[-_]|gsk_|gl[a-z]+-|xox|xapp-|a(?:ki|si|ro|id)a|aiza"
+    r"|npm_|pypi-|ya29|rpa_|r8_|nvapi-|wandb_|dop_|hvs\.|gh[pousr]_|github_pat_|eyj|_pat|_pw"
+    r"|hooks)"
 )
 """Of which one is in every text that has a secret which nobody was told of."""
 

@@ -381,7 +381,8 @@ class _Fitting:
 
     def candidates(self) -> list[Picked]:
         """Return the fastest of each class, class of numerics and certainty."""
-        forecasts, best = self._forecasts, dict[tuple[ClassKey, Numerics, Certainty], int]()
+        forecasts = self._forecasts
+        alike: dict[tuple[ClassKey, Numerics, Certainty], list[int]] = {}
 
         def order(at: int) -> tuple[float, int]:
             return self._speeds[at], forecasts.configs[at].tokens_per_micro_batch
@@ -391,9 +392,16 @@ class _Fitting:
             kind = class_of(first, forecasts.forecaster.model), first.numerics
             # A larger micro-batch may be slower: padded more, or out of the GPU's cache.
             for at in (at for at in row if self.is_possible[at]):
-                key = *kind, self._certainty(at)
-                best[key] = max(best.get(key, at), at, key=order)
-        return [(forecasts.configs[at], forecasts.fit(at)) for at in best.values()]
+                alike.setdefault((*kind, self._certainty(at)), []).append(at)
+        picked = []
+        for some in alike.values():
+            wanted = (Fit.YES,) if self.is_sure[some[0]] else (Fit.YES, Fit.UNCERTAIN)
+            # Which fit was found by bisection: those in between are looked at here.
+            ordered = sorted(some, key=order, reverse=True)
+            best = next((at for at in ordered if forecasts.fit(at) in wanted), None)
+            if best is not None:
+                picked.append((forecasts.configs[best], forecasts.fit(best)))
+        return picked
 
     def _certainty(self, at: int) -> Certainty:
         forecasts, fit = self._forecasts, Fit.YES if self.is_sure[at] else Fit.UNCERTAIN

@@ -400,7 +400,8 @@ class Forecast:
     @cached_property
     def trial(self) -> TrialRecord | None:
         """The trial of a stored study that measured it on this GPU."""
-        return self.forecaster.evidence.trial(self.config)
+        is_ruled_out = self.forecaster.broken(self.config) is not None
+        return None if is_ruled_out else self.forecaster.evidence.trial(self.config)
 
     @property
     def measured(self) -> Measurement | None:

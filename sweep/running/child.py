@@ -231,8 +231,9 @@ class WorkerProcess:
 
     def send(self, line: bytes) -> None:
         """Write a line to the worker as soon as it takes it; that is seen to with each look."""
-        self._to_send += line
-        self._write()
+        if self._messages >= 0:
+            self._to_send += line
+            self._write()
 
     def next_message(self) -> WorkerMessage | None:
         """Return its next message; see `next_line`. What is no message is `WorkerMisbehaved`."""
@@ -250,6 +251,8 @@ class WorkerProcess:
             WorkerMisbehaved: nothing can come any more, or a line does not end.
         """
         now = self._clock.look()
+        if not self._lines and self._messages < 0:
+            raise WorkerEnded
         if not self._lines:
             has_ended = self._look(_TURN_SECONDS)
             if has_ended and not self._lines:

@@ -176,9 +176,10 @@ class RayRunner(Runner):
         if self._lost is not None:
             raise self._lost
         exceptions, self._phase = self.ray.exceptions, "start"
+        unclear = exceptions.ActorUnavailableError, exceptions.GetTimeoutError
         try:
-            failure = self._failure() if self._has_spoken else None
-            if failure is not None and not isinstance(failure, exceptions.GetTimeoutError):
+            failure = None if self._actor is None else self._failure()
+            if failure is not None and not isinstance(failure, unclear):
                 # It ended while it had nothing to do: that is not this trial's doing.
                 self._discard()
             return self._follow(request, observe)

@@ -231,6 +231,8 @@ class Lanes:
             while ended is None:
                 ended = self._said.get()()
         except KeyboardInterrupt:
+            if not self._jobs:
+                raise
             lane, _ = self._jobs.popitem()
             ended = Ended(lane, INTERRUPTED)
         return ended

@@ -167,6 +167,8 @@ LINE_BYTES_MAX = 256 * 1024
 """Of a message: a hundred times what the longest takes."""
 _WORDS_MAX = 2000
 """Characters of what a message says in words."""
+_WHOLE_MAX = 2**63 - 1
+"""Bytes and steps are counted far below, and a database counts no further."""
 
 
 class UnreadableError(ValueError):
@@ -185,24 +187,32 @@ def read_line(line: bytes, adapter: TypeAdapter[M]) -> M:
         UnreadableError: it holds none.
     """
     try:
-        values = json.loads(line, parse_float=_finite, parse_constant=_finite)
-        return adapter.validate_python(_shown(values))
+        message = adapter.validate_python(_shown(json.loads(line)))
+        _refuse_unsound(message.model_dump(), "a message")
+        return message
     except RecursionError:
         why = "JSON that is nested too deeply"
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'a message'}: {first['msg']}"
     except ValueError as error:
-        why = f"no JSON: {error}"
+        why = f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
     said = visible(line[:80].decode("utf-8", errors="replace"))
     raise UnreadableError(f"'{said}{'...' if len(line) > 80 else ''}': {why}")
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"a number that is not finite ({text})")
-    return number
+def _refuse_unsound(value: Any, where: str) -> None:
+    match value:
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{where} is a number that is not finite ({value})")
+        case int() if abs(value) > _WHOLE_MAX:
+            raise ValueError(f"{where} is a number out of all bounds")
+        case dict():
+            for key, inner in value.items():
+                _refuse_unsound(inner, key)
+        case list() | tuple():
+            for inner in value:
+                _refuse_unsound(inner, where)
 
 
 def _shown(values: Any) -> Any:

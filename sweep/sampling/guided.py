@@ -339,7 +339,8 @@ class GuidedSampler(CandidateSampler):
         world, speeds = weighed.world, weighed.speeds
         left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
         row = self._first_acceptable(world, np.where(left, speeds[: len(left)], -np.inf))
-        if row is None or any(speeds[row] < FASTER * speeds[world.row(c)] for c in measured):
+        reached = [speeds[world.row(c)] for c in measured if identity(c) in world.rows]
+        if row is None or speeds[row] < FASTER * max(reached, default=0.0):
             return None
         return world.candidates[row].config
 

@@ -401,7 +401,7 @@ def drive(
         try:
             study.cards = max(len(lanes.all), len(prepared.cards))
             # Shown until the runner has ended, too.
-            with watch(study, interruption) as listener, lanes:
+            with stack.pop_all(), watch(study, interruption) as listener, lanes:
                 if len(lanes.all) > 1:
                     listener(LanesOpened(tuple(lane.name for lane in lanes.all)))
                 driver = Driver(

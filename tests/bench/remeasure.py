@@ -71,6 +71,17 @@ def _study_steps(out: Path, seconds: float) -> list[Command]:
     return [*runs, _bench("study_steps.py", out, *STUDIES)]
 
 
+def _studies(out: Path, seconds: float) -> list[Command]:
+    """A study of an H100's own preset, and one of the A10's with memory capped."""
+    del seconds
+    asked = ["--rank", "16", "--target-modules", "attention"]
+    runs = [
+        [sys.executable, "-P", "-c", _SWEEP, "run", preset, *asked, "--study", preset]
+        for preset in ("h100-80gb", "a10")
+    ]
+    return [*runs, _bench("study_steps.py", out, "h100-80gb", "a10")]
+
+
 def _reference(out: Path, seconds: float) -> list[Command]:
     del seconds
     return [_bench("reference.py", "a10", out)]
@@ -107,6 +118,7 @@ PRODUCERS: dict[str, Producer] = {
         lambda out, seconds: [_bench("several_cards.py", out, "--seconds", seconds)],
     ),
     "study_steps": Producer(DATA / "study_steps_h200.jsonl", _study_steps),
+    "studies": Producer(DATA / "studies_h100.jsonl", _studies),
 }
 
 

@@ -1,6 +1,6 @@
-"""Write down the step times of finished studies: every trial that was measured to the end.
+"""Write down step times and peaks of finished studies: every trial that was measured to the end.
 
-One JSON document per line: model, configuration, median step and its 95 % interval.
+One JSON document per line: model, configuration, median step with its 95 % interval, peaks, flags.
 ``tests/data/study_steps_*.jsonl`` are made by it, from two studies of one space:
 
     sweep run tests/bench/a10_rank16.yaml --study steps-0 --seed 0
@@ -31,6 +31,9 @@ def step_rows(snapshot: StudySnapshot) -> Iterator[dict[str, Any]]:
                 "config": record.config.model_dump(mode="json"),
                 "step_seconds": record.measurement.step_seconds,
                 "step_seconds_ci95": list(record.measurement.step_seconds_ci95),
+                "peak_allocated_bytes": record.measurement.peak_allocated_bytes,
+                "peak_reserved_bytes": record.measurement.peak_reserved_bytes,
+                "flags": list(record.measurement.flags),
             }
 
 

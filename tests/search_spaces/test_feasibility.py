@@ -146,6 +146,18 @@ def test_a_huge_space_is_decided_by_some_of_it() -> None:
     assert rules_against(**dimensions, seq_len=wide) == []
 
 
+def test_a_large_space_with_few_valid_configurations_is_not_refused() -> None:
+    few = {
+        "micro_batch_size": IntRange(low=1, high=900),
+        "effective_batch_size": IntRange(low=16, high=900),
+        "seq_len": among(512, 1024, 40_960, 65_536),
+        "compute_dtype": among("bf16", "fp8", "fp16"),
+        "attention": among("flash_attention_2", "sdpa"),
+    }
+    assert rules_against(TURING, **few) == []
+    assert rules_against(TURING, **few | {"compute_dtype": among("bf16")}) == [NEEDS_AMPERE]
+
+
 def test_of_a_space_without_end_some_configurations_are_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

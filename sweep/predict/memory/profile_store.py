@@ -293,7 +293,7 @@ class TracingChildren:
                 while waiting and len(busy) < most:
                     structure = waiting.popleft()
                     try:
-                        child = self._idle.pop() if self._idle else _Child(self._command)
+                        child = self._free_child()
                     except OSError as error:
                         reason = f"the tracing process cannot be started: {words_of(error)}"
                         yield structure, EnvironmentFault(reason)
@@ -301,7 +301,8 @@ class TracingChildren:
                     child.ask(model, structure)
                     busy[child] = structure
                 for child in _done(busy) if busy else ():
-                    structure, traced = busy.pop(child), child.traced(model.name)
+                    traced = child.traced(model.name)
+                    structure = busy.pop(child)
                     if isinstance(traced, EnvironmentFault):
                         child.end()
                     else:
@@ -311,6 +312,15 @@ class TracingChildren:
             _end(list(busy))
             if is_space and not self._outlive:
                 self.close()
+
+    def _free_child(self) -> _Child:
+        while self._idle:
+            child = self._idle.pop()
+            if not child.has_ended():
+                return child
+            # With the thread that started it, or by somebody's hand.
+            child.end()
+        return _Child(self._command)
 
     def close(self) -> None:
         """End the children. Idempotent; a later question starts new ones."""
@@ -405,6 +415,10 @@ class _Child:
         how = how if end.was_killed else f"it ended with {end}"
         fault = f"the tracing process gave no answer: {how}{last_words(self._printed)}"
         return EnvironmentFault(fault)
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._child.has_ended()
 
     def end(self) -> None:
         """End the process with all that it started."""

@@ -18,7 +18,7 @@ a symbol's prime say how often the symbol is in the product, and what is left is
 the model's code a prime is a number like any other: it compares, pads and slices as in a training.
 
 Some profiles are made of traced ones. A model part of whose layers are in 4 bits is put together
-from the profiles of one kind each: both are traced of the same layers, so that the layers of one
+out of the profiles of one kind each: both are traced of the same layers, so that the layers of one
 are put behind those of the other, and each layer of the model is told which of them stands for it.
 A base that FSDP2 shards is cut up as `sweep.training.team` and accelerate do it: each decoder
 layer is a group, so are the embedding, and the head. What is gathered is received in one tensor and

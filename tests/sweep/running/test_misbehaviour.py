@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -478,22 +477,3 @@ def test_a_compiler_that_the_kernel_killed_is_no_knob_without_effect(
     if isinstance(outcome, Crashed):
         assert outcome.cause == "host_out_of_memory"
         assert "pool broke" in outcome.detail
-
-
-def test_a_worker_that_was_started_from_a_thread_outlives_the_thread(start: Start) -> None:
-    runner = start()
-    thread = threading.Thread(target=runner.start)
-    thread.start()
-    thread.join()
-    assert runner._worker is not None
-    number = runner._worker.process.pid
-    time.sleep(0.3)
-    assert is_running(number)
-    assert ran(runner, how.FINE) == ANSWERED
-    assert runner._worker.process.pid == number
-
-
-def test_a_crash_leaves_no_dump_of_its_memory() -> None:
-    main = (Path(how.__file__).parents[3] / "sweep/running/__main__.py").read_text(encoding="utf-8")
-    assert main.index("bind_to_parent(parent") < main.index("RLIMIT_CORE")
-    assert main.index("RLIMIT_CORE") < main.index("begin(int") < main.index("bitsandbytes")
