@@ -52,6 +52,7 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
             "malformed; it reads like postgresql://user@host:port/database",
         ),
         ("postgresql://u:sec@ret:x@h:port/d", "malformed"),
+        ("postgresql://u:sec@ret@h/d", "an '@' in a password is written %40"),
         ("", "is no database URL; did you mean 'sqlite:///runs/sweep.db'"),
         ("u:secret@h/d", "storage 'u:\\*\\*\\*@h/d' is no database URL; did you mean 'postgresql:"),
         ("postgresql:u:secret@h/d", "did you mean 'postgresql://user"),

@@ -82,6 +82,11 @@ def measured_at(share: float, *, compile: bool = False) -> TrialRecord:
     )
 
 
+def test_memory_that_nothing_predicts_is_no_configuration_that_cannot_be_built() -> None:
+    forecast = a_forecaster().expect(batch(1))
+    assert (forecast.broken, forecast.memory, forecast.refusal) == (None, None, None)
+
+
 def test_what_a_rule_forbids_is_invalid_under_that_rule() -> None:
     forecaster = a_forecaster(violation=lambda _: Violation("bf16-needs-ampere", "too old"))
     assert forecaster.expect(batch(1)).refusal == Invalid(
