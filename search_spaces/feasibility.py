@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -78,7 +77,8 @@ def obstacles(
     setting = Setting(model, device, compute_capability, has_texts)
     reasons: dict[str, str] = {}
     by_all: set[str] = set(RULES)
-    tried, is_whole = 0, (space.size() or math.inf) <= TRIED_MAX
+    size, tried = space.size(), 0
+    is_whole = size is not None and size <= TRIED_MAX
     for params in space.combinations() if is_whole else _drawn(space):
         config = space.config(params)
         broken = {name: why for name, rule in RULES.items() if (why := rule(config, setting))}
@@ -95,6 +95,7 @@ def obstacles(
 def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
     """Yield some combinations of a large space."""
     drawn = random.Random(0)
+    values = {key: dimension.values() for key, dimension in space.dimensions.items()}
     for _ in range(TRIED_MAX):
         if space.columns is not None:
             parts = [drawn.choice(column) for column in space.columns]
@@ -102,8 +103,8 @@ def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
             continue
         params = {
             key: of.at(drawn.random())
-            if isinstance(of, FloatRange) and of.values() is None
-            else drawn.choice(of.values() or ())
+            if isinstance(of, FloatRange) and values[key] is None
+            else drawn.choice(values[key] or ())
             for key, of in space.dimensions.items()
         }
         if space.goes_together(params):

@@ -7,7 +7,6 @@ variables whose names say that they are secret. Every pattern takes time in prop
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -122,6 +121,13 @@ def _environment_secrets() -> Iterator[str]:
 @cache
 def _spellings() -> tuple[str, ...]:
     """Return known secrets as they are quoted in URLs, JSON, reprs, SQL and HTML, longest first."""
+    told = {secret for secret in _known if not re.fullmatch("[a-z_-]{1,15}", secret)}
+    told |= {secret for secret in _environment_secrets() if not _COMMON.fullmatch(secret)}
+    if not told:
+        return ()
+    # Imported here: most commands never know a secret.
+    import html
+
     quoted: tuple[Callable[[str], str], ...] = (
         lambda text: quote(text, safe="", errors="replace"),
         lambda text: quote(text, errors="replace"),
@@ -134,8 +140,7 @@ def _spellings() -> tuple[str, ...]:
         visible,
     )
     found = set()
-    told = {secret for secret in _known if not re.fullmatch("[a-z_-]{1,15}", secret)}
-    for secret in told | {s for s in _environment_secrets() if not _COMMON.fullmatch(s)}:
+    for secret in told:
         if len(secret) >= _SHORTEST_KNOWN:
             plain = {secret, unquote(secret)}
             found |= plain | {spelled(form) for form in plain for spelled in quoted}

@@ -378,11 +378,17 @@ class Forecast:
         return None if self.memory is None else self.memory.peak_allocated_bytes
 
     @cached_property
+    def _rule(self) -> Violation | None:
+        return self.forecaster.broken(self.config)
+
+    @cached_property
     def broken(self) -> Violation | None:
         """The rule that forbids it, or that the model cannot be built so."""
-        rule, error = self.forecaster.broken(self.config), self._all.refused.get(self._row)
-        if rule is not None or error is None or isinstance(error, Untraceable):
-            return rule
+        if self._rule is not None:
+            return self._rule
+        error = self._all.refused.get(self._row)
+        if error is None or isinstance(error, Untraceable):
+            return None
         return Violation(UNBUILDABLE, str(error))
 
     @cached_property
@@ -400,8 +406,7 @@ class Forecast:
     @cached_property
     def trial(self) -> TrialRecord | None:
         """The trial of a stored study that measured it on this GPU."""
-        is_ruled_out = self.forecaster.broken(self.config) is not None
-        return None if is_ruled_out else self.forecaster.evidence.trial(self.config)
+        return None if self._rule else self.forecaster.evidence.trial(self.config)
 
     @property
     def measured(self) -> Measurement | None:

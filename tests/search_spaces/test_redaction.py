@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -141,6 +142,40 @@ def test_a_variable_that_holds_no_secret_or_a_common_word_hides_nothing(
     learn_environment()
     assert redacted({"optimizer": f"it is {value} here"}) == {"optimizer": f"it is {value} here"}
     assert redact(f"pg://u:{value}@h") == f"pg://u:{redaction.STARS}@h" or "/" in value
+
+
+PIECES = (
+    *("postgresql://u:", "a@b", "@h/db", "password=", "'", '"', "\\", " ", "\n", "://", "token: "),
+    *("***", "Bearer ", "secret", "key", "=", ":", "hf_abcdefGH12", "x", "12", "&", "?token=", "-"),
+    *("Authorization: ", "Basic ", "%3A%2F%2F", "%3a", "%40", "-----BEGIN PRIVATE KEY-----", ","),
+)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join))
+@settings(max_examples=400, deadline=None)
+def test_what_is_redacted_stays_as_it_is(text: str) -> None:
+    assert redact(redact(text)) == redact(text)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("a://", "a://b:c ", "://u:x\n", "'a://b:", "password='", "password=\"'", "password=\\'"),
+        *("%3a%2f%2f%3a", "eyJ", "hf_a", "token=", "-----BEGIN PRIVATE KEY-----", "A", " ", "sk-"),
+        *("https://a.b:1/", "tcp://a.b:1/ ", "SECRET_", "?token=", "Basic ", '"token": "', "@"),
+        *("a@ b://c:1 ", "login a password ", "password=,", "password=''", "--token "),
+    ],
+)
+def test_time_grows_with_the_text_alone(piece: str) -> None:
+    def seconds(length: int) -> float:
+        text = (piece * length)[:length]
+        began = time.process_time()
+        redact(text)
+        redact(f"{text}@")
+        return time.process_time() - began
+
+    # Eight times the text: with its square it would be 64 times.
+    assert seconds(160_000) < 24 * max(seconds(20_000), 0.02)
 
 
 def test_texts_of_ours_are_left_as_they_are() -> None:
