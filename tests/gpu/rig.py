@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
@@ -47,7 +47,13 @@ def small_config(**knobs: Any) -> TrialConfig:
 class Rig:
     """The worker's own code in this process, where its insides can be looked at."""
 
+    _last: ClassVar[Rig | None] = None
+
     def __init__(self, budget_bytes: int, texts: TextsSettings | None = None) -> None:
+        if Rig._last is not None:
+            # Liger patches the modelling module that all bases of a process share.
+            Rig._last.worker._resident.drop()
+        Rig._last = self
         self.events: list[WorkerMessage] = []
         settings = WorkerSettings(
             device="cuda",

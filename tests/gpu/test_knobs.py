@@ -88,6 +88,10 @@ def test_every_value_of_every_knob_takes_effect_and_leaves_no_byte(
     rig: Rig, knobs: dict[str, Any]
 ) -> None:
     config = small_config(**knobs)
+    rig.settle(config)
+    if config.is_8bit_compute:
+        # The first product in 8 bits takes a workspace of 2 MiB, for good.
+        rig.measure(config)
     before = rig.settle(config)
     measurement = rig.measure(config)
     assert rig.allocated_bytes() == before
