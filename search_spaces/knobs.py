@@ -10,6 +10,7 @@ everything a rule in `rules`. Knows nothing of spaces, cards or studies.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,15 @@ SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Knobs of which more is more work in one launch, and nothing else."""
 BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
 """Knobs of which the first two together must go into the third."""
+OPTION_KEYS = (
+    "lora_rank",
+    "target_modules",
+    "micro_batch_size",
+    "seq_len",
+    "compute_dtype",
+    "quantization",
+)
+"""Settings that have an option of their own on the command line; the others are typed by --set."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
 """Knobs that decide how much an adapter can learn: speeds compare within one choice of them."""
 MICRO_BATCH_MAX = 65_536
@@ -72,8 +82,6 @@ class Knob:
     """A value in words that stand alone: ``rank 16``."""
     help: str = ""
     """Of its option on the command line; the words that it takes, where nothing else is said."""
-    aliases: tuple[str, ...] = ()
-    """Other spellings of its option, shown before the key's own."""
     typed: Callable[[Any], Any] = _same
     """What a value typed as its option means."""
     kind: Kind = str
@@ -191,7 +199,6 @@ class Knobs(BaseModel):
             label="LoRA rank",
             phrase=lambda value: f"rank {value}",
             help="Rank of the adapters.",
-            aliases=("--rank",),
             memory="grows",
             options={"trl": "lora_r", "axolotl": "lora_r", "llama-factory": "lora_rank"},
         ),
@@ -204,7 +211,6 @@ class Knobs(BaseModel):
             label="LoRA alpha",
             phrase=lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
             help="Scale of the adapters; twice the rank.",
-            aliases=("--alpha",),
             resolved=lambda config: config.alpha,
             memory="untouched",
             options=dict.fromkeys(TRAINERS, trainers.whole_alpha),
@@ -219,7 +225,6 @@ class Knobs(BaseModel):
             label="LoRA dropout",
             phrase=lambda value: f"dropout {value:g}" if value else "no dropout",
             help="Dropout of the adapters' input.",
-            aliases=("--dropout",),
             # A dropout keeps a masked copy of each adapter's input, however much it drops.
             memory="grows",
             traced=lambda value: 0.1 if value else 0.0,
@@ -253,7 +258,6 @@ class Knobs(BaseModel):
             label="micro-batch",
             phrase=lambda value: f"micro-batch {value}",
             help="Sequences in one pass of one card.",
-            aliases=("--batch-size",),
             memory="grows",
             survives_compiler=True,
             options={
@@ -549,7 +553,6 @@ class Knobs(BaseModel):
             label="learning rate",
             phrase=lambda value: f"learning rate {value:g}",
             help="Highest of the schedule; speed and memory do not depend on it.",
-            aliases=("--lr",),
             memory="untouched",
             options=dict.fromkeys(TRAINERS, "learning_rate"),
         ),
@@ -686,10 +689,14 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
     """Return values by their keys as they are typed on the command line."""
     words: list[str] = []
     for key, value in values.items():
-        option = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
+        if key in KNOBS and key not in OPTION_KEYS:
+            words += ["--set", f"{key}={_as_typed(value)}"]
         else:
-            text = ",".join(value) if isinstance(value, list | tuple) else str(value)
-            words += [f"--{option}", text]
+            words += [f"--{key.replace('_', '-')}", _as_typed(value)]
     return words
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -23,7 +23,7 @@ from storage.urls import parse_url
 _LOGS = tuple(
     f"worker{number}.log{older}" for number in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")
 )
-_OF_JOBS = ("slurm.sh", "slurm-*.log", "slurm-*.idle")
+_OF_JOBS = ("slurm.sh", "slurm.run.json", "slurm-*.log", "slurm-*.idle")
 """Of a study that a queue ran: its job's script, and what each allocation leaves."""
 FILES = (SPOOL, *OUTCOMES, REPORT, *_LOGS, *_OF_JOBS, HOST, IDENTITY)
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.

@@ -295,6 +295,7 @@ def tune(
         KeyboardInterrupt: somebody asked to stop. All that was measured is stored.
     """
     from sweep.paths import storage_url
+    from sweep.request import Where
     from sweep.study.events import StopReason
     from sweep.terminal import driving
 
@@ -308,8 +309,8 @@ def tune(
         held=settings,
         study=study,
         url=storage_url(storage),
-        cards=None if devices is None else str(devices),
-        on=on,
+        devices=None if devices is None else str(devices),
+        where=Where.parse(on),
         **({} if progress else quiet),
     )
     if reason is StopReason.INTERRUPTED:

@@ -6,10 +6,8 @@ run.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,12 @@ from sweep.terminal.console import (
     wait_lines,
 )
 from sweep.terminal.edge import guarded
-from sweep.terminal.knob_options import add_knobs, takes_knobs
-from sweep.terminal.typed import Drive, Invocation, refuse_mistyped
+from sweep.terminal.knob_options import configured
+from sweep.terminal.typed import Invocation, refuse_mistyped
 
 STEPS_WITHOUT_END = 1_000_000
 """Where a time was typed, steps do not end it sooner."""
-SLOW_TO_LOAD = frozenset(
-    ["run", "submit", "launch", "confirm", "status", "best", "report", "export", "train", "rm"]
-)
+SLOW_TO_LOAD = frozenset(["run", "confirm", "status", "best", "report", "export", "train", "rm"])
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
@@ -83,17 +79,21 @@ def front_door(version: opt.VersionOption = False) -> int:
     epilog=opt.examples(
         "sweep run a10",
         "sweep run cpu-demo --trials 3 --no-confirm",
-        "sweep run a10 --rank 64 --target-modules all-linear",
+        "sweep run a10 --rank 64 --target-modules all-linear --set compile=true",
         "sweep run a10 --data texts.jsonl",
         "sweep run wider.yaml --from a10",
-        "sweep run a10 --cards all --model mistral-7b-v0.3 --model llama-3.1-8b",
+        "sweep run a10 --devices all --model mistral-7b-v0.3 --model llama-3.1-8b",
+        "sweep run a10 --on slurm --with time=4h --with partition=gpu --dry-run",
     )
 )
-@takes_knobs
 def run(
-    context: typer.Context,
     space: opt.SpaceArgument,
+    on: opt.OnOption = None,
+    place_settings: opt.PlaceSettingsOption = None,
+    dry_run: opt.DryRunOption = False,
+    yes: opt.YesOption = False,
     gpu: opt.GpuOption = None,
+    devices: opt.DevicesOption = None,
     model: opt.ModelsOption = None,
     data: opt.DataOption = None,
     text_column: opt.TextColumnOption = None,
@@ -108,137 +108,79 @@ def run(
     seed: opt.SeedOption = None,
     sampler: opt.SamplerOption = None,
     numerics: opt.NumericsOption = None,
-    on: opt.OnOption = None,
-    cards: opt.CardsOption = None,
-    ray: opt.RayOption = None,
     carried: opt.CarriedOption = None,
     no_confirm: opt.NoConfirmOption = False,
     soak: opt.SoakOption = None,
-    host: opt.HostOption = None,
-    host_python: opt.HostPythonOption = None,
+    lora_rank: opt.RankOption = None,
+    target_modules: opt.TargetModulesOption = None,
+    micro_batch_size: opt.MicroBatchOption = None,
+    seq_len: opt.SeqLenOption = None,
+    compute_dtype: opt.ComputeDtypeOption = None,
+    quantization: opt.QuantizationOption = None,
+    settings: opt.SetOption = None,
     as_json: opt.JsonOption = False,
-    *,
-    configuration: dict[str, Any],
 ) -> int:
     """Start or resume a study. Once the search has ended its winner is confirmed.
 
-    Options of a configuration are held fixed and the rest of the space is searched.
+    Settings that are typed are fixed and the rest of the space is searched.
     """
+    from sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
+
     if no_confirm and soak is not None:
         raise InputError("--no-confirm and --soak are both given: keep one")
-    overrides = {
-        "gpu": gpu,
-        "model": model[0] if model else None,
-        "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
-        "trials": trials,
-        "time_budget_seconds": _seconds("--time-budget", time_budget),
-        "max_dollars": max_dollars,
-        "confirm": False if no_confirm else _soak(soak),
-        "seed": seed,
-        "sampler": sampler,
-        "numerics": numerics,
-    }
-    from sweep.study.asked import refuse_mistakes
-
-    refuse_mistakes(
-        space,
-        overrides=overrides,
-        models=model or (),
-        held=configuration,
-        study=study,
-        storage=storage_url(storage),
-    )
-    return _driver(context, host, host_python, models=model or ())(
-        space,
-        overrides=overrides,
-        held=configuration,
-        study=study,
-        storage=storage,
-        on=on,
-        cards=cards,
-        ray=ray,
-        carried=carried,
-        as_json=as_json,
-    )
-
-
-def _driver(
-    context: typer.Context, host: str | None, host_python: str | None, *, models: Sequence[str]
-) -> Drive:
-    """Return what a study is handed to: this process, another machine, or who asked for this."""
-    called = context.obj or Invocation(())
-    if len(models) > 1 and (host is not None or called.drive is not None):
-        raise InputError("--model: several models are for this machine's cards: elsewhere name one")
-    if host is not None:
+    where = Where.parse(on, place_settings or ())
+    if Path(space).name.endswith(REQUEST.partition(".")[2]):
+        request = RunRequest.read(space)
+    else:
+        options = {
+            "lora_rank": lora_rank,
+            "target_modules": target_modules,
+            "micro_batch_size": micro_batch_size,
+            "seq_len": seq_len,
+            "compute_dtype": compute_dtype,
+            "quantization": quantization,
+        }
+        overrides = {
+            "gpu": gpu,
+            "model": model[0] if model else None,
+            "data": _texts(data, text_column, texts_format, completions_only, tokenizer),
+            "trials": trials,
+            "time_budget_seconds": _seconds("--time-budget", time_budget),
+            "max_dollars": max_dollars,
+            "confirm": False if no_confirm else _soak(soak),
+            "seed": seed,
+            "sampler": sampler,
+            "numerics": numerics,
+        }
+        request = RunRequest(
+            space=space,
+            overrides={key: value for key, value in overrides.items() if value is not None},
+            held=configured(options, settings or ()),
+            study=study,
+            storage=storage,
+            devices=devices,
+            carried=carried,
+            as_json=as_json,
+        )
+    models = model or []
+    refuse_mistakes(request, models=models, storage=storage_url(request.storage))
+    if len(models) > 1 and where.kind != "local":
+        raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
+    if where.kind == "ssh":
         from sweep.terminal import remote
 
-        if called.drive is not None:
-            raise InputError("--host: where this runs is another's choice: leave --host out")
-        command, words = context.command, called.words
-        return partial(remote.run, host, python=host_python, command=command, words=words)
-    if host_python is not None:
-        raise InputError("--host-python is of --host, which is not given")
-    if called.drive is not None:
-        return called.drive
+        return remote.run(request, where, is_dry=dry_run)
+    if where.kind == "slurm":
+        from sweep.terminal import submitting
+
+        return submitting.submit(request, where, is_dry=dry_run)
+    if where.kind in ("modal", "skypilot"):
+        from sweep.terminal import launching
+
+        return launching.launch(request, where, is_sure=yes, is_dry=dry_run)
     from sweep.terminal import driving
 
-    if len(models) > 1:
-        command, words = context.command, called.words
-        return partial(driving.run_models, models=models, command=command, words=words)
-    return driving.run
-
-
-@app.command(
-    context_settings={"ignore_unknown_options": True},
-    epilog=opt.examples(
-        "sweep submit cpu-demo --slurm --time 4h -o job.sh",
-        "sweep submit cpu-demo --slurm --partition gpu --trials 40 -o job.sh",
-    ),
-)
-def submit(
-    words: opt.SubmittedArgument,
-    slurm: opt.SlurmOption = False,
-    partition: opt.PartitionOption = None,
-    account: opt.AccountOption = None,
-    time: opt.LimitOption = None,
-    gpus: opt.GpuCountOption = None,
-    cpus: opt.CpusOption = None,
-    mem: opt.JobMemoryOption = None,
-    sbatch_option: opt.SbatchOption = None,
-    env: opt.EnvironmentOption = None,
-    output: opt.JobFileOption = None,
-    force: opt.ForceOption = False,
-) -> int:
-    """Hand a study to a queue, as a job that goes on with itself before each time limit.
-
-    Every option of `sweep run` is taken too, and goes along.
-    """
-    from sweep.launching.slurm import Allocation
-    from sweep.terminal import submitting
-
-    if not slurm:
-        raise InputError("name the queue: --slurm")
-    return submitting.submit(
-        words,
-        command=_command_of("run"),
-        allocation=Allocation(
-            partition=partition,
-            account=account,
-            limit_seconds=_seconds("--time", time),
-            gpus=gpus,
-            cpus=cpus,
-            memory=mem,
-            options=tuple(sbatch_option or ()),
-        ),
-        environment=env,
-        output=output,
-        is_forced=force,
-    )
-
-
-def _command_of(name: str) -> Any:
-    """Return a command as typer made it."""
-    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    return driving.run(request, where, models=models, is_dry=dry_run)
 
 
 def _texts(
@@ -248,14 +190,15 @@ def _texts(
     completions_only: bool | None,
     tokenizer: str | None,
 ) -> dict[str, Any]:
-    """Return what was typed of texts, by the keys of a space's section about them."""
-    return {
+    """Return what was typed of a dataset, by the keys of a space's section about it."""
+    typed = {
         "texts": data,
         "text_column": text_column,
         "format": texts_format,
         "completions_only": completions_only,
         "tokenizer": tokenizer,
     }
+    return {key: value for key, value in typed.items() if value is not None}
 
 
 def _seconds(option: str, typed: str | None) -> float | None:
@@ -276,71 +219,15 @@ def _soak(typed: str | None) -> dict[str, float] | None:
 
 @app.command(
     epilog=opt.examples(
-        "sweep launch a10 --on modal --max-dollars 2 -o a10_on_modal.py",
-        "sweep launch a10 --on skypilot --cloud lambda -o a10.yaml -- --trials 20",
-    )
-)
-def launch(
-    space: opt.SpaceArgument,
-    on: opt.ProviderOption,
-    gpu: opt.RentedGpuOption = None,
-    cards: opt.RentedCardsOption = 1,
-    cloud: opt.CloudOption = None,
-    spot: opt.SpotOption = False,
-    max_dollars: opt.RentedDollarsOption = None,
-    prices: opt.PricesOption = None,
-    price: opt.PriceOption = None,
-    volume: opt.VolumeOption = None,
-    study: opt.StudyNameOption = None,
-    output: opt.RentedFileOption = None,
-    force: opt.ForceOption = False,
-    yes: opt.YesOption = False,
-    as_json: opt.JsonOption = False,
-    options: opt.RunWordsArgument = None,
-) -> int:
-    """Run a study on a rented card: write the job, say what it costs, start it once you agree.
-
-    Everything after -- goes to `sweep run` there. The study is kept on a volume, so that the same
-    command resumes it, and so does a spot machine that was taken away.
-    """
-    from sweep.launching.request import LaunchRequest
-    from sweep.terminal import launching
-
-    return launching.launch(
-        LaunchRequest(
-            space=space,
-            on=on,
-            gpu=gpu,
-            cards=cards,
-            cloud=cloud,
-            is_spot=spot,
-            max_dollars=max_dollars,
-            prices=prices,
-            typed_prices=tuple(price or ()),
-            volume=volume,
-            study=study,
-            output=output,
-            is_forced=force,
-            is_sure=yes,
-            as_json=as_json,
-            words=tuple(options or ()),
-        ),
-        command=_command_of("run"),
-    )
-
-
-@app.command(
-    epilog=opt.examples(
         "sweep plan a10",
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
-        "sweep plan a10 --exact --batch-size 8 --seq-len 512",
+        "sweep plan a10 --exact --micro-batch-size 8 --seq-len 512 --set checkpoint_fraction=0.5",
         "sweep plan a10 --longest",
         "sweep plan a10 --data texts.jsonl --tokenizer models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --samples 10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
     )
 )
-@takes_knobs
 def plan(
     space: opt.SpaceOrCardArgument = None,
     gpu: opt.GpusOption = None,
@@ -366,9 +253,14 @@ def plan(
     dataset_samples: opt.DatasetOption = None,
     epochs: opt.EpochsOption = None,
     details: opt.DetailsOption = False,
+    lora_rank: opt.RankOption = None,
+    target_modules: opt.TargetModulesOption = None,
+    micro_batch_size: opt.MicroBatchOption = None,
+    seq_len: opt.SeqLenOption = None,
+    compute_dtype: opt.ComputeDtypeOption = None,
+    quantization: opt.QuantizationOption = None,
+    settings: opt.SetOption = None,
     as_json: opt.JsonOption = False,
-    *,
-    configuration: dict[str, Any],
 ) -> int:
     """Predict what fits, how fast and at what cost; needs no GPU.
 
@@ -380,11 +272,19 @@ def plan(
     from sweep.predict.cost import AskedWork
     from sweep.terminal.plan import command
 
+    options = {
+        "lora_rank": lora_rank,
+        "target_modules": target_modules,
+        "micro_batch_size": micro_batch_size,
+        "seq_len": seq_len,
+        "compute_dtype": compute_dtype,
+        "quantization": quantization,
+    }
     request = PlanRequest(
         space=space,
         gpus=tuple(gpu or ()),
         model=model,
-        configuration=configuration,
+        configuration=configured(options, settings or ()),
         numerics=numerics,
         is_exact=exact,
         from_file=from_file,
@@ -755,13 +655,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     prepare_streams()
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    for command, names in ((run, ("run", "submit", "launch")), (plan, ("plan",))):
-        if "".join((typed or _being_completed())[:1]) in names:
-            from search_spaces.knobs import KNOBS
-
-            add_knobs(command, KNOBS)
     # A script that reads a list wants no news of it; who follows a study does, in a pipe too.
-    is_told = typed[:1] in (["run"], ["confirm"], ["train"], ["submit"]) or sys.stderr.isatty()
+    is_told = typed[:1] in (["run"], ["confirm"], ["train"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
     with waits_told_to(wait_lines()):
@@ -773,13 +668,6 @@ def _run(arguments: Sequence[str] | None) -> int:
                 obj=Invocation(tuple(typed[1:])),
             )
         )
-
-
-def _being_completed() -> list[str]:
-    """Return the words behind ``sweep`` that a shell asks to complete."""
-    variables = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
-    asked = next((os.environ[name] for name in variables if name in os.environ), "")
-    return asked.split()[1:]
 
 
 if __name__ == "__main__":

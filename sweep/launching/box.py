@@ -106,7 +106,7 @@ def prepared(found: Box, *, python: str | None, studies: str, say: Callable[[str
     if _needs_installing(seen, where=str(where)):
         if not seen["is_environment"]:
             raise EnvironmentFault(
-                f"--host-python: {found.python} on {where} is of no environment, and sweep is not "
+                f"--with python: {found.python} on {where} is of no environment, and sweep is not "
                 "installed for it: name the python of an environment, or leave the option out"
             )
         say(f"Installing sweep {package.version()} on {where} ...")
@@ -134,11 +134,11 @@ def _python(connection: Connection, named: str | None) -> str:
         return printed.decode().splitlines()[0]
     if named is not None:
         raise EnvironmentFault(
-            f"--host-python: {named} on {connection.address} is no Python 3.11 or newer"
+            f"--with python: {named} on {connection.address} is no Python 3.11 or newer"
         )
     raise EnvironmentFault(
         f"{connection.address}: no Python 3.11 or newer is found there: install one, or name one "
-        "with --host-python"
+        "with --with python=PATH"
     )
 
 
@@ -160,7 +160,7 @@ def _needs_installing(seen: dict[str, Any], *, where: str) -> bool:
     if there != here:
         raise EnvironmentFault(
             f"{where} has sweep {there} in {seen['executable']}, and here is {here}: install the "
-            "same there, or leave --host-python out"
+            "same there, or leave it out"
         )
     return False
 

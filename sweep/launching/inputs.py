@@ -1,21 +1,21 @@
-"""Owns which of a person's files a study reads, and by what names it finds them on a machine.
-
-Knows no provider, and copies nothing.
-"""
+"""Which of a person's files a study reads, and where it finds them on another machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from search_spaces.documents import exists, home_expanded
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.loading import preset_name
-from search_spaces.models import ModelSpec
-from search_spaces.texts import TextsChoice
-from sweep.data.files import text_files
-from sweep.launching.parcel import Input
+from search_spaces.models import load_model_spec
+from storage.identity import NAME as IDENTITY
+from storage.spool import NAME as SPOOL
+from sweep.data.files import is_on_hub, text_files
+from sweep.paths import runs_directory
+from sweep.request import RunRequest
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that hold a model's weights, in lower case."""
@@ -23,51 +23,68 @@ _TEMPLATES = "additional_chat_templates"
 """The one directory below a tokenizer's that is of it."""
 
 
-def located(
-    space: str, *, model: ModelSpec, choice: TextsChoice | None
-) -> tuple[str | Input, dict[str, Input]]:
-    """Return the space as the machine names it, and what else is a file here, by its option.
+def packed(
+    request: RunRequest, *, with_weights: bool = False
+) -> tuple[RunRequest, dict[str, Path]]:
+    """Return a request as another machine reads it, and what goes along, by its path beside it.
 
     Args:
-        space: as it was typed.
-        model: of the study.
-        choice: its texts, named from where the command runs; None without.
+        request: what was typed here.
+        with_weights: whether pretrained weights of a directory here go along.
+
+    Raises:
+        InputError: something that was typed or named is not right, or is here alone.
     """
-    named: dict[str, Input] = {}
+    name, space = request.named()
+    model, files = load_model_spec(space.model), dict[str, Path]()
+
+    def put(kind: str, path: Path) -> str:
+        # What a link is called says what its dataset is, as its ending does.
+        there = f"{kind}/{Path(os.path.abspath(path)).name}"
+        is_whole = kind == "model" and space.weights == "pretrained"
+        found = files_below(kind, path, with_weights=is_whole)
+        files.update((f"{there}{below}", file.absolute()) for below, file in found)
+        return there
+
+    overrides = dict(request.overrides)
+    changes: dict[str, Any] = {"overrides": overrides, "study": name, "storage": None}
+    if preset_name(request.space) is None:
+        changes["space"] = put("space", home_expanded(request.space))
     if model.source == "directory" and model.path is not None:
-        directory = model.path.absolute()
-        named["model"] = Input(directory, place("model", directory))
-    if choice is not None:
-        for option, name in (("data", choice.texts), ("tokenizer", choice.tokenizer)):
-            path = None if name is None else home_expanded(name)
-            if path is not None and exists(path, label=str(name)):
-                named[option] = Input(path.absolute(), place(option, path))
-    preset = preset_name(space)
-    if preset is not None:
-        return preset, named
-    file = home_expanded(space).absolute()
-    return Input(file, place("space", file)), named
+        if space.weights == "pretrained" and not with_weights:
+            raise InputError(
+                f"the weights in {space.model} do not go along: name a hub id, or log in there and "
+                "run it beside them"
+            )
+        overrides["model"] = put("model", model.path)
+    if space.data is not None:
+        data = space.data.model_dump()
+        for kind, key in (("data", "texts"), ("tokenizer", "tokenizer")):
+            path = None if data[key] is None else home_expanded(data[key])
+            if path is not None and exists(path, label=data[key]):
+                data[key] = put(kind, path)
+            elif key == "texts" and not is_on_hub(data[key]):
+                text_files(data[key])
+        overrides["data"] = data
+    if request.carried is not None:
+        changes["carried"] = _put_spool(files, request.carried)
+    return request.model_copy(update=changes), files
 
 
-def carried(
-    space: str | Input, named: Mapping[str, Input], *, are_weights_random: bool
-) -> tuple[Input, ...]:
-    """Return what goes along: of each directory what a study reads, and of weights that are random
-    none.
-    """
-    files = [] if isinstance(space, str) else [space]
-    for option, one in named.items():
-        with_weights = option == "model" and not are_weights_random
-        found = files_below(option, one.local, with_weights=with_weights)
-        files += [Input(path, f"{one.name}{below}") for below, path in found]
-    return tuple(files)
-
-
-def place(kind: str, path: Path) -> str:
-    """Return where a file or directory is there, by the name that it has here: what a link is
-    called says what its text is, as its ending does.
-    """
-    return f"{kind}/{Path(os.path.abspath(path)).name}"
+def _put_spool(files: dict[str, Path], carried: str) -> str:
+    """Let a study's spool go along, with the file that says whose it is."""
+    path = home_expanded(carried)
+    if not ("/" in carried or path.suffix == ".jsonl"):
+        path = runs_directory() / carried / SPOOL
+    if not path.is_file():
+        raise InputError(f"--from {carried}: {path}: no such file")
+    there = f"from/{path.absolute().parent.name}"
+    files.update(
+        (f"{there}/{file.name}", file.absolute())
+        for file in (path, path.with_name(IDENTITY))
+        if file.is_file()
+    )
+    return f"{there}/{path.name}"
 
 
 def files_below(kind: str, path: Path, *, with_weights: bool = False) -> Iterator[tuple[str, Path]]:

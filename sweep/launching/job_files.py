@@ -11,6 +11,7 @@ from pathlib import Path
 from search_spaces.errors import EnvironmentFault, words_of
 from sweep.launching.package import NAME as PACKAGE
 from sweep.launching.providers import PROVIDERS
+from sweep.request import REQUEST
 
 DIRECTORY = "launch"
 _WHEELS = f"{PACKAGE.replace('-', '_')}-*.whl"
@@ -32,7 +33,7 @@ def remove_jobs(study: Path) -> tuple[Path, ...]:
     directory = job_directory(study)
     if directory.is_symlink() or not directory.is_dir():
         return ()
-    patterns = (*(one.file_name for one in PROVIDERS.values()), _WHEELS)
+    patterns = (*(one.file_name for one in PROVIDERS.values()), _WHEELS, REQUEST)
     files = tuple(sorted(path for pattern in patterns for path in directory.glob(pattern)))
     try:
         for path in files:

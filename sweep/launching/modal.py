@@ -56,18 +56,11 @@ class Modal:
 
     def check(self, machine: Machine) -> None:
         """Raise an `InputError` where Modal has no such machine."""
-        if machine.cloud is not None:
-            raise InputError("--cloud is SkyPilot's: Modal runs what it is given in its own")
-        if machine.is_spot:
-            raise InputError(
-                "--spot: Modal has no spot price, and may preempt any of its containers; a study "
-                "that was preempted goes on by itself: leave --spot out"
-            )
         card_name(machine, CARDS, where=self.title)
         most = CARDS_MAX_OF.get(machine.card.name, CARDS_MAX)
         if machine.cards > most:
             raise InputError(
-                f"--cards must be at most {most}: Modal has no container with more of "
+                f"--devices must be at most {most}: Modal has no container with more of "
                 f"{machine.card.name}, got {machine.cards}"
             )
 
@@ -89,8 +82,8 @@ class Modal:
         most = NAME_MAX - len(CACHE_VOLUME)
         if typed is not None and (len(typed) > most or not re.fullmatch(r"[a-zA-Z0-9._-]+", typed)):
             raise InputError(
-                f"--volume: a volume of Modal's is named by at most {most} letters, digits, '.', "
-                f"'_' and '-', got {quote(typed)}"
+                f"--with volume: a volume of Modal's is named by at most {most} letters, digits, "
+                f"'.', '_' and '-', got {quote(typed)}"
             )
         return typed or "qlora-sweep"
 

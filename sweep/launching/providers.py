@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 
-from search_spaces.errors import EnvironmentFault, InputError, did_you_mean
+from search_spaces.errors import EnvironmentFault
 from sweep.launching.modal import Modal
 from sweep.launching.rental import Machine, Provider
 from sweep.launching.skypilot import SkyPilot
@@ -22,18 +22,6 @@ Find = Callable[[str], str | None]
 """Returns where a program is; None where it is not."""
 Ask = Callable[[Sequence[str]], tuple[int, str]]
 """Runs a command; returns its exit code and what it printed."""
-
-
-def provider_named(name: str) -> Provider:
-    """Return the provider of that name.
-
-    Raises:
-        InputError: there is none such.
-    """
-    provider = PROVIDERS.get(name.strip().lower())
-    if provider is None:
-        raise InputError(f"--on: unknown provider '{name}'{did_you_mean(name, PROVIDERS)}")
-    return provider
 
 
 def asked(command: Sequence[str]) -> tuple[int, str]:
@@ -57,7 +45,7 @@ def require(
     Raises:
         EnvironmentFault: it is not, or does not; the message says what to type.
     """
-    alone = "or write the file alone, with -o FILE"
+    alone = "or write the file alone, with --dry-run"
     if find(provider.tool) is None:
         raise EnvironmentFault(
             f"{provider.title}'s command {provider.tool} is not installed: "

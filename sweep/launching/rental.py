@@ -1,7 +1,4 @@
-"""Owns what is rented: the card, the command, the files that go along, and what it may cost.
-
-Values only. Knows no provider's spelling, and starts nothing.
-"""
+"""What is rented: the GPU, the files that go along, and what it may cost."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ from typing import Any, Protocol
 from search_spaces.errors import InputError, listed
 from search_spaces.gpus import GpuSpec
 from search_spaces.prices import Offer
-from sweep.launching.parcel import Input, Parcel
+from sweep.launching.parcel import Parcel
 from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload, bill
+from sweep.request import REQUEST
 
 HOURS_MAX = 24.0
 """Modal ends a function after a day, and no study is known to take so long."""
@@ -81,8 +79,6 @@ class Rental:
 
     study: str
     machine: Machine
-    arguments: tuple[str | Input, ...]
-    """Of `sweep`, from ``run`` on."""
     parcel: Parcel
     cost: Cost
     volume: str
@@ -90,8 +86,8 @@ class Rental:
     """Names of variables that are handed on and stand in no file."""
 
     def words(self, inputs: str) -> list[str]:
-        """Return the arguments where the files that go along lie in the directory ``inputs``."""
-        return [one if isinstance(one, str) else f"{inputs}/{one.name}" for one in self.arguments]
+        """Return what `sweep` is given where the files that go along are in ``inputs``."""
+        return ["run", f"{inputs}/{REQUEST}"]
 
 
 class Provider(Protocol):
@@ -170,8 +166,8 @@ def machine_offer(
     """
     if offers and (least := min(offer.cards for offer in offers)) > machine.cards:
         raise InputError(
-            f"--cards must be at least {least}: {offers[0].provider} rents {machine.card.name} by "
-            f"{least}, got {machine.cards}"
+            f"--devices must be at least {least}: {offers[0].provider} rents {machine.card.name} "
+            f"by {least}, got {machine.cards}"
         )
     whole = [
         offer.model_copy(

@@ -106,15 +106,15 @@ class SkyPilot:
         """Raise an `InputError` where no such machine is known."""
         cloud = machine.cloud
         if cloud is not None and cloud not in CLOUDS:
-            raise InputError(f"--cloud: unknown cloud '{cloud}'{did_you_mean(cloud, CLOUDS)}")
+            raise InputError(f"--with cloud: unknown cloud '{cloud}'{did_you_mean(cloud, CLOUDS)}")
         names = CARDS if cloud is None else CARDS_OF[cloud]
         card_name(machine, names, where=self.title if cloud is None else CLOUDS[cloud])
         if machine.is_spot and cloud in NO_SPOT:
-            raise InputError(f"--spot: {CLOUDS[cloud]} has no spot machines: leave it out")
+            raise InputError(f"--with spot: {CLOUDS[cloud]} has no spot machines: leave it out")
         if machine.is_spot and cloud == "runpod":
             raise InputError(
-                "--spot: what a pod of RunPod's leaves can be fetched from that pod alone, and "
-                "nobody can log in to a spot machine's: leave --spot out, or name another --cloud"
+                "--with spot: what a pod of RunPod's leaves can be fetched from that pod alone, "
+                "and nobody can log in to a spot machine's: leave it out, or name another cloud"
             )
 
     def offers(self, machine: Machine, offers: Sequence[Offer]) -> list[Offer]:
@@ -144,7 +144,7 @@ class SkyPilot:
             return _checked(typed, machine)
         if machine.cloud == "runpod":
             raise InputError(
-                "--volume: RunPod mounts no bucket, so name a network volume of yours; "
+                "--with volume: RunPod mounts no bucket, so name a network volume of yours; "
                 "sky volumes apply makes one"
             )
         owner = hashlib.sha256(f"{getuser()}@{socket.gethostname()}".encode()).hexdigest()[:8]
@@ -227,7 +227,7 @@ def _checked(typed: str, machine: Machine) -> str:
     else:
         pattern, what = _BUCKET, "a bucket is named by 3 to 63 of a-z, 0-9, '.', '_' and '-'"
     if not re.fullmatch(pattern, typed, re.ASCII):
-        raise InputError(f"--volume: {what}, got {quote(typed)}")
+        raise InputError(f"--with volume: {what}, got {quote(typed)}")
     return typed
 
 

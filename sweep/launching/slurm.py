@@ -1,9 +1,5 @@
-"""Owns a study as a job of a SLURM queue: the script that goes on with itself before each time
-limit, and handing it to ``sbatch``.
-
-Knows nothing of spaces or of options' spelling; what the job runs is handed in as a command that
-resumes what it did before.
-"""
+"""A study as a job of a SLURM queue: the script that requeues itself before each time limit, and
+handing it to ``sbatch``."""
 
 from __future__ import annotations
 
@@ -39,46 +35,34 @@ _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i
 class Allocation:
     """What a job asks the queue for; rejects what would not stand in one line of a script."""
 
-    partition: str | None = None
-    account: str | None = None
     limit_seconds: float | None = None
     """None for the partition's own."""
     gpus: str | None = None
     """A count, or type and count, as ``a100:2``; None for none."""
-    cpus: int | None = None
-    memory: str | None = None
     options: tuple[str, ...] = ()
-    """Further options of sbatch, as they are typed for it."""
+    """Further options of sbatch, as they are typed for it: ``partition=gpu``."""
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("--partition", self.partition),
-            ("--account", self.account),
-            ("--gpus", self.gpus),
-            ("--mem", self.memory),
-        ):
-            if value is not None and _ONE_WORD.fullmatch(value) is None:
-                raise InputError(f"{option} must be one word, got {quote(value)}")
         if self.gpus is not None and _GPUS.fullmatch(self.gpus) is None:
             raise InputError(
-                f"--gpus must be a count, or type and count as in a100:2, got {quote(self.gpus)}"
+                "--with gpus must be a count, or type and count as in a100:2, "
+                f"got {quote(self.gpus)}"
             )
-        if self.cpus is not None and self.cpus < 1:
-            raise InputError(f"--cpus must be at least 1, got {self.cpus}")
         if self.limit_seconds is not None and self.limit_seconds < LIMIT_SECONDS_MIN:
             raise InputError(
-                f"--time must be at least {LIMIT_SECONDS_MIN // 60}m, got {self.limit_seconds:g} s"
+                f"--with time must be at least {LIMIT_SECONDS_MIN // 60}m, "
+                f"got {self.limit_seconds:g} s"
             )
         for option in self.options:
             if "\n" in option or _OPTION.fullmatch(_dashed(option)) is None:
                 raise InputError(
-                    "--sbatch-option is one option of sbatch, as in constraint=a100, "
+                    "--with: a setting of slurm is an option of sbatch, as in constraint=a100, "
                     f"got {quote(option)}"
                 )
             if _CARDS.fullmatch(_dashed(option)) is not None:
                 raise InputError(
-                    f"--sbatch-option {option}: it would stand in the place of --gpus: ask for "
-                    "cards with --gpus 2 or --gpus a100:2"
+                    f"--with {option}: it would stand in the place of gpus: ask for GPUs with "
+                    "--with gpus=2 or gpus=a100:2"
                 )
 
     @property
@@ -94,18 +78,10 @@ class Allocation:
 
     def directives(self) -> Iterator[str]:
         """Yield the options that sbatch reads in a script's head."""
-        if self.partition is not None:
-            yield f"--partition={self.partition}"
-        if self.account is not None:
-            yield f"--account={self.account}"
         if self.limit_seconds is not None:
             yield f"--time={_time(self.limit_seconds)}"
         if self.gpus is not None:
             yield f"--gres=gpu:{self.gpus}"
-        if self.cpus is not None:
-            yield f"--cpus-per-task={self.cpus}"
-        if self.memory is not None:
-            yield f"--mem={self.memory}"
         # Behind the others: of an option that is given twice sbatch takes the last.
         yield from map(_dashed, self.options)
 
@@ -125,8 +101,10 @@ class Job:
     """A study as a job."""
 
     study: str
-    command: tuple[str, ...]
-    """What resumes the study, with nothing in it that depends on where it is started but
+    program: tuple[str, ...]
+    """What resumes the study, called with the file of its request."""
+    request: str
+    """What the study is, in one line, with nothing in it that depends on where it is started but
     ``directory``."""
     directory: Path
     """Where it is started; absolute."""
@@ -169,7 +147,9 @@ def job_script(job: Job, allocation: Allocation) -> str:
             f"# Study {job.study}: goes on with itself before each time limit, until it has ended.",
             *variables,
             f"files={shlex.quote(str(job.files))}",
-            f"command=({shlex.join(job.command)})",
+            'request="$files/slurm.run.json"',
+            f"printf '%s' {shlex.quote(job.request)} >\"$request\"",
+            f'command=({shlex.join(job.program)} "$request")',
             f"ask_again={max(1, warning * 2 // 5)} end={max(2, warning * 4 // 5)}  # seconds",
             f"cancelled_within={warning - _OWN_TERM_SLACK_SECONDS}  # seconds behind the warning",
             f"idle_max={IDLE_ALLOCATIONS_MAX}",
@@ -259,12 +239,12 @@ def find_sbatch() -> str:
     if sbatch is None:
         raise EnvironmentFault(
             "there is no sbatch here, so nothing was submitted: run this on a machine of the "
-            "cluster, or write the script with -o FILE and submit it there"
+            "cluster, or print the script with --dry-run and submit it there"
         )
     return sbatch
 
 
-def submit(script: Path) -> str:
+def hand_in(script: Path) -> str:
     """Hand a script to the queue and return the job's number.
 
     Raises:

@@ -55,7 +55,7 @@ class ConnectionLostError(EnvironmentFault):
 
 @dataclass(frozen=True)
 class Address:
-    """Who and where, as ``--host`` names them."""
+    """Who and where, as ``--on ssh:`` names them."""
 
     destination: str
     port: int | None
@@ -70,7 +70,7 @@ class Address:
         found = _ADDRESS.fullmatch(typed)
         port = None if found is None or found["port"] is None else int(found["port"])
         if found is None or (port is not None and not 0 < port < 65536):
-            raise InputError(f"--host: an address is written like user@box:22, got {quote(typed)}")
+            raise InputError(f"--on ssh: an address is like user@box:22, got {quote(typed)}")
         user = "" if found["user"] is None else f"{found['user']}@"
         return cls(user + (found["ip"] or found["box"]), port)
 

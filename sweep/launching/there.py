@@ -132,7 +132,7 @@ def _refuse_beneath(studies: Path) -> None:
             raise SystemExit(
                 f"study {job.parent.name} runs from {sys.prefix}, and another sweep would be "
                 "installed beneath it: wait until it has ended, or name another environment with "
-                "--host-python"
+                "--with python=PATH"
             )
 
 

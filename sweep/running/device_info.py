@@ -1,4 +1,4 @@
-"""The GPUs in this machine: what each is, who uses it, and which a study runs on (`--cards`).
+"""The GPUs in this machine: what each is, who uses it, and which a study runs on (`--devices`).
 
 NVML is asked first; what it refuses, CUDA's driver library answers. Nothing here makes a CUDA
 context: that would take memory that the trials need.
@@ -179,7 +179,7 @@ def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard
 
 
 def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
-    """Return the cards that ``--cards`` names: ``all``, how many, or which (``0,2``, or ``2,``).
+    """Return the cards that ``--devices`` names: ``all``, how many, or which (``0,2``, or ``2,``).
 
     Args:
         typed: the option's value.
@@ -193,7 +193,7 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
     wanted = _indices(typed, len(cards))
     if not cards:
         raise EnvironmentFault(
-            f"--cards {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says what is wrong"
+            f"--devices {typed}: this machine shows no NVIDIA GPU; `sweep doctor` says why"
         )
     chosen = tuple(ChosenCard(index, cards[index]) for index in wanted)
     first = chosen[0]
@@ -201,28 +201,28 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
         other = next((c for c in chosen[:at] if c.cuda_name == card.cuda_name), None)
         if other is not None:
             raise InputError(
-                f"--cards {typed}: {other.name} and {card.name} are one and the same: "
+                f"--devices {typed}: {other.name} and {card.name} are one and the same: "
                 "CUDA_VISIBLE_DEVICES names it twice"
             )
         if card.card.product != first.card.product:
             alike = [at for at, c in enumerate(cards) if c.product == first.card.product]
             raise InputError(
-                f"--cards {typed}: {first.name} is a {first.card.product} and {card.name} a "
+                f"--devices {typed}: {first.name} is a {first.card.product} and {card.name} a "
                 f"{card.card.product}, whose speeds do not compare in one study: "
-                f"choose cards of one product, as --cards {_listed(alike)} does"
+                f"choose cards of one product, as --devices {_listed(alike)} does"
             )
     busy = {c.index: words for c in chosen if (words := _in_use(c.card)) is not None}
     for index, words in busy.items():
         free = [c.index for c in chosen if c.index not in busy]
-        rest = f", or leave it out with --cards {_listed(free)}" if free else ""
+        rest = f", or leave it out with --devices {_listed(free)}" if free else ""
         raise EnvironmentFault(
-            f"--cards {typed}: card {index} is in use: {words}: wait until it is free{rest}"
+            f"--devices {typed}: card {index} is in use: {words}: wait until it is free{rest}"
         )
     return chosen
 
 
 def check_spelling(typed: str) -> None:
-    """Raise `InputError` where ``--cards`` names none, whatever cards a machine has."""
+    """Raise `InputError` where ``--devices`` names none, whatever cards a machine has."""
     _indices(typed, 0)
 
 
@@ -230,22 +230,22 @@ def _indices(typed: str, count: int) -> list[int]:
     if typed == ALL:
         return list(range(count))
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*,?", typed):
-        raise InputError(f"--cards {typed}: name all, how many (2), or which of them (0,2)")
+        raise InputError(f"--devices {typed}: name all, how many (2), or which of them (0,2)")
     there_are = f"{count} cards, 0 to {count - 1}" if count != 1 else "one card, 0"
     named = [int(index) for index in typed.split(",") if index]
     if "," not in typed:
         if named == [0]:
-            raise InputError("--cards 0: a study needs a card; card 0 alone is --cards 0,")
+            raise InputError("--devices 0: a study needs a card; card 0 alone is --devices 0,")
         if named[0] > count > 0:
-            raise InputError(f"--cards {typed}: this machine has {there_are}")
+            raise InputError(f"--devices {typed}: this machine has {there_are}")
         return list(range(min(named[0], count)))
     index, times = Counter(named).most_common(1)[0]
     if times > 1:
-        raise InputError(f"--cards {typed}: card {index} is named twice")
+        raise InputError(f"--devices {typed}: card {index} is named twice")
     missing = [index for index in named if index >= count > 0]
     if missing:
         raise InputError(
-            f"--cards {typed}: there is no card {missing[0]}; this machine has {there_are}"
+            f"--devices {typed}: there is no card {missing[0]}; this machine has {there_are}"
         )
     return named if count else []
 

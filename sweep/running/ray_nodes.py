@@ -69,7 +69,7 @@ def checked_address(address: str) -> str:
     Raises:
         InputError: it is neither.
     """
-    label = f"--ray {quote(address)}"
+    label = f"--on ray:{quote(address)}"
     if address == AUTO:
         # Ray's own variable for what 'auto' is; empty is unset.
         address = os.environ.get("RAY_ADDRESS") or AUTO
@@ -79,7 +79,7 @@ def checked_address(address: str) -> str:
     if "://" in address:
         raise InputError(
             f"{label} is the address of a Ray client's server, and sweep drives a cluster from one "
-            f"of its machines: run it there, with --ray auto or HOST:{DEFAULT_PORT}"
+            f"of its machines: run it there, with --on ray:auto or HOST:{DEFAULT_PORT}"
         )
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 65536:
@@ -110,7 +110,7 @@ def joined(address: str, *, seconds: float = _JOIN_SECONDS) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise EnvironmentFault(
-            f"--ray needs Ray, which is not installed here: {install_extra('ray')}"
+            f"--on ray: needs Ray, which is not installed here: {install_extra('ray')}"
         ) from error
     _rehearse(address, seconds)
     # Whatever it is told, Ray prints that a node is lost on stdout, where results go; no public
@@ -171,7 +171,7 @@ def _join(ray: Any, address: str) -> None:
 
 
 def _no_answer(address: str, words: str) -> EnvironmentFault:
-    where = "on this machine (--ray auto)" if address == AUTO else f"at {address}"
+    where = "on this machine (--on ray:auto)" if address == AUTO else f"at {address}"
     lines = shown(words).strip().splitlines()
     reason = " ".join(line.strip() for line in lines[-6:]) or "nothing"
     return EnvironmentFault(

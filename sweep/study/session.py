@@ -43,6 +43,7 @@ from sweep.predict.memory.predictor import (
     one_of_each_kind,
 )
 from sweep.predict.on_texts import ShapesOnTexts
+from sweep.request import checked_name, default_study_name, held_in, overridden, with_confirm
 from sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
 from sweep.running.ray_nodes import Cluster
 from sweep.running.runner import Lane, Lanes, Runner
@@ -50,7 +51,6 @@ from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
-from sweep.study.asked import checked_name, default_study_name, held_in, overridden, with_confirm
 from sweep.study.carrying import refuse_incomparable, take_over
 from sweep.study.driver import Driver, eval_seq_len
 from sweep.study.events import (

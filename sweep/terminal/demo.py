@@ -21,6 +21,7 @@ from storage.objectives import measured_of
 from storage.ranking import rank_study
 from storage.surfaces import Surface, read_surface
 from sweep.paths import report_path, storage_url
+from sweep.request import Where
 from sweep.sampling.encoding import identity
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import StopReason
@@ -58,7 +59,8 @@ def _study(
     """Run a study and write its report; None where somebody asked to stop."""
     url = storage_url(None)
     asked = {"confirm": None}
-    _, reason = driving.tune(space, url=url, on=on, overrides=asked, held=held, study=name)
+    where = Where.parse(on)
+    _, reason = driving.tune(space, url=url, where=where, overrides=asked, held=held, study=name)
     return None if reason is StopReason.INTERRUPTED else driving.reported(name, url=url)[0]
 
 

@@ -36,6 +36,7 @@ from sweep.paths import (
     runs_directory,
     storage_url,
 )
+from sweep.request import RunRequest, Where
 from sweep.running.device_info import read_card, teams_of
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
@@ -69,48 +70,57 @@ _REASONS = {
 }
 
 
-def run(space: str, *, storage: str | None, as_json: bool, **typed: Any) -> int:
-    """Start or resume a study as `tune` does; write its report; print the winner, or the document
-    of `best`."""
-    prepared, reason = tune(space, url=_driven_url(storage), **typed)
-    return _conclude(prepared, reason, storage=storage, as_json=as_json)
+def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry: bool) -> int:
+    """Start or resume a study, or one for each of several models; write its report; print the
+    winner, or the document of `best`."""
+    if is_dry:
+        return _say_what_would_run(request, where, models=models)
+    if len(models) > 1:
+        return _run_models(request, where, models=models)
+    prepared, reason = tune(
+        request.space,
+        url=_driven_url(request.storage),
+        where=where,
+        devices=request.devices,
+        overrides=request.overrides,
+        held=request.held,
+        study=request.study,
+        carried=request.carried,
+    )
+    return _conclude(prepared, reason, storage=request.storage, as_json=request.as_json)
+
+
+def _say_what_would_run(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
+    for model in models or (None,):
+        overrides = {**request.overrides, **({} if model is None else {"model": model})}
+        name, space = request.model_copy(update={"overrides": overrides}).named()
+        say(
+            f"Would start or resume study {name} on {where}: space {space.name}, "
+            f"model {space.model}, gpu {space.gpu}, at most {units.plural(space.trials, 'trial')}."
+        )
+    return DONE
 
 
 def _warn(text: str) -> None:
     note(f"warning: {text}")
 
 
-def run_models(
-    space: str,
-    *,
-    models: Sequence[str],
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    storage: str | None,
-    on: str | None,
-    cards: str | None,
-    ray: str | None,
-    carried: str | None,
-    as_json: bool,
-    command: Any,
-    words: Sequence[str],
-) -> int:
-    """Start or resume a study for each of several models, on as many cards as were typed."""
+def _run_models(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
+    """Start or resume a study for each of several models, on as many GPUs as were typed."""
     from sweep.terminal import many_models
 
-    if carried is not None:
+    if request.carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
-    if ray is not None or on not in (None, "local"):
+    if where.kind != "local":
         raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
-    url, chosen = _driven_url(storage), OnCards(cards)
+    url, chosen = _driven_url(request.storage), OnCards(request.devices)
     planned = many_models.plan_studies(
         models,
-        study=study,
+        study=request.study,
         prepare=lambda model, name: _prepared(
-            space,
-            overrides={**overrides, "model": model},
-            held=held,
+            request.space,
+            overrides={**request.overrides, "model": model},
+            held=request.held,
             study=name,
             url=url,
             where=chosen,
@@ -118,10 +128,8 @@ def run_models(
     )
     size = max(each.prepared.cards_per_trial for each in planned)
     teams = teams_of(chosen.cards, size=size)
-    cards_of: list[str | None] = [",".join(str(c.index) for c in team) + "," for team in teams]
-    return many_models.run(
-        planned, places=cards_of or [None], command=command, words=words, as_json=as_json
-    )
+    devices: list[str | None] = [",".join(str(c.index) for c in team) + "," for team in teams]
+    return many_models.run(planned, request=request, places=devices or [None])
 
 
 def _prepared(
@@ -293,9 +301,8 @@ def tune(
     space: str,
     *,
     url: str,
-    on: str | None = None,
-    cards: str | None = None,
-    ray: str | None = None,
+    where: Where,
+    devices: str | None = None,
     overrides: Mapping[str, Any],
     carried: str | None = None,
     watch: Watch = _watch,
@@ -308,7 +315,7 @@ def tune(
     Args:
         space, overrides: as for `prepare`.
         url: of the database.
-        on, cards, ray: where trials run, as for `places`.
+        where, devices: where trials run, as for `places`.
         carried: a study, or the spool of one, whose trials are taken over.
         watch: shows the study while it runs.
         tell: is told what the dataset made of the space.
@@ -317,9 +324,8 @@ def tune(
 
     Raises what `prepare` and `drive` raise.
     """
-    asked = {"on": on, "cards": cards, "ray": ray}
-    with places(**asked, space=space, overrides=overrides, warn=warn) as where:
-        prepared = _prepared(space, url=url, where=where, overrides=overrides, **typed)
+    with places(where, devices=devices, space=space, overrides=overrides, warn=warn) as place:
+        prepared = _prepared(space, url=url, where=place, overrides=overrides, **typed)
         for line in prepared.notes:
             tell(line)
         reason = drive(
@@ -328,6 +334,6 @@ def tune(
             watch=watch,
             warn=warn,
             carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
-            new_runner=where.new_runner,
+            new_runner=place.new_runner,
         )
     return prepared, reason

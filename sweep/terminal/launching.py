@@ -1,7 +1,4 @@
-"""Owns `sweep launch` on the terminal: what it will cost, the question, the file, the start.
-
-Knows no provider's spelling.
-"""
+"""`sweep run --on modal|skypilot`: what it will cost, the question, the file, the start."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,19 +14,18 @@ from typing import Any
 
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.loading import load_space
+from search_spaces.gpus import find_gpu
 from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.space import SearchSpace
 from storage.files import make_directory
 from storage.files import replace as put
-from storage.outputs import checked_output, write_output
 from sweep.data.texts import prepare_texts
 from sweep.launching.costing import foreseen
-from sweep.launching.inputs import carried, located
+from sweep.launching.inputs import packed
 from sweep.launching.job_files import job_directory
 from sweep.launching.ledger import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
-from sweep.launching.providers import provider_named, require
+from sweep.launching.providers import PROVIDERS, require
 from sweep.launching.rental import (
     Cost,
     Machine,
@@ -39,34 +35,27 @@ from sweep.launching.rental import (
     machine_offer,
     shared,
 )
-from sweep.launching.request import (
-    LaunchRequest,
-    RunOptions,
-    asked_machine,
-    plan_request,
-    refuse_options,
-    refuse_what_cannot_be,
-)
 from sweep.paths import cache_directory, runs_directory
-from sweep.planning.question import Predictor, Question, resolve_request
+from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
 from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.forecast import Progress
 from sweep.predict.memory.profile_store import TracingChildren
-from sweep.study.asked import named
+from sweep.request import REQUEST, RunRequest, Where
+from sweep.terminal.commands import DONE
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
 from sweep.terminal.plan.command import tracing
-from sweep.terminal.typed import call, respelled
 from sweep.terminal.working import working
 
-DONE = 0
 TOKEN = "HF_TOKEN"
 
 
 def launch(
-    request: LaunchRequest,
+    request: RunRequest,
+    where: Where,
     *,
-    command: Any,
+    is_sure: bool,
+    is_dry: bool,
     predictor: Predictor | None = None,
     ready: Callable[[Provider, Machine], None] = require,
     start: Callable[[Sequence[str]], int] | None = None,
@@ -76,7 +65,9 @@ def launch(
 
     Args:
         request: what was typed.
-        command: `sweep run`, which reads the words for it.
+        where: the provider, and what is asked of it.
+        is_sure: whether it is started without a question.
+        is_dry: whether the job is written alone.
         predictor: makes what predicts memory; by default it traces the model's own code.
         ready: checks that a provider's tool and login are there.
         start: runs the provider's command to its end; returns its exit code.
@@ -85,90 +76,80 @@ def launch(
     Raises:
         InputError: something that was typed or named is not right, or no price is known.
         EnvironmentFault: the provider's tool or login is not there, or it did not start.
-        NothingFits: nothing of the space is predicted to fit the card.
+        NothingFits: nothing of the space is predicted to fit the GPU.
     """
-    refuse_what_cannot_be(request)
-    job = partial(
-        _launch,
-        request=request,
-        command=command,
-        predictor=predictor,
-        ready=ready,
-        start=start or _run(as_json=request.as_json),
-        pack=pack,
-    )
-    return call(command, [request.space, *request.words], drive=job)
-
-
-def _launch(
-    space_name: str,
-    *,
-    request: LaunchRequest,
-    command: Any,
-    predictor: Predictor | None,
-    ready: Callable[[Provider, Machine], None],
-    start: Callable[[Sequence[str]], int],
-    pack: Callable[[Path], Path],
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    **others: Any,
-) -> int:
-    """Do it once the run's own options are read."""
-    run = RunOptions(overrides, held, others)
-    refuse_options(run)
-    provider = provider_named(request.on)
-    output = checked_output(
-        request.output,
-        what=f"a job for {provider.title}",
-        endings=(Path(provider.file_name).suffix,),
-        is_forced=request.is_forced,
-    )
-    is_file = output is not None and (output.is_file() or not output.exists())
-    if request.output is not None and not is_file:
-        raise InputError("--output: the job needs the package's wheel beside it: name a file")
-    machine = asked_machine(request, load_space(space_name))
+    for typed, option in ((request.storage, "--storage"), (request.carried, "--from")):
+        if typed is not None:
+            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    provider = PROVIDERS[where.kind]
+    study, space = request.named()
+    machine = asked_machine(request, where, space)
     provider.check(machine)
-    changed = {
-        **run.overrides,
-        "gpu": None if request.gpu is None else machine.card.name,
-        "max_dollars": request.max_dollars,
+    # As it is read there.
+    changes = {
+        "study": study,
+        "overrides": {**request.overrides, "gpu": machine.card.name},
+        "devices": None if machine.cards == 1 else "all",
     }
-    # As `sweep run` would read them there.
-    study, typed = named(request.space, overrides=changed, held=run.held, study=request.study)
-    volume = provider.volume(machine, request.volume)
-    is_started = request.output is None and (request.is_sure or sys.stdin.isatty())
+    request = request.model_copy(update=changes)
+    _, space = request.named()
+    volume = provider.volume(machine, where.settings.get("volume"))
+    is_started = not is_dry and (is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
             ready(provider, machine)
     question, cost = _question_and_cost(
-        request, run, machine, provider, typed=typed, predictor=predictor
+        request, where, machine, provider, typed=space, predictor=predictor
     )
-    file = output or job_directory(runs_directory() / study) / provider.file_name
-    parcel = _parcel(request, question, directory=file.parent, pack=pack)
-    arguments = _arguments(request, machine, question, command=command, study=study)
+    file = job_directory(runs_directory() / study) / provider.file_name
+    parcel = _parcel(request, directory=file.parent, pack=pack)
     rental = Rental(
         study=study,
         machine=machine,
-        arguments=arguments,
         parcel=parcel,
         cost=cost,
         volume=volume,
         secrets=(TOKEN,) if question.model.source == "hub" and os.environ.get(TOKEN) else (),
     )
-    _write(file, provider.text(rental).encode(), is_chosen=output is not None)
+    _write(file, provider.text(rental).encode())
     words = provider.start(rental, file)
     note(folded(cost_words(cost, machine), width_of(sys.stderr), indent=2))
-    if is_started and not request.is_sure:
+    if is_started and not is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
     if is_started:
-        _start(words, provider, rental, start)
+        _start(words, provider, rental, start or _run(as_json=request.as_json))
     _tell(request, provider, rental, file=file, command=words, is_started=is_started)
     return DONE
 
 
+def asked_machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
+    """Return the machine that is asked for; with the space's own GPU where none was typed.
+
+    Raises:
+        InputError: neither names a GPU of the catalogue, or a setting is none.
+    """
+    typed = request.overrides.get("gpu")
+    if typed in ("auto", "cpu"):
+        raise InputError(f"--gpu {typed} is no GPU to rent: name one (`sweep gpus`)")
+    if space.gpu in ("auto", "cpu"):
+        raise InputError(
+            f"space '{space.name}' is for gpu {space.gpu}: name the GPU to rent with --gpu "
+            "(`sweep gpus`)"
+        )
+    devices = request.devices or "1"
+    if not (devices.isascii() and devices.isdecimal() and int(devices) >= 1):
+        raise InputError(f"--devices must be how many GPUs to rent, at least 1, got {devices}")
+    spot = where.settings.get("spot", "false")
+    if spot not in ("true", "false"):
+        raise InputError(f"--with spot must be true or false, got {spot}")
+    cloud = where.settings.get("cloud")
+    cloud = None if cloud is None else cloud.strip().lower()
+    return Machine(find_gpu(space.gpu), int(devices), cloud, spot == "true")
+
+
 def _question_and_cost(
-    request: LaunchRequest,
-    run: RunOptions,
+    request: RunRequest,
+    where: Where,
     machine: Machine,
     provider: Provider,
     *,
@@ -176,8 +157,18 @@ def _question_and_cost(
     predictor: Predictor | None,
 ) -> tuple[Question, Cost]:
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+        price, prices = where.settings.get("price"), where.settings.get("prices")
+        asked = PlanRequest(
+            space=request.space,
+            gpus=(machine.card.name,),
+            model=request.overrides.get("model"),
+            data=request.overrides.get("data") or {},
+            configuration=request.held,
+            prices=None if prices is None else Path(prices),
+            typed_prices=() if price is None else (f"{machine.card.name}={price}",),
+        )
         question = resolve_request(
-            plan_request(request, run, machine),
+            asked,
             predictor=predictor or tracing(children),
             card=lambda: None,
             read_study=_no_study,
@@ -227,61 +218,27 @@ def _no_price(machine: Machine, provider: Provider) -> str:
     where = provider.title if machine.cloud is None else f"{machine.cloud} with {provider.title}"
     return (
         f"no price is known of {kind} on {where}: give the dollars of an hour, "
-        f"{PRICE_OPTION} {machine.card.name}=0.75 say, or a file with --prices"
+        "--with price=0.75 say, or a file, --with prices=FILE"
     )
 
 
-def _arguments(
-    request: LaunchRequest,
-    machine: Machine,
-    question: Question,
-    *,
-    command: Any,
-    study: str,
-) -> tuple[str | Input, ...]:
-    """Return what `sweep` is given there; what is a file here is named as it is called there."""
-    space, files = _located(request, question)
-    words = [request.space, *request.words]
-    dollars = request.max_dollars
-    return (
-        *("run", space, "--gpu", machine.card.name, "--study", study),
-        *(() if dollars is None else ("--max-dollars", f"{dollars:g}")),
-        *(() if machine.cards == 1 else ("--cards", "all")),
-        *respelled(command, words, without={"space", *files}),
-        *(word for option, one in files.items() for word in (f"--{option}", one)),
-    )
-
-
-def _located(request: LaunchRequest, question: Question) -> tuple[str | Input, dict[str, Input]]:
-    choice = None if question.space is None else question.space.data
-    return located(request.space, model=question.model, choice=choice)
-
-
-def _parcel(
-    request: LaunchRequest,
-    question: Question,
-    *,
-    directory: Path,
-    pack: Callable[[Path], Path],
-) -> Parcel:
-    space, files = _located(request, question)
-    is_random = question.space is None or question.space.weights == "random"
-    inputs = carried(space, files, are_weights_random=is_random)
+def _parcel(request: RunRequest, *, directory: Path, pack: Callable[[Path], Path]) -> Parcel:
+    """Return what goes along: the package, the request, and the files that it names."""
+    sent, files = packed(request, with_weights=True)
+    own = directory / REQUEST
     try:
-        if request.output is None:
-            make_directory(directory)
+        make_directory(directory)
     except OSError as error:
         raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
+    _write(own, sent.model_dump_json().encode())
+    inputs = tuple(Input(path, name) for name, path in {REQUEST: own.absolute(), **files}.items())
     with working("building the package"):
         return Parcel(python_version(), requirements(), pack(directory), inputs)
 
 
-def _write(file: Path, job: bytes, *, is_chosen: bool) -> None:
-    if is_chosen:
-        write_output(file, job)
-        return
+def _write(file: Path, content: bytes) -> None:
     try:
-        put(file, job)
+        put(file, content)
     except OSError as error:
         raise EnvironmentFault(f"cannot write {file}: {error.strerror}") from error
 
@@ -316,7 +273,7 @@ def _start(
 
 
 def _tell(
-    request: LaunchRequest,
+    request: RunRequest,
     provider: Provider,
     rental: Rental,
     *,

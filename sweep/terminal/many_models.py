@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 from reports import units
@@ -28,6 +29,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from storage.names import check_name
+from sweep.request import REQUEST, RunRequest
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.study.session import Prepared
@@ -35,7 +37,6 @@ from sweep.study.targets import least_weight_bytes
 from sweep.terminal.board import search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import note, say, say_json, table, width_of
-from sweep.terminal.typed import respelled
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
 _BOUND = (
@@ -46,8 +47,6 @@ _BOUND = (
 _TURN_SECONDS = 0.2
 _END_SECONDS = 30.0
 """That drivers get to stop in which nobody waits for any more."""
-OWN = ("model", "cards", "study", "as_json")
-"""Parameters of a run that each study has its own value of."""
 _WORST_FIRST = (INTERRUPTED, EnvironmentFault.exit_code, InputError.exit_code, NOTHING_FITS)
 
 
@@ -118,33 +117,28 @@ def plan_studies(
 def run(
     planned: Sequence[Planned],
     *,
+    request: RunRequest,
     places: Sequence[str | None],
-    command: Any,
-    words: Sequence[str],
-    as_json: bool,
     program: Sequence[str] = PROGRAM,
 ) -> int:
     """Drive every study, and print what came of them; return the worst of their exit codes.
 
     Args:
         planned: the studies, in the order in which they begin.
-        places: what `--cards` says of the card of each study that runs at a time; None for the one
-            that is there.
-        command: the `sweep run` that was typed.
-        words: behind its name.
-        as_json: a document a line on stdout, as each study ends.
+        request: what was typed; with ``as_json`` a document a line is printed as each study ends.
+        places: what `--devices` says of the GPU of each study that runs at a time; None for the
+            one that is there.
         program: what drives one study.
     """
-    shared = respelled(command, words, without=OWN)
-    fleet = _Fleet([*program, "run", *shared], deque(planned), list(places))
+    fleet = _Fleet([*program, "run"], request, deque(planned), list(places))
     interruption = Interruption()
     ended = []
     with interruption.handling_signals(), closing(fleet):
         for end in fleet.ends(interruption.is_requested):
             ended.append(end)
-            if as_json and end.document is not None:
+            if request.as_json and end.document is not None:
                 say_json(end.document)
-    if not as_json:
+    if not request.as_json:
         say(_summary(ended))
     if interruption.is_requested():
         note("Interrupted; the same command goes on where this one stopped.")
@@ -166,9 +160,14 @@ class _Fleet:
     """The drivers of some studies, one on each place at a time."""
 
     def __init__(
-        self, command: list[str], waiting: deque[Planned], places: list[str | None]
+        self,
+        command: list[str],
+        request: RunRequest,
+        waiting: deque[Planned],
+        places: list[str | None],
     ) -> None:
         self._command = command
+        self._request = request
         self._waiting = waiting
         self._idle = places
         self._running: dict[str, _Driver] = {}
@@ -235,12 +234,20 @@ class _Fleet:
             driver.process.kill()
 
     def _begin(self, planned: Planned, place: str | None) -> None:
-        own = [f"--model={planned.model}", f"--study={planned.study}", "--json"]
-        own += [] if place is None else [f"--cards={place}"]
+        changes = {
+            "overrides": {**self._request.overrides, "model": planned.model},
+            "study": planned.study,
+            "devices": place,
+            "as_json": True,
+        }
+        # Read where it is, as what it names is named from there, and by nobody else: it may hold
+        # a password.
+        own = Path(tempfile.mkdtemp(prefix="sweep-run-")) / REQUEST
+        own.write_text(self._request.model_copy(update=changes).model_dump_json(), encoding="utf-8")
         # Not a pipe, which a long document would fill while the other is read.
         answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads it
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOUND, str(os.getpid()), *self._command, *own],
+            [sys.executable, "-P", "-c", _BOUND, str(os.getpid()), *self._command, str(own)],
             stdin=subprocess.DEVNULL,
             stdout=answer,
             stderr=subprocess.PIPE,
@@ -254,6 +261,7 @@ class _Fleet:
             try:
                 document = _heard(process, answer, study=planned.study)
             finally:
+                shutil.rmtree(own.parent, ignore_errors=True)
                 self._said.put(Ended(planned, place, _code(process.wait()), document))
 
         threading.Thread(target=follow, daemon=True).start()

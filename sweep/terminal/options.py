@@ -145,6 +145,58 @@ WasteBatchOption = Annotated[
     typer.Option("--batch-size", help="Rows of the micro-batches that waste is said for; 4."),
 ]
 
+# Of a configuration
+
+RankOption = Annotated[
+    int | None,
+    typer.Option(
+        "--rank", "--lora-rank", help="Rank of the adapters.", callback=reads("lora_rank")
+    ),
+]
+TargetModulesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target-modules",
+        help="qv, attention, all-linear, or names with commas.",
+        callback=reads("target_modules"),
+    ),
+]
+MicroBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--micro-batch-size",
+        "--batch-size",
+        help="Sequences in one pass of one GPU.",
+        callback=reads("micro_batch_size"),
+    ),
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option("--seq-len", help="Tokens in a sequence.", callback=reads("seq_len")),
+]
+ComputeDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-dtype",
+        help="bf16, fp16, fp32, fp8 or int8.",
+        callback=reads("compute_dtype"),
+    ),
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization", help="nf4, fp4, fp8, int8 or none.", callback=reads("quantization")
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any setting of a configuration, compile=true say; repeatable (docs/knobs.md).",
+    ),
+]
+
 # Of a study that is started or resumed
 
 GpuOption = Annotated[
@@ -172,12 +224,9 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, wei
 SamplerOption = Annotated[
     str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
 ]
-CardsOption = Annotated[
+DevicesOption = Annotated[
     str | None,
-    typer.Option(
-        "--cards",
-        help="Trials at a time on cards of this machine: all, how many (2), or which (0,2); 1.",
-    ),
+    typer.Option("--devices", help="GPUs to run trials on: all, how many (2), or which (0,2); 1."),
 ]
 NumericsOption = Annotated[
     str | None,
@@ -187,17 +236,21 @@ OnOption = Annotated[
     str | None,
     typer.Option(
         "--on",
-        metavar="local|ray:ADDRESS|recorded:SURFACE",
-        help="Where trials run; those of a recorded surface answer as they did.",
+        metavar="PLACE",
+        help="Where it runs: local, ray:ADDRESS, ssh:USER@HOST, slurm, modal, skypilot, or "
+        "recorded:SURFACE, whose trials answer as they did.",
     ),
 ]
-RayOption = Annotated[
-    str | None,
+PlaceSettingsOption = Annotated[
+    list[str] | None,
     typer.Option(
-        "--ray",
-        metavar="auto|HOST:PORT",
-        help="Trials at a time on every card of a Ray cluster's machines.",
+        "--with",
+        metavar="KEY=VALUE",
+        help="A setting of that place, time=4h of slurm say; repeatable (docs/guide/machines.md).",
     ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would run or be submitted, and start nothing.")
 ]
 CarriedOption = Annotated[
     str | None,
@@ -214,110 +267,6 @@ NoConfirmOption = Annotated[
 ]
 SoakOption = Annotated[
     str | None, typer.Option("--soak", help="Train the winner for 10m in one go; 15s by default.")
-]
-
-HostOption = Annotated[
-    str | None,
-    typer.Option(
-        "--host",
-        metavar="USER@BOX[:PORT]",
-        help="Run there, over ssh; the study is fetched.",
-    ),
-]
-HostPythonOption = Annotated[
-    str | None,
-    typer.Option(
-        "--host-python",
-        help="Python of an environment there; one of sweep's own by default.",
-    ),
-]
-
-# Of a queue's job
-
-SubmittedArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SPACE [OPTIONS OF sweep run]",
-        help="A preset or a YAML file, and how to run it.",
-        autocompletion=completion.presets,
-    ),
-]
-SlurmOption = Annotated[bool, typer.Option("--slurm", help="To SLURM, by sbatch.")]
-PartitionOption = Annotated[
-    str | None, typer.Option("--partition", help="Of the cluster; its own default.")
-]
-AccountOption = Annotated[str | None, typer.Option("--account", help="That the time is booked on.")]
-LimitOption = Annotated[
-    str | None,
-    typer.Option("--time", help="Limit of one allocation, 4h; the partition's by default."),
-]
-GpuCountOption = Annotated[
-    str | None,
-    typer.Option("--gpus", help="Cards, 2 or a100:2; 1, and none for a space on the CPU."),
-]
-CpusOption = Annotated[int | None, typer.Option("--cpus", help="Processor cores.")]
-JobMemoryOption = Annotated[str | None, typer.Option("--mem", help="Memory of the host, 64G.")]
-SbatchOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sbatch-option", help="Another option of sbatch, constraint=a100; may be repeated."
-    ),
-]
-EnvironmentOption = Annotated[
-    str | None,
-    typer.Option("--env", help="Environment to run in; the one that this is."),
-]
-JobFileOption = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        help="Only write the script, to a file; - is stdout.",
-    ),
-]
-
-# Of a study on a rented machine
-
-ProviderOption = Annotated[
-    str, typer.Option("--on", metavar="PROVIDER", help="Who rents it out: modal or skypilot.")
-]
-RentedGpuOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu", help="Card to rent; the space's by default.", autocompletion=completion.gpus
-    ),
-]
-RentedCardsOption = Annotated[int, typer.Option("--cards", help="Cards of the machine.")]
-CloudOption = Annotated[
-    str | None,
-    typer.Option("--cloud", help="aws, gcp, lambda or runpod; SkyPilot's own choice by default."),
-]
-SpotOption = Annotated[
-    bool, typer.Option("--spot", help="A cheaper machine, which may be taken away and is replaced.")
-]
-RentedDollarsOption = Annotated[
-    float | None,
-    typer.Option(
-        "--max-dollars", help="What it may cost in all; twice its predicted time by default."
-    ),
-]
-VolumeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--volume", help="Where studies are kept; a volume or bucket of yours by default."
-    ),
-]
-RentedFileOption = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        help="Only write the job, to this file, with the package's wheel beside it.",
-    ),
-]
-RunWordsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[-- OPTIONS]", help="Options of `sweep run`.", show_default=False),
 ]
 
 # Of a plan

@@ -1,5 +1,5 @@
-"""Where a run's trials run, as it was typed: on GPUs of this machine (`--cards`), on those of a Ray
-cluster (`--ray`), or nowhere, where they were recorded (`--on recorded:SURFACE`)."""
+"""Where the trials of a study run that this process drives: on GPUs of this machine, on those of a
+Ray cluster, or nowhere, where they were recorded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from search_spaces.errors import InputError, quote
 from search_spaces.loading import load_space
 from search_spaces.space import SearchSpace
 from storage.surfaces import Surface, read_surface
+from sweep.request import Where
 from sweep.running.device_info import (
     Card,
     ChosenCard,
@@ -53,47 +54,41 @@ class Places(Protocol):
 
 
 def places(
+    where: Where,
     *,
-    on: str | None = None,
-    cards: str | None,
-    ray: str | None,
+    devices: str | None,
     space: str,
     overrides: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> Places:
-    """Return where a run of a space is to run.
+    """Return where a run of a space is to run that this process drives.
 
     Args:
-        on: ``local``, ``ray:ADDRESS`` or ``recorded:SURFACE``, as typed.
-        cards: that were typed.
-        ray: the address that was typed.
+        where: this machine, a Ray cluster, or a recorded surface.
+        devices: that were typed.
         space: a preset or a YAML file.
         overrides: keys of the space with what was typed instead.
-        warn: told of cards that others hold.
+        warn: told of GPUs that others hold.
 
     Raises:
-        InputError: both were typed, or an address that is none.
+        InputError: GPUs were named where none of this machine's take part, or an address is none.
     """
-    kind, _, where = (on or "local").partition(":")
-    if on is not None and ray is not None:
-        raise InputError("--on and --ray are both given: keep one")
-    if kind == "recorded" and where:
-        if cards is not None:
-            raise InputError(f"--on {on}: no GPU takes part: leave --cards out")
-        return OnRecorded(read_surface(where))
-    if kind == "ray" and where:
-        ray = where
-    elif on not in (None, "local"):
+    if where.kind == "local":
+        return OnCards(devices)
+    if where.kind not in ("ray", "recorded"):
         raise InputError(
-            f"--on must be local, ray:ADDRESS or recorded:SURFACE.jsonl, got {quote(on)}; "
-            "`sweep run --host`, `sweep submit` and `sweep launch` start a study elsewhere"
+            f"on must be local, ray:ADDRESS or recorded:SURFACE here, got {quote(str(where))}: "
+            f"`sweep run --on {where}` starts a study elsewhere"
         )
-    if ray is None:
-        return OnCards(cards)
-    if cards is not None:
-        raise InputError("--cards and --ray are both given: Ray hands out the cards of its nodes")
-    checked_address(ray)
-    return OnRay(ray, space=space, overrides=overrides, warn=warn)
+    if devices is not None:
+        whose = (
+            "Ray hands out the GPUs of its nodes" if where.kind == "ray" else "no GPU takes part"
+        )
+        raise InputError(f"--devices and --on {where}: {whose}: leave --devices out")
+    if where.kind == "recorded":
+        return OnRecorded(read_surface(where.address))
+    checked_address(where.address)
+    return OnRay(where.address, space=space, overrides=overrides, warn=warn)
 
 
 @dataclass
@@ -122,11 +117,11 @@ class OnCards(Places):
             return replace(prepared, cards=() if size == 1 else cards_for(size, read_cards()))
         if not self.cards:
             raise InputError(
-                f"--cards {self.typed}: space '{prepared.space.name}' is for the CPU, which is one"
+                f"--devices {self.typed}: space '{prepared.space.name}' is for the CPU"
             )
         if len(self.cards) < size:
             raise InputError(
-                f"--cards {self.typed}: data_parallel {size} trains on {size} cards at once, and "
+                f"--devices {self.typed}: data_parallel {size} trains on {size} cards at once, and "
                 f"{len(self.cards)} {'is' if len(self.cards) == 1 else 'are'} named"
             )
         return replace(prepared, cards=self.cards)
@@ -172,8 +167,9 @@ class OnRay(Places):
         """
         if prepared.cards_per_trial > 1:
             raise InputError(
-                f"--ray {self._address}: data_parallel {prepared.cards_per_trial} trains on many "
-                "cards at once, and a trial has one on a cluster: run it on a machine with --cards"
+                f"--on ray:{self._address}: data_parallel {prepared.cards_per_trial} trains on "
+                "many GPUs at once, and a trial has one on a cluster: run it on one machine, with "
+                "--devices"
             )
         return prepared
 

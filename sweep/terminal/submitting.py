@@ -1,134 +1,97 @@
-"""Owns what `sweep submit` does, from the words of the run to the job's number.
-
-Knows nothing of the job's script, or of what a queue takes.
-"""
+"""`sweep run --on slurm`: from the request of a study to the job's number."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.loading import parse_duration
 from search_spaces.models import load_model_spec
 from search_spaces.redaction import redact
 from storage.files import make_directory
-from storage.outputs import checked_output, write_output
+from storage.outputs import write_output
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.tokenizers import find_tokenizer
-from sweep.launching.slurm import Allocation, Job, find_sbatch, job_script
-from sweep.launching.slurm import submit as hand_in
+from sweep.launching.slurm import Allocation, Job, find_sbatch, hand_in, job_script
 from sweep.paths import STORAGE, runs_directory, storage_url
+from sweep.request import RunRequest, Where
 from sweep.running.device_info import check_spelling
-from sweep.study.asked import named
 from sweep.terminal.commands import DONE
-from sweep.terminal.console import STDOUT, note, say, say_as_is
+from sweep.terminal.console import note, say, say_as_is
 from sweep.terminal.driving import carried_source
-from sweep.terminal.places import places
-from sweep.terminal.typed import call, respelled
 
 SCRIPT = "slurm.sh"
 """Of a study's job, in its directory."""
 
 
-def submit(
-    words: Sequence[str],
-    *,
-    command: Any,
-    allocation: Allocation,
-    environment: str | None,
-    output: str | None,
-    is_forced: bool,
-) -> int:
-    """Submit a study, or only write its job's script.
+def submit(request: RunRequest, where: Where, *, is_dry: bool) -> int:
+    """Submit a study as a job that requeues itself before each time limit; or print its script.
 
     Args:
-        words: of the `sweep run`, behind its name.
-        command: that `sweep run`.
-        allocation: what was typed of what the job asks for.
-        environment: directory of the one to run in; None for this one.
-        output: file of the script, or `STDOUT`, where nothing is to be submitted.
-        is_forced: whether that may replace a file that sweep did not write.
+        request: what was typed.
+        where: what the job asks the queue for, and the environment that it runs in.
+        is_dry: whether the script is printed, and nothing submitted.
 
     Raises:
-        InputError: of job, run or queue, what was typed is not right. Nothing was submitted.
+        InputError: of study, job or queue, what was typed is not right. Nothing was submitted.
         EnvironmentFault: there is no queue here, or a file cannot be written.
     """
-    checked_output(
-        output, what="a job's script", endings=(".sh", ".sbatch", ".slurm"), is_forced=is_forced
-    )
-    hand_over = partial(
-        _submit,
-        words=words,
-        command=command,
-        allocation=allocation,
-        environment=environment,
-        output=output,
-    )
-    return call(command, words, drive=hand_over)
-
-
-def _submit(
-    space_name: str,
-    *,
-    words: Sequence[str],
-    command: Any,
-    allocation: Allocation,
-    environment: str | None,
-    output: str | None,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-    storage: str | None,
-    on: str | None,
-    cards: str | None,
-    ray: str | None,
-    carried: str | None,
-    **_: Any,
-) -> int:
-    """Do it once the run's own options are read."""
-    name, space = named(space_name, overrides=overrides, held=held, study=study)
+    name, space = request.named()
     if space.data is not None:
         with suppress(_OnHubError):
             find_tokenizer(space.data.tokenizer, load_model_spec(space.model), fetch=_leave)
-    # Whether there are such cards, or such a cluster, the job sees.
-    places(on=on, cards=cards, ray=ray, space=space_name, overrides=overrides, warn=note)
-    if cards is not None:
-        check_spelling(cards)
+    if request.devices is not None:
+        # Whether there are such GPUs, the job sees.
+        check_spelling(request.devices)
         if space.gpu == "cpu":
-            raise InputError(f"--cards {cards}: space '{space.name}' is for the CPU, which is one")
-    if carried is not None:
-        carried_source(carried, of=name, url=storage_url(storage))
+            raise InputError(
+                f"--devices {request.devices}: space '{space.name}' is for the CPU, which is one"
+            )
+    if request.carried is not None:
+        carried_source(request.carried, of=name, url=storage_url(request.storage))
+    allocation = _allocation(where, devices=request.devices, is_on_gpu=space.gpu != "cpu")
     files = runs_directory().absolute() / name
-    gpus = allocation.gpus or ("1" if space.gpu != "cpu" else None)
-    allocation = replace(allocation, gpus=None if gpus == "0" else gpus)
-    run = [*respelled(command, words, without={"study", "storage"}), f"--study={name}"]
-    if space.gpu != "cpu" and allocation.gpu_count > 1 and cards is None and ray is None:
+    devices = request.devices
+    if space.gpu != "cpu" and allocation.gpu_count > 1 and devices is None:
         # What was asked of the queue is there to be used.
-        run.append("--cards=all")
+        devices = "all"
+    changes = {"study": name, "devices": devices, "storage": _storage(request.storage)}
     job = Job(
         study=name,
-        command=(_python(environment), "-P", "-m", "sweep", "run", *run, *_storage(storage)),
+        program=(_python(where.settings.get("env")), "-P", "-m", "sweep", "run"),
+        request=request.model_copy(update=changes).model_dump_json(),
         directory=Path.cwd(),
         files=files,
         variables={"SWEEP_HOME": str(files.parents[1])},
     )
     script = job_script(job, allocation)
-    if output is None:
-        return _hand_in(script, name=name, files=files)
-    if output == STDOUT:
+    if is_dry:
+        note(f"Not submitted. SLURM writes its log only where this is there: {files}")
         say_as_is(script)
         return DONE
-    write_output(Path(output), script.encode())
-    note(f"Not submitted. SLURM writes its log only where this is there: {files}")
-    say(output)
-    return DONE
+    return _hand_in(script, name=name, files=files)
+
+
+def _allocation(where: Where, *, devices: str | None, is_on_gpu: bool) -> Allocation:
+    """Return what was typed of the job: settings that are not ours are sbatch's own options."""
+    settings = dict(where.settings)
+    settings.pop("env", None)
+    counted = devices if devices is not None and devices.isdecimal() else "1"
+    gpus = settings.pop("gpus", counted if is_on_gpu else "0")
+    time = settings.pop("time", None)
+    try:
+        seconds = None if time is None else parse_duration(time)
+    except InputError as error:
+        raise InputError(f"--with time: {error}") from error
+    return Allocation(
+        limit_seconds=seconds,
+        gpus=None if gpus == "0" else gpus,
+        options=tuple(f"{key}={value}" if value else key for key, value in settings.items()),
+    )
 
 
 class _OnHubError(Exception):
@@ -145,12 +108,12 @@ def _python(environment: str | None) -> str:
         return sys.executable
     python = home_expanded(environment).absolute() / "bin" / "python"
     if not os.access(python, os.X_OK):
-        raise InputError(f"--env {environment}: {quote(str(python))} is no program")
+        raise InputError(f"--with env={environment}: {quote(str(python))} is no program")
     return str(python)
 
 
-def _storage(typed: str | None) -> list[str]:
-    """Return how the job is told of the database, from wherever it is started.
+def _storage(typed: str | None) -> str | None:
+    """Return the database as the job is told of it, from wherever it is started.
 
     Raises:
         InputError: a password would stand in the script, which others may read.
@@ -158,15 +121,15 @@ def _storage(typed: str | None) -> list[str]:
     url = storage_url(typed)
     database = parse_url(url)
     if isinstance(database, SqliteUrl):
-        return [f"--storage={database}"]
+        return str(database)
     if redact(url) == url:
-        return [f"--storage={url}"]
+        return url
     if typed is not None:
         raise InputError(
             "--storage: its password would stand in the job's script: set "
             f"{STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
         )
-    return []
+    return None
 
 
 def _hand_in(script: str, *, name: str, files: Path) -> int:

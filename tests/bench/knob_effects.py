@@ -23,7 +23,7 @@ from typing import Any
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.gpus import GIB
-from search_spaces.knobs import KNOBS, Knobs
+from search_spaces.knobs import KNOBS, OPTION_KEYS, Knobs
 from search_spaces.loading import shipped_presets
 from storage.surfaces import read_surface
 
@@ -197,7 +197,7 @@ TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Fac
 
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
     knob, default = KNOBS[key], json.dumps(Knobs.model_fields[key].default)
-    options = ", ".join(f"`{name}`" for name in (*knob.aliases, f"--{key.replace('_', '-')}"))
+    option = f"--{key.replace('_', '-')}" if key in OPTION_KEYS else f"--set {key}=..."
     said = [
         f"`{option}` in {TRAINER_NAMES[trainer]}"
         for trainer, option in knob.options.items()
@@ -208,7 +208,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
         "",
         _meanings()[key],
         "",
-        f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: {options}.",
+        f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: `{option}`.",
         f"- Peak memory, all else being equal: {MEMORY[knob.memory]}.",
         *([f"- Searched by {searched[key]}."] if key in searched else []),
         *([f"- Called {', '.join(said)}."] if said else []),

@@ -107,7 +107,7 @@ def timed(home: str, *words: str) -> float:
 def study(space: str, cards: str, trials: int) -> dict[str, Any]:
     """Run a study of so many trials on cards; return how long it took."""
     with tempfile.TemporaryDirectory() as home:
-        options = ["--study", "bench", "--cards", cards, "--trials", str(trials)]
+        options = ["--study", "bench", "--devices", cards, "--trials", str(trials)]
         seconds = timed(home, space, *options, "--sampler", "grid")
         url = f"sqlite:///{home}/runs/sweep.db"
         records = read_study("bench", url=url, home=Path(home) / "runs").records
@@ -129,7 +129,7 @@ def models(space: str, names: list[str], trials: int) -> dict[str, Any]:
     """Tune several models in one command on all cards; return what that took, and each alone."""
     with tempfile.TemporaryDirectory() as home:
         typed = [f"--model={name}" for name in names]
-        options = ["--study", "bench", "--cards", "all", "--trials", str(trials)]
+        options = ["--study", "bench", "--devices", "all", "--trials", str(trials)]
         seconds = timed(home, space, *typed, *options)
         url = f"sqlite:///{home}/runs/sweep.db"
         found = {

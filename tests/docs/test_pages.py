@@ -27,12 +27,12 @@ import yaml
 
 from search_spaces.config import parse_config
 from search_spaces.gpus import GpuSpec
-from search_spaces.knobs import KNOBS
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
 from sweep import cli, entry_point
 from sweep.predict.memory.profile_store import TracingChildren
-from sweep.terminal.knob_options import add_knobs
+from sweep.request import Where
+from sweep.terminal.knob_options import configured
 from tests.bench import knob_effects
 from tests.sweep.shared_tracing import asked_of
 
@@ -89,9 +89,7 @@ def of(language: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    """The commands with every option, the knobs' too."""
-    for command in (cli.run, cli.plan):
-        add_knobs(command, KNOBS)
+    """The commands by name."""
     return dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 
 
@@ -107,7 +105,9 @@ def test_every_command_is_one(block: Block, commands: dict[str, Any]) -> None:
     assert block.commands
     for program, *arguments in block.commands:
         if program == "sweep" and arguments[0] in commands:
-            commands[arguments[0]].make_context(arguments[0], arguments[1:])
+            context = commands[arguments[0]].make_context(arguments[0], arguments[1:])
+            configured({}, context.params.get("settings") or ())
+            Where.parse(context.params.get("on"), context.params.get("place_settings") or ())
         else:
             assert _is_known(program, arguments), f"{block}: {program} {' '.join(arguments)}"
 

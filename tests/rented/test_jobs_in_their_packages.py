@@ -57,10 +57,7 @@ def a_job(tmp_path: Path, **changes: Any) -> Rental:
     model.mkdir()
     (model / "config.json").write_text("{}")
     inputs = (Input(texts, "data/texts.jsonl"), Input(model, "model/mine"))
-    arguments = ("run", "a10", "--data", inputs[0], "--model", inputs[1])
-    return a_rental(
-        wheel=wheel, inputs=inputs, arguments=arguments, secrets=("HF_TOKEN",), **changes
-    )
+    return a_rental(wheel=wheel, inputs=inputs, secrets=("HF_TOKEN",), **changes)
 
 
 def test_modal_reads_the_app(tmp_path: Path) -> None:

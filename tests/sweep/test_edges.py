@@ -20,7 +20,7 @@ from storage.records import Invalid
 from sweep.cli import guarded, main
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure
-from sweep.study.asked import default_study_name
+from sweep.request import default_study_name
 from sweep.terminal.driving import _progress
 from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot

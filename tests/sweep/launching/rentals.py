@@ -44,7 +44,6 @@ def a_rental(*, wheel: Path = WHEEL, inputs: tuple[Input, ...] = (), **changes: 
     rental = Rental(
         study="mine",
         machine=machine,
-        arguments=("run", "a10", "--gpu", machine.card.name, "--study", "mine", "--trials", "3"),
         parcel=Parcel(
             "3.11",
             ("torch==2.13.0", "transformers==5.17.0"),

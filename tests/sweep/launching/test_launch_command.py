@@ -1,4 +1,4 @@
-"""`sweep launch`, from what is typed to what is written, said and started."""
+"""`sweep run --on modal|skypilot`, from what is asked to what is written, said and started."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
-from search_spaces.knobs import KNOBS
 from search_spaces.loading import preset_texts
 from sweep import cli
 from sweep.launching.rental import Machine, Provider
-from sweep.launching.request import LaunchRequest
+from sweep.request import REQUEST, RunRequest, Where
 from sweep.terminal import launching
-from sweep.terminal.knob_options import add_knobs
 from tests.sweep.imagined_memory import ImaginedPredictor
 
 Launch = Callable[..., dict[str, Any]]
@@ -66,14 +63,22 @@ class Started:
         return self.code
 
 
-def launch(*words: str, started: Started | None = None, **changes: Any) -> Started:
-    """Launch with an imagined memory; what follows goes to `sweep run`."""
-    add_knobs(cli.run, KNOBS)
+def launch(
+    *,
+    on: str = "modal",
+    started: Started | None = None,
+    is_sure: bool = False,
+    is_dry: bool = False,
+    settings: dict[str, str] | None = None,
+    **changes: Any,
+) -> Started:
+    """Launch with an imagined memory."""
     started = started or Started()
-    request = {"space": "a10", "on": "modal", "as_json": True, **changes}
     launching.launch(
-        LaunchRequest(**request, words=words),
-        command=cli._command_of("run"),
+        RunRequest(**{"space": "a10", "as_json": True, **changes}),
+        Where(on, settings=settings or {}),
+        is_sure=is_sure,
+        is_dry=is_dry,
         predictor=lambda *_: ImaginedPredictor(),
         ready=started.ready,
         start=started.start,
@@ -83,21 +88,25 @@ def launch(*words: str, started: Started | None = None, **changes: Any) -> Start
     return started
 
 
+def spends(dollars: float) -> dict[str, Any]:
+    return {"overrides": {"max_dollars": dollars}}
+
+
 def job(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(path.read_text())
     return found
 
 
-def words_of(path: Path) -> list[str]:
-    """Return what `sweep` is given in a task."""
-    words = shlex.split(job(path)["run"])
-    return words[words.index("--") + 1 :]
+def sent(home: Path, study: str = "a10") -> RunRequest:
+    """Return the request that goes along."""
+    path = home / "runs" / study / "launch" / REQUEST
+    return RunRequest.model_validate_json(path.read_text())
 
 
 def test_where_nobody_is_asked_the_file_is_written_and_nothing_started(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = launch(max_dollars=2.0)
+    started = launch(**spends(2.0))
     found = json.loads(capsys.readouterr().out)
     file = home / "runs" / "a10" / "launch" / "modal_app.py"
     assert file.exists()
@@ -115,7 +124,7 @@ def test_where_nobody_is_asked_the_file_is_written_and_nothing_started(
 
 def test_it_is_started_once_somebody_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
-    started = launch(max_dollars=2.0)
+    started = launch(**spends(2.0))
     assert started.asked == ["modal"]
     assert started.commands == [
         ["modal", "run", "--detach", str(home / "runs" / "a10" / "launch" / "modal_app.py")]
@@ -151,8 +160,8 @@ def test_a_provider_without_tool_or_login_leaves_nothing_behind(home: Path) -> N
     with pytest.raises(EnvironmentFault, match="knows no account"):
         launch(is_sure=True, started=Missing())
     assert not (home / "runs").exists()
-    assert not launch(started=Missing(), output=str(home / "job.py")).commands
-    assert (home / "job.py").exists()
+    assert not launch(started=Missing(), is_dry=True).commands
+    assert (home / "runs" / "a10" / "launch" / "modal_app.py").exists()
 
 
 @pytest.mark.usefixtures("home")
@@ -161,39 +170,40 @@ def test_a_provider_that_did_not_start_it_is_a_fault_of_the_environment() -> Non
         launch(is_sure=True, started=Started(code=7))
 
 
-def test_options_of_run_go_along_as_they_were_typed(home: Path) -> None:
+def test_what_was_typed_goes_along(home: Path) -> None:
+    overrides = {"trials": 9, "confirm": False, "max_dollars": 3.0, "gpu": "a100-80gb"}
     launch(
-        *("--rank", "64", "--trials", "9", "--no-confirm"),
         on="skypilot",
-        output=str(home / "t.yaml"),
-        max_dollars=3.0,
-        cards=4,
-        gpu="a100-80gb",
-        cloud="gcp",
-        typed_prices=("a100-80gb=2",),
+        overrides=overrides,
+        held={"lora_rank": 64, "compile": False},
+        devices="4",
+        settings={"cloud": "gcp", "price": "2"},
+        is_dry=True,
     )
-    assert words_of(home / "t.yaml") == [
-        *("run", "a10", "--gpu", "a100-80gb"),
-        *("--study", "a10-a100-80gb-4d0958"),
-        *("--max-dollars", "3", "--cards", "all"),
-        *("--lora-rank=64", "--trials=9", "--no-confirm"),
-    ]
-    assert job(home / "t.yaml")["resources"]["accelerators"] == {"A100-80GB": 4}
-    assert job(home / "t.yaml")["resources"]["max_hourly_cost"] == 10.0
-
-
-def test_what_is_typed_as_off_or_as_nothing_goes_along(home: Path) -> None:
-    launch("--no-compile", "--seed", "0", output=str(home / "t.yaml"), on="skypilot")
-    assert words_of(home / "t.yaml")[-2:] == ["--no-compile", "--seed=0"]
+    (study,) = (path.name for path in (home / "runs").iterdir())
+    assert study.startswith("a10-a100-80gb-")
+    assert sent(home, study) == RunRequest(
+        space="a10",
+        overrides=overrides,
+        held={"lora_rank": 64, "compile": False},
+        study=study,
+        devices="all",
+        as_json=True,
+    )
+    file = home / "runs" / study / "launch" / "skypilot.yaml"
+    assert shlex.split(job(file)["run"])[-2:] == ["run", f"sweep-inputs/{REQUEST}"]
+    assert job(file)["resources"]["accelerators"] == {"A100-80GB": 4}
+    assert job(file)["resources"]["max_hourly_cost"] == 10.0
 
 
 def test_a_soak_is_paid_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def hours(*words: str) -> float:
-        launch(*words, "--trials", "2", output=str(home / "job.py"))
+    def hours(**overrides: Any) -> float:
+        launch(overrides={"trials": 2, **overrides}, is_dry=True)
         found: float = json.loads(capsys.readouterr().out)["cost"]["hours"]
         return found
 
-    assert hours("--soak", "6h") > hours() + 5.9 > hours("--no-confirm") + 5.9
+    soak = {"soak_seconds": 6 * 3600.0, "soak_steps": 1_000_000}
+    assert hours(confirm=soak) > hours() + 5.9 > hours(confirm=False) + 5.9
 
 
 def test_files_that_a_space_names_go_along(home: Path) -> None:
@@ -204,117 +214,94 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
     (model / "model.safetensors").touch()
     text = preset_texts()["a10"].replace("model: mistral-7b-v0.3", "model: my model")
     (home / "mine.yaml").write_text(text.replace("name: a10\n", ""))
-    launch("--seed=3", space="mine.yaml", on="skypilot", output=str(home / "t.yaml"))
-    files = job(home / "t.yaml")["file_mounts"]
+    launch(space="mine.yaml", on="skypilot", is_dry=True)
+    files = job(home / "runs" / "mine" / "launch" / "skypilot.yaml")["file_mounts"]
     assert files["~/sweep-inputs/space/mine.yaml"] == str(home / "mine.yaml")
     assert files["~/sweep-inputs/model/my model/config.json"] == str(model / "config.json")
     assert not [name for name in files if name.endswith("safetensors")]
-    words = words_of(home / "t.yaml")
-    assert words[:2] == ["run", "sweep-inputs/space/mine.yaml"]
-    assert words[-3:] == ["--seed=3", "--model", "sweep-inputs/model/my model"]
+    request = sent(home, "mine")
+    assert (request.space, request.overrides["model"]) == ("space/mine.yaml", "model/my model")
+
+
+SKYPILOT: dict[str, Any] = {"on": "skypilot", "overrides": {"gpu": "l4"}}
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "message"),
+    ("changes", "message"),
     [
-        ((), {"on": "runpod"}, "--on: unknown provider 'runpod'"),
-        ((), {"space": "cpu-demo"}, "is for gpu cpu: name the card to rent with --gpu"),
-        ((), {"gpu": "a11"}, "unknown GPU 'a11'"),
-        ((), {"gpu": "rtx-4090"}, "Modal has no rtx-4090"),
-        ((), {"gpu": "b200"}, "no price is known of b200 on Modal: .* --price b200=0.75"),
-        ((), {"on": "skypilot", "is_spot": True}, "no price is known of a10 spot on SkyPilot"),
-        ((), {"max_dollars": 0.01}, "--max-dollars 0.01 pays for"),
-        ((), {"max_dollars": -1.0}, "--max-dollars must be more than 0"),
-        ((), {"cards": 0}, "--cards must be at least 1"),
-        ((), {"study": "a/b"}, "study name must be .* got 'a/b'"),
-        ((), {"volume": "gs://mine"}, "--volume: a volume of Modal's .* got 'gs://mine'"),
-        ((), {"volume": "my volume"}, "--volume: a volume of Modal's .* got 'my volume'"),
-        ((), {"volume": "../x"}, "--volume: a volume of Modal's"),
-        ((), {"volume": "v" * 58}, "at most 57 letters"),
-        ((), {"on": "skypilot", "volume": "r2://mine"}, "--volume: an address is s3:// or gs://"),
-        ((), {"on": "skypilot", "volume": "s3://mine/../x"}, "--volume: an address is"),
-        ((), {"on": "skypilot", "volume": "../x"}, "--volume: a bucket is named by"),
-        ((), {"on": "skypilot", "volume": "My Bucket"}, "--volume: a bucket is named by"),
+        ({"space": "cpu-demo"}, "is for gpu cpu: name the GPU to rent with --gpu"),
+        ({"overrides": {"gpu": "a11"}}, "unknown GPU 'a11'"),
+        ({"overrides": {"gpu": "rtx-4090"}}, "Modal has no rtx-4090"),
+        ({"overrides": {"gpu": "b200"}}, "no price is known of b200 on Modal: .* price=0.75"),
+        ({"on": "skypilot", "settings": {"spot": "true"}}, "no price is known of a10 spot on"),
+        ({"on": "skypilot", "settings": {"spot": "yes"}}, "spot must be true or false, got yes"),
+        (spends(0.01), "--max-dollars 0.01 pays for"),
+        ({"devices": "0"}, "--devices must be how many GPUs to rent"),
+        ({"devices": "all"}, "--devices must be how many GPUs to rent"),
+        ({"study": "a/b"}, "study name must be .* got 'a/b'"),
+        ({"settings": {"volume": "gs://mine"}}, "volume: a volume of Modal's .* got 'gs://mine'"),
+        ({"settings": {"volume": "my volume"}}, "volume: a volume of Modal's .* got 'my volume'"),
+        ({"settings": {"volume": "../x"}}, "--with volume: a volume of Modal's"),
+        ({"settings": {"volume": "v" * 58}}, "at most 57 letters"),
+        ({**SKYPILOT, "settings": {"volume": "r2://mine"}}, "volume: an address is s3:// or gs"),
+        ({**SKYPILOT, "settings": {"volume": "s3://mine/../x"}}, "volume: an address is"),
+        ({**SKYPILOT, "settings": {"volume": "../x"}}, "volume: a bucket is named by"),
+        ({**SKYPILOT, "settings": {"volume": "My Bucket"}}, "volume: a bucket is named by"),
         (
-            (),
-            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "volume": "s3://mine"},
-            "--volume: RunPod mounts no bucket, .* got 's3://mine'",
+            {**SKYPILOT, "settings": {"cloud": "runpod", "volume": "s3://mine"}},
+            "--with volume: RunPod mounts no bucket, .* got 's3://mine'",
         ),
         (
-            (),
-            {"on": "skypilot", "cloud": "runpod", "gpu": "l4", "is_spot": True, "volume": "v"},
-            "--spot: what a pod of RunPod's leaves",
+            {**SKYPILOT, "settings": {"cloud": "runpod", "spot": "true", "volume": "v"}},
+            "--with spot: what a pod of RunPod's leaves",
         ),
-        ((), {"gpu": "cpu"}, "--gpu cpu is no card to rent: name one"),
-        ((), {"gpu": "auto"}, "--gpu auto is no card to rent: name one"),
-        ((), {"on": "skypilot", "cloud": "runpod", "gpu": "l4"}, "--volume: RunPod mounts no"),
-        ((), {"study": "sweep.db"}, "is that of a file of sweep's"),
-        (("--sampler", "nosuch"), {}, "sampler"),
-        (("--soak", "nonsense"), {}, "--soak: "),
-        (("--soak", "1m", "--no-confirm"), {}, "--no-confirm and --soak are both given"),
-        (("--trials", "0"), {}, "trials"),
-        ((), {"max_dollars": float("inf")}, "--max-dollars must be more than 0, and a number"),
-        ((), {"max_dollars": float("nan")}, "--max-dollars must be more than 0, and a number"),
-        (("--gpu", "l4"), {}, "--gpu is an option of launch: write it before the --"),
-        (("--max-dollars", "3"), {}, "--max-dollars is an option of launch"),
-        (("--storage", "sqlite:///x.db"), {}, "--storage names what a rented machine cannot see"),
-        (("--ray", "auto"), {}, "--ray names what a rented machine cannot see"),
-        (("--host", "me@box"), {}, "--host: where this runs is another's choice"),
-        (
-            ("--model", "demo", "--model", "tinyllama-1.1b"),
-            {},
-            "--model: several models are for this",
-        ),
-        (("--from", "other"), {}, "--from names what a rented machine cannot see"),
+        ({"overrides": {"gpu": "cpu"}}, "--gpu cpu is no GPU to rent: name one"),
+        ({"overrides": {"gpu": "auto"}}, "--gpu auto is no GPU to rent: name one"),
+        ({**SKYPILOT, "settings": {"cloud": "runpod"}}, "volume: RunPod mounts no"),
+        ({"study": "sweep.db"}, "is that of a file of sweep's"),
+        ({"storage": "sqlite:///x.db"}, "--storage names what a rented machine cannot see"),
+        ({"carried": "other"}, "--from names what a rented machine cannot see"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(
-    words: tuple[str, ...], changes: dict[str, Any], message: str, home: Path
+    changes: dict[str, Any], message: str, home: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
-        launch(*words, **changes)
+        launch(**changes)
     assert not (home / "runs").exists()
-
-
-@pytest.mark.usefixtures("home")
-def test_an_option_that_run_has_not_is_refused_as_run_refuses_it() -> None:
-    with pytest.raises(typer.TyperException, match="--trails"):
-        launch("--trails", "3")
 
 
 @pytest.mark.usefixtures("home")
 def test_no_card_is_rented_for_what_does_not_fit_it() -> None:
     with pytest.raises(NothingFits, match="nothing of it is predicted to fit t4"):
-        launch("--batch-size", "16", "--seq-len", "2048", gpu="t4")
+        launch(overrides={"gpu": "t4"}, held={"micro_batch_size": 16, "seq_len": 2048})
 
 
 @pytest.mark.usefixtures("home")
 def test_a_token_of_the_hub_is_in_no_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
-    launch(output=str(home / "job.py"))
-    assert "hf_made_up" not in (home / "job.py").read_text()
+    launch(is_dry=True)
+    for file in (home / "runs" / "a10" / "launch").iterdir():
+        assert "hf_made_up" not in file.read_text()
 
 
 def test_the_command_line_reaches_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "a10", "--on", "modal", "--max-dollars", "0"]
-    assert cli.main([*words, "--", "--trials", "3"]) == 2
-    assert "--max-dollars must be more than 0" in capsys.readouterr().err
-    assert cli.main(["launch", "a10", "--on", "modal", "--", "--trails", "3"]) == 2
-    assert "--trails" in capsys.readouterr().err
-
-
-def test_a_job_has_a_wheel_beside_it_so_it_cannot_be_printed(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["launch", "a10", "--on", "modal", "-o", "-"]) == 2
-    assert "--output: the job needs the package's wheel beside it" in capsys.readouterr().err
-    assert not (home / "-").exists()
+    words = ["run", "a10", "--on", "modal"]
+    for more, said in (
+        (["--max-dollars", "0"], "--max-dollars must be greater than 0"),
+        (["--trails", "3"], "--trails"),
+        (["--model", "demo", "--model", "tinyllama-1.1b"], "several models are for this"),
+        (["--storage", "sqlite:///x.db"], "--storage names what a rented machine cannot see"),
+    ):
+        assert cli.main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not (home / "runs").exists()
 
 
 def test_a_price_that_was_typed_is_the_provider_s_price(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch(typed_prices=("a10=0.3",), output=str(home / "job.py"))
+    launch(settings={"price": "0.3"}, is_dry=True)
     out, err = capsys.readouterr()
     assert "at $0.30 an hour, the price that you gave, on Modal" in " ".join(err.split())
     cost = json.loads(out)["cost"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,8 @@ from storage.reading import read_study
 from storage.records import Verdict
 from sweep.cli import main
 from sweep.launching import slurm
-from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, job_script, submit
+from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, hand_in, job_script
+from sweep.request import RunRequest
 from tests.sweep.launching.pretend_queue import Queue
 
 ROOT = Path(__file__).parents[3]
@@ -30,13 +33,20 @@ def a_job(queue: Queue, program: str, *, warning: int = 6) -> Path:
     files = queue.directory.parent / "runs" / "study"
     files.mkdir(parents=True)
     command = ("bash", "-c", f"cd '{files}'; {program}")
-    job = Job("study", command, directory=queue.directory, files=files, variables={"MINE": "a b"})
+    job = Job(
+        "study",
+        command,
+        request="{}",
+        directory=queue.directory,
+        files=files,
+        variables={"MINE": "a b"},
+    )
     script = job_script(job, Allocation(limit_seconds=slurm.LIMIT_SECONDS_MIN))
     script = script.replace("ask_again=16 end=32", f"ask_again={warning // 3} end={warning // 2}")
     script = script.replace("sleep 1 &", "sleep 0.1 &")
     path = files / "slurm.sh"
     path.write_text(script)
-    assert submit(path) == "17"
+    assert hand_in(path) == "17"
     return files
 
 
@@ -116,22 +126,15 @@ def test_a_script_sets_what_it_was_given(queue: Queue) -> None:
 
 def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
     asked = Allocation(
-        partition="gpu",
-        account="me",
         limit_seconds=100_000,
         gpus="a100:2",
-        cpus=8,
-        memory="64G",
-        options=("constraint=a100", "--exclusive", "--mem=32G"),
+        options=("partition=gpu", "cpus-per-task=8", "--exclusive", "--mem=32G"),
     )
     assert list(asked.directives()) == [
-        "--partition=gpu",
-        "--account=me",
         "--time=1-03:46:00",
         "--gres=gpu:a100:2",
+        "--partition=gpu",
         "--cpus-per-task=8",
-        "--mem=64G",
-        "--constraint=a100",
         "--exclusive",
         "--mem=32G",
     ]
@@ -141,16 +144,13 @@ def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"partition": "a b"}, "--partition must be one word, got 'a b'"),
-        ({"account": "a\n#SBATCH --x"}, "--account must be one word"),
-        ({"memory": ""}, "--mem must be one word"),
-        ({"cpus": 0}, "--cpus must be at least 1, got 0"),
-        ({"limit_seconds": 60}, "--time must be at least 2m, got 60 s"),
-        ({"options": ("a=1\nrm -rf /",)}, "--sbatch-option is one option"),
-        ({"options": ("; rm",)}, "--sbatch-option is one option"),
-        ({"options": ("gres=gpu:2",)}, "ask for cards with --gpus"),
-        ({"options": ("--gpus-per-node=2",)}, "ask for cards with --gpus"),
-        ({"options": ("-G 2",)}, "ask for cards with --gpus"),
+        ({"limit_seconds": 60}, "--with time must be at least 2m, got 60 s"),
+        ({"options": ("a=1\nrm -rf /",)}, "is an option of sbatch"),
+        ({"options": ("account=a\n#SBATCH --x",)}, "is an option of sbatch"),
+        ({"options": ("; rm",)}, "is an option of sbatch"),
+        ({"options": ("gres=gpu:2",)}, "ask for GPUs with --with gpus=2"),
+        ({"options": ("--gpus-per-node=2",)}, "ask for GPUs with --with gpus=2"),
+        ({"options": ("-G 2",)}, "ask for GPUs with --with gpus=2"),
     ],
 )
 def test_what_would_not_stand_in_a_scripts_head_is_refused(asked: Any, said: str) -> None:
@@ -170,7 +170,7 @@ def test_what_the_queue_refuses_is_said_in_its_words(
 ) -> None:
     monkeypatch.setenv("REFUSED", refused)
     with pytest.raises(kind) as caught:
-        submit(queue.directory / "any")
+        hand_in(queue.directory / "any")
     assert str(caught.value) == f"sbatch: {refused}"
 
 
@@ -187,26 +187,22 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 TEXTS = "org/texts"
 """Of the hub, where nobody looks before the job runs."""
 BAD: list[Any] = [
-    (["cpu-demo"], "name the queue: --slurm"),
-    (["cpu-dmo", "--slurm"], "did you mean 'cpu-demo'"),
-    (["cpu-demo", "--slurm", "--partitoin", "x"], "--partitoin"),
-    (["cpu-demo", "--slurm", "--trials", "0"], "trials must be at least 1"),
-    (["cpu-demo", "--slurm", "--time", "soon"], "--time: a duration is written like"),
-    (["cpu-demo", "--slurm", "--data", "nope.jsonl"], "nope.jsonl"),
-    (["cpu-demo", "--slurm", "--cards", "abc"], "--cards abc: name all, how many"),
-    (["cpu-demo", "--slurm", "--cards", "0"], "--cards 0: a study needs a card"),
-    (["cpu-demo", "--slurm", "--cards", "1"], "is for the CPU, which is one"),
-    (["a10", "--slurm", "--cards", "1", "--ray", "auto"], "are both given"),
-    (["cpu-demo", "--slurm", "--ray", "non sense"], "is not where a Ray cluster is"),
-    (["cpu-demo", "--slurm", "--from", "nosuch"], "no studies yet"),
-    (["cpu-demo", "--slurm", "--from", "nosuch.jsonl"], "nosuch.jsonl"),
-    (["cpu-demo", "--slurm", "--data", TEXTS, "--tokenizer", "nosuch"], "tokenizer 'nosuch'"),
-    (["cpu-demo", "--slurm", "--model", "demmo"], "did you mean 'demo'"),
-    (["cpu-demo", "--slurm", "--study", "../x"], "study name must be"),
-    (["cpu-demo", "--slurm", "--env", "/nowhere"], "--env /nowhere"),
-    (["cpu-demo", "--slurm", "--host", "me@box"], "leave --host out"),
-    (["cpu-demo", "--slurm", "--storage", "postgresql://u:secret@host/db"], "SWEEP_STORAGE"),
-    (["--slurm"], "SPACE"),
+    (["cpu-dmo"], "did you mean 'cpu-demo'"),
+    (["cpu-demo", "--partitoin", "x"], "--partitoin"),
+    (["cpu-demo", "--trials", "0"], "trials must be at least 1"),
+    (["cpu-demo", "--with", "time=soon"], "--with time: a duration is written like"),
+    (["cpu-demo", "--data", "nope.jsonl"], "nope.jsonl"),
+    (["cpu-demo", "--devices", "abc"], "--devices abc: name all, how many"),
+    (["cpu-demo", "--devices", "0"], "--devices 0: a study needs a card"),
+    (["cpu-demo", "--devices", "1"], "is for the CPU, which is one"),
+    (["cpu-demo", "--from", "nosuch"], "no studies yet"),
+    (["cpu-demo", "--from", "nosuch.jsonl"], "nosuch.jsonl"),
+    (["cpu-demo", "--data", TEXTS, "--tokenizer", "nosuch"], "tokenizer 'nosuch'"),
+    (["cpu-demo", "--model", "demmo"], "did you mean 'demo'"),
+    (["cpu-demo", "--study", "../x"], "study name must be"),
+    (["cpu-demo", "--with", "env=/nowhere"], "--with env=/nowhere"),
+    (["cpu-demo", "--storage", "postgresql://u:secret@host/db"], "SWEEP_STORAGE"),
+    ([], "SPACE"),
 ]
 
 
@@ -214,7 +210,7 @@ BAD: list[Any] = [
 def test_bad_input_is_refused_at_once_and_nothing_is_submitted(
     queue: Queue, home: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", *words]) == 2
+    assert main(["run", "--on", "slurm", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
@@ -227,48 +223,56 @@ def test_without_a_queue_the_script_can_still_be_written(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(home))
-    assert main(["submit", "cpu-demo", "--slurm"]) == 3
+    assert main(["run", "cpu-demo", "--on", "slurm"]) == 3
     assert "there is no sbatch here" in capsys.readouterr().err
     assert list(home.iterdir()) == []
-    script = home / "job.sh"
-    assert main(["submit", "--slurm", "-o", str(script), "--", "cpu-demo", "--rank", "8"]) == 0
-    text = script.read_text()
-    assert f"--storage=sqlite:///{home}/runs/sweep.db" in text
-    assert "--study=cpu-demo-90cac3" in text
+    text, request = dry_run(capsys, "cpu-demo", "--rank", "8")
+    assert request.storage == f"sqlite:///{home}/runs/sweep.db"
+    assert (request.study, request.held) == ("cpu-demo-90cac3", {"lora_rank": 8})
     assert "--gres" not in text
-    assert main(["submit", "a10", "--slurm", "-o", "-"]) == 0
-    out = capsys.readouterr().out
-    assert "#SBATCH --gres=gpu:1\n" in out
-    assert "--cards" not in out
+    text, request = dry_run(capsys, "a10")
+    assert "#SBATCH --gres=gpu:1\n" in text
+    assert request.devices is None
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, RunRequest]:
+    """Return the script of a job, and the request in it."""
+    assert main(["run", "--on", "slurm", "--dry-run", *words]) == 0
+    text = capsys.readouterr().out
+    (line,) = re.findall(r"^printf .*", text, re.MULTILINE)
+    return text, RunRequest.model_validate_json(shlex.split(line)[2])
 
 
 @pytest.mark.parametrize(
-    ("words", "cards"),
+    ("words", "gres", "devices"),
     [
-        (["--gpus", "4"], "--cards=all"),
-        (["--gpus", "a100:2"], "--cards=all"),
-        (["--gpus", "2", "--cards", "1"], "--cards=1"),
+        (["--with", "gpus=4"], "4", "all"),
+        (["--with", "gpus=a100:2"], "a100:2", "all"),
+        (["--with", "gpus=2", "--devices", "1"], "2", "1"),
+        (["--devices", "2"], "2", "2"),
     ],
 )
-def test_a_study_runs_on_all_cards_that_the_queue_was_asked_for(
-    home: Path, words: list[str], cards: str, capsys: pytest.CaptureFixture[str]
+def test_a_study_runs_on_all_gpus_that_the_queue_was_asked_for(
+    home: Path, words: list[str], gres: str, devices: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["submit", "a10", "--slurm", *words, "-o", "-"]) == 0
-    assert [word for word in capsys.readouterr().out.split() if "--cards" in word] == [cards]
+    text, request = dry_run(capsys, "a10", *words)
+    assert f"--gres=gpu:{gres}\n" in text
+    assert request.devices == devices
 
 
-def test_a_study_without_a_card_names_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "cpu-demo", "--slurm", "--gpus", "2", "-o", "-"]) == 0
-    assert "--cards" not in capsys.readouterr().out
+def test_a_study_on_the_cpu_names_no_gpu(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "cpu-demo", "--with", "gpus=2")[1].devices is None
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")
-def test_a_script_has_no_fault_that_shellcheck_knows(home: Path) -> None:
-    script = str(home / "job.sh")
-    words = ["--time", "4h", "--cpus", "2", "--sbatch-option", "exclusive", "--rank", "8"]
-    assert main(["submit", "a10", "--slurm", *words, "-o", script]) == 0
+def test_a_script_has_no_fault_that_shellcheck_knows(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = home / "job.sh"
+    words = ["--with", "time=4h", "--with", "exclusive", "--rank", "8"]
+    script.write_text(dry_run(capsys, "a10", *words)[0])
     done = subprocess.run(
-        ["shellcheck", "--severity=style", script], capture_output=True, text=True, check=False
+        ["shellcheck", "--severity=style", str(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
 
@@ -277,10 +281,9 @@ def test_a_password_of_the_environment_does_not_stand_in_the_script(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SWEEP_STORAGE", "postgresql://u:hunter2@host/db")
-    assert main(["submit", "cpu-demo", "--slurm", "-o", "-"]) == 0
-    out = capsys.readouterr().out
-    assert "--storage" not in out
-    assert "hunter2" not in out
+    text, request = dry_run(capsys, "cpu-demo")
+    assert request.storage is None
+    assert "hunter2" not in text
 
 
 @pytest.mark.slow
@@ -290,7 +293,7 @@ def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
     monkeypatch.chdir(home)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["cpu-demo", "--trials", "6", "--sampler", "random", "--no-confirm"]
-    assert main(["submit", *words, "--slurm", "--time", "10m"]) == 0
+    assert main(["run", *words, "--on", "slurm", "--with", "time=10m"]) == 0
     assert "Submitted study cpu-demo as job 17." in capsys.readouterr().out
     # The device is simulated; the command, the study and what stops them are not.
     command = f"{sys.executable} -P -m sweep"

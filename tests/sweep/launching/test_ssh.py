@@ -123,7 +123,7 @@ def test_an_address_is_told_to_ssh(typed: str, words: list[str]) -> None:
     ["", "-oProxyCommand=x", "me@-x", "me@", "a b", "box:0", "box:99999", "box:ssh", "a@b@"],
 )
 def test_what_is_no_address_is_refused_before_ssh_sees_it(typed: str) -> None:
-    with pytest.raises(InputError, match="--host: an address is written like"):
+    with pytest.raises(InputError, match="--on ssh: an address is like"):
         Address.parse(typed)
 
 
@@ -301,8 +301,8 @@ def test_whoever_follows_a_study_leaves_everything_there_as_it_is(
     stamp.write_text("of another checkout")
     study.start(["run", "first"])
     try:
-        words = ["--study", f"study-{tmp_path.name}", "--host-python", str(pretending)]
-        assert main(["run", "cpu-demo", "--host", server.address, *words]) == 0
+        words = ["--study", f"study-{tmp_path.name}", "--with", f"python={pretending}"]
+        assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}", *words]) == 0
     finally:
         is_stamped = stamp.exists()
         stamp.unlink(missing_ok=True)
@@ -423,7 +423,7 @@ def test_a_study_is_installed_run_stopped_and_fetched(
     python = environment(server.directory / "fresh")
     command = [sys.executable, "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
     words = ["run", "space.yaml", "--trials=2", "--sampler=random", "--no-confirm", "--json"]
-    there = ["--study", "fetched", "--host", server.address, "--host-python", str(python)]
+    there = ["--study", "fetched", "--on", f"ssh:{server.address}", "--with", f"python={python}"]
     demo = (ROOT / "search_spaces" / "presets" / "cpu-demo.yaml").read_text()
     (home / "space.yaml").write_text(demo)
     with subprocess.Popen(
@@ -460,7 +460,7 @@ def test_a_study_of_this_machine_is_never_replaced(
 ) -> None:
     (home / "runs" / "cpu-demo").mkdir(parents=True)
     (home / "runs" / "cpu-demo" / "report.html").write_text("<!doctype html>")
-    assert main(["run", "cpu-demo", "--host", server.address]) == 2
+    assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}"]) == 2
     assert "choose another name" in capsys.readouterr().err
     assert not (server.home / "qlora-sweep" / "cpu-demo").exists()
 
@@ -477,13 +477,8 @@ def test_a_study_of_this_machine_is_never_replaced(
 def test_bad_input_is_refused_before_anybody_is_called(
     words: list[str], said: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--host", "me@no.such.host.invalid", *words]) == 2
+    assert main(["run", "--on", "ssh:me@no.such.host.invalid", *words]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert "secret" not in err
     assert list(home.iterdir()) == []
-
-
-def test_a_python_there_is_named_with_a_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "cpu-demo", "--host-python", "python3"]) == 2
-    assert "--host-python is of --host" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def test_cards_are_all_so_many_or_those_that_are_named(typed: str, indices: list
         ("8", "this machine has 4 cards, 0 to 3"),
         ("0,7", "there is no card 7"),
         ("1,1", "card 1 is named twice"),
-        ("0", "card 0 alone is --cards 0,"),
+        ("0", "card 0 alone is --devices 0,"),
         ("every", "name all, how many"),
         ("-1", "name all, how many"),
         ("0;1", "name all, how many"),
@@ -57,7 +57,7 @@ def test_cards_are_all_so_many_or_those_that_are_named(typed: str, indices: list
 def test_what_names_no_cards_of_this_machine_is_bad_input(typed: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as raised:
         choose_cards(typed, FOUR)
-    assert f"--cards {typed}" in str(raised.value)
+    assert f"--devices {typed}" in str(raised.value)
 
 
 def test_a_machine_without_a_card_is_at_fault() -> None:
@@ -72,7 +72,7 @@ def test_cards_that_differ_are_refused_with_both_products_and_what_would_do() ->
     words = str(raised.value)
     assert "card 0 is a NVIDIA A10" in words
     assert "card 1 a NVIDIA L4" in words
-    assert "--cards 0,2" in words
+    assert "--devices 0,2" in words
     assert [card.index for card in choose_cards("0,2", [A10, L4, LAST])] == [0, 2]
 
 
@@ -93,7 +93,7 @@ def test_a_card_that_somebody_uses_is_refused_and_the_others_are_named(
     with pytest.raises(EnvironmentFault, match=words) as raised:
         choose_cards("all", [A10, busy, LAST])
     assert "card 1 is in use" in str(raised.value)
-    assert "--cards 0,2" in str(raised.value)
+    assert "--devices 0,2" in str(raised.value)
     assert len(choose_cards("0,2", [A10, busy, LAST])) == 2
 
 

@@ -235,7 +235,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
     local: LocalCluster, nodes: list[Node], tmp_path: Path
 ) -> None:
     run = "import sys; from sweep.cli import main; sys.exit(main())"
-    options = ["--trials", "6", "--no-confirm", "--json", "--ray", local.address]
+    options = ["--trials", "6", "--no-confirm", "--json", "--on", f"ray:{local.address}"]
     study = subprocess.Popen(
         [sys.executable, "-c", run, "run", "cpu-demo", *options],
         stdout=subprocess.PIPE,

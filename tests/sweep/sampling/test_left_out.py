@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,8 @@ from search_spaces.loading import parse_space, with_fixed
 from search_spaces.space import SearchSpace
 from sweep.planning.candidates import rows
 from sweep.predict.memory.predictor import one_of_each_kind
+from sweep.request import RunRequest
 from sweep.sampling.encoding import Encoding
-from sweep.study.asked import named
 
 TEXT = """
 dimensions:
@@ -123,9 +122,8 @@ def test_what_leaves_nothing_or_names_nothing_is_refused(text: str, message: str
 
 
 def test_a_run_that_is_held_to_16_bits_is_a_study_of_its_own() -> None:
-    asked: dict[str, Any] = {"held": {}, "study": None}
-    name, space = named("a10", overrides={"numerics": "16-bit"}, **asked)
-    own, whole = named("a10", overrides={}, **asked)
+    name, space = RunRequest(space="a10", overrides={"numerics": "16-bit"}).named()
+    own, whole = RunRequest(space="a10").named()
     assert name != own == "a10"
     # Just what the preset searched before there was compute in 8 bits.
     assert (space.size(), whole.size()) == (20_736, 22_464)

@@ -15,7 +15,6 @@ from typer.main import get_command
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import find_gpu
-from search_spaces.knobs import KNOBS
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.space import SearchSpace
 from storage.reading import list_studies, read_study
@@ -31,7 +30,7 @@ from sweep.running.wire import TrialRequest
 from sweep.study import session
 from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
-from sweep.terminal.knob_options import add_knobs
+from sweep.terminal.knob_options import configured
 from sweep.terminal.places import OnCards
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, train
@@ -192,7 +191,6 @@ def test_where_all_knobs_are_held_a_command_that_answers_is_named() -> None:
         prepared("a10", held=held, model="demo")
     command, *words = shlex.split(str(refusal.value).partition(" with sweep ")[2])
     assert command == "plan"
-    add_knobs(cli.plan, KNOBS)
     plan = get_command(cli.app).commands["plan"]  # type: ignore[attr-defined]
     typed = plan.make_context("plan", words).params
     assert typed["exact"]
@@ -201,11 +199,11 @@ def test_where_all_knobs_are_held_a_command_that_answers_is_named() -> None:
     assert typed["gpu"] == ["a10"]
     assert typed["model"] == "demo"
     left = TrialConfig(**{**prepared("a10").space.fixed, **held})
-    assert {key: typed[key] for key in ("double_quant", "micro_batch_size", "target_modules")} == {
-        "double_quant": False,
-        "micro_batch_size": left.micro_batch_size,
-        "target_modules": ["q_proj", "v_proj"],
-    }
+    assert (typed["micro_batch_size"], typed["target_modules"]) == (
+        left.micro_batch_size,
+        ["q_proj", "v_proj"],
+    )
+    assert configured({}, typed["settings"])["double_quant"] is False
 
 
 def test_on_a_cpu_no_prediction_is_named_where_all_knobs_are_held() -> None:

@@ -17,7 +17,7 @@ import pytest
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from storage.reading import read_study
-from sweep.cli import _command_of
+from sweep.request import RunRequest
 from sweep.study.session import Prepared, prepare
 from sweep.terminal import many_models
 from sweep.terminal.many_models import plan_studies
@@ -120,8 +120,8 @@ def test_without_json_there_is_a_line_for_each_model(tmp_path: Path, models: lis
     ("more", "words"),
     [
         (["--from", "other"], "--from"),
-        (["--host", "user@box"], "elsewhere name one"),
-        (["--cards", "2"], "is for the CPU"),
+        (["--on", "ssh:user@box"], "elsewhere name one"),
+        (["--devices", "2"], "is for the CPU"),
     ],
 )
 def test_what_does_not_go_with_several_models_starts_nothing(
@@ -171,9 +171,9 @@ def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
     program = tmp_path / "driver.py"
     program.write_text(
         "import json, sys, time\n"
-        "place = next(w for w in sys.argv if w.startswith('--cards'))\n"
-        "study = next(w for w in sys.argv if w.startswith('--study')).split('=')[1]\n"
-        "if place == '--cards=0,':\n"
+        "request = json.load(open(sys.argv[-1]))\n"
+        "study = request['study']\n"
+        "if request['devices'] == '0,':\n"
         "    print('Error: the card was lost', file=sys.stderr); sys.exit(3)\n"
         "time.sleep(0.3)\n"
         "print(json.dumps({'study': study, 'best': None}))\n"
@@ -181,9 +181,7 @@ def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
     code = many_models.run(
         plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
         places=["0,", "1,"],
-        command=_command_of("run"),
-        words=typed(tmp_path, models),
-        as_json=True,
+        request=RunRequest(space="cpu-demo", as_json=True),
         program=[sys.executable, str(program)],
     )
     said = capsys.readouterr()
@@ -205,9 +203,7 @@ def test_how_a_driver_ended_is_told_whatever_became_of_it(
     ended = many_models.run(
         plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
         places=[None],
-        command=_command_of("run"),
-        words=typed(tmp_path, models),
-        as_json=True,
+        request=RunRequest(space="cpu-demo", as_json=True),
         program=[sys.executable, str(program)],
     )
     assert ended == code
@@ -225,7 +221,7 @@ def test_as_many_studies_run_at_a_time_as_there_are_cards(
     program.write_text(
         "import json, pathlib, sys, time\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
-        "place = next(w for w in sys.argv if w.startswith('--cards'))[-2]\n"
+        "place = json.load(open(sys.argv[-1]))['devices'][0]\n"
         "(here / f'began-{place}').touch()\n"
         "deadline = time.monotonic() + 20\n"
         "while not (here / f'began-{1 - int(place)}').exists():\n"
@@ -237,9 +233,7 @@ def test_as_many_studies_run_at_a_time_as_there_are_cards(
     code = many_models.run(
         plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
         places=["0,", "1,"],
-        command=_command_of("run"),
-        words=typed(tmp_path, models),
-        as_json=True,
+        request=RunRequest(space="cpu-demo", as_json=True),
         program=[sys.executable, str(program)],
     )
     assert code == 0

@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from search_spaces.config import TrialConfig
+from search_spaces.knobs import as_options
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.cli import main
-from sweep.study.asked import named
+from sweep.request import RunRequest
+from sweep.terminal.knob_options import configured
 
 HEAVY = ["torch", "datasets", "transformers", "optuna", "pyarrow", "pandas", "plotly"]
 PROGRAM = f"""
@@ -91,13 +95,18 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
     [
         ("plan a10 --rank 8 --rank 16", "--rank 8 and --rank 16 are both given: keep one"),
         ("run cpu-demo --rank=8 --lora-rank 16", "--rank 8 and --rank 16 are both given"),
-        ("run cpu-demo --compile --no-compile", "--compile and --no-compile are both given"),
-        ("submit cpu-demo --slurm -o - --seed 1 --seed 2", "--seed 1 and --seed 2 are both given"),
-        ("submit a10 --slurm --gpus a100:x -o -", "--gpus must be a count, or type and count"),
-        ("submit a10 --slurm --gpus 0x2 -o -", "--gpus must be a count, or type and count"),
+        ("run cpu-demo --set compile=true --set compile=false", "compile is given twice: keep one"),
+        ("run cpu-demo --rank 8 --set lora-rank=8", "lora_rank is given twice: keep one"),
+        ("run cpu-demo --set compile", "write it as KEY=VALUE"),
+        ("run cpu-demo --set compil=true", "unknown setting 'compil'; did you mean 'compile'?"),
+        ("run cpu-demo --set kernels=fast", "--set kernels must be one of 'hf', 'fused-loss'"),
+        ("plan a10 --set quantized_fraction=2", "--set quantized_fraction must be at most 1"),
+        ("run cpu-demo --on slurm --seed 1 --seed 2", "--seed 1 and --seed 2 are both given"),
+        ("run a10 --on slurm --with gpus=a100:x", "--with gpus must be a count, or type and"),
+        ("run a10 --on slurm --with gpus=0x2", "--with gpus must be a count, or type and count"),
         ("run cpu-demo --target-modules q_proj,,v_proj", "--target-modules must list"),
-        ("run cpu-demo --dropout nan", "--dropout must be a finite number, got nan"),
-        ("run cpu-demo --alpha inf", "--alpha must be a finite number, got inf"),
+        ("run cpu-demo --set lora_dropout=nan", "lora_dropout must be a finite number, got nan"),
+        ("run cpu-demo --set lora_alpha=inf", "lora_alpha must be a finite number, got inf"),
         ("run cpu-demo --max-dollars nan", "--max-dollars must be a finite number, got nan"),
         ("train demo --output o --lr 7", "--lr must be at most 1.0, got 7.0"),
         ("train demo --output o --epochs inf", "--epochs must be a finite number above 0, got inf"),
@@ -105,7 +114,7 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
         ("init --gpu zzz", "unknown GPU 'zzz'; `sweep gpus` lists them"),
         ("plan a10 --model zzz", "unknown model 'zzz'; `sweep models` lists them"),
         ("run zzz", "unknown preset 'zzz'; known are a10"),
-        ("launch a10 --on modl", "unknown provider 'modl'; did you mean 'modal'?"),
+        ("run a10 --on modl", "unknown place; did you mean 'modal'?"),
     ],
 )
 def test_a_message_names_what_was_typed(
@@ -176,7 +185,7 @@ def test_the_hub_id_of_a_shipped_model_needs_no_hub(capsys: pytest.CaptureFixtur
 
 def test_a_study_of_settings_has_a_short_name_of_its_own() -> None:
     def name(**held: object) -> str:
-        return named("a10", overrides={}, held=held, study=None)[0]
+        return RunRequest(space="a10", held=held).named()[0]
 
     first = name(lora_rank=16, target_modules="attention")
     assert first == name(target_modules="attention", lora_rank=16)
@@ -185,3 +194,19 @@ def test_a_study_of_settings_has_a_short_name_of_its_own() -> None:
     others = (name(), name(lora_rank=16), name(lora_rank=16, target_modules="qv"))
     assert len({first, *others}) == 4
     assert name() == "a10"
+
+
+def test_a_setting_means_what_its_option_and_its_key_in_a_space_mean() -> None:
+    typed = ["compile=true", "double-quant=false", "effective_batch_size=null", "lora_alpha=8"]
+    assert configured({"lora_rank": 4, "seq_len": None}, [*typed, "kernels=hf"]) == {
+        "lora_rank": 4,
+        "compile": True,
+        "double_quant": False,
+        "effective_batch_size": None,
+        "lora_alpha": 8.0,
+        "kernels": "hf",
+    }
+    values = TrialConfig(compile=True, effective_batch_size=64, checkpoint_fraction=0.0)
+    words = as_options(values.model_dump(mode="json"))
+    settings = [word for flag, word in pairwise(words) if flag == "--set"]
+    assert configured({}, settings).items() <= values.model_dump(mode="json").items()

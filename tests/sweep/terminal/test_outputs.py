@@ -28,7 +28,6 @@ WRITERS = {
     "winner.yaml": ("export", "study", "--format", "yaml"),
     "surface.jsonl": ("export", "study", "--format", "surface"),
     "report.html": ("report", "study"),
-    "job.sh": ("submit", "cpu-demo", "--slurm"),
     "no_ending": ("export", "study", "--format", "json"),
 }
 """A command for each format, by a name for its file."""
@@ -94,9 +93,6 @@ def test_a_search_space_is_its_writers_from_the_start(
         (("report", "study"), "precious.jsonl"),
         (("report", "study"), "x.pdf"),
         (("init",), "x.json"),
-        (("submit", "cpu-demo", "--slurm"), "data.csv"),
-        (("launch", "a10", "--on", "modal"), "job.yaml"),
-        (("launch", "a10", "--on", "skypilot"), "job.py"),
     ],
 )
 def test_an_ending_that_means_another_format_is_refused(
@@ -113,8 +109,6 @@ def test_an_ending_that_means_another_format_is_refused(
         ("report", "study", "-o", "no/such/x.html"),
         ("export", "study", "-o", "no/such/x.py"),
         ("init", "-o", "no/such/x.yaml"),
-        ("submit", "cpu-demo", "--slurm", "-o", "no/such/x.sh"),
-        ("launch", "a10", "--on", "modal", "-o", "no/such/x.py"),
         ("train", "demo", "--data", "texts.jsonl", "--output", "no/such/adapter"),
         ("merge", "adapter", "--output", "no/such/merged"),
     ],
@@ -148,8 +142,6 @@ def test_what_is_no_file_is_written_to_or_refused(
     assert (here / "linked.py").read_text() == "mine = 1\n"
     assert (here / "dangling.py").is_symlink()
     assert "Written by qlora-sweep" in (here / "there.py").read_text()
-    assert main(["launch", "a10", "--on", "modal", "-o", "/dev/null"]) == 2
-    assert "name a file" in capsys.readouterr().err
 
 
 def test_a_file_is_written_whole_or_not_at_all(here: Path) -> None:

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from rich.console import RenderableType
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
-from search_spaces.knobs import KNOBS
 from search_spaces.loading import shipped_presets
 from storage.definition import StudySnapshot
 from storage.environment import fingerprint
@@ -37,7 +35,7 @@ from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
-from sweep.terminal.knob_options import add_knobs, takes_knobs
+from sweep.terminal.knob_options import configured
 from sweep.terminal.plan.backwards import cheapest_view, longest_views
 from sweep.terminal.plan.command import plan
 from sweep.terminal.plan.layout import rendered
@@ -243,7 +241,7 @@ def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(
     answer(space="L4", configuration=typed)
     out = capsys.readouterr().out
     assert "the space that `sweep init --gpu l4` writes, 3,456 configurations" in out
-    assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --no-compile" in out
+    assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --set compile=false" in out
     answer(gpus=("l4",), configuration=typed, as_json=True)
     own = json.loads(capsys.readouterr().out)
     assert main(["init", "--gpu", "l4", "-o", str(home / "l4.yaml")]) == 0
@@ -1057,53 +1055,31 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 # Options
 
 
-def typed_knobs(*arguments: str) -> dict[str, Any]:
-    """Return what a command gets of its knobs where these arguments are typed."""
-    seen: dict[str, Any] = {}
-
-    @takes_knobs
-    def command(*, configuration: dict[str, Any]) -> int:
-        seen.update(configuration)
-        return 0
-
-    add_knobs(command, KNOBS)
-    app = typer.Typer(add_completion=False)
-    app.command()(command)
-    app(arguments, standalone_mode=False)
-    return seen
-
-
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("settings", "expected"),
     [
-        ((), {}),
-        (("--target-modules", "qv"), {"target_modules": "qv"}),
-        (("--target-modules", "q_proj"), {"target_modules": ["q_proj"]}),
-        (("--target-modules", "q_proj, v_proj,"), {"target_modules": ["q_proj", "v_proj"]}),
-        (("--rank", "8", "--no-compile"), {"lora_rank": 8, "compile": False}),
+        ([], {}),
+        (["target_modules=qv"], {"target_modules": "qv"}),
+        (["target_modules=q_proj"], {"target_modules": ["q_proj"]}),
+        (["target_modules=q_proj, v_proj,"], {"target_modules": ["q_proj", "v_proj"]}),
+        (["lora_rank=8", "compile=false"], {"lora_rank": 8, "compile": False}),
         (
-            ("--adapter-dtype", "bf16", "--dropout", "0.1"),
+            ["adapter-dtype=bf16", "lora_dropout=0.1"],
             {"adapter_dtype": "bf16", "lora_dropout": 0.1},
         ),
     ],
 )
-def test_what_is_typed_of_the_knobs_arrives_by_key(
-    arguments: tuple[str, ...], expected: dict[str, Any]
+def test_what_is_typed_of_the_settings_arrives_by_key(
+    settings: list[str], expected: dict[str, Any]
 ) -> None:
-    assert typed_knobs(*arguments) == expected
+    assert configured({}, settings) == expected
 
 
 @pytest.mark.parametrize("key", CONFIG_KEYS)
-def test_every_knob_has_an_option_that_takes_its_default(key: str) -> None:
-    default, name = getattr(TrialConfig(), key), key.replace("_", "-")
-    match default:
-        case None:
-            arguments = (f"--{name}", "8")
-        case bool():
-            arguments = (f"--{'' if default else 'no-'}{name}",)
-        case _:
-            arguments = (f"--{name}", str(default))
-    assert TrialConfig(**typed_knobs(*arguments)).model_dump()[key] in (default, 8)
+def test_every_setting_takes_its_default(key: str) -> None:
+    default = json.loads(TrialConfig().model_dump_json())[key]
+    text = "null" if default is None else str(default).lower()
+    assert configured({}, [f"{key}={text}"]) == {key: default}
 
 
 # The command itself, tracing a real model in its child
@@ -1125,7 +1101,8 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
         "64",
         "--rank",
         "8",
-        "--no-upcast-fp32",
+        "--set",
+        "upcast_fp32=false",
         "--json",
     )
     done = subprocess.run(
@@ -1151,7 +1128,7 @@ def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = ("--data", str(ROOT / "docs" / "examples" / "texts.jsonl"))
-    typed = ("--model", "demo", "--kernels", "hf", "--no-compile", "--rank", "8")
+    typed = ("--model", "demo", "--set", "kernels=hf", "--set", "compile=false", "--rank", "8")
     answers = []
     for named in (("a10",), ("--gpu", "a10")):
         for more in (("--json",), (), data):

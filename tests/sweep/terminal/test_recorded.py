@@ -57,11 +57,9 @@ def test_a_surface_has_a_report_of_all_its_trials(
 @pytest.mark.parametrize(
     ("typed", "more", "said"),
     [
-        ("nonsense", [], "--on must be local, ray:ADDRESS or recorded:SURFACE.jsonl"),
-        ("recorded:", [], "--on must be local"),
+        ("recorded:", [], "--on must be recorded:SURFACE"),
         ("recorded:nowhere.jsonl", [], "nowhere.jsonl"),
-        (f"recorded:{SURFACE}", ["--cards", "1"], "no GPU takes part"),
-        (f"recorded:{SURFACE}", ["--ray", "auto"], "--on and --ray are both given"),
+        (f"recorded:{SURFACE}", ["--devices", "1"], "no GPU takes part"),
     ],
 )
 def test_where_nothing_can_run_is_bad_input(

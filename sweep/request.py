@@ -1,4 +1,5 @@
-"""What was typed for a study, resolved before anything is imported that drives one."""
+"""What was typed for a study, and where it is to run; resolved before anything is imported that
+drives one."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ import shlex
 import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from search_spaces.config import TrialConfig
-from search_spaces.documents import exists, home_expanded
-from search_spaces.errors import InputError, quote
+from search_spaces.documents import exists, home_expanded, read_text
+from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.knobs import KNOBS, as_options
 from search_spaces.loading import load_space, with_fixed
@@ -35,19 +39,123 @@ _DIGITS = 6
 """Of a digest in a study's name; two of one name would be refused for what they search."""
 
 
-def refuse_mistakes(
-    space_name: str,
-    *,
-    overrides: Mapping[str, Any],
-    models: Sequence[str],
-    held: Mapping[str, Any],
-    study: str | None,
-    storage: str,
-) -> None:
+REQUEST = "request.run.json"
+"""File of a request that goes to another process or machine, which runs it as its SPACE."""
+PLACES: dict[str, tuple[str, ...]] = {
+    "local": (),
+    "ray": (),
+    "recorded": (),
+    "ssh": ("python",),
+    "slurm": ("time", "gpus", "env"),
+    "modal": ("volume", "price", "prices"),
+    "skypilot": ("cloud", "spot", "volume", "price", "prices"),
+}
+"""Where a study can run, with the settings of each; slurm takes every option of sbatch besides."""
+ADDRESSED = {"ray": "ray:ADDRESS", "recorded": "recorded:SURFACE", "ssh": "ssh:USER@HOST[:PORT]"}
+"""The places that need an address."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a study is to run, as it was typed."""
+
+    kind: str = "local"
+    address: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, on: str | None, settings: Sequence[str] = ()) -> Where:
+        """Read ``--on`` and the settings of that place, each ``KEY=VALUE``.
+
+        Raises:
+            InputError: no such place, or it has no such setting.
+        """
+        kind, sign, address = (on or "local").partition(":")
+        if kind not in PLACES:
+            raise InputError(f"--on {on}: unknown place{did_you_mean(kind, PLACES)}")
+        if (kind in ADDRESSED) != bool(address) or (sign and not address):
+            raise InputError(f"--on must be {ADDRESSED.get(kind, kind)}, got {quote(on)}")
+        found: dict[str, str] = {}
+        for each in settings:
+            key, sign, value = each.partition("=")
+            if kind != "slurm" and key not in PLACES[kind]:
+                known = ", ".join(PLACES[kind]) or "none"
+                raise InputError(f"--with {each}: {kind} has no such setting; it has {known}")
+            if (kind != "slurm" or key in PLACES[kind]) and not value:
+                raise InputError(f"--with {each}: write it as {key}=VALUE")
+            if key in found:
+                raise InputError(f"--with {key} is given twice: keep one")
+            found[key] = value
+        return cls(kind, address, found)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.address}" if self.address else self.kind
+
+
+class RunRequest(BaseModel):
+    """A study that was asked for, unchanged from the command line to the machine that drives it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    space: str
+    """A preset or a YAML file."""
+    overrides: dict[str, Any] = {}
+    """Keys of the space with what was typed instead; None leaves the space's value."""
+    held: dict[str, Any] = {}
+    """Settings that are fixed, while the rest of the space is searched."""
+    study: str | None = None
+    storage: str | None = None
+    """URL of the database; None for the default."""
+    devices: str | None = None
+    """GPUs of the machine that trials run on."""
+    carried: str | None = None
+    """A study, or the spool of one, whose trials are taken over."""
+    as_json: bool = False
+
+    @classmethod
+    def read(cls, name: str) -> RunRequest:
+        """Read a request's file; what it names beside itself is found there.
+
+        Raises:
+            InputError: it holds no request.
+        """
+        path = home_expanded(name)
+        try:
+            request = cls.model_validate_json(read_text(path, label=name))
+        except ValidationError as error:
+            raise InputError(f"{name}: holds no request of `sweep run`: {error}") from error
+
+        def beside(named: Any) -> Any:
+            is_there = isinstance(named, str) and (path.parent / named).exists()
+            return str((path.parent / named).absolute()) if is_there else named
+
+        overrides, data = dict(request.overrides), request.overrides.get("data") or {}
+        if "model" in overrides:
+            overrides["model"] = beside(overrides["model"])
+        if data:
+            overrides["data"] = data | {k: beside(data.get(k)) for k in ("texts", "tokenizer")}
+        changes = {"space": beside(request.space), "carried": beside(request.carried)}
+        return request.model_copy(update={**changes, "overrides": overrides})
+
+    def named(self) -> tuple[str, SearchSpace]:
+        """Return a name for the study and its space, for whoever runs it elsewhere.
+
+        Neither GPU nor dataset is looked at. Named so, the same request always resumes one study.
+
+        Raises:
+            InputError: something that was typed or named is not right.
+        """
+        space, changed = overridden(self.space, self.overrides, None)
+        space, changed = held_in(space, self.held, changed, typed=self.space)
+        name = default_study_name(space, changed) if self.study is None else self.study
+        return checked_name(name), space
+
+
+def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str) -> None:
     """Refuse what can be told from what was typed and from the first rows of a dataset.
 
     Args:
-        space_name, overrides, held, study: as for `session.prepare`.
+        request: what was typed.
         models: all that were typed.
         storage: URL of the database, which may have the study.
 
@@ -55,10 +163,10 @@ def refuse_mistakes(
         InputError: something that was typed or named is not right.
         EnvironmentFault: the network for a hub id is not to be had.
     """
-    if not (overrides.get("data") or {}).get("texts"):
+    if not (request.overrides.get("data") or {}).get("texts"):
         # The others may be about the dataset of the study.
-        overrides = {**overrides, "data": {}}
-    name, space = named(space_name, overrides=overrides, held=held, study=study)
+        request = request.model_copy(update={"overrides": {**request.overrides, "data": {}}})
+    name, space = request.named()
     model, *_ = map(load_model_spec, (space.model, *models))
     choice = space.data
     if space.gpu not in ("auto", "cpu"):
@@ -73,28 +181,6 @@ def refuse_mistakes(
             read_study(name, url=storage, home=runs_directory())
             return
     look_at(TextsRequest.of(choice, model))
-
-
-def named(
-    space_name: str,
-    *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any],
-    study: str | None,
-) -> tuple[str, SearchSpace]:
-    """Return a name for the study of what was typed, and its space, for whoever runs it elsewhere.
-
-    Neither card nor texts are looked at. Named so, the same words always go on with one study.
-
-    Args:
-        space_name, overrides, held, study: as for `prepare`.
-
-    Raises:
-        InputError: something that was typed or named is not right.
-    """
-    space, changed = overridden(space_name, overrides, None)
-    space, changed = held_in(space, held, changed, typed=space_name)
-    return checked_name(default_study_name(space, changed) if study is None else study), space
 
 
 def checked_name(name: str) -> str:
