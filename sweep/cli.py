@@ -247,7 +247,7 @@ def plan(
     price: opt.PriceOption = None,
     study: opt.CalibrateOption = None,
     storage: opt.StorageOption = None,
-    steps: opt.StepsOption = None,
+    train_steps: opt.StepsOption = None,
     samples: opt.SamplesOption = None,
     tokens: opt.TokensOption = None,
     dataset_samples: opt.DatasetOption = None,
@@ -288,7 +288,9 @@ def plan(
         numerics=numerics,
         is_exact=exact,
         from_file=from_file,
-        work=AskedWork(steps, samples, tokens, dataset_samples, epochs, has_texts=data is not None),
+        work=AskedWork(
+            train_steps, samples, tokens, dataset_samples, epochs, has_texts=data is not None
+        ),
         data=_texts(data, text_column, texts_format, completions_only, tokenizer),
         prices=None if prices is None else Path(prices),
         typed_prices=tuple(price or ()),

@@ -197,8 +197,8 @@ done
 wait "$child"
 code=$?
 
-# Done, nothing fits, bad input: no other allocation would change that.
-if [ "$code" -le 2 ]; then
+# Done, nothing fits, bad input, an error of sweep's own: no other allocation would change that.
+if [ "$code" -le 2 ] || [ "$code" -eq 4 ]; then
     rm -f "$idle_file"
     exit "$code"
 fi

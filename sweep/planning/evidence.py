@@ -91,7 +91,7 @@ def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> 
         return
     trained = "full rows of random tokens" if known is None else known.source
     asked = "full rows" if texts is None else texts.source
-    do = "leave --study out" if known is None else f"name them with --data {known.source}"
+    do = "leave --from out" if known is None else f"name them with --data {known.source}"
     raise InputError(
         f"study '{snapshot.name}' trained on {trained}, and the plan is about {asked}: {do}"
     )

@@ -285,7 +285,7 @@ def _check(request: PlanRequest) -> None:
     if request.within_seconds is not None and not request.is_cheapest:
         raise InputError("--within needs --cheapest: which job has to be done by then")
     if request.storage is not None and request.study is None:
-        raise InputError("--storage needs --study: which study to calibrate from")
+        raise InputError("--storage needs --from: which study to calibrate from")
 
 
 def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:

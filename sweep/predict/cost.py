@@ -66,7 +66,7 @@ class AskedWork:
         InputError: in more than one way, an amount out of range, or epochs of no dataset.
     """
 
-    steps: int | None = None
+    train_steps: int | None = None
     samples: int | None = None
     tokens: int | None = None
     dataset_samples: int | None = None
@@ -75,7 +75,7 @@ class AskedWork:
     """Whether there are texts, of which an epoch is asked about where nothing else is."""
 
     def __post_init__(self) -> None:
-        keys = ("steps", "samples", "tokens", "dataset_samples", "epochs")
+        keys = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
         typed = {f"--{key.replace('_', '-')}": getattr(self, key) for key in keys}
         for option, value in typed.items():
             if value is not None and not 0 < value <= AMOUNT_MAX:
@@ -105,13 +105,13 @@ class AskedWork:
         if shapes is not None:
             per_sample = shapes.loss_tokens_per_step(config) / per_step
         epochs = 1.0 if self.epochs is None else self.epochs
-        steps = float(self.steps or STEPS)
+        steps = float(self.train_steps or STEPS)
         samples: float | None = self.samples
         if self.tokens is not None:
             samples = self.tokens / per_sample
         elif self.dataset_samples is not None:
             samples = epochs * self.dataset_samples
-        elif shapes is not None and self.steps is None:
+        elif shapes is not None and self.train_steps is None:
             epoch = shapes.epochs.record(config)
             steps = steps if epoch is None else epochs * epoch.steps
         return Workload(

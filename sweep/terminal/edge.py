@@ -1,7 +1,6 @@
-"""Owns the edge: the one place where errors become a message and an exit code.
+"""The edge: the one place where errors become a message and an exit code.
 
-Knows no command. Exit codes: 0 done, 1 done and nothing fits, 2 bad input, 3 environment, 130
-interrupted.
+0 done, 1 done and nothing fits, 2 bad input, 3 environment, 4 an error of ours, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import ReaderGoneError, folded, note, width_of
 from sweep.terminal.typed import Invocation, as_typed
 
+OUR_ERROR = 4
+"""Exit code of a mistake in sweep, which no other machine would mend."""
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 
@@ -61,7 +62,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         return EnvironmentFault.exit_code
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
-        return EnvironmentFault.exit_code
+        return OUR_ERROR
 
 
 def _unless_asked(command: Callable[[], int | None]) -> int | None:

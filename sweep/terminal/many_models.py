@@ -37,6 +37,7 @@ from sweep.study.targets import least_weight_bytes
 from sweep.terminal.board import search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import note, say, say_json, table, width_of
+from sweep.terminal.edge import OUR_ERROR
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
 _BOUND = (
@@ -47,7 +48,13 @@ _BOUND = (
 _TURN_SECONDS = 0.2
 _END_SECONDS = 30.0
 """That drivers get to stop in which nobody waits for any more."""
-_WORST_FIRST = (INTERRUPTED, EnvironmentFault.exit_code, InputError.exit_code, NOTHING_FITS)
+_WORST_FIRST = (
+    INTERRUPTED,
+    OUR_ERROR,
+    EnvironmentFault.exit_code,
+    InputError.exit_code,
+    NOTHING_FITS,
+)
 
 
 @dataclass(frozen=True)

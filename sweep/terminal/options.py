@@ -19,7 +19,7 @@ def _known_format(typed: str | None) -> str | None:
     from search_spaces.texts import FORMATS
 
     if typed is not None and typed not in FORMATS:
-        raise InputError(f"--format: unknown format '{typed}'{did_you_mean(typed, FORMATS)}")
+        raise InputError(f"--data-format: unknown format '{typed}'{did_you_mean(typed, FORMATS)}")
     return typed
 
 
@@ -118,7 +118,7 @@ TextColumnOption = Annotated[
 TextsFormatOption = Annotated[
     str | None,
     typer.Option(
-        "--format",
+        "--data-format",
         help="What the rows are: text, instruction, prompt-completion, messages or conversations; "
         "recognised by their columns.",
         callback=_known_format,
@@ -319,10 +319,15 @@ WithinOption = Annotated[
 CalibrateOption = Annotated[
     str | None,
     typer.Option(
-        "--study", help="Calibrate by this study's trials.", autocompletion=completion.studies
+        "--from",
+        metavar="STUDY",
+        help="Take what this study's trials measured, and calibrate by it.",
+        autocompletion=completion.studies,
     ),
 ]
-StepsOption = Annotated[int | None, typer.Option("--steps", help="Cost of so many steps; 1000.")]
+StepsOption = Annotated[
+    int | None, typer.Option("--train-steps", help="Cost of so many steps; 1000.")
+]
 SamplesOption = Annotated[int | None, typer.Option("--samples", help="Cost of so many samples.")]
 TokensOption = Annotated[int | None, typer.Option("--tokens", help="Cost of so many tokens.")]
 DatasetOption = Annotated[

@@ -173,7 +173,7 @@ def _text(
 
 
 def _opening(summary: TextsSummary) -> str:
-    told = "as --format says" if summary.format != "auto" else "recognised by its columns"
+    told = "as --data-format says" if summary.format != "auto" else "recognised by its columns"
     if summary.text_column is not None:
         told = f"column '{summary.text_column}'"
     found = summary.quantiles

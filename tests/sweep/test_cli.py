@@ -312,7 +312,7 @@ def test_a_mistake_of_ours_leaves_a_traceback_in_a_file_and_no_password_anywhere
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = RuntimeError("cannot reach postgresql://me:hunter2@db/sweep")
-    assert guarded(raising(error)) == 3
+    assert guarded(raising(error)) == 4
     err = capsys.readouterr().err
     (log,) = (home / "runs" / "crashes").iterdir()
     assert str(log) in err

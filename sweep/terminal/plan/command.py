@@ -79,7 +79,7 @@ def tracing(children: Tracer) -> Predictor:
 
 
 def _read_study(name: str, storage: str | None) -> StudySnapshot:
-    # Of all plans only one with --study needs Optuna, which takes longer to import than to answer.
+    # Of all plans only one with --from needs Optuna, which takes longer to import than to answer.
     from storage.reading import read_study
 
     return read_study(name, url=storage_url(storage), home=runs_directory())

@@ -227,7 +227,7 @@ def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
             copies = f"data sheet ({units.percent(UNMEASURED_COPY_SHARE)} of its bandwidth)"
         return (
             f"predicted from the {plan.gpu.name}'s {products} and {copies}, within "
-            f"{units.percent(forecast.speed.uncertainty)}; --study NAME calibrates it"
+            f"{units.percent(forecast.speed.uncertainty)}; --from STUDY calibrates it"
         )
     trials = units.plural(evidence.calibration.trials, "trial")
     error = f"{100 * evidence.calibration.relative_error:.1f} %"

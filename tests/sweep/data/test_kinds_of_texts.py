@@ -47,7 +47,11 @@ def test_what_was_typed_overrules_the_columns() -> None:
     [
         (("story", "label"), {}, "its columns are 'story', 'label', and none of messages"),
         (("story",), {"text_column": "stroy"}, "no column 'stroy'; did you mean 'story'?"),
-        (("text",), {"format": "messages"}, "no column 'messages', which --format messages needs"),
+        (
+            ("text",),
+            {"format": "messages"},
+            "no column 'messages', which --data-format",
+        ),
         (("prompt",), {"format": "prompt-completion"}, "no column 'completion', which"),
         (("text",), {"text_column": "text", "format": "messages"}, "are both given: keep one"),
     ],

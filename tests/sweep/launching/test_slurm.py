@@ -53,7 +53,7 @@ def a_job(queue: Queue, program: str, *, warning: int = 6) -> Path:
 RESULT = "echo result >> spool.jsonl"
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
+@pytest.mark.parametrize("code", [0, 1, 2, 4])
 def test_what_no_other_allocation_would_change_is_not_requeued(queue: Queue, code: int) -> None:
     a_job(queue, f"{RESULT}; exit {code}")
     assert queue.allocation() == (code, False)

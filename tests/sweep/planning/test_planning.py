@@ -767,7 +767,7 @@ def planned(space: SearchSpace, forecaster: Forecaster, **asked: Any) -> Any:
     ("asked", "steps"),
     [
         ({}, 1000),
-        ({"steps": 7}, 7),
+        ({"train_steps": 7}, 7),
         ({"samples": 100}, 13),
         ({"tokens": 5000}, 2),
         ({"dataset_samples": 80}, 10),
@@ -782,12 +782,12 @@ def test_work_is_the_fewest_whole_steps(asked: Mapping[str, Any], steps: int) ->
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"steps": 0}, "--steps must be greater than 0"),
+        ({"train_steps": 0}, "--train-steps must be greater than 0"),
         ({"samples": -1}, "--samples must be greater than 0"),
         ({"tokens": 10**400}, "--tokens must be greater than 0 and at most"),
         ({"dataset_samples": 0}, "--dataset-samples must be"),
         ({"dataset_samples": 10, "epochs": math.nan}, "--epochs must be"),
-        ({"steps": 1, "samples": 1}, "--steps and --samples both"),
+        ({"train_steps": 1, "samples": 1}, "--train-steps and --samples both"),
         ({"epochs": 1.0}, "--epochs needs --dataset-samples"),
     ],
 )
@@ -821,7 +821,7 @@ def compared(plans: Sequence[CardPlan], **asked: Any) -> CardComparison | None:
     return compare_cards(plans, work=AskedWork(**asked), offers=OFFERS, look=looked)
 
 
-@pytest.mark.parametrize("asked", [{}, {"steps": 70}, {"samples": 10_000}, {"tokens": 10**7}])
+@pytest.mark.parametrize("asked", [{}, {"train_steps": 70}, {"samples": 10_000}, {"tokens": 10**7}])
 @pytest.mark.parametrize("batches", [[1, 2, 4, 8, 12, 16, 32], [10, 24], [7, 36], [10, 40]])
 def test_cards_are_compared_by_the_same_training(
     batches: list[int], asked: Mapping[str, int]
@@ -856,7 +856,7 @@ def test_an_effective_batch_that_the_space_fixes_is_the_one_compared() -> None:
         fixed={"effective_batch_size": 64},
     )
     plans = [planned(space, a_forecaster(gpu=gpu)) for gpu in OFFERS]
-    comparison = compared(plans, steps=10)
+    comparison = compared(plans, train_steps=10)
     assert comparison is not None
     assert (comparison.effective_batch_size, comparison.workload.steps) == (64, 10)
     document = comparison_document(plans, comparison)["comparison"]
@@ -897,7 +897,7 @@ def test_one_configuration_is_compared_as_it_is() -> None:
         )
         for gpu in OFFERS
     ]
-    comparison = compared(plans, steps=50)
+    comparison = compared(plans, train_steps=50)
     assert comparison is not None
     assert {bill.workload.samples for bill in comparison.bills.bills} == {200}
     document = comparison_document(plans, comparison)

@@ -145,7 +145,7 @@ def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
     ("studied", "asked", "said"),
     [
         ("cafe", None, "name them with --data mine.jsonl"),
-        (None, "cafe", "leave --study out"),
+        (None, "cafe", "leave --from out"),
         ("cafe", "beef", "trained on mine.jsonl"),
     ],
 )

@@ -57,7 +57,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run cpu-demo --data texts.jsonl --text-column b", "no column 'b'; known are text"),
         ("run cpu-demo --storage sqlite:///no/such/x.db", "there is no directory "),
         ("data broken.jsonl --model demo", "line 1: not JSON"),
-        ("data texts.jsonl --model demo --format messages", "no column 'messages'"),
+        ("data texts.jsonl --model demo --data-format messages", "no column 'messages'"),
         ("data texts.jsonl --model demo --completions-only", "no completions of their own"),
     ],
 )

@@ -144,7 +144,7 @@ def test_card_and_model_come_from_what_is_named(
         ({"space": "a10", "model": "mistral"}, None, "unknown model 'mistral'"),
         ({"space": "a10", "prices": Path("none.yaml")}, None, "none.yaml: no such file"),
         ({"space": "a10", "configuration": {"lora_rank": 0}}, None, "lora_rank must be at least 1"),
-        ({"space": "a10", "storage": "sqlite:///x.db"}, None, "--storage needs --study"),
+        ({"space": "a10", "storage": "sqlite:///x.db"}, None, "--storage needs --from"),
         ({"space": "a10", "study": "x"}, None, "no studies yet"),
         ({"gpus": ("t4", "a10"), "from_file": "x"}, None, "--from-file answers for one card"),
         ({"space": "t4", "gpus": ("a10",), "from_file": "x"}, None, "answers for one card"),
@@ -766,7 +766,7 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
     plans = [
         plan_space(
             survey(question.about(gpu), question.forecaster(gpu)),  # type: ignore[arg-type]
-            work=AskedWork(steps=123),
+            work=AskedWork(train_steps=123),
             offers=question.offers[gpu.name],
             asked=question.asked(gpu),
         )

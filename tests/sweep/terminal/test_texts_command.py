@@ -125,7 +125,7 @@ def test_run_and_plan_say_which_rows_are_left_out_too(
         (["texts.jsonl", "--model", "mistral-7b-v0.3"], 2, "--model or --tokenizer"),
         (["texts.jsonl", "--tokenizer", ""], 2, "--tokenizer: an empty text names nothing"),
         (["texts.jsonl", "--tokenizer", "empty"], 2, "'empty' has no tokenizer"),
-        (["texts.jsonl", "--model", "demo", "--format", "chat"], 2, "unknown format 'chat'"),
+        (["texts.jsonl", "--model", "demo", "--data-format", "chat"], 2, "unknown format 'chat'"),
         (["texts.jsonl", "--model", "demo", "--batch-size", "0"], 2, "must be at least 1, got 0"),
         (["texts.jsonl", "--model", "demo", "--batch-size", "x"], 2, "must be a whole number"),
     ],
