@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -135,6 +136,8 @@ class Board:
     """What is measured again, once the search has ended."""
     earlier_seconds: float = 0.0
     """Of the study before it was followed, where all of it counts."""
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    """Held while it changes or is shown: what is shown every second is so in another thread."""
     _started_seconds: float = field(init=False)
     _doing_seconds: float = field(init=False)
     """When what is being done now began."""

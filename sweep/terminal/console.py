@@ -8,6 +8,7 @@ secrets out of their texts, and pages and exports are made without any.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -75,18 +76,18 @@ def say_as_is(text: str) -> None:
     """Print a document on stdout: nothing in it is changed.
 
     Raises:
-        ReaderGoneError: the pipe is closed. Nothing printed later will complain again.
+        ReaderGoneError: pipe or terminal is closed. Nothing printed later will complain again.
         EnvironmentFault: stdout is a file, and its disk is full.
     """
     cancel_announced()
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError as error:
-        _silence_stdout()
-        raise ReaderGoneError from error
     except OSError as error:
         _silence_stdout()
+        # Of a terminal that is gone the system says that input and output failed.
+        if error.errno in (errno.EPIPE, errno.EIO):
+            raise ReaderGoneError from error
         raise EnvironmentFault(f"cannot write to stdout: {error.strerror}") from error
 
 

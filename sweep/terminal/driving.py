@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
 from sweep.terminal.console import (
+    ReaderGoneError,
     folded,
     note,
     say,
@@ -196,8 +197,11 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
 
 def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
     """Write the study's report and print what came out, also where Ctrl-C is pressed on."""
-    with undisturbed() if reason is StopReason.INTERRUPTED else nullcontext():
+    if reason is not StopReason.INTERRUPTED:
         return _tell(prepared, reason, storage=storage, as_json=as_json)
+    with undisturbed(), suppress(ReaderGoneError):
+        _tell(prepared, reason, storage=storage, as_json=as_json)
+    return INTERRUPTED
 
 
 def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -46,8 +47,11 @@ def follow(
             for event in changes(board, snapshot):
                 listener(event)
                 if isinstance(event, TrialStarted):
-                    board.began_before(event.number, _running_seconds(snapshot, event.number))
-            board.keep_running({trial.number for trial in snapshot.running})
+                    seconds = _running_seconds(snapshot, event.number)
+                    with board.lock:
+                        board.began_before(event.number, seconds)
+            with board.lock:
+                board.keep_running({trial.number for trial in snapshot.running})
             before = clock()
             snapshot = read()
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
@@ -92,7 +96,10 @@ def _running_seconds(snapshot: StudySnapshot, number: int) -> float:
     began = next((t.started_at for t in snapshot.running if t.number == number), None)
     if began is None:
         return 0.0
-    return (datetime.now(UTC) - datetime.fromisoformat(began)).total_seconds()
+    # By whatever wrote it: a time that is none, or of no zone, says nothing.
+    with suppress(ValueError, TypeError):
+        return (datetime.now(UTC) - datetime.fromisoformat(began)).total_seconds()
+    return 0.0
 
 
 def _started(running: RunningTrial) -> Iterator[TrialStarted]:

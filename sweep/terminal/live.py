@@ -122,10 +122,11 @@ class PlainLines:
     def listen(self, event: Event) -> None:
         """Take in an event, and say what is worth a line."""
         board = self._board
-        line = _line_of(board, event)
-        board.take(event)
-        if isinstance(event, TrialFinished):
-            line = trial_line(board, event)
+        with board.lock:
+            line = _line_of(board, event)
+            board.take(event)
+            if isinstance(event, TrialFinished):
+                line = trial_line(board, event)
         if line:
             self._rhythm.begin()
             self._say(line)
@@ -138,7 +139,9 @@ class PlainLines:
             self._say(STOPPING)
         elif self._rhythm.is_due:
             self._rhythm.go_on()
-            self._say(f"... {now_line(self._board)}")
+            with self._board.lock:
+                now = now_line(self._board)
+            self._say(f"... {now}")
 
     def _say(self, line: str) -> None:
         # A terminal that cannot be drawn on has a width all the same.
@@ -225,7 +228,8 @@ def _panel(
     def render() -> RenderableType:
         if is_stopping() and not board.is_stopping:
             board.stop()
-        return Shown(panel(board, width=console.width))
+        with board.lock:
+            return Shown(panel(board, width=console.width))
 
     def keep(line: str) -> None:
         console.print(Text(folded(line, console.width - 1, indent=2)))
@@ -235,11 +239,14 @@ def _panel(
     with live, _every_second(live.refresh, is_stopping=is_stopping):
 
         def listen(event: Event) -> None:
-            board.take(event)
-            if line := told_line(event):
+            with board.lock:
+                board.take(event)
+                line = told_line(event)
+                if isinstance(event, TrialFinished):
+                    line = trial_line(board, event)
+            # Not under the lock, which what is drawn waits for.
+            if line:
                 keep(line)
-            if isinstance(event, TrialFinished):
-                keep(trial_line(board, event))
             if not isinstance(event, TrialProgress):
                 live.refresh()
 

@@ -94,6 +94,14 @@ def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(re.search(r"trial 1, running, 12\d s", picture) for picture in screen.pictures)
 
 
+@pytest.mark.parametrize("began", ["yesterday", "2026-11-22T10:00:00", ""])
+def test_a_time_that_is_none_says_nothing(began: str) -> None:
+    running = RunningTrial(1, TrialConfig(), began)
+    driven_now = replace(a_snapshot(*records(1)), holder="host:12", running=(running,))
+    last = follow(Looks(driven_now, a_snapshot(*records(1))), stream=io.StringIO(), sleep=print)
+    assert last.holder is None
+
+
 def test_what_ended_between_two_halves_of_a_look_is_not_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import re
+import threading
+import time
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 from rich.console import Console
@@ -324,3 +326,36 @@ def test_a_workers_last_words_cannot_steer_the_terminal(
     assert "\\x1b]0;owned" in shown
     assert "\x1b]0" not in shown
     assert "\u202e" not in shown
+
+
+def test_what_runs_may_change_while_it_is_shown() -> None:
+    class Slow(Board):
+        def describe(self, config: TrialConfig) -> str:
+            time.sleep(0.002)
+            return super().describe(config)
+
+    # Every look at the clock is ten seconds later, so that each tick has something to say.
+    seconds = count(step=10)
+    made = a_board()
+    board = Slow(made.name, made.definition, made.records, clock=lambda: float(next(seconds)))
+    lines = PlainLines(board, is_stopping=lambda: False)
+    failed: list[Exception] = []
+
+    def show() -> None:
+        try:
+            for _ in range(10):
+                lines.tick()
+        except RuntimeError as error:
+            failed.append(error)
+
+    for number in range(5):
+        lines.listen(replace(STARTED, number=number))
+    shown = threading.Thread(target=show)
+    shown.start()
+    number = 5
+    while shown.is_alive():
+        lines.listen(replace(STARTED, number=number))
+        number += 1
+        time.sleep(0.001)
+    shown.join()
+    assert not failed

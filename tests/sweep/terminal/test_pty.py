@@ -117,3 +117,29 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(tmp_path: Path) -> None:
     screen = on_a_terminal(*command, width=80, home=tmp_path, term="dumb", program=SIMULATED)
     assert "\x1b" not in screen.getvalue()
     assert "trial 0 (1 of 1): fits" in screen.seen
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_study_whose_terminal_is_closed_is_interrupted(tmp_path: Path, term: str) -> None:
+    master, slave = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    words = ["run", "cpu-demo", "--sampler", "random", "--no-confirm"]
+    study = subprocess.Popen(
+        [sys.executable, *SIMULATED, *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=take_terminal,
+        env={**os.environ, "SWEEP_HOME": str(tmp_path), "TERM": term, "TRIAL_SECONDS": "0.5"},
+    )
+    os.close(slave)
+    said = b""
+    while b"trial 0" not in said and (more := _read(master)):
+        said += more
+    os.close(master)
+    assert study.wait(timeout=60) == 130, said
+    assert (tmp_path / "runs" / "cpu-demo" / "report.html").exists()
