@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from sweep.data.collating import COMPLETIONS, INPUT, SEQ_LENGTHS, collator
+from sweep.data.collating import COMPLETIONS, IGNORED, INPUT, SEQ_LENGTHS, Collator
 from sweep.data.cutting import cut_exactly
 from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
 from sweep.data.opening import open_tokens
@@ -29,67 +29,115 @@ LENGTH = "length"
 _ALIKE = 3
 """Micro-batches of the largest size. accelerate fetches one ahead, so that with fewer of them one
 would be alive less than in a training."""
+_ALIKE_SHARE = 0.05
+"""Relative: a round is as fast as its epoch where as large a share of its tokens carries loss."""
+
+WEIGHT = "weight"
+"""Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 
 Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prepared texts, and which of them are trained on."""
+
+    directory: Path
+    eval_fraction: float
+    seed: int
+    """Of what is held out."""
 
 
 @dataclass(frozen=True)
 class TrialBatches:
     """What a trial on texts trains on: tensors on the host, made once."""
 
+    texts: Texts
+    epoch: Epoch
     largest: list[Batch]
     """Micro-batches of the epoch's longest rows: none is larger in any order."""
     round: list[Batch]
     """Micro-batches in equal shares of the epoch by size: a whole number of optimizer steps."""
     loss_tokens: int
     """Of the round, those that carry loss."""
-    tokens: int
-    """Of the round, without pads."""
     padded_tokens: int
     """Of the round, as computed."""
-    epoch: Epoch
+
+    @property
+    def is_as_its_epoch(self) -> bool:
+        """Whether as many of the computed tokens carry loss as in the epoch: no few micro-batches
+        stand for one in which there are very long ones, and nothing between them and the others."""
+        share = self.loss_tokens / self.padded_tokens
+        whole_share = self.epoch.loss_tokens / self.epoch.padded_tokens
+        return abs(share / whole_share - 1.0) <= _ALIKE_SHARE
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step of the epoch for each of the round's: 1 for a round that is as its
+        epoch, else by the tokens that are computed."""
+        if self.is_as_its_epoch:
+            return 1.0
+        whole = self.epoch
+        return whole.padded_tokens / whole.micro_batches / (self.padded_tokens / len(self.round))
+
+    @property
+    def loss_tokens_per_step(self) -> float:
+        """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
+        not as its epoch, of the epoch."""
+        whole, each = self.epoch, self.loss_tokens / len(self.round)
+        if not self.is_as_its_epoch:
+            each = whole.loss_tokens / whole.micro_batches
+        return each * whole.config.accumulation_steps
 
 
 def trial_batches(
-    directory: Path,
-    config: TrialConfig,
-    *,
-    seed: int,
-    eval_fraction: float,
-    micro_steps: int | None = None,
-    pad_token_id: int = 0,
+    texts: Texts, config: TrialConfig, *, micro_steps: int | None = None
 ) -> TrialBatches:
     """Return the micro-batches of a trial on prepared texts.
 
     Args:
-        directory: of the prepared texts.
+        texts: what it trains on.
         config: what trains on them.
-        seed: of the epoch's order, and of what is held out.
-        eval_fraction: share of the rows that no training sees.
         micro_steps: micro-batches of an optimizer step; None for as many as the configuration says.
-        pad_token_id: any token of the model.
 
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    rows = open_tokens(directory).with_format("numpy")
-    indices, _ = split(len(rows), eval_fraction, seed)
-    whole = epoch_of(directory, config, indices=indices, seed=seed)
+    rows = open_tokens(texts.directory).with_format("numpy")
+    indices, _ = split(len(rows), texts.eval_fraction, texts.seed)
+    whole = trained_epoch(texts, config)
     chosen = representative(whole, micro_steps=micro_steps or config.accumulation_steps)
-    collate = collator(config, pad_token_id)
+    collate = Collator(config)
 
     def made(places: Iterable[int]) -> list[dict[str, Any]]:
         return [row_of(rows, indices[whole.rows.of(place)], config) for place in places]
 
     longest = made(map(int, whole.largest_rows))
     return TrialBatches(
+        texts=texts,
+        epoch=whole,
         largest=[collate(longest[turn:] + longest[:turn]) for turn in range(_ALIKE)],
         round=[collate(made(whole.rows_of(index))) for index in chosen],
         loss_tokens=int(whole.loss[chosen].sum()),
-        tokens=int(whole.filled[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
-        epoch=whole,
     )
+
+
+def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:
+    """Return an epoch of the texts that are trained on.
+
+    Raises:
+        InputError: the texts make no micro-batch of this size.
+    """
+    count = len(np.load(texts.directory / LENGTHS, mmap_mode="r"))
+    indices, _ = split(count, texts.eval_fraction, texts.seed)
+    return epoch_of(texts.directory, config, indices=indices, seed=texts.seed)
+
+
+def loss_left(directory: Path, seq_len: int) -> tuple[Integers, Integers]:
+    """Return each text's tokens, and how many that carry loss are left of it once it is cut."""
+    lengths, loss = (np.load(directory / name, mmap_mode="r") for name in (LENGTHS, LOSS_LENGTHS))
+    return lengths, cut_exactly(directory, lengths, loss, seq_len)[1]
 
 
 def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: int) -> Epoch:
@@ -98,17 +146,14 @@ def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: i
     Raises:
         InputError: the texts make no micro-batch of this size.
     """
-    lengths, loss_lengths = (
-        np.load(directory / name, mmap_mode="r") for name in (LENGTHS, LOSS_LENGTHS)
-    )
-    _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
+    lengths, loss = loss_left(directory, config.seq_len)
     return epoch(lengths[indices], loss[indices], config, seed=seed, are_cut=True)
 
 
 def training_rows(
     directory: Path, config: TrialConfig, *, indices: Sequence[int] | Integers, seed: int
 ) -> Dataset:
-    """Return the rows of a training, which `collator` makes into micro-batches.
+    """Return the rows of a training, which `Collator` makes into micro-batches.
 
     Rows are read from the disk as they are asked for. Each has its ``length`` as it is cut or
     packed, by which ``grouped`` is sampled: Trainer's ``group_by_length``. Trainer has to leave all
@@ -141,7 +186,7 @@ def training_rows(
 
 
 def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
-    """Return one row of the texts of these numbers, each cut, put behind one another; `collator`
+    """Return one row of the texts of these numbers, each cut, put behind one another; `Collator`
     takes it."""
     texts = [rows[int(number)] for number in numbers]
     columns = [name for name in (INPUT, COMPLETIONS) if name in rows.column_names]
@@ -151,3 +196,17 @@ def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, A
     if config.packing == "packed":
         row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]
     return row
+
+
+def loss_tokens(batch: Batch) -> int:
+    """Return how many supervised tokens a micro-batch has."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def in_parts(batch: Batch, count: int) -> list[Batch]:
+    """Return a micro-batch in so many parts, or in as many as it has rows."""
+    rows = len(batch["input_ids"])
+    if rows == 1:
+        return [batch]
+    size = -(-rows // count)
+    return [{k: v[at : at + size] for k, v in batch.items()} for at in range(0, rows, size)]

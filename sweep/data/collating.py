@@ -42,7 +42,8 @@ class Collator:
     """
 
     config: TrialConfig
-    pad_token_id: int
+    pad_token_id: int = 0
+    """Any token of the model: pads carry no loss, and no token looks at them."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the micro-batch."""
@@ -74,11 +75,6 @@ class Collator:
         tokens, labels = ([value] for value in (self.pad_token_id, IGNORED))
         row = {"input_ids": np.array(tokens), "labels": np.array(labels)}
         return {**row, SEQ_LENGTHS: [1]} if SEQ_LENGTHS in like else row
-
-
-def collator(config: TrialConfig, pad_token_id: int) -> Collator:
-    """Return what makes a micro-batch of `training_rows` under a configuration."""
-    return Collator(config=config, pad_token_id=pad_token_id)
 
 
 def _example(row: Mapping[str, Any], seq_len: int) -> dict[str, Any]:

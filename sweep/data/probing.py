@@ -1,12 +1,15 @@
-"""Owns whether a model looks ahead: rows of texts are padded for one that does not.
+"""What a model sees of a row: tokens that are behind, or another text that is packed with it.
 
-Asked of the model itself, by a forward pass over a few tokens and another in which some of them are
-others: what cannot see those stays as it is, but for rounding. Knows nothing of trials.
+Asked of the model itself, by a forward pass over some tokens and another in which some of them are
+others: what cannot see those stays as it is, but for rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +22,16 @@ _TEXT = 8
 _AHEAD = 1 / 3
 """Of what is seen of tokens before: what looks ahead sees as much of those behind, and rounding is
 far less, though where experts are chosen it may be some percent of what a model says."""
+_LOOKED_AT = 16
+"""First tokens of a text: there another one shows most, as they have few of their own before them,
+and the one right before it is all that a window or a state may still know."""
+_SEEN_AT_MOST = 256
+"""Tokens of the text before, where it is looked at what they do to one that sees them."""
+_LEAST_ROUNDING = 1e-6
+"""Share of what is seen that rounding is taken for at least: of most models it is nothing at all,
+and then whatever is more than a thousandth of what is seen is a leak."""
+_MOST = 0.9
+"""Of the tokens that rounding may have changed: it changes some of them, and some not at all."""
 
 
 def check_is_causal(model: torch.nn.Module) -> None:
@@ -64,13 +77,99 @@ def _said(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
-    devices = [device] if device.type == "cuda" else []
-    # A dropout drops the same in both, and training goes on as if nobody had asked.
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=devices),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        torch.manual_seed(0)
+    with torch.no_grad(), _dropping_alike(device), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = model(**moved).logits
     return logits.float()
+
+
+@contextlib.contextmanager
+def _dropping_alike(device: torch.device) -> Iterator[None]:
+    """Let dropouts drop the same each time, and the training go on as if nobody had asked."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
+    """Return whether the texts of a packed row do not see each other; None where no row has two.
+
+    Seen in what they do, so that it holds of any attention and of whatever else mixes tokens: with
+    other tokens in the text before it, what the decoder makes of a text has to stay what it was.
+    It does not to the bit: other tokens go to other experts, whose sums are rounded otherwise, and
+    a rounding may choose another expert for a token. So that change is set against two more, of
+    this model at this precision: what others change in a text *before* them, which is rounding
+    alone, and what they change where both are one text and so seen. Nearer to the first, by
+    factors, is apart.
+
+    Args:
+        model: a causal language model, as it trains.
+        batch: a packed micro-batch, on the model's device.
+    """
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
+    pairs = _neighbours(batch["position_ids"])
+    if not pairs:
+        return None
+    ids = batch["input_ids"]
+    before = _mask(ids, [(row, begin, middle) for row, begin, middle, _ in pairs])
+    behind = _mask(ids, [(row, middle, end) for row, _, middle, end in pairs])
+    heads = [(row, at) for row, begin, middle, _ in pairs for at in (begin, middle)]
+    looked = (before | behind) & _mask(ids, [(row, at, at + _LOOKED_AT) for row, at in heads])
+
+    def moved(by: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        others = torch.where(by, (ids + 1) % vocab_size, ids)
+        after = _activations(model, {**batch, "input_ids": others}, looked)
+        return change(plain, after)[where[looked]]
+
+    plain = _activations(model, batch, looked)
+    leaked = moved(before, behind).median().item()
+    rounding = moved(behind, before).quantile(_MOST).item()
+    # What other tokens in the first of two texts change in the second where they are one text.
+    row, begin, middle, end = pairs[0]
+    begin, end = max(begin, middle - _SEEN_AT_MOST), min(end, middle + _LOOKED_AT)
+    one = ids[row, begin:end][None]
+    first = _mask(one, [(0, middle - begin, end - begin)])
+    other = torch.where(first, one, (one + 1) % vocab_size)
+    # A compiled layer would be compiled for this shape alone.
+    with torch.compiler.set_stance("force_eager"):
+        said = [_activations(model, {"input_ids": tokens}, first) for tokens in (one, other)]
+    seen = change(*said).median().item()
+    return leaked <= math.sqrt(max(rounding, _LEAST_ROUNDING * seen) * seen)
+
+
+def _neighbours(positions: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Return of each row where its first text begins, where the next one does, and where that ends.
+
+    Pads have position 0 each, and are texts of one token by that; they count for none.
+    """
+    found = []
+    for row, follows in enumerate((positions[:, 1:] == positions[:, :-1] + 1).cpu()):
+        starts = [0, *(index + 1 for index in torch.nonzero(~follows).flatten().tolist())]
+        spans = zip(starts, [*starts[1:], positions.shape[1]], strict=True)
+        texts = [(begin, end) for begin, end in spans if end - begin > 1]
+        if len(texts) > 1:
+            found.append((row, texts[0][0], *texts[1]))
+    return found
+
+
+def _mask(ids: torch.Tensor, spans: Iterable[tuple[int, int, int]]) -> torch.Tensor:
+    """Return where the tokens of some spans are, each a row, its first token and its end."""
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for row, begin, end in spans:
+        mask[row, begin:end] = True
+    return mask
+
+
+def _activations(model: Any, batch: dict[str, Any], looked: torch.Tensor) -> torch.Tensor:
+    """Return what the decoder makes of some tokens of a micro-batch, of shape (tokens, hidden)."""
+    inside = {key: value for key, value in batch.items() if key != "labels"}
+    decoder = getattr(model, "base_model", model)
+    with _dropping_alike(looked.device):
+        result: torch.Tensor = decoder(**inside).last_hidden_state.detach()[looked]
+    return result.float()
+
+
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Whether a model can be told where in its text a token is; without that, no texts share a
+    row."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from search_spaces.config import TrialConfig
 from sweep.finetuning.wire import TrainingJob
-
-_DISTINCT_BATCHES = 3
-"""As many as a trial has: neither memory nor speed depends on the values."""
+from sweep.training.step import random_rows, stacked
 
 
 @dataclass(frozen=True)
@@ -44,23 +42,14 @@ class Rows:
 class RandomRows(Dataset[torch.Tensor]):
     """Full rows of random tokens, every one of which carries loss: as a trial has them."""
 
-    def __init__(self, config: TrialConfig, *, vocab_size: int, count: int, seed: int) -> None:
-        shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
-        values = np.random.default_rng(seed).integers(0, vocab_size, shape)
-        self._rows = torch.from_numpy(values)
-        self._count = count
+    def __init__(self, rows: torch.Tensor, *, count: int) -> None:
+        self._rows, self._count = rows, count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._rows[index % len(self._rows)]
-
-
-def stack(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return full rows as a micro-batch: there is neither padding nor a mask."""
-    tokens = torch.stack(rows)
-    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 class EpochOrder(Sampler[int]):
@@ -119,16 +108,16 @@ class EpochOrder(Sampler[int]):
                 order[[first, widest]] = order[[widest, first]]
 
 
-def rows_of(job: TrainingJob, *, vocab_size: int) -> Rows:
-    """Return what a job trains on.
+def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
+    """Return what a job trains a model on.
 
     Raises:
         InputError: the texts make no micro-batch of the configuration's.
     """
     if job.texts is None:
         count = (job.max_steps or 1) * job.config.samples_per_step
-        rows = RandomRows(job.config, vocab_size=vocab_size, count=count, seed=job.seed)
-        return Rows(training=rows, held_out=None, collate=stack, widths=None)
+        rows = RandomRows(random_rows(job.config, model, seed=job.seed), count=count)
+        return Rows(training=rows, held_out=None, collate=stacked, widths=None)
     # Only texts need `datasets`, which takes a second to import.
     from sweep.finetuning.texts import text_rows
 

@@ -102,7 +102,7 @@ class Run(TrainerCallback):
         self._cost_seconds = 0.0
         self._steps_saved = 0
         training.enter("reading the texts")
-        self._rows = rows_of(self._job, vocab_size=_vocabulary(base))
+        self._rows = rows_of(self._job, attachment.model)
         self._checkpoint = None if self._job.resume_from is None else Path(self._job.resume_from)
         self._course = Course(
             self._device,
@@ -377,11 +377,6 @@ def _steps_of(checkpoint: Path | None) -> Steps:
         return Steps()
     values = json.loads((checkpoint / checkpoints.COURSE).read_text(encoding="utf-8"))
     return Steps.from_json(values)
-
-
-def _vocabulary(base: Base) -> int:
-    embeddings: Any = base.model.get_input_embeddings()
-    return int(embeddings.num_embeddings)
 
 
 def _device_name(job: TrainingJob) -> str:

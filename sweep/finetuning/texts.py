@@ -15,17 +15,12 @@ from datasets import Dataset
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.batches import LENGTH, training_rows
+from sweep.data.batches import LENGTH, loss_left, training_rows
 from sweep.data.collating import SEQ_LENGTHS, Collator
-from sweep.data.cutting import cut_exactly
-from sweep.data.probing import check_is_causal
+from sweep.data.probing import are_apart, check_is_causal, takes_positions
 from sweep.data.split import split
 from sweep.finetuning.rows import Rows
 from sweep.finetuning.wire import TrainingJob
-from sweep.training.texts import are_apart, is_packed, takes_positions
-
-_PAD_TOKEN = 0
-"""Any token of the model: pads carry no loss, and no token looks at them."""
 
 
 def text_rows(job: TrainingJob) -> Rows:
@@ -36,18 +31,16 @@ def text_rows(job: TrainingJob) -> Rows:
     """
     assert job.texts is not None
     directory, config = Path(job.texts), job.config
-    lengths = np.load(directory / "lengths.npy", mmap_mode="r")
-    trained, held = split(len(lengths), job.eval_fraction, job.seed)
+    _, loss = loss_left(directory, config.seq_len)
+    trained, held = split(len(loss), job.eval_fraction, job.seed)
     training = training_rows(directory, config, indices=trained, seed=job.seed)
-    loss_lengths = np.load(directory / "loss_lengths.npy", mmap_mode="r")
-    _, loss = cut_exactly(directory, lengths, loss_lengths, config.seq_len)
     alone = text_by_text(config)
     left_out = int(np.count_nonzero(loss[trained] == 0))
     return Rows(
         training=training,
         held_out=_held_out(directory, alone, held, seed=job.seed),
-        collate_held_out=Collator(config=alone, pad_token_id=_PAD_TOKEN),
-        collate=Collator(config=config, pad_token_id=_PAD_TOKEN),
+        collate_held_out=Collator(alone),
+        collate=Collator(config),
         widths=training[LENGTH] if LENGTH in training.column_names else None,
         texts=len(trained) - left_out,
         left_out=left_out,
@@ -70,7 +63,7 @@ def is_keeping_apart(model: torch.nn.Module, training: Dataset, config: TrialCon
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     device = embeddings.weight.device
     check_is_causal(model)
-    if not is_packed(config):
+    if config.packing != "packed":
         return None
     if not takes_positions(model):
         raise InputError("packing packed: the model is told no positions of tokens")
@@ -79,10 +72,10 @@ def is_keeping_apart(model: torch.nn.Module, training: Dataset, config: TrialCon
         return None
     # Compiled, a micro-batch would have all its rows, and this one is asked of one.
     eager = config.model_copy(update={"compile": False})
-    batch = Collator(config=eager, pad_token_id=_PAD_TOKEN)([training[row]])
+    batch = Collator(eager)([training[row]])
     on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return are_apart(model, on_device, vocab_size=embeddings.num_embeddings)
+        return are_apart(model, on_device)
 
 
 def _of_several(training: Dataset) -> int | None:

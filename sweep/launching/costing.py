@@ -82,7 +82,7 @@ def foreseen(
         found = survey(space, question.forecaster(gpu), directory=cache, progress=progress)
     except InputError as error:
         return Course(None, START_SECONDS + TRIAL_SECONDS, bytes_, note=str(error))
-    if not found.counts.fit + found.counts.uncertain:
+    if not found.found.fit + found.found.uncertain:
         raise NothingFits(
             f"space '{space.name}': nothing of it is predicted to fit {gpu.name}, so none is "
             f"rented: sweep plan {space.name} --gpu {gpu.name} says by how much"

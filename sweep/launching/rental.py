@@ -13,7 +13,7 @@ from search_spaces.errors import InputError, listed
 from search_spaces.gpus import GpuSpec
 from search_spaces.prices import Offer
 from sweep.launching.parcel import Parcel
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload, bill
+from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload
 from sweep.request import REQUEST
 
 HOURS_MAX = 24.0
@@ -232,7 +232,7 @@ def cost_of(
 def _bills(seconds: tuple[float, float], offer: Offer, download_bytes: float) -> tuple[Bill, Bill]:
     """Return the bills of the shortest and the longest course: its time is one long step."""
     work = Workload(1, 1, 1.0, download_bytes=download_bytes)
-    low, high = (bill(work, step_seconds=one, offer=offer) for one in seconds)
+    low, high = (Bill(work, step_seconds=one, offer=offer) for one in seconds)
     return low, high
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from sweep.planning.candidates import (
     nearest_capacity,
     preferred,
     rows,
-    structures,
 )
 from sweep.planning.plan import BATCHES, bill_offers, goes_into, reshaped
 from sweep.predict.cost import SECONDS_PER_HOUR, AskedWork, Bill, Workload, is_surely_less
@@ -77,6 +77,8 @@ class Outcome(Enum):
 
 
 ABLE = Outcome.IN_TIME, Outcome.PERHAPS_LATE
+_KINDS = ABLE, (Outcome.PERHAPS_IN_TIME,), (Outcome.TOO_SLOW,)
+"""Of offers with a price, the surest first."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _fastest_of_each_certainty(forecasts: Forecasts) -> Iterator[Forecast]:
     for at in np.lexsort((-tokens, -forecasts.tokens_per_second)).tolist():
         if at in forecasts.refused or forecasts.fit(at) is Fit.NO:
             continue
-        forecast = forecasts.few([at])[0]
+        forecast = forecasts[at]
         level = certainty(forecast)
         if level not in found:
             found.add(level)
@@ -205,21 +207,17 @@ def _in_time(
     gpu: GpuSpec, best: Forecast, bills: tuple[Bill, ...], deadline_seconds: float | None
 ) -> JobCard:
     """Return the GPU with the offers that are in time; of those that may be, the surest kind."""
-    if deadline_seconds is None:
-        return JobCard(gpu, Outcome.IN_TIME, best, bills)
-    judged = [(bill, _outcome(bill, deadline_seconds)) for bill in bills]
-    for kind in (ABLE, (Outcome.PERHAPS_IN_TIME,), (Outcome.TOO_SLOW,)):
-        if held := [(bill, outcome) for bill, outcome in judged if outcome in kind]:
-            return JobCard(gpu, held[0][1], best, tuple(bill for bill, _ in held))
-    raise AssertionError("every bill has an outcome")
-
-
-def _outcome(bill: Bill, deadline_seconds: float) -> Outcome:
-    hours = deadline_seconds / SECONDS_PER_HOUR
-    soonest, latest = (end.wall_hours for end in bill.extremes)
-    if bill.wall_hours <= hours:
-        return Outcome.IN_TIME if latest <= hours else Outcome.PERHAPS_LATE
-    return Outcome.TOO_SLOW if soonest > hours else Outcome.PERHAPS_IN_TIME
+    hours = math.inf if deadline_seconds is None else deadline_seconds / SECONDS_PER_HOUR
+    judged: dict[tuple[Outcome, ...], list[tuple[Outcome, Bill]]] = {kind: [] for kind in _KINDS}
+    for bill in bills:
+        soonest, latest = (end.wall_hours for end in bill.extremes)
+        if bill.wall_hours <= hours:
+            outcome = Outcome.IN_TIME if latest <= hours else Outcome.PERHAPS_LATE
+        else:
+            outcome = Outcome.TOO_SLOW if soonest > hours else Outcome.PERHAPS_IN_TIME
+        judged[next(kind for kind in _KINDS if outcome in kind)].append((outcome, bill))
+    held = next(filter(None, judged.values()))
+    return JobCard(gpu, held[0][0], best, tuple(bill for _, bill in held))
 
 
 def ranked(cards: Sequence[JobCard]) -> tuple[JobCard, ...]:
@@ -246,9 +244,8 @@ class LongestRow:
 class Longest:
     """The longest sequences on one GPU."""
 
-    gpu: GpuSpec
-    budget_bytes: int
-    model: ModelSpec
+    forecaster: Forecaster
+    """What was asked about the GPU."""
     asked: Asked
     limit: int
     """The longest that was asked about: what the model has positions for."""
@@ -303,9 +300,7 @@ def longest_rows(
             break
     tell(len(batches), len(batches))
     return Longest(
-        gpu=forecaster.gpu,
-        budget_bytes=forecaster.budget_bytes,
-        model=forecaster.model,
+        forecaster=forecaster,
         asked=asked,
         limit=steps * LENGTH_STEP,
         configurations=len(tried),
@@ -319,7 +314,8 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
     if isinstance(about, TrialConfig):
         tried = [reshaped(about, 1, LENGTH_STEP)]
     else:
-        tried = structures(about, micro_batch_size=1, seq_len=LENGTH_STEP)
+        # Of a space that is judged by a sample, those of the sample.
+        tried = list(dict.fromkeys(reshaped(row[0], 1, LENGTH_STEP) for row in rows(about) if row))
     valid = [one for one in tried if forecaster.is_valid(one)]
     nearest = nearest_capacity({CapacityClass.of(one, model) for one in valid}, model=model)
     return [one for one in valid if CapacityClass.of(one, model) == nearest]
@@ -328,41 +324,30 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
 def _longest_row(
     forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, most: int
 ) -> LongestRow:
-    possible = _last(forecaster, tried, batch, most=most, wanted=(Fit.YES, Fit.UNCERTAIN))
-    sure = _last(forecaster, tried, batch, most=possible, wanted=(Fit.YES,))
-    forecasts = _sized(forecaster, tried, batch, sure)
+    def sized(steps: int) -> Forecasts:
+        length = steps * LENGTH_STEP
+        return forecaster.forecast([reshaped(one, batch, length) for one in tried])
+
+    def last(most: int, *wanted: Fit) -> int:
+        """Return the last length, in steps, at which anything fits as is wanted."""
+
+        def is_too_long(steps: int) -> bool:
+            forecasts = sized(steps)
+            # The smallest first: hardly more than one is replayed to see that it fits.
+            order = forecasts.least_bytes.argsort(kind="stable").tolist()
+            predicted = (at for at in order if at not in forecasts.refused)
+            return all(forecasts.fit(at) not in wanted for at in predicted)
+
+        return bisect_left(range(1, most + 1), True, key=is_too_long)
+
+    possible = last(most, Fit.YES, Fit.UNCERTAIN)
+    sure = last(possible, Fit.YES)
+    forecasts = sized(sure)
     by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist() if sure else ()
     fastest = next((at for at in by_speed if forecasts.fit(at) is Fit.YES), None)
     return LongestRow(
         batch,
         seq_len=sure * LENGTH_STEP,
         possible=possible * LENGTH_STEP,
-        forecast=None if fastest is None else forecasts.few([fastest])[0],
+        forecast=None if fastest is None else forecasts[fastest],
     )
-
-
-def _last(
-    forecaster: Forecaster,
-    tried: Sequence[TrialConfig],
-    batch: int,
-    *,
-    most: int,
-    wanted: Sequence[Fit],
-) -> int:
-    """Return the last length, in steps, at which anything fits as is wanted."""
-
-    def is_too_long(steps: int) -> bool:
-        forecasts = _sized(forecaster, tried, batch, steps)
-        # The smallest first: hardly more than one is replayed to see that it fits.
-        order = forecasts.least_bytes.argsort(kind="stable").tolist()
-        predicted = (at for at in order if at not in forecasts.refused)
-        return all(forecasts.fit(at) not in wanted for at in predicted)
-
-    return bisect_left(range(1, most + 1), True, key=is_too_long)
-
-
-def _sized(
-    forecaster: Forecaster, structures: Sequence[TrialConfig], batch: int, steps: int
-) -> Forecasts:
-    length = steps * LENGTH_STEP
-    return forecaster.forecast([reshaped(one, batch, length) for one in structures])

@@ -88,15 +88,6 @@ def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
             yield [space.config(params) for params in row if space.holds_batches_of(params)]
 
 
-def structures(space: SearchSpace, **size: int) -> list[TrialConfig]:
-    """Return every otherwise different configuration of a space, all at one size.
-
-    Of a space that is judged by a sample, that of the sample.
-    """
-    sized = (row[0].model_copy(update=size) for row in rows(space) if row)
-    return list(dict.fromkeys(sized))
-
-
 def batches_of(space: SearchSpace) -> list[int]:
     """Return the micro-batches of a space, the smallest first: a dimension's, or the fixed one."""
     return evenly_spaced(space.values_of("micro_batch_size"), most=BATCHES_MAX)

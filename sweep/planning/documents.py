@@ -101,7 +101,7 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
     shown = None if plan.shown is None else forecast_document(plan.shown, bills=plan.bills)
     answer = {"recommended": shown} if plan.survey is not None else (shown or {})
     epoch = {} if plan.shown is None else epoch_document(plan.shown, plan.bills)
-    evidence = plan.evidence
+    evidence = plan.forecaster.evidence
     return {
         **answer,
         **_about(plan),
@@ -123,9 +123,10 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
 
 
 def _about(plan: CardPlan | Longest) -> dict[str, Any]:
-    gpu = {**_of(plan.gpu, "name", "memory_bytes"), "budget_bytes": plan.budget_bytes}
-    asked = {"space_kind": plan.asked.kind, "held": dict(plan.asked.held)}
-    return {"gpu": gpu, "model": plan.model.name, **asked}
+    forecaster, asked = plan.forecaster, plan.asked
+    gpu = {**_of(forecaster.gpu, "name", "memory_bytes"), **_of(forecaster, "budget_bytes")}
+    known = {"gpu": gpu, "model": forecaster.model.name}
+    return {**known, "space_kind": asked.kind, "held": dict(asked.held)}
 
 
 def _what_if(change: WhatIf) -> dict[str, Any]:
@@ -167,22 +168,22 @@ def _table(table: ShapeTable) -> dict[str, Any]:
 
 
 def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
-    counts, seconds = survey.counts, survey.study_seconds()
+    found, seconds = survey.found, survey.study_seconds()
     return {
         "space": survey.space.name,
         "configurations": {
             "total": survey.total,
-            "looked_at": counts.looked_at,
+            "looked_at": found.looked_at,
             "is_sampled": survey.is_sampled,
-            "fit": counts.fit,
-            "uncertain": counts.uncertain,
-            "cannot_fit": counts.too_large,
-            "invalid": sum(counts.invalid.values()),
-            "invalid_by_rule": dict(counts.invalid),
-            "unpredicted": sum(counts.unpredicted.values()),
-            "unpredicted_by_reason": dict(counts.unpredicted),
+            "fit": found.fit,
+            "uncertain": found.uncertain,
+            "cannot_fit": found.too_large,
+            "invalid": sum(found.invalid.values()),
+            "invalid_by_rule": dict(found.invalid),
+            "unpredicted": sum(found.unpredicted.values()),
+            "unpredicted_by_reason": dict(found.unpredicted),
         },
-        "least_bytes": survey.found.least_bytes,
+        "least_bytes": found.least_bytes,
         "capacity_class": None
         if survey.recommended is None
         else {

@@ -122,7 +122,7 @@ def target_speeds(
         return {}
     model = ModelSpec.from_json(definition.model)
     times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
-    seconds, unsure = times.seconds(None).tolist(), times.uncertainty(None).tolist()
+    seconds, unsure = times.seconds.tolist(), times.uncertainty.tolist()
     return {
         record.number: _speed(measurement, step, error)
         for (record, measurement), step, error in zip(measured, seconds, unsure, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +15,6 @@ from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
 from search_spaces.knobs import CAPACITY_KEYS, MICRO_BATCH_MAX
 from search_spaces.loading import with_fixed
-from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
 from sweep.planning.candidates import (
@@ -34,18 +33,15 @@ from sweep.planning.survey import (
     class_of,
     fitting,
 )
-from sweep.predict.cost import AskedWork, Bill, OfferComparison, Workload, bill, compare_offers
+from sweep.predict.cost import AskedWork, Bill, OfferComparison, Workload, compare_offers
 from sweep.predict.forecast import (
-    TRACED,
     UNBUILDABLE,
-    Evidence,
     Forecast,
     Forecaster,
     Progress,
     silent,
 )
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import NINE_IN_TEN, ratio_spread
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -74,7 +70,7 @@ def bill_offers(
         # A step measured too few times for an interval is no surer than its prediction.
         uncertainty = 0.0 if forecast.speed is None else forecast.speed.uncertainty
     bills = [
-        bill(
+        Bill(
             workload,
             step_seconds=forecast.step_seconds,
             offer=offer,
@@ -121,14 +117,12 @@ class WhatIf:
 class CardPlan:
     """The plan of one card."""
 
-    gpu: GpuSpec
-    budget_bytes: int
-    model: ModelSpec
+    forecaster: Forecaster
+    """What was asked about the GPU."""
     shown: Forecast | None
     """The configuration that is asked about, or the recommended one; None where nothing fits."""
     bills: tuple[Bill, ...]
     """Of the shown configuration, the cheapest first."""
-    evidence: Evidence
     table: ShapeTable | None = None
     """Other sizes of that configuration; the fastest of the space at each where one is searched."""
     survey: Survey | None = None
@@ -136,8 +130,11 @@ class CardPlan:
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
     asked: Asked = NOT_ASKED
-    shapes: ShapesOnTexts | None = None
-    """What configurations come to on the texts; None without texts."""
+
+    @property
+    def gpu(self) -> GpuSpec:
+        """The GPU that is asked about."""
+        return self.forecaster.gpu
 
     @property
     def fits(self) -> bool:
@@ -151,7 +148,9 @@ class CardPlan:
         if wide is None or wide.speed is None or forecast.speed is None:
             return None
         times = forecast.speed.tokens_per_second / wide.speed.tokens_per_second
-        spread = ratio_spread(forecast.config, wide.config, model=self.model, gpu=self.gpu)
+        spread = ratio_spread(
+            forecast.config, wide.config, model=self.forecaster.model, gpu=self.gpu
+        )
         doubt = math.exp(NINE_IN_TEN * spread)
         return times, times / doubt, times * doubt
 
@@ -159,7 +158,7 @@ class CardPlan:
     def notes(self) -> tuple[str, ...]:
         """What is missing, and why."""
         shown = self.obstacles if self.shown is None else self.shown.notes
-        return (*self.evidence.notes, *shown)
+        return (*self.forecaster.evidence.notes, *shown)
 
     @property
     def obstacles(self) -> tuple[str, ...]:
@@ -168,73 +167,48 @@ class CardPlan:
             return ()
         broken = obstacles(
             self.survey.space,
-            model=self.model,
+            model=self.forecaster.model,
             compute_capability=self.gpu.compute_capability,
             device="cuda",
-            has_texts=self.shapes is not None,
+            has_texts=self.forecaster.shapes is not None,
         )
         return tuple(violation.reason for violation in broken)
 
 
-def plan_space(
-    survey: Survey,
+def plan_card(
+    looked_at: Survey | Forecast,
     *,
     work: AskedWork,
     offers: Sequence[Offer],
     asked: Asked = NOT_ASKED,
     progress: Progress = silent,
 ) -> CardPlan:
-    """Return the plan of a space that was looked over: what it holds, and what is recommended."""
-    made = _plan_of(
-        survey.recommended, survey.forecaster, work=work, offers=offers, progress=progress
-    )
-    return replace(made, table=survey.table, survey=survey, asked=asked)
-
-
-def plan_configuration(
-    config: TrialConfig,
-    *,
-    forecaster: Forecaster,
-    work: AskedWork,
-    offers: Sequence[Offer],
-    progress: Progress = silent,
-) -> CardPlan:
-    """Return the plan of one configuration, whether it fits or not.
+    """Return the plan of a space that was looked over, and what is recommended of it; or that of
+    one configuration, whether it fits or not.
 
     Raises:
-        InputError: memory cannot be predicted.
+        InputError: the configuration's memory cannot be predicted.
         EnvironmentFault: the tracing process does not answer.
     """
-    # Together with what is asked next, as starting to trace takes longer than tracing it.
-    changes = () if forecaster.broken(config) else single_changes(config, forecaster)
-    forecaster.prepare([config, *changes], on_progress=progress(TRACED))
-    shown = forecaster.expect(config)
-    if shown.memory is None and shown.broken is None:
-        raise InputError(shown.notes[0])
-    if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
-        raise InputError(shown.broken.reason)
-    made = _plan_of(shown, forecaster, work=work, offers=offers, progress=progress)
-    return replace(made, table=None if shown.memory is None else shape_table(forecaster, config))
-
-
-def _plan_of(
-    shown: Forecast | None,
-    forecaster: Forecaster,
-    *,
-    work: AskedWork,
-    offers: Sequence[Offer],
-    progress: Progress,
-) -> CardPlan:
-    bills = () if shown is None else bill_offers(shown, work=work, offers=offers)
+    forecaster = looked_at.forecaster
+    if isinstance(looked_at, Survey):
+        survey, shown, table = looked_at, looked_at.recommended, looked_at.table
+    else:
+        survey, shown, table = None, looked_at, None
+        if shown.memory is None and shown.broken is None:
+            raise InputError(shown.notes[0])
+        if shown.broken is not None and shown.broken.rule == UNBUILDABLE:
+            raise InputError(shown.broken.reason)
+        if shown.memory is not None:
+            table = shape_table(forecaster, shown.config)
     return CardPlan(
-        gpu=forecaster.gpu,
-        budget_bytes=forecaster.budget_bytes,
-        model=forecaster.model,
+        forecaster=forecaster,
         shown=shown,
-        bills=bills,
-        evidence=forecaster.evidence,
-        shapes=forecaster.shapes,
+        bills=() if shown is None else bill_offers(shown, work=work, offers=offers),
+        table=table,
+        survey=survey,
         what_ifs=() if shown is None else what_ifs(shown, progress=progress),
+        asked=asked,
     )
 
 
@@ -375,8 +349,8 @@ class CardComparison:
         return next(iter(self.chosen.values())).config.seq_len
 
 
-Look = Callable[[CardPlan, SearchSpace | TrialConfig], Forecast | None]
-"""Returns what to prefer of a space on the card of a plan; a configuration's own forecast."""
+Look = Callable[[Forecaster, SearchSpace | TrialConfig], Forecast | None]
+"""Returns what to prefer of a space on the card of a forecaster; a configuration's own forecast."""
 
 
 def compare_cards(
@@ -402,33 +376,36 @@ def compare_cards(
         for bill in bill_offers(forecast, work=work, offers=offers.get(gpu, ()))
     ]
     first = next(iter(chosen.values())).config
-    workload = work.workload(first, model=able[0].model, shapes=able[0].shapes)
+    workload = work.workload(
+        first, model=able[0].forecaster.model, shapes=able[0].forecaster.shapes
+    )
     return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
 
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     """Return the forecast of each card that can do the same training."""
-    surveys = [(plan, plan.survey) for plan in able if plan.survey is not None]
+    surveys = {plan.gpu.name: plan.survey for plan in able if plan.survey is not None}
     if len(surveys) < len(able):
         return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
-    first, *_ = (survey.fastest_by_class for _, survey in surveys)
-    common = set.intersection(*(set(survey.fastest_by_class) for _, survey in surveys))
+    first, *others = (survey.fastest_by_class for survey in surveys.values())
+    common = set(first).intersection(*others)
     # Of the class nearest to the standard one, the length that is fastest on the first card.
-    capacity = nearest_capacity({key[0] for key in common}, model=able[0].model)
+    model = able[0].forecaster.model
+    capacity = nearest_capacity({key[0] for key in common}, model=model)
     best = preferred(first[key] for key in common if key[0] == capacity)
     if best is None:
         return {}
-    shared = class_of(best.config, able[0].model)
-    own = {plan.gpu.name: survey.fastest_by_class[shared] for plan, survey in surveys}
+    shared = class_of(best.config, model)
+    own = {gpu: survey.fastest_by_class[shared] for gpu, survey in surveys.items()}
     steps = [forecast.config.samples_per_step for forecast in own.values()]
     # The largest step of any of them hardly accumulates; what all their micro-batches go into
     # leaves each with its fastest configuration.
     for whole in (max(steps), math.lcm(*steps)):
         chosen = {
-            plan.gpu.name: own[plan.gpu.name]
-            if own[plan.gpu.name].config.samples_per_step == whole
-            else _accumulating(plan, survey.space, own[plan.gpu.name].config, whole, look)
-            for plan, survey in surveys
+            gpu: own[gpu]
+            if own[gpu].config.samples_per_step == whole
+            else _accumulating(survey, own[gpu].config, whole, look)
+            for gpu, survey in surveys.items()
         }
         fitting = {gpu: choice for gpu, choice in chosen.items() if choice and choice.fits}
         if len(fitting) == len(chosen):
@@ -436,15 +413,14 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     return {}
 
 
-def _accumulating(
-    plan: CardPlan, space: SearchSpace, shared: TrialConfig, whole: int, look: Look
-) -> Forecast | None:
+def _accumulating(survey: Survey, shared: TrialConfig, whole: int, look: Look) -> Forecast | None:
     """Return a card's preferred way to make an effective batch, in the class and at the length of
     ``shared``; None where it has none.
     """
-    same = (*CAPACITY_KEYS, "seq_len", *(() if plan.shapes is None else ("packing",)))
+    forecaster = survey.forecaster
+    same = (*CAPACITY_KEYS, "seq_len", *(() if forecaster.shapes is None else ("packing",)))
     held = {key: getattr(shared, key) for key in same}
     try:
-        return look(plan, with_fixed(space, {**held, "effective_batch_size": whole}))
+        return look(forecaster, with_fixed(survey.space, {**held, "effective_batch_size": whole}))
     except InputError:
         return None

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import random
-import statistics
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,6 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts,
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.predictor import SpeedPrediction
 
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times tell how long a study takes."""
@@ -99,8 +97,11 @@ class ShapeTable:
     """By length: of any micro-batch for one structure, else of the micro-batches of the space."""
 
 
-class Counts(BaseModel, frozen=True):
-    """Configurations by what is expected of them."""
+class Found(BaseModel, frozen=True):
+    """What looking over a space found, as it is kept in the cache.
+
+    Counted are the configurations looked at: all, or a sample where there are too many.
+    """
 
     fit: int
     uncertain: int
@@ -109,19 +110,6 @@ class Counts(BaseModel, frozen=True):
     """By the rule that forbids them."""
     unpredicted: dict[str, int] = {}
     """By the reason why nothing is predicted of them."""
-
-    @property
-    def looked_at(self) -> int:
-        """All of them."""
-        predicted = self.fit + self.uncertain + self.too_large
-        return predicted + sum(self.invalid.values()) + sum(self.unpredicted.values())
-
-
-class Found(BaseModel, frozen=True):
-    """What looking over a space found, as it is kept in the cache."""
-
-    counts: Counts
-    """Of the configurations looked at: all, or a sample where there are too many."""
     candidates: list[Picked] = []
     """The fastest of each class, class of numerics and certainty."""
     batches: tuple[int, ...] = ()
@@ -138,6 +126,12 @@ class Found(BaseModel, frozen=True):
     compiled_share: float = 0.0
     """Share of the fitting configurations whose layers are compiled."""
 
+    @property
+    def looked_at(self) -> int:
+        """How many configurations were."""
+        predicted = self.fit + self.uncertain + self.too_large
+        return predicted + sum(self.invalid.values()) + sum(self.unpredicted.values())
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -146,11 +140,6 @@ class Survey:
     space: SearchSpace
     found: Found
     forecaster: Forecaster
-
-    @property
-    def counts(self) -> Counts:
-        """How many configurations fit."""
-        return self.found.counts
 
     @property
     def model(self) -> ModelSpec:
@@ -190,7 +179,7 @@ class Survey:
     @property
     def is_sampled(self) -> bool:
         """Whether the counts are a sample's."""
-        return self.total != self.counts.looked_at
+        return self.total != self.found.looked_at
 
     @cached_property
     def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
@@ -230,7 +219,7 @@ class Survey:
         """Trials of a study: what the space asks for, or all that may fit where those are fewer."""
         if self.is_sampled:
             return self.space.trials
-        return min(self.space.trials, self.counts.fit + self.counts.uncertain)
+        return min(self.space.trials, self.found.fit + self.found.uncertain)
 
     def study_seconds(self) -> tuple[float, float] | None:
         """Return how long a study of this space takes on the GPU itself; None where unknown.
@@ -326,13 +315,11 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
         for axis in (0, 1)
     )
     return Found(
-        counts=Counts(
-            fit=len(sure),
-            uncertain=possible - len(sure),
-            too_large=len(valid) - len(refused) - possible,
-            invalid=Counter([*rules, *[UNBUILDABLE] * (len(refused) - len(unpredicted))]),
-            unpredicted=Counter(unpredicted),
-        ),
+        fit=len(sure),
+        uncertain=possible - len(sure),
+        too_large=len(valid) - len(refused) - possible,
+        invalid=Counter([*rules, *[UNBUILDABLE] * (len(refused) - len(unpredicted))]),
+        unpredicted=Counter(unpredicted),
         candidates=candidates,
         batches=batches,
         lengths=lengths,
@@ -410,13 +397,12 @@ class _Fitting:
 
     def least_bytes(self) -> int | None:
         """Return the smallest peak of the rows of which nothing may fit."""
-        least, least_of = None, self._forecasts.least_bytes
+        least, least_of = math.inf, self._forecasts.least_bytes
         first = [row[0] for row in self._rows if not self.is_possible[row[0]]]
         for at in sorted(first, key=least_of.__getitem__):
-            if least is None or least_of[at] < least:
-                peak = self._peak(at)
-                least = peak if least is None else min(least, peak)
-        return least
+            if least_of[at] < least:
+                least = min(least, self._peak(at))
+        return int(least) if first else None
 
     def _peak(self, at: int) -> int:
         memory = self._forecasts.memory(at)
@@ -470,11 +456,8 @@ def _step_seconds(
         micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
         size = {"effective_batch_size": micro_steps * config.micro_batch_size}
         timed.append(config.model_copy(update=size))
-    steps = forecaster.forecast(timed).steps
-    predicted = [step for step in steps if isinstance(step, SpeedPrediction)]
-    if not predicted:
+    times = forecaster.forecast(timed).times
+    if not times.is_known.any():
         return None, 0.0
-    return (
-        statistics.median(speed.step_seconds for speed in predicted),
-        statistics.fmean(speed.uncertainty for speed in predicted),
-    )
+    seconds, unsure = times.seconds[times.is_known], times.uncertainty[times.is_known]
+    return float(np.median(seconds)), float(unsure.mean())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from search_spaces.config import TrialConfig
@@ -134,30 +135,56 @@ class BillItem:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a workload costs under an offer. The items' dollars add up to the total."""
+    """What a workload costs under an offer, as one billed session."""
 
-    offer: Offer
     workload: Workload
+    offer: Offer
     step_seconds: float
-    items: tuple[BillItem, ...]
     uncertainty: float = 0.0
     """Relative, of ``step_seconds``: it is expected within 1 - this and 1 + this times that."""
     cards: int = 1
-    """Rented together for the same time, each at the offer's price."""
+    """That take each step together: rented for the same time, each at the offer's price."""
 
-    @property
+    @cached_property
+    def items(self) -> tuple[BillItem, ...]:
+        """What it is made of; the items' dollars add up to the total.
+
+        Interruptions are expected values: their rate times the training's hours, each costing the
+        offer's restart time. Rounding up to the billing unit and the minimum are items of their
+        own.
+        """
+        offer, training = self.offer, self.workload.steps * self.step_seconds
+        download = offer.download_seconds
+        if download is None:
+            rate = offer.download_bytes_per_second
+            download = 0.0 if rate is None else self.workload.download_bytes / rate
+        hours = training / SECONDS_PER_HOUR
+        seconds: dict[ItemName, float] = {
+            "training": training,
+            "boot": offer.boot_seconds,
+            "download": download,
+            "queue": offer.queue_seconds,
+            "preemptions": hours * offer.preemptions_per_hour * offer.restart_seconds,
+        }
+        used = sum(seconds.values()) - (0.0 if offer.is_queue_billed else offer.queue_seconds)
+        # A sum of floats a hair above a whole number of units is that number of units.
+        units = math.ceil(used / offer.billing_seconds - 1e-9)
+        rounded = max(units * offer.billing_seconds, used)
+        seconds["rounding"] = rounded - used
+        seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
+        usd = self.cards * offer.usd_per_hour / SECONDS_PER_HOUR
+        unpaid = () if offer.is_queue_billed else ("queue",)
+        return tuple(BillItem(n, s, 0.0 if n in unpaid else s * usd) for n, s in seconds.items())
+
+    @cached_property
     def extremes(self) -> tuple[Bill, Bill]:
         """The bills of the shortest and of the longest step that the uncertainty leaves."""
-        shortest, longest = (
-            bill(
-                self.workload,
-                step_seconds=self.step_seconds * end,
-                offer=self.offer,
-                cards=self.cards,
-            )
-            for end in (max(SHORTEST_SHARE, 1.0 - self.uncertainty), 1.0 + self.uncertainty)
+        shortest, longest = max(SHORTEST_SHARE, 1.0 - self.uncertainty), 1.0 + self.uncertainty
+        known = replace(self, uncertainty=0.0)
+        return (
+            replace(known, step_seconds=self.step_seconds * shortest),
+            replace(known, step_seconds=self.step_seconds * longest),
         )
-        return shortest, longest
 
     @property
     def usd(self) -> float:
@@ -218,48 +245,6 @@ class Bill:
             "dominant": self.dominant.name,
             "items": [{"name": i.name, "seconds": i.seconds, "usd": i.usd} for i in self.items],
         }
-
-
-def bill(
-    workload: Workload,
-    *,
-    step_seconds: float,
-    offer: Offer,
-    uncertainty: float = 0.0,
-    cards: int = 1,
-) -> Bill:
-    """Return what ``workload`` costs under ``offer``, as one billed session.
-
-    ``uncertainty`` is that of ``step_seconds``, relative; ``cards`` take each step together, and
-    each is paid for. Interruptions are expected values: their
-    rate times the training's hours, each costing the offer's restart time. Rounding up to the
-    billing unit and the minimum are items of their own.
-    """
-    training = workload.steps * step_seconds
-    download = offer.download_seconds
-    if download is None:
-        rate = offer.download_bytes_per_second
-        download = 0.0 if rate is None else workload.download_bytes / rate
-    seconds: dict[ItemName, float] = {
-        "training": training,
-        "boot": offer.boot_seconds,
-        "download": download,
-        "queue": offer.queue_seconds,
-        "preemptions": training
-        / SECONDS_PER_HOUR
-        * offer.preemptions_per_hour
-        * offer.restart_seconds,
-    }
-    used = sum(seconds.values()) - (0.0 if offer.is_queue_billed else offer.queue_seconds)
-    # A sum of floats a hair above a whole number of units is that number of units.
-    units = math.ceil(used / offer.billing_seconds - 1e-9)
-    rounded = max(units * offer.billing_seconds, used)
-    seconds["rounding"] = rounded - used
-    seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
-    usd = cards * offer.usd_per_hour / SECONDS_PER_HOUR
-    unpaid = () if offer.is_queue_billed else ("queue",)
-    items = (BillItem(n, s, 0.0 if n in unpaid else s * usd) for n, s in seconds.items())
-    return Bill(offer, workload, step_seconds, tuple(items), uncertainty, cards)
 
 
 @dataclass(frozen=True)

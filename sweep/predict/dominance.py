@@ -7,7 +7,6 @@ one trial, what is claimed wrongly hides a configuration that fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.config import TrialConfig
@@ -15,19 +14,12 @@ from search_spaces.knobs import KNOBS
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 
+Footprint = Mapping[str, tuple[Any, bool]]
+"""A configuration as far as memory goes: of every knob that matters to it, the value (for those
+with an order, a size) and whether memory grows with it; of the others only equal values compare.
 
-@dataclass(frozen=True)
-class Footprint:
-    """A configuration as far as memory goes, by knob.
-
-    With the knobs that shape the base alone, it is the footprint of that base.
-    """
-
-    values: Mapping[str, Any]
-    """Of every knob that matters to memory; for those with an order, a size."""
-    ordered: frozenset[str]
-    """Knobs that memory grows with; of the others only equal values compare."""
-
+With the knobs that shape the base alone, it is the footprint of that base.
+"""
 
 _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
     "lora_dropout": lambda config, _: config.lora_dropout > 0,
@@ -51,18 +43,16 @@ def footprint(config: TrialConfig, *, model: ModelSpec, has_texts: bool = False)
         model: of which.
         has_texts: whether its rows are of texts, so that few are as long as the sequence length.
     """
-    values: dict[str, Any] = {}
-    ordered: set[str] = set()
+    values: dict[str, tuple[Any, bool]] = {}
     widens = not has_texts or _widens_with_length(config)
     for key, knob in KNOBS.items():
         has_order = knob.memory in ("grows", "shrinks") or key in _SIZES
         if has_order and (key != "seq_len" or widens):
-            values[key] = _size(key, config, model)
-            if knob.survives_compiler or not config.compile:
-                ordered.add(key)
+            is_ordered = knob.survives_compiler or not config.compile
+            values[key] = _size(key, config, model), is_ordered
         elif knob.memory != "untouched":
-            values[key] = getattr(config, key)
-    return Footprint(values, frozenset(ordered))
+            values[key] = getattr(config, key), False
+    return values
 
 
 def _widens_with_length(config: TrialConfig) -> bool:
@@ -93,19 +83,21 @@ def base_alone(whole: Footprint) -> Footprint:
     What could not even be loaded cannot be trained with smaller adapters or shorter rows either.
     """
     # Of what is sharded each GPU's share of the base depends on how many they are.
-    keys = {key for key, knob in KNOBS.items() if knob.shapes_base or key == "data_parallel"}
-    base = {key: value for key, value in whole.values.items() if key in keys}
-    return Footprint(base, whole.ordered & keys)
+    return {
+        key: value
+        for key, value in whole.items()
+        if KNOBS[key].shapes_base or key == "data_parallel"
+    }
 
 
 def dominates(larger: Footprint, smaller: Footprint) -> bool:
     """Return whether ``larger`` is at least as large in all that ``smaller`` has."""
-    for key, value in smaller.values.items():
-        own = larger.values[key]
+    for key, (value, is_ordered) in smaller.items():
+        own, is_own_ordered = larger[key]
         # A loop, as hundreds that ran out are held against every configuration.
         if own == value:
             continue
-        if key not in larger.ordered or key not in smaller.ordered:
+        if not is_ordered or not is_own_ordered:
             return False
         # A recomputed layer is whole again during its own backward pass, with its output's gradient
         # beside it, so recomputing one layer more may save nothing. Two more always save.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,6 @@ from storage.records import (
 )
 from sweep.predict.dominance import Footprint, base_alone, dominates, footprint
 from sweep.predict.memory.prediction import (
-    FITS,
-    UNKNOWN,
     Fit,
     MemoryPrediction,
     WholeMemory,
@@ -47,10 +45,9 @@ from sweep.predict.memory.prediction import (
 from sweep.predict.memory.predictor import MemoryPredictor, Residuals
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, full_rows, tokens_per_step
+from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.predictor import (
     Calibration,
-    LogFactors,
     SpeedPrediction,
     StepTimes,
     calibrate,
@@ -133,66 +130,49 @@ class SpeedModel(Protocol):
     def predict(self, config: TrialConfig) -> float | None:
         """Return tokens/s; None where it cannot say."""
 
-    def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
+    def physics(self, configs: Sequence[TrialConfig]) -> StepTimes | None:
         """Return the model of many configurations' steps; None where it cannot say."""
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial."""
 
 
+@dataclass(eq=False)
 class SpeedForecast:
     """Predicts speed on one GPU by its data sheet and by the trials that it ran."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelSpec,
-        gpu: GpuSpec,
-        shapes: ShapesOnTexts | None = None,
-        calibration: Calibration | None = None,
-    ) -> None:
-        self._model, self._gpu, self._shapes = model, gpu, shapes
-        self._calibration = calibration
-        self._measured: deque[TrialRecord] = deque(maxlen=TRIALS_CALIBRATED)
-        self._is_stale = False
+    model: ModelSpec
+    gpu: GpuSpec
+    shapes: ShapesOnTexts | None = None
+    calibration: Calibration | None = None
+    _measured: deque[TrialRecord] = field(
+        init=False, default_factory=lambda: deque(maxlen=TRIALS_CALIBRATED)
+    )
+    _is_stale: bool = field(init=False, default=False)
 
     def predict(self, config: TrialConfig) -> float | None:
         """Return tokens/s; None where the architecture or the compute type has no prediction."""
-        speed = float(self.tokens_per_second([config])[0])
+        speed = float(self.times([config]).tokens_per_second[0])
         return None if math.isnan(speed) else speed
 
-    def tokens_per_second(self, configs: Sequence[TrialConfig]) -> Array:
-        """Return the speeds of many configurations; not a number where there is no prediction."""
-        return self._times(configs).tokens_per_second(self._calibrated())
+    def times(self, configs: Sequence[TrialConfig]) -> StepTimes:
+        """Return the steps of many configurations, by the trials that there are."""
+        known: dict[str, Any] = {"model": self.model, "gpu": self.gpu, "shapes": self.shapes}
+        if self._is_stale:
+            self.calibration = calibrated(self._measured, **known)
+            self._is_stale = False
+        return StepTimes(configs, **known, calibration=self.calibration)
 
-    def steps(self, configs: Sequence[TrialConfig]) -> list[SpeedPrediction | InputError]:
-        """Return all that is predicted of each step, or why nothing is."""
-        return self._times(configs).predictions(self._calibrated())
-
-    def _times(self, configs: Sequence[TrialConfig]) -> StepTimes:
-        return StepTimes(configs, model=self._model, gpu=self._gpu, shapes=self._shapes)
-
-    def physics(self, configs: Sequence[TrialConfig]) -> LogFactors | None:
+    def physics(self, configs: Sequence[TrialConfig]) -> StepTimes | None:
         """Return the data sheet's model of the configurations' steps."""
-        try:
-            full = full_rows(configs, self._shapes)
-            return LogFactors(full, model=self._model, gpu=self._gpu)
-        except ValueError:
-            return None
+        times = self.times(configs)
+        return times if times.is_known.any() else None
 
     def learn(self, record: TrialRecord) -> None:
         """Take in a finished trial; only those measured to the end say something of the GPU."""
         if record.verdict is Verdict.FITS and record.measurement is not None:
             self._measured.append(record)
             self._is_stale = len(self._measured) >= TRIALS_TO_CALIBRATE
-
-    def _calibrated(self) -> Calibration | None:
-        if self._is_stale:
-            self._calibration = calibrated(
-                self._measured, model=self._model, gpu=self._gpu, shapes=self._shapes
-            )
-            self._is_stale = False
-        return self._calibration
 
 
 def calibrated(
@@ -214,6 +194,7 @@ def calibrated(
     return calibrate(observations, model=model, gpu=gpu) if observations else None
 
 
+@dataclass(eq=False)
 class Forecasts:
     """What is expected of many configurations, a row each.
 
@@ -221,20 +202,16 @@ class Forecasts:
     further trial.
     """
 
-    def __init__(
-        self,
-        forecaster: Forecaster,
-        configs: Sequence[TrialConfig],
-        *,
-        progress: Progress | None = None,
-        fits: Sequence[Fit] | None = None,
-    ) -> None:
-        self.configs = configs
-        self.forecaster = forecaster
-        self.budget_bytes = forecaster.budget_bytes
-        self.is_cut_up = forecaster.is_cut_up
-        self._progress = progress
-        self._fits: list[Fit | None] | None = None if fits is None else [*fits]
+    forecaster: Forecaster
+    configs: Sequence[TrialConfig]
+    progress: Progress = silent
+    """Told of what takes its time."""
+    fits: list[Fit | None] | None = None
+    """Of each row, as far as it is known."""
+
+    def __post_init__(self) -> None:
+        self.budget_bytes = self.forecaster.budget_bytes
+        self.is_cut_up = self.forecaster.is_cut_up
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -242,16 +219,9 @@ class Forecasts:
     def __getitem__(self, row: int) -> Forecast:
         return Forecast(self.configs[row], self, row)
 
-    def few(self, rows: Sequence[int]) -> Forecasts:
-        """Return some rows alone, of which more is going to be asked."""
-        configs = [self.configs[row] for row in rows]
-        return self.forecaster.forecast(configs, fits=[self.fit(row) for row in rows])
-
     @cached_property
     def _memory(self) -> WholeMemory:
-        if self._progress is not None:
-            self.forecaster.prepare(self.configs, on_progress=self._progress(TRACED))
-        return self.forecaster.whole_memory(self.configs)
+        return self.forecaster.whole_memory(self.configs, on_progress=self.progress(TRACED))
 
     def replay(self, progress: Progress) -> None:
         """Replay all steps, on all processors, where each is going to be looked at."""
@@ -291,14 +261,13 @@ class Forecasts:
         shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
         if shown is not None:
             return Fit.YES if shown else Fit.NO
-        if self._fits is None:
-            codes = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
-            self._fits = [None if code == UNKNOWN else FITS[code] for code in codes.tolist()]
-        fit = self._fits[row]
+        if self.fits is None:
+            self.fits = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
+        fit = self.fits[row]
         if fit is None:
             memory = self.memory(row)
             fit = Fit.UNCERTAIN if memory is None else memory.fits(self.budget_bytes)
-            self._fits[row] = fit
+            self.fits[row] = fit
         return fit
 
     def memory(self, row: int) -> MemoryPrediction | None:
@@ -316,7 +285,7 @@ class Forecasts:
     @cached_property
     def tokens_per_second(self) -> Array:
         """Measured where a trial was, else predicted; 0 where nothing is known."""
-        speeds = np.nan_to_num(self._rates.tokens_per_second(self.configs))
+        speeds = np.nan_to_num(self.times.tokens_per_second)
         if self.forecaster.evidence.is_same_card:
             tokens = tokens_per_step(self.configs, self.forecaster.shapes)
             for row, config in enumerate(self.configs):
@@ -326,24 +295,20 @@ class Forecasts:
         return speeds
 
     @cached_property
-    def steps(self) -> list[SpeedPrediction | InputError]:
-        """All that is predicted of each step, or why nothing is."""
-        return self._rates.steps(self.configs)
-
-    @property
-    def _rates(self) -> SpeedForecast:
+    def times(self) -> StepTimes:
+        """The steps on the GPU of a plan."""
         speed = self.forecaster.speed
         assert isinstance(speed, SpeedForecast), "a plan is of a GPU"
-        return speed
+        return speed.times(self.configs)
 
     @cached_property
-    def physics(self) -> LogFactors | None:
+    def physics(self) -> StepTimes | None:
         """The data sheet's model of the steps; None where there is none."""
         speed = self.forecaster.speed
         return None if speed is None else speed.physics(self.configs)
 
     @cached_property
-    def target(self) -> LogFactors | None:
+    def target(self) -> StepTimes | None:
         """The same on the target, where another GPU stands in for it; else None."""
         speed = self.forecaster.target_speed
         return None if speed is None else speed.physics(self.configs)
@@ -415,7 +380,7 @@ class Forecast:
 
     @cached_property
     def _step(self) -> SpeedPrediction | InputError | None:
-        return None if self.broken else self._all.steps[self._row]
+        return None if self.broken else self._all.times.prediction(self._row)
 
     @property
     def speed(self) -> SpeedPrediction | None:
@@ -574,15 +539,17 @@ class Forecaster:
             )
         assert violation is not None, "rules are of a GPU, or given"
         self._violation = violation
-        self._predictor = (
-            predictor if predictor is None or shapes is None else MemoryOnTexts(predictor, shapes)
-        )
+        if predictor is not None and shapes is not None:
+            predictor = MemoryOnTexts(predictor, shapes)
+        self._predictor = predictor
         self.target_speed = target_speed
         self._warn = warn
         self._warned: set[str] = set()
         self._ran_out: list[tuple[int, Footprint]] = []
         self._expected: dict[TrialConfig, Forecast] = {}
-        self._memory_of_one = lru_cache(PREDICTIONS_KEPT)(lambda one: self._predict_all([one]))
+        self._memory_of_one = lru_cache(PREDICTIONS_KEPT)(
+            lambda one: self._predict_all([one], tell_nobody)
+        )
 
     @property
     def gpu(self) -> GpuSpec:
@@ -590,26 +557,21 @@ class Forecaster:
         assert self._gpu is not None, "a plan is of a GPU"
         return self._gpu
 
-    @property
-    def predicts_speed(self) -> bool:
-        """Whether any speed is known."""
-        return self.speed is not None
-
     def forecast(
         self,
         configs: Sequence[TrialConfig],
         *,
-        progress: Progress | None = None,
+        progress: Progress = silent,
         fits: Sequence[Fit] | None = None,
     ) -> Forecasts:
         """Return what is expected of many configurations.
 
         Args:
             configs: a row each.
-            progress: told of what takes its time; without it nothing is traced together.
+            progress: told of what takes its time.
             fits: of each, where that is known from before.
         """
-        return Forecasts(self, configs, progress=progress, fits=fits)
+        return Forecasts(self, configs, progress, None if fits is None else [*fits])
 
     def expect(self, config: TrialConfig) -> Forecast:
         """Return what is expected of one; the same value until a further trial is learned."""
@@ -617,40 +579,33 @@ class Forecaster:
             self._expected[config] = self.forecast([config])[0]
         return self._expected[config]
 
-    def prepare(self, configs: Iterable[TrialConfig], *, on_progress: OnProgress) -> None:
-        """Do ahead, and together, what predicting the memory of valid configurations takes.
+    def whole_memory(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
+        """Return what is predicted of the configurations' memory.
+
+        That of one alone is kept, as it stays what it is whatever trials show.
 
         Raises:
             EnvironmentFault: the tracing process has never answered, and nobody is warned of it.
         """
-        if self._predictor is None:
-            return
         try:
-            self._predictor.prepare(filter(self.is_valid, configs), on_progress=on_progress)
-        except SweepError as error:
-            self._tell(error)
-
-    def whole_memory(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        """Return what is predicted of the configurations' memory.
-
-        That of one alone is kept, as it stays what it is whatever trials show.
-        """
-        if self._predictor is None:
-            return predict_nothing(configs)
-        try:
-            is_one = len(configs) == 1
-            whole = self._memory_of_one(configs[0]) if is_one else self._predict_all(configs)
+            if len(configs) == 1 and on_progress is tell_nobody:
+                whole = self._memory_of_one(configs[0])
+            else:
+                whole = self._predict_all(configs, on_progress)
         except SweepError as error:
             self._tell(error)
             return predict_nothing(configs)
-        if self._warn is not None:
+        if self._warn is not None and self._predictor is not None:
             for refused in whole.refused.values():
                 self._tell(refused)
         return whole
 
-    def _predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        assert self._predictor is not None
-        return self._predictor.predict_all(configs)
+    def _predict_all(self, configs: Sequence[TrialConfig], on_progress: OnProgress) -> WholeMemory:
+        if self._predictor is None:
+            return predict_nothing(configs)
+        return self._predictor.predict_all(configs, on_progress=on_progress)
 
     def _tell(self, error: SweepError) -> None:
         """Warn of an error once; raise it where nobody is to be warned."""

@@ -7,7 +7,7 @@ stands for full sequences as wide as its largest micro-batch (memory) or as its 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.data.epoch import Epoch
 from sweep.data.study_epochs import StudyEpochs, batch_key
-from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from sweep.predict.memory.prediction import WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 
@@ -106,10 +106,8 @@ class ShapesOnTexts:
         return self._known[key]
 
 
-class MemoryOnTexts:
+class MemoryOnTexts(MemoryPredictor):
     """Predicts memory for texts: of the largest micro-batch that any order of them can have.
-
-    Satisfies `MemoryPredictor`.
 
     Args:
         predictor: of full rows.
@@ -120,20 +118,12 @@ class MemoryOnTexts:
         self._predictor = predictor
         self._shapes = shapes
 
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction. Raises what the predictor of full rows raises."""
-        return self._predictor.predict(self._shapes.for_memory(config))
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        """Return what is predicted of many configurations, a row each."""
-        return self._predictor.predict_all([self._shapes.for_memory(c) for c in configs])
-
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Do once what predicting these configurations takes first."""
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
+        """See `MemoryPredictor.predict_all`."""
         on_texts = [self._shapes.for_memory(config) for config in configs]
-        self._predictor.prepare(on_texts, on_progress=on_progress)
+        return self._predictor.predict_all(on_texts, on_progress=on_progress)
 
 
 def full_rows(

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from search_spaces import redaction
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
@@ -36,7 +37,6 @@ from sweep.running.wire import (
     read_line,
     worker_message_adapter,
 )
-from sweep.running.worker_log import WorkerLog
 
 _CPU_ENVIRONMENT = {
     # A study for the CPU never sees a card, whatever library looks for one.
@@ -73,6 +73,38 @@ _SENDERS: dict[int, str] = {
 }
 """Who may have sent a signal that a process does not send itself."""
 _DETAIL_MAX = 1000
+LOG_BYTES_MAX = 10 * 2**20
+"""Of the file; what was there before is kept in one of that size beside it."""
+_TAIL_BYTES = 65536
+"""Thirty frames of C++ with their templates take ten thousand and more."""
+_TOLD_CHARACTERS = 8192
+_TAIL_LINES = 3
+_TAIL_CHARACTERS = 600
+_REASON_CHARACTERS = 300
+_REASON_LINES = 12
+"""From the end, among which an error is the one that ended the process, and no earlier one."""
+_PLACE = re.compile(
+    r"frame #\d+:"
+    r"|File \".*\", line \d+"
+    r"|(?:Current thread|Thread) 0x\w+.*:$"
+    r"|Extension modules:"
+    r"|Exception raised from .* \(most recent call first\):"
+    r"|(?:CUDA|HIP) kernel errors might be asynchronously reported"
+    r"|For debugging consider passing"
+    r"|Compile with `TORCH_USE_"
+    r"|Search for `\w+' in https:"
+    r"|[\^~]+$"
+)
+"""Begins a line that says where in the code it was, or how to look for it, and never what went
+wrong."""
+_NOISE = re.compile(
+    r"USDT:"
+    r"|\[W.*\] Memory block of unknown size was allocated before the profiling started"
+    r"|Failed to load CPU gemm_4bit_forward "
+)
+"""Begins a line that torch's profiler and bitsandbytes always print, whatever becomes of them."""
+_REASON = re.compile(r"what\(\): |(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)\b: ")
+"""Begins a line that names an error, as C++ and Python print one that nobody caught."""
 _COUNTED_SECONDS_MAX = 1.0
 """Most seconds between two looks that count: whoever looks far later was away, or stopped."""
 _ABSENCE_SECONDS = 5.0
@@ -165,6 +197,98 @@ def storable(outcome: Outcome) -> Outcome:
     return outcome if fit == detail else outcome.model_copy(update={"detail": fit})
 
 
+class WorkerLog:
+    """A log that is appended to by the worker, and kept small by whoever looks after it.
+
+    Args:
+        path: of the log; what is older is kept under the same name with ``.1`` behind it.
+
+    Raises:
+        EnvironmentFault: it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, bytes_max: int = LOG_BYTES_MAX) -> None:
+        self.path = path
+        self._bytes_max = bytes_max
+        self._file = _opened(path)
+        self._begins_at = self._size()
+        self._before = b""
+        """The end of what was put aside last."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that the worker prints to."""
+        return self._file.fileno()
+
+    def keep_small(self) -> None:
+        """Where it is too large, put its end aside and begin anew.
+
+        Whoever prints at this very moment may lose a line; nobody waits.
+        """
+        if self._size() <= self._bytes_max:
+            return
+        # Where there is no room for the copy, room is what is needed most.
+        with contextlib.suppress(OSError):
+            begin = self._size() - self._bytes_max
+            kept = os.pread(self._file.fileno(), self._bytes_max, begin)
+            files.replace(self.path.with_name(f"{self.path.name}.1"), kept, is_durable=False)
+        # Last of all: these may be the worker's last words.
+        self._before = self._end()
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), 0)
+        self._begins_at = 0
+
+    def tail(self) -> str:
+        """Return the last lines that were printed since this was opened, as they may be shown.
+
+        Those that say where in the code it happened are left out unless there are no others, and
+        the error that they follow comes first. Of a log of any size a few thousand bytes are read.
+        """
+        printed = (self._before + self._end()).decode(errors="replace").splitlines()
+        printed = [line for line in printed if _NOISE.match(line.strip()) is None]
+        told = [line for line in printed if _PLACE.match(line.strip()) is None]
+        # These and nothing else say more than nothing.
+        words = "\n".join(told if any(map(str.strip, told)) else printed)
+        # Before it is cut any further: half a password is found by nobody.
+        shortened = redaction.shown(words[-_TOLD_CHARACTERS:]).splitlines()
+        lines = [line.strip() for line in shortened if line.strip()]
+        last = " | ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
+        named = (line for line in reversed(lines[-_REASON_LINES:]) if _REASON.match(line))
+        reason = next(named, "")[:_REASON_CHARACTERS]
+        if reason in last:
+            return last
+        return f"{reason} | {last[-(_TAIL_CHARACTERS - len(reason)) :]}"
+
+    def close(self) -> None:
+        """Free the descriptor, once nobody prints any more. Idempotent."""
+        if not self._file.closed:
+            self.keep_small()
+            self._file.close()
+
+    def _end(self) -> bytes:
+        begin = max(self._begins_at, self._size() - _TAIL_BYTES)
+        try:
+            return os.pread(self._file.fileno(), _TAIL_BYTES, begin)
+        except OSError:
+            return b""
+
+    def _size(self) -> int:
+        try:
+            return os.fstat(self._file.fileno()).st_size
+        except OSError:
+            return 0
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Return a private file that is appended to; nothing's, where the disk is full."""
+    try:
+        return files.open_append(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return open(os.devnull, "r+b", buffering=0)
+        reason = f"the worker's log cannot be written: {_why(error)}"
+        raise EnvironmentFault(reason) from error
+
+
 class WorkerProcess:
     """One worker: a process group of its own, its log, and two pipes that never make anybody wait.
 
@@ -216,7 +340,7 @@ class WorkerProcess:
                     # The child's copy is then the only one, so that its death closes the pipe.
                     os.close(write_end)
             except OSError as error:
-                raise _no_room(error) from error
+                raise EnvironmentFault(f"the worker cannot be started: {_why(error)}") from error
             undo.pop_all()
         assert self.process.stdin is not None
         self._stdin = self.process.stdin.fileno()
@@ -262,21 +386,13 @@ class WorkerProcess:
                 raise WorkerMisbehaved("it closed its pipe, and lived on")
         return self._lines.popleft() if self._lines else None
 
-    def fault(self) -> str | None:
-        """Return why it cannot be given anything to do; None where it waits for that in silence."""
+    def is_waiting(self) -> bool:
+        """Return whether it waits in silence for something to do."""
         try:
-            if self._look(0):
-                return "it ended while it had nothing to do"
-        except WorkerMisbehaved as error:
-            return str(error)
-        if self._closed_at is not None:
-            return "it closed its pipe"
-        return "it spoke without being asked" if self._lines or self._torn else None
-
-    def note(self, words: str) -> None:
-        """Write a line of the supervisor's own into the worker's log."""
-        with contextlib.suppress(OSError):
-            os.write(self._log.fileno(), f"sweep: {words}\n".encode(errors="replace"))
+            has_ended = self._look(0)
+        except WorkerMisbehaved:
+            return False
+        return not (has_ended or self._lines or self._torn) and self._closed_at is None
 
     def is_stopped(self) -> bool:
         """Return whether somebody stopped it, and did not tell it to go on."""
@@ -362,15 +478,14 @@ class WorkerProcess:
             self._closed_at = self._clock.look()
 
 
-def _no_room(error: OSError) -> EnvironmentFault:
-    """Return why no worker can be started, with what to do."""
-    why = {
+def _why(error: OSError) -> str:
+    """Return what the machine has too little of, with what to do."""
+    return {
         errno.EMFILE: f"too few file descriptors; {MORE_DESCRIPTORS}",
         errno.ENFILE: f"too few file descriptors; {MORE_DESCRIPTORS}",
         errno.EAGAIN: "too few processes are allowed; raise the limit, with `ulimit -u 4096` say",
         errno.ENOMEM: "the host's memory is used up; end what else runs here",
     }.get(error.errno or 0, words_of(error))
-    return EnvironmentFault(f"the worker cannot be started: {why}")
 
 
 def _environment(settings: ChildSettings) -> dict[str, str]:

@@ -42,10 +42,6 @@ _CAUSE_SECONDS = 10.0
 """That a rank which may have ended gets to be heard, where the first failed."""
 
 
-class RankError(Exception):
-    """Another rank did not start."""
-
-
 class Ranks:
     """The other ranks, started as far as a trial needs them; they stay, with their bases.
 
@@ -160,12 +156,12 @@ class _Rank:
         """Return once it has its GPU.
 
         Raises:
-            RankError: it never does.
+            RuntimeError: it never does.
         """
         until = time.monotonic() + _START_SECONDS
         while not self._ready.wait(_BEAT_SECONDS):
             if time.monotonic() >= until:
-                raise RankError(f"the process of card {self._rank} did not start")
+                raise RuntimeError(f"the process of card {self._rank} did not start")
             beat()
 
     def tell(self, command: RunCommand) -> None:

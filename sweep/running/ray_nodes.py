@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import NAMED_MAX, EnvironmentFault, InputError, install_extra, quote
@@ -181,25 +180,6 @@ def _no_answer(address: str, words: str) -> EnvironmentFault:
     )
 
 
-def look(gpus: int, paths: tuple[str, ...]) -> dict[str, Any]:
-    """Return what a `Node` says of itself; runs on the node, in a process of Ray's.
-
-    Args:
-        gpus: how many Ray hands out here.
-        paths: what a study needs to find here.
-    """
-    # Ray hides them from a process that asks for none.
-    os.environ.pop(_VISIBLE, None)
-    os.environ |= {k: v for k, v in raylet_environment().items() if k == _VISIBLE}
-    return {
-        "python": sys.executable,
-        "environment": fingerprint(device="cuda" if gpus else "cpu"),
-        "gpus": gpus,
-        "cards": read_cards()[:gpus] if gpus else (),
-        "missing": tuple(path for path in paths if not Path(path).exists()),
-    }
-
-
 @dataclass(frozen=True)
 class Node:
     """A node of a cluster, with what it says of itself."""
@@ -208,22 +188,36 @@ class Node:
     address: str
     processors: int
     """That Ray hands out; none on a head that is to run nothing."""
-    python: str
-    """Path of its interpreter."""
-    environment: Mapping[str, Any]
-    """`storage.environment.fingerprint`, of no device."""
     gpus: int
     """That Ray hands out."""
     cards: tuple[Card, ...]
     """Those of them that the driver there tells of, in Ray's order; all of a chosen node's are
     alike."""
-    missing: tuple[str, ...]
-    """Of the paths that it was asked for."""
+    versions: Mapping[str, str | None]
+    """Of what trials compare under, see `versions`."""
 
     @property
     def products(self) -> tuple[str, ...]:
         """Each of its GPUs' products once."""
         return tuple(dict.fromkeys(card.product for card in self.cards))
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of this process that each node must have, without what a build is for."""
+    known = fingerprint(device="cpu")["versions"]
+    return {name: (known[name] or "none").partition("+")[0] for name in ("qlora-sweep", "torch")}
+
+
+def look(gpus: int) -> dict[str, Any]:
+    """Return what a `Node` says of itself; runs on the node, in a process of Ray's.
+
+    Args:
+        gpus: how many Ray hands out here.
+    """
+    # Ray hides them from a process that asks for none.
+    os.environ.pop(_VISIBLE, None)
+    os.environ |= {k: v for k, v in raylet_environment().items() if k == _VISIBLE}
+    return {"cards": read_cards()[:gpus] if gpus else (), "versions": versions()}
 
 
 def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
@@ -278,52 +272,28 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
     )
 
 
-def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, Any]) -> None:
-    """Refuse nodes whose libraries are not the driver's, or not each other's.
-
-    What the driver lacks it may lack, as it runs no trial; what a build is for, as in
-    ``2.11.0+cu129``, is its machine's.
+def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, str | None]) -> None:
+    """Refuse nodes with another version of sweep or torch than the driver's.
 
     Args:
         nodes: those that are to run trials.
-        here: the driver's `storage.environment.fingerprint`.
+        here: the driver's `versions`.
 
     Raises:
         EnvironmentFault: names the first nodes with what differs.
     """
-    first, drivers, told = _versions(nodes[0].environment), _versions(here), []
-    for node in nodes:
-        own = _versions(node.environment)
-        for name in {**drivers, **first}:
-            whose, known = "the driver", drivers.get(name)
-            if known is None:
-                whose, known = f"node {nodes[0].address}", first.get(name)
-            there = own.get(name)
-            # An installation that is no checkout has no commit to compare.
-            if there != known and (name != _COMMIT or (there and known)):
-                had = f"node {node.address} has {name} {there or 'none'}"
-                told.append(f"{had}, {whose} {known or 'none'}")
+    told = [
+        f"node {node.address} has {name} {there}, the driver {here[name]}"
+        for node in nodes
+        for name, there in node.versions.items()
+        if there != here[name]
+    ]
     if told:
         more = f"; and {len(told) - NAMED_MAX} more" if len(told) > NAMED_MAX else ""
         raise EnvironmentFault(
             f"a study's trials compare only under the same versions: {'; '.join(told[:NAMED_MAX])}"
-            f"{more}. Install the same on each, as in `pip install 'transformers==VERSION'`"
+            f"{more}. Install the same on each"
         )
-
-
-_COMMIT = "sweep's commit"
-
-
-def _versions(environment: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the version of everything that a trial's speed depends on, by name."""
-    commit = environment.get("commit")
-    versions = {
-        # Without what its build is for.
-        name: None if version is None else version.partition("+")[0]
-        for name, version in (environment.get("versions") or {}).items()
-    }
-    short = commit and commit[:10] + ("-dirty" if commit.endswith("-dirty") else "")
-    return {"Python": environment.get("python"), **versions, _COMMIT: short}
 
 
 class Cluster:
@@ -331,18 +301,51 @@ class Cluster:
 
     Args:
         ray: the module, joined to it.
-        package: what a node answers with; tests name one that is on no machine.
+        look: what a node answers with; tests put one here that a node does not have.
 
     Raises:
         EnvironmentFault: a node without our packages, or one that does not answer.
     """
 
-    def __init__(self, ray: Any, *, package: str = __name__) -> None:
+    def __init__(self, ray: Any, *, look: Callable[[int], dict[str, Any]] = look) -> None:
         self.ray = ray
-        """The module, joined to it."""
-        self._package = package
-        self._here = fingerprint(device="cpu")
-        self.nodes = self._look(())
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        asked = [
+            ray.remote(look)
+            .options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(ray, node["NodeID"]))
+            .remote(int(node["Resources"].get("GPU", 0)))
+            for node in alive
+        ]
+        ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
+        addresses = Counter(node["NodeManagerAddress"] for node in alive)
+        found = []
+        for node, answer in zip(alive, asked, strict=True):
+            address = str(node["NodeManagerAddress"])
+            told = self._told(address, answer)
+            if addresses[address] > 1:
+                # Several nodes on one machine.
+                address = f"{address}/{node['NodeID'][:6]}"
+            processors, gpus = (int(node["Resources"].get(of, 0)) for of in ("CPU", "GPU"))
+            found.append(Node(node["NodeID"], address, processors, gpus, **told))
+        # Ray tells of them in any order.
+        self.nodes = tuple(sorted(found, key=lambda node: node.address))
+
+    def _told(self, address: str, answer: Any) -> dict[str, Any]:
+        """Return what a node says of itself."""
+        try:
+            told: dict[str, Any] = self.ray.get(answer, timeout=0)
+        except self.ray.exceptions.GetTimeoutError as error:
+            raise EnvironmentFault(
+                f"node {address} of the Ray cluster says nothing of itself for {_LOOK_SECONDS:g} s"
+            ) from error
+        except self.ray.exceptions.RayError as error:
+            raise EnvironmentFault(
+                f"node {address} of the Ray cluster cannot run this qlora-sweep "
+                f"({_last_line(error)}): install it there with pip install "
+                f"'qlora-sweep[ray]=={versions()['qlora-sweep']}', and start Ray from that "
+                "environment"
+            ) from error
+        return told
 
     def card(self, gpu: str) -> Card | None:
         """Return the GPU that a study of ``gpu`` runs on; None for ``cpu``.
@@ -352,6 +355,11 @@ class Cluster:
             EnvironmentFault: the cluster has no GPU, or not the libraries that are here.
         """
         return next(iter(self._chosen(gpu)[0].cards), None)
+
+    def _chosen(self, gpu: str) -> tuple[Node, ...]:
+        nodes = chosen(self.nodes, gpu=gpu)
+        refuse_differences(nodes, here=versions())
+        return nodes
 
     def places(
         self,
@@ -366,8 +374,8 @@ class Cluster:
         """Open a lane on every GPU of the study's product, or one on every node for ``cpu``.
 
         Args:
-            new_runner: starts what runs the trials on a node, given the path of its log and how
-                many ``neighbours`` share the node's cores.
+            new_runner: starts what runs the trials on a node, given the path of its log, its
+                ``cards``, and how many ``neighbours`` share the node's cores.
             study: names the directory of its logs on each node.
             device: what its trials run on.
             gpu: as for `card`.
@@ -378,37 +386,24 @@ class Cluster:
             InputError, EnvironmentFault: as for `card`; nothing is left begun.
             EnvironmentFault: a path is not on each node, or every GPU is held by others.
         """
-        # A node may have been lost since it was asked first.
-        now = self._look(tuple(paths), among=self._chosen(gpu))
-        if not now:
-            raise EnvironmentFault("every node of the Ray cluster that was to run trials is lost")
-        lacking = [node for node in now if node.missing]
-        if lacking:
-            names = ", ".join(dict.fromkeys(node.address for node in lacking))
-            missing = ", ".join(dict.fromkeys(p for node in lacking for p in node.missing))
-            raise EnvironmentFault(
-                f"{missing} is not on {names}: each node reads it under the same path, so put it "
-                "there, or on a disk that all of them share (XDG_CACHE_HOME moves what sweep "
-                "prepares)"
-            )
-        runners: dict[RayRunner, str] = {}
-        for node in self._chosen(gpu):
-            if node.id not in {each.id for each in now}:
-                continue
-            count = len(node.cards) if device == "cuda" else 1
-            for number in range(count):
-                name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
-                runner = RayRunner(
-                    self.ray,
-                    partial(new_runner, neighbours=count - 1),
-                    home=f"{study}/{name}",
-                    device=device,
-                    node_id=node.id,
-                    address=node.address,
-                )
-                runners[runner] = node.address
+        # A node may have been lost since it was asked.
+        alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
+        runners: list[RayRunner] = []
         try:
-            lanes = self._begun(runners, device)
+            for node in (node for node in self._chosen(gpu) if node.id in alive):
+                count = len(node.cards) if device == "cuda" else 1
+                for number in range(count):
+                    name = re.sub(r"[^\w.-]", "-", f"{node.address}-{node.id[:8]}-{number}")
+                    runner = RayRunner(
+                        self.ray,
+                        partial(new_runner, neighbours=count - 1),
+                        home=f"{study}/{name}",
+                        device=device,
+                        node_id=node.id,
+                        address=node.address,
+                    )
+                    runners.append(runner)
+            lanes = self._begun(runners, paths, device)
         except BaseException:
             for runner in runners:
                 runner.close()
@@ -418,103 +413,41 @@ class Cluster:
                 f"{len(runners) - len(lanes)} of {len(runners)} places of the Ray cluster are held "
                 "by other jobs, and are left to them"
             )
-        return tuple(lanes)
+        return lanes
 
-    def _chosen(self, gpu: str) -> tuple[Node, ...]:
-        nodes = chosen(self.nodes, gpu=gpu)
-        refuse_differences(nodes, here=self._here)
-        return nodes
-
-    def _look(self, paths: tuple[str, ...], among: Sequence[Node] = ()) -> tuple[Node, ...]:
-        """Let every node, or some, look at itself."""
-        wanted = {node.id for node in among}
-        alive = [
-            node
-            for node in self.ray.nodes()
-            if node["Alive"] and (not wanted or node["NodeID"] in wanted)
-        ]
-
-        # A function inside another one goes there as it is, and not as the name of a module, which
-        # a node without our packages does not have.
-        def question(package: str, gpus: int) -> Any:
-            import importlib
-            import sys
-
-            try:
-                return importlib.import_module(package).look(gpus, paths)
-            except ImportError as error:
-                return {"python": sys.executable, "why": str(error)}
-
-        asked = [
-            self.ray.remote(question)
-            .options(
-                num_cpus=0, max_retries=0, scheduling_strategy=on_node(self.ray, node["NodeID"])
-            )
-            .remote(self._package, int(node["Resources"].get("GPU", 0)))
-            for node in alive
-        ]
-        self.ray.wait(asked, num_returns=len(asked), timeout=_LOOK_SECONDS)
-        addresses = Counter(node["NodeManagerAddress"] for node in alive)
-        found = []
-        for node, answer in zip(alive, asked, strict=True):
-            address = str(node["NodeManagerAddress"])
-            told = self._told(address, answer)
-            if addresses[address] > 1:
-                # Several nodes on one machine.
-                address = f"{address}/{node['NodeID'][:6]}"
-            processors = int(node["Resources"].get("CPU", 0))
-            found.append(Node(node["NodeID"], address, processors, **told))
-        # Ray tells of them in any order.
-        return tuple(sorted(found, key=lambda node: node.address))
-
-    def _told(self, address: str, answer: Any) -> dict[str, Any]:
-        """Return what a node says of itself."""
-        try:
-            told: dict[str, Any] = self.ray.get(answer, timeout=0)
-        except self.ray.exceptions.GetTimeoutError as error:
-            raise EnvironmentFault(
-                f"node {address} of the Ray cluster says nothing of itself for {_LOOK_SECONDS:g} s"
-            ) from error
-        except self.ray.exceptions.RayError as error:
-            why = _last_line(error)
-            raise EnvironmentFault(f"node {address} of the Ray cluster: {why}") from error
-        if "why" in told:
-            version = self._here["versions"]["qlora-sweep"]
-            wanted = "qlora-sweep[ray]" if version is None else f"qlora-sweep[ray]=={version}"
-            raise EnvironmentFault(
-                f"node {address} of the Ray cluster has not this qlora-sweep "
-                f"({child.shown(told['why'])}): install it there with {told['python']} -m pip "
-                f"install '{wanted}', and start Ray from that environment"
-            )
-        return told
-
-    def _begun(self, runners: Mapping[RayRunner, str], device: Device) -> list[Lane]:
-        """Begin with the actors, and return the lanes of those whose GPU was free."""
+    def _begun(
+        self, runners: Sequence[RayRunner], paths: Sequence[str], device: Device
+    ) -> tuple[Lane, ...]:
+        """Return the lanes of the runners whose actor could begin: those whose GPU was free."""
         free = len(runners)
         if device == "cuda":
             # No more are waited for than Ray has GPUs for, before the first of these takes one.
             free = max(1, min(free, int(self.ray.available_resources().get("GPU", 0))))
-        begins = {runner.place(): runner for runner in runners}
-        begun, late = self.ray.wait(list(begins), num_returns=free, timeout=_PLACE_SECONDS)
+        asked = {runner.tell(paths): runner for runner in runners}
+        begun, late = self.ray.wait(list(asked), num_returns=free, timeout=_PLACE_SECONDS)
         for reference in late:
-            begins[reference].close()
+            asked[reference].close()
         if not begun:
             raise EnvironmentFault(
                 f"none of the {len(runners)} places of the Ray cluster is free: other jobs hold "
                 "its cards or processors, as `ray status` shows"
             )
         try:
-            names = {begins[reference]: self.ray.get(reference) for reference in begun}
+            told = [(asked[reference], *self.ray.get(reference)) for reference in begun]
         except self.ray.exceptions.RayError as error:
             raise EnvironmentFault(
                 f"a runner cannot be started on the Ray cluster: {_last_line(error)}"
             ) from error
-        cards = {r: f" card {name}" if device == "cuda" else "" for r, name in names.items()}
-        return [
-            Lane(runner, name=address + cards[runner], fault=runner.fault)
-            for runner, address in runners.items()
-            if runner in cards
-        ]
+        if lacking := {runner.address: missing for runner, _, missing in told if missing}:
+            absent = dict.fromkeys(path for missing in lacking.values() for path in missing)
+            raise EnvironmentFault(
+                f"{', '.join(absent)} is not on {', '.join(lacking)}: each node reads it under the "
+                "same path, so put it there, or on a disk that all of them share (XDG_CACHE_HOME "
+                "moves what sweep prepares)"
+            )
+        of = " card {}" if device == "cuda" else ""
+        names = {runner: runner.address + of.format(card) for runner, card, _ in told}
+        return tuple(Lane(runner, names[runner]) for runner in runners if runner in names)
 
 
 def _last_line(error: Exception) -> str:

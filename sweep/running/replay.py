@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
-from typing import Self
 
 from search_spaces.config import TrialConfig
-from search_spaces.space import StepBudget
 from storage.records import (
     INTERRUPTED,
-    Attempt,
     Invalid,
     Measured,
     Measurement,
@@ -18,10 +15,10 @@ from storage.records import (
     OutOfMemory,
     PrunedSlow,
     TrialRecord,
-    over_budget,
+    held_to_budget,
 )
-from sweep.running.runner import Observer, keep_going
-from sweep.running.wire import Progress, QualityCommand, TrialRequest
+from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.wire import Progress, TrialRequest
 
 
 def not_recorded(config: TrialConfig) -> Outcome:
@@ -31,7 +28,7 @@ def not_recorded(config: TrialConfig) -> Outcome:
 
 
 @dataclass(eq=False)
-class ReplayRunner:
+class ReplayRunner(Runner):
     """Answers each configuration with what was recorded of it, beat by beat.
 
     Args:
@@ -50,14 +47,8 @@ class ReplayRunner:
     budget_bytes: int | None = None
     pause: Callable[[], None] = lambda: None
     soaking: Callable[[TrialConfig], Outcome] | None = None
-    ran: list[TrialConfig] = field(default_factory=list)
-    """Every configuration that was run, in order."""
-    attempts: list[Attempt | None] = field(default_factory=list)
-    """The identity of each of those runs' attempts."""
-    qualities: list[QualityCommand | None] = field(default_factory=list)
-    """What was asked of each run's quality; recorded measurements answer as they are."""
-    soaked: list[TrialConfig] = field(default_factory=list)
-    """Those of them that were soaks."""
+    requests: list[TrialRequest] = field(default_factory=list)
+    """All that was run, in order; recorded measurements answer as they are."""
     device_seconds: float = 0.0
     """That the recorded trials took, and nothing of this machine's."""
     renewals: int = 0
@@ -69,17 +60,19 @@ class ReplayRunner:
         for record in records:
             self._records.setdefault(record.config.key(), []).append(record)
 
+    @property
+    def ran(self) -> list[TrialConfig]:
+        """Every configuration that was run, in order."""
+        return [request.config for request in self.requests]
+
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
         one."""
         if self._is_cancelled:
             return INTERRUPTED
-        config = request.config
-        self.ran.append(config)
-        self.attempts.append(request.attempt)
-        self.qualities.append(request.quality)
+        self.requests.append(request)
         outcome = self._replayed(request)
-        for beat in _beats(outcome, tokens_per_step=config.tokens_per_step, steps=request.steps):
+        for beat in _beats(outcome, request):
             self.pause()
             if self._is_cancelled:
                 return INTERRUPTED
@@ -91,8 +84,6 @@ class ReplayRunner:
         """Return what is known of a configuration; out of memory for a peak above the budget, whose
         stage was not recorded."""
         known = self._records.get(request.config.key())
-        if request.is_soak:
-            self.soaked.append(request.config)
         if request.is_soak and self.soaking is not None:
             outcome = self.soaking(request.config)
         elif not known:
@@ -101,10 +92,9 @@ class ReplayRunner:
             record = known.pop(0) if len(known) > 1 else known[0]
             self.device_seconds += record.device_seconds
             outcome = record.outcome
-        if self.budget_bytes is None or not isinstance(outcome, Measured | PrunedSlow):
+        if self.budget_bytes is None:
             return outcome
-        peak = outcome.measurement.peak_allocated_bytes
-        return over_budget(peak, budget_bytes=self.budget_bytes, stage="optimizer") or outcome
+        return held_to_budget(outcome, budget_bytes=self.budget_bytes)
 
     def start(self) -> None:
         """Do nothing: answers are there at once."""
@@ -120,14 +110,8 @@ class ReplayRunner:
     def close(self) -> None:
         """Do nothing: there is no device to free."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iterator[Progress]:
+def _beats(outcome: Outcome, request: TrialRequest) -> Iterator[Progress]:
     """Yield the beats of a trial; the interval of the median is there from the fewest measured
     steps on."""
     yield Progress(phase="attach")
@@ -137,7 +121,7 @@ def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iter
         return
     measurement = outcome.measurement
     peak, interval = measurement.peak_allocated_bytes, measurement.step_seconds_ci95
-    tokens = measurement.loss_tokens_per_step or tokens_per_step
+    tokens = measurement.loss_tokens_per_step or request.config.tokens_per_step
     for step in range(1, measurement.steps_warmup + 1):
         yield Progress(phase="warmup", step=step, allocated_bytes=peak)
     fastest = None if interval is None else tokens / interval[0]
@@ -146,7 +130,7 @@ def _beats(outcome: Outcome, *, tokens_per_step: int, steps: StepBudget) -> Iter
             phase="measure",
             step=step,
             tokens_per_second=measurement.tokens_per_second,
-            tokens_per_second_high=fastest if step >= steps.measured_min else None,
+            tokens_per_second_high=fastest if step >= request.steps.measured_min else None,
             allocated_bytes=peak,
         )
     yield Progress(phase="detach")

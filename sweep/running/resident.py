@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError, words_of
+from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome, OutOfMemory
+from storage.records import NEIGHBOUR, Faithfulness, Ineffective, Invalid, Outcome
 from sweep.nvml import card_at
 from sweep.running.wire import WorkerSettings
 from sweep.training.adapters import forget_compiled
 from sweep.training.device import Device, open_device
 from sweep.training.eight_bit import half_dtype
-from sweep.training.exceptions import requested_bytes
+from sweep.training.exceptions import out_of_memory
 from sweep.training.meter import CardReader, NeighbourWatch
 from sweep.training.model import BaseModel, Unavailable, build_base
 from sweep.training.trial import Trial
@@ -99,13 +99,8 @@ class Resident:
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
-            failed = OutOfMemory(
-                stage="load",
-                requested_bytes=requested_bytes(error),
-                peak_allocated_bytes=self.device.memory().peak_allocated_bytes,
-                detail=words_of(error)[:DETAIL_LENGTH],
-                flags=(NEIGHBOUR,) if self._neighbours.have_robbed() else (),
-            )
+            flags = (NEIGHBOUR,) if self._neighbours.have_robbed() else ()
+            failed = out_of_memory(error, self.device, None, stage="load", flags=flags)
         # Outside the except blocks: a caught exception keeps the frames, and so the weights, alive.
         self.device.release()
         return failed
@@ -155,7 +150,6 @@ class Resident:
             steps=steps,
             device=self.device,
             card=self.card,
-            seed=self._settings.seed,
             peak_flops=self._settings.peak_flops.get(config.compute_dtype),
             is_emulated=self._settings.is_emulated,
             compared=self._compared,

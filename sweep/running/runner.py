@@ -10,21 +10,21 @@ study.
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from search_spaces.errors import CardLost, EnvironmentFault
-from storage.records import INTERRUPTED, Crashed, Outcome, TimedOut
+from search_spaces.errors import EnvironmentFault
+from storage.records import INTERRUPTED, Outcome
 from sweep.running.wire import Progress, TrialRequest
 
 _END_SECONDS = 30.0
 """For which trials that were cancelled are waited for before their runners are closed under them.
 """
+
 
 Observer = Callable[[Progress], bool]
 """Called for each sign of life; returns True to stop the trial early as slow."""
@@ -94,81 +94,49 @@ class Runner(Protocol):
         self.close()
 
 
+@dataclass(eq=False)
 class Lane:
-    """One place where one trial runs at a time; satisfies `Runner`.
+    """One place where one trial runs at a time."""
 
-    Args:
-        runner: of the place.
-        name: for a person; empty where there is no other lane.
-        fault: says what is wrong with the card after a trial that failed; None for nothing.
-    """
-
-    def __init__(
-        self, runner: Runner, *, name: str = "", fault: Callable[[], str | None] = lambda: None
-    ) -> None:
-        self._runner = runner
-        self.name = name
-        self._fault = fault
-        self.lost: EnvironmentFault | None = None
-        """Why nothing can run here any more; None as long as it can. Not each run that raised is an
-        end: of several runs of a trial the last may fail where an earlier one counts."""
-        self.renew, self.start = runner.renew, runner.start
-        self.cancel, self.close = runner.cancel, runner.close
-
-    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
-        """See `Runner.run`.
-
-        Raises:
-            CardLost: the trial failed, and the card has a fault of its own.
-            EnvironmentFault: as the lane's runner has it.
-        """
-        outcome = self._runner.run(request, observe=observe)
-        if isinstance(outcome, Crashed | TimedOut) and (fault := self._fault()) is not None:
-            raise CardLost(f"{self.name or 'the card'}: {fault}")
-        return outcome
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-Job = Callable[[], Outcome]
-"""Runs one trial on the lane that it is launched on."""
+    runner: Runner
+    name: str = ""
+    """For a person; empty where there is no other lane."""
+    lost: EnvironmentFault | None = None
+    """Why nothing can run here any more; None as long as it can. Not each run that raised is an
+    end: of several runs of a trial the last may fail where an earlier one counts."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that ended, or the lane that was lost under it."""
+    """A trial that ended, or whose lane was lost under it."""
 
     lane: Lane
+    trial: Any
     result: Outcome | EnvironmentFault
 
 
 class Lanes:
-    """The lanes of one study. A single one runs its trials in the thread that waits for them.
+    """The lanes of one study, with the trials that run on them.
+
+    A single one runs its trials in the thread that waits for them; of several each has a thread.
 
     Args:
         lanes: at least one.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        assert lanes, "a study runs somewhere"
         self.all = tuple(lanes)
-        self._is_single = len(self.all) == 1
-        self._jobs: dict[Lane, Job] = {}
-        self._told: dict[Lane, queue.SimpleQueue[Job | None]] = {}
-        self._threads: dict[Lane, threading.Thread] = {}
+        self.running: dict[Lane, Any] = {}
+        """What was launched and whose end was not heard."""
+        self._pools: dict[Lane, ThreadPoolExecutor] = {}
+        self._futures: dict[Lane, Future[Outcome]] = {}
         self._said: queue.SimpleQueue[Callable[[], Ended | None]] = queue.SimpleQueue()
         """What the trials have to say, and how they ended."""
 
     @classmethod
     def of(cls, runner: Runner | Lanes) -> Lanes:
         """Return lanes as they are, and the lane of a single runner."""
-        if isinstance(runner, Lanes):
-            return runner
-        return cls([runner if isinstance(runner, Lane) else Lane(runner)])
+        return runner if isinstance(runner, Lanes) else cls([Lane(runner)])
 
     @property
     def working(self) -> tuple[Lane, ...]:
@@ -178,38 +146,36 @@ class Lanes:
     @property
     def idle(self) -> tuple[Lane, ...]:
         """Those that a trial can be launched on."""
-        return tuple(lane for lane in self.working if lane not in self._jobs)
+        return tuple(lane for lane in self.working if lane not in self.running)
 
-    def is_busy(self, lane: Lane) -> bool:
-        """Whether a trial was launched on a lane whose end was not heard."""
-        return lane in self._jobs
-
-    def launch(self, lane: Lane, job: Job) -> None:
+    def launch(self, lane: Lane, trial: Any, job: Callable[[], Outcome]) -> None:
         """Begin a trial on an idle lane; its end comes from `next_end`."""
-        assert lane not in self._jobs, f"{lane.name} runs another trial"
-        self._jobs[lane] = job
-        if self._is_single:
-            return
-        if lane not in self._threads:
-            # One for all its trials: a worker ends with the thread that started it.
-            self._told[lane] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(lane,), daemon=True)
-            self._threads[lane] = thread
-            thread.start()
-        self._told[lane].put(job)
+        if len(self.all) == 1:
+            self._said.put(partial(self._ended, lane, job))
+        else:
+            # One thread for all its trials: a worker ends with the thread that started it.
+            pool = self._pools.setdefault(lane, ThreadPoolExecutor(max_workers=1))
+            self._futures[lane] = pool.submit(job)
+            self._futures[lane].add_done_callback(
+                lambda future: self._said.put(partial(self._ended, lane, future.result))
+            )
+        # Last: of what an interrupt comes between nobody waits for an end.
+        self.running[lane] = trial
 
-    def _work(self, lane: Lane) -> None:
-        for job in iter(self._told[lane].get, None):
-            result: Outcome | BaseException
-            try:
-                result = job()
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                result = error
-            self._said.put(partial(self._ended, lane, result))
+    def _ended(self, lane: Lane, result: Callable[[], Outcome]) -> Ended | None:
+        """Take in how a trial ended; None for one that is not waited for any more."""
+        if lane not in self.running:
+            return None
+        ended: Outcome | EnvironmentFault
+        try:
+            ended = result()
+        except EnvironmentFault as fault:
+            ended = lane.lost = fault
+        return Ended(lane, self.running.pop(lane), ended)
 
     def say(self, action: Callable[[], None]) -> None:
         """Do what a running trial has to say, in the thread that waits for its end."""
-        if self._is_single:
+        if len(self.all) == 1:
             action()
         else:
             self._said.put(action)
@@ -220,57 +186,32 @@ class Lanes:
         Whoever asks so often to stop that nothing is waited for any more has them end interrupted,
         one after the other.
         """
-        ended: Ended | None = None
-        if self._is_single:
-            ((lane, job),) = self._jobs.items()
-            try:
-                ended = self._ended(lane, job())
-            except EnvironmentFault as fault:
-                ended = self._ended(lane, fault)
         try:
-            while ended is None:
-                ended = self._said.get()()
+            while (ended := self._said.get()()) is None:
+                pass
         except KeyboardInterrupt:
-            if not self._jobs:
+            if not self.running:
                 raise
-            lane, _ = self._jobs.popitem()
-            ended = Ended(lane, INTERRUPTED)
+            return Ended(*self.running.popitem(), INTERRUPTED)
         return ended
-
-    def _ended(self, lane: Lane, result: Outcome | BaseException) -> Ended | None:
-        """Take in how a trial ended; None for one that was not waited for any more."""
-        if self._jobs.pop(lane, None) is None:
-            return None
-        if isinstance(result, EnvironmentFault):
-            lane.lost = result
-        elif isinstance(result, BaseException):
-            raise result
-        return Ended(lane, result)
-
-    def start(self) -> None:
-        """See `Runner.start`, of all of them."""
-        for lane in self.working:
-            lane.start()
 
     def cancel(self) -> None:
         """See `Runner.cancel`, of all of them."""
         for lane in self.all:
-            lane.cancel()
+            lane.runner.cancel()
 
     def close(self) -> None:
         """Free all devices; what still runs is for nobody. Idempotent."""
         with ExitStack() as closing:
             # Whatever one of them raises, or somebody who does not want to wait: all are closed.
             for lane in self.all:
-                closing.callback(lane.close)
-            running = [self._threads[lane] for lane in self._jobs if lane in self._threads]
+                closing.callback(lane.runner.close)
+            running = [self._futures[lane] for lane in self.running if lane in self._futures]
             if running:
                 self.cancel()
-            for told in self._told.values():
-                told.put(None)
-            until = time.monotonic() + _END_SECONDS
-            for thread in running:
-                thread.join(max(0.0, until - time.monotonic()))
+            for pool in self._pools.values():
+                pool.shutdown(wait=False)
+            wait(running, timeout=_END_SECONDS)
 
     def __enter__(self) -> Self:
         return self

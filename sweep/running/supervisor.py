@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,8 +16,9 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.definition import Target
 from storage.outcome_file import beside_log
-from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase
+from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase, TimedOut
 from sweep.data.strata import STRATA_MAX
+from sweep.nvml import FaultWatch
 from sweep.processes import End, oom_kills
 from sweep.running.child import (
     AttentiveClock,
@@ -38,7 +40,6 @@ from sweep.running.wire import (
     StopCommand,
     TrialRequest,
     Unusable,
-    WorkerMessage,
     WorkerSettings,
     to_line,
 )
@@ -165,6 +166,8 @@ class SupervisedRunner(Runner):
         deadlines: what may take how long.
         module: the worker's module; tests put a misbehaving one here.
         process: what the worker is started as; tests put one here that nothing ends.
+        fault: says what is wrong with a GPU after a trial that failed; by default, NVML's words of
+            those in `settings`.
         settings: further ones of `WorkerSettings`: weights, seed, texts, cards, neighbours.
     """
 
@@ -177,6 +180,7 @@ class SupervisedRunner(Runner):
         deadlines: Deadlines | None = None,
         module: str = "sweep.running",
         process: type[WorkerProcess] = WorkerProcess,
+        fault: Callable[[], str | None] | None = None,
         **settings: Any,
     ) -> None:
         self._outcomes = beside_log(log_path)
@@ -190,6 +194,8 @@ class SupervisedRunner(Runner):
             peak_flops={} if gpu is None else dict(gpu.peak_flops),
             **settings,
         )
+        watches = [FaultWatch(card) for card in self._settings.cards]
+        self._fault = fault or (lambda: next(filter(None, (watch() for watch in watches)), None))
         self._log_path = log_path
         self._deadlines = deadlines or Deadlines()
         self._module = module
@@ -207,7 +213,8 @@ class SupervisedRunner(Runner):
         """See `runner.Runner.run`.
 
         Raises:
-            CardLost: a worker could not be ended, so that the device is not to be had any more.
+            CardLost: a worker could not be ended, so that the device is not to be had any more, or
+                the trial failed and a GPU has a fault of its own.
             EnvironmentFault: no worker can be started, or none can use the device.
         """
         if self._cancelled_at is not None:
@@ -218,42 +225,67 @@ class SupervisedRunner(Runner):
         before = self._left_behind(request)
         self._phase = "start"
         try:
-            worker = self._ready_worker()
-            self._has_run = True
-            outcome = self._follow(worker, request, observe)
+            outcome = self._follow(self._sound_worker(), request, observe)
         except WorkerFault as fault:
             outcome = self._concluded(fault, request, before)
         except BaseException:
             # Whoever watches failed, or was interrupted: nobody hears the rest of this trial.
             self._discard()
             raise
+        if isinstance(outcome, Crashed | TimedOut) and (why := self._fault()) is not None:
+            raise CardLost(f"{' and '.join(self._settings.cards) or 'the card'}: {why}")
         return storable(outcome)
 
+    def _sound_worker(self) -> WorkerProcess:
+        """Return the resident worker, or another in the place of one that ended or misbehaved."""
+        if self._worker is not None and self._is_ready and not self._worker.is_waiting():
+            # Whatever befell it since its last trial is not the next configuration's doing.
+            self._discard(patience=self._deadlines.closed)
+            if self._lost is not None:
+                raise self._lost
+        worker = self._started_worker()
+        if self._cancelled_at is not None:
+            # Perhaps while it was being started, when there was no worker yet to kill.
+            worker.kill()
+        return worker
+
     def _follow(self, worker: WorkerProcess, request: TrialRequest, observe: Observer) -> Outcome:
-        """Have a worker run a trial, and watch it to its end."""
+        """Have a worker run a trial as soon as it owns the device, and watch it to its end.
+
+        Raises:
+            EnvironmentFault: the device is not to be had.
+        """
         command = RunCommand(request=request, run_id=uuid.uuid4().hex)
         worker.send(to_line(command))
+        self._phase = "attach" if self._is_ready else "start"
         patience, kills, is_stopping = self._patience(request), oom_kills(), False
-        self._phase = patience.phase
         while True:
             message = worker.next_message()
             match message:
                 case None:
                     pass
-                case Progress():
+                case Ready() if not self._is_ready:
+                    self._is_ready, self._phase = True, "attach"
+                    patience = self._patience(request)
+                case Unusable(reason=reason) if not self._is_ready:
+                    raise EnvironmentFault(f"the worker cannot use the device: {shown(reason)}")
+                case Progress() if self._is_ready:
                     patience.hear(message)
                     self._phase = message.phase
                     if observe(message) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))
                 case Finished(run_id=command.run_id, config=request.config, outcome=outcome):
+                    self._has_run = True
                     if message.retire is not None:
                         self._discard()
                     if kills is None or (oom_kills() or 0) <= kills:
                         return outcome
                     return _without_host_memory(outcome, self._phase)
                 case _:
-                    raise WorkerMisbehaved(_unasked(message))
+                    why = f": {message.reason}" if isinstance(message, Unusable) else ""
+                    said = f"it said '{message.kind}' when nobody expected that{why}"
+                    raise WorkerMisbehaved(said)
             asked = self._cancelled_at
             # Signs of life alone, however many, do not put it off.
             if (exceeded := patience.exceeded()) is not None:
@@ -284,38 +316,6 @@ class SupervisedRunner(Runner):
     def close(self) -> None:
         """See `runner.Runner.close`. A worker that nothing ends is not waited for twice."""
         self._discard()
-
-    def _ready_worker(self) -> WorkerProcess:
-        """Return the worker that owns the device: the resident one, or one that is waited for.
-
-        Raises:
-            EnvironmentFault: the device is not to be had.
-        """
-        if self._worker is not None and self._is_ready and (fault := self._worker.fault()):
-            # Whatever befell it since its last trial is not the next configuration's doing.
-            self._worker.note(f"the worker is replaced: {fault}")
-            self._discard(patience=self._deadlines.closed)
-            if self._lost is not None:
-                raise self._lost
-        worker = self._started_worker()
-        if self._cancelled_at is not None:
-            # Perhaps while it was being started, when there was no worker yet to kill.
-            worker.kill()
-        until = self._clock.look() + self._deadlines.start
-        while not self._is_ready:
-            match worker.next_message():
-                case Ready():
-                    self._is_ready = True
-                case Unusable(reason=reason):
-                    self._discard()
-                    raise EnvironmentFault(f"the worker cannot use the device: {shown(reason)}")
-                case None if self._clock.now >= until:
-                    raise WorkerSilent(f"no sign of life for {self._deadlines.start:g} s")
-                case None:
-                    pass
-                case message:
-                    raise WorkerMisbehaved(_unasked(message))
-        return worker
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
@@ -365,6 +365,7 @@ class SupervisedRunner(Runner):
             request.steps,
             micro_steps=max(STRATA_MAX, MICRO_STEPS_TIMED) if has_texts else MICRO_STEPS_TIMED,
             quality_tokens=0 if quality is None else quality.tokens + quality.eval_tokens,
+            phase=self._phase,
         )
 
     def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:
@@ -396,9 +397,3 @@ def _without_host_memory(outcome: Outcome, phase: Phase) -> Outcome:
     reason = "the kernel killed a process here, as the host's memory ran out"
     detail = f"{reason}: {outcome.detail}"
     return Crashed(phase=phase, cause="host_out_of_memory", detail=detail)
-
-
-def _unasked(message: WorkerMessage) -> str:
-    """Return what a worker did that said this now."""
-    why = f": {message.reason}" if isinstance(message, Unusable) else ""
-    return f"it said '{message.kind}' when nobody expected that{why}"

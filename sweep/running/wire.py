@@ -10,22 +10,21 @@ import json
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import ComputeDtype
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
-from storage.records import Attempt, Outcome, Phase
+from storage.records import Attempt, Outcome
+from sweep.training.messages import Message
+from sweep.training.messages import Progress as Progress
+from sweep.training.messages import QualityCommand as QualityCommand
 
 M = TypeVar("M", bound=BaseModel)
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ChildSettings(_Message):
+class ChildSettings(Message):
     """What a child process is for, as far as starting it goes."""
 
     device: Literal["cuda", "cpu"]
@@ -38,7 +37,7 @@ class ChildSettings(_Message):
     """Others that share the machine's cores with it."""
 
 
-class TextsSettings(_Message):
+class TextsSettings(Message):
     """The texts that a worker trains on."""
 
     directory: str
@@ -61,26 +60,13 @@ class WorkerSettings(ChildSettings):
     seed: int = 0
     """Of weights, adapters, tokens and what is held out of texts."""
     is_emulated: bool
-    peak_flops: dict[ComputeDtype, float] = {}
+    peak_flops: dict[ComputeDtype, float] = Field(default={})
     """Dense FLOP/s of the card that runs, by compute dtype; empty where unknown."""
     texts: TextsSettings | None = None
     """What trials train on; None for full-length random rows."""
 
 
-class QualityCommand(_Message):
-    """How much a configuration that fits trains on top, and is then asked what it learned."""
-
-    tokens: int = Field(ge=1)
-    """That carry loss; the last optimizer step is a whole one."""
-    seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    """Of the adapters and of the texts' order, which is the same for every configuration."""
-    eval_seq_len: int = Field(ge=2)
-    """Tokens to which held-out texts are cut: the same for every configuration of a study."""
-    eval_tokens: int = Field(default=65_536, ge=1)
-    """Held-out tokens that carry loss and are looked at; all there are where those are fewer."""
-
-
-class TrialRequest(_Message):
+class TrialRequest(Message):
     """What is asked of a trial, unchanged from the driver to the worker."""
 
     config: TrialConfig
@@ -93,7 +79,7 @@ class TrialRequest(_Message):
     """What a configuration that fits is asked on top; None for its speed and memory alone."""
 
 
-class RunCommand(_Message):
+class RunCommand(Message):
     """Run this trial."""
 
     kind: Literal["run"] = "run"
@@ -104,7 +90,7 @@ class RunCommand(_Message):
     """File by which the ranks that run it find each other; a new one is a new process group."""
 
 
-class StopCommand(_Message):
+class StopCommand(Message):
     """Stop the running trial: it is slow. Measurements so far are kept."""
 
     kind: Literal["stop"] = "stop"
@@ -113,33 +99,14 @@ class StopCommand(_Message):
 Command = Annotated[RunCommand | StopCommand, Field(discriminator="kind")]
 
 
-class Ready(_Message):
+class Ready(Message):
     """The worker owns the device, and the budget is in force."""
 
     kind: Literal["ready"] = "ready"
     device_name: str
 
 
-_Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""Bytes and steps are counted far below, and a database counts no further."""
-
-
-class Progress(_Message):
-    """One sign of life from a running trial."""
-
-    kind: Literal["progress"] = "progress"
-    phase: Phase
-    step: _Count = 0
-    """Optimizer steps done in this phase."""
-    tokens_per_second: float | None = None
-    """At the median measured step so far."""
-    tokens_per_second_high: float | None = None
-    """The most that the median step may still turn out to allow: by its 95 % interval, or by a
-    generous guess before there is one; None where nothing can be said."""
-    allocated_bytes: _Count | None = None
-
-
-class Finished(_Message):
+class Finished(Message):
     """A trial ended; the next may come unless the worker wants to retire."""
 
     kind: Literal["finished"] = "finished"
@@ -154,7 +121,7 @@ class Finished(_Message):
     """Whether other ranks that train it go on, and wait for this one."""
 
 
-class Unusable(_Message):
+class Unusable(Message):
     """The worker cannot work at all: no device, no driver, a broken installation."""
 
     kind: Literal["unusable"] = "unusable"

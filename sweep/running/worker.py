@@ -31,6 +31,7 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
+from sweep.data.batches import Texts
 from sweep.data.opening import import_readers
 from sweep.data.request import SUMMARY
 from sweep.running.ranks import Ranks
@@ -53,9 +54,7 @@ from sweep.running.wire import (
 from sweep.training import team
 from sweep.training.adapters import start_compiler_processes
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
-from sweep.training.quality import NoRoomToEvaluateError, Quality, Question
-from sweep.training.texts import Texts
-from sweep.training.trial import Beat
+from sweep.training.quality import Quality
 
 SPEED_REUSED = "speed_reused"
 """Flag of a speed that was measured at another learning rate, on which it does not depend."""
@@ -215,9 +214,8 @@ class Worker:
             began = "other ranks began a trial that this one cannot begin"
             return failed, began if size > 1 else None, size > 1
         if is_new_group and size > 1:
-            place = team.Place(self._rank, size)
             device = self._resident.device.torch_device
-            team.join(place, meeting=Path(command.meeting), device=device)
+            team.join(self._rank, size, meeting=Path(command.meeting), device=device)
             # Whoever reaches this GPU from another rank is no neighbour.
             self._resident.card.remember()
         self.phase = "attach"
@@ -232,7 +230,7 @@ class Worker:
                 budget_bytes=self._settings.budget_bytes,
                 texts=self._texts,
                 is_soak=request.is_soak,
-                report=lambda beat: self._report(beat, config),
+                report=self._report,
             )
             outcome, is_apart = trial.run(), trial.is_apart
             retire = "other ranks go on in the step" if is_apart else self._others.end()
@@ -260,41 +258,31 @@ class Worker:
         assert base is not None, "what was measured has a base"
         if self._texts is None:
             return outcome
-        self._report(Beat(phase="quality", step=0), config)
         quality = Quality(
             base,
             config,
             self._texts,
-            Question(asked.tokens, asked.seed, asked.eval_seq_len, asked.eval_tokens),
+            asked,
             self._resident.device,
-            beat=lambda step: self._report(Beat(phase="quality", step=step), config),
+            report=self._report,
         )
         flags = outcome.measurement.flags
         try:
             learned = quality.run()
         except InputError as error:
             return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH])
-        except NoRoomToEvaluateError:
-            # It trains well, and what it learned is not known.
-            learned, flags = None, (*flags, NO_ROOM_TO_EVALUATE)
         if isinstance(learned, Diverged | OutOfMemory):
             return learned
+        if learned is None:
+            # It trains well, and what it learned is not known.
+            flags = (*flags, NO_ROOM_TO_EVALUATE)
         changes = {"quality": learned, "flags": flags}
         return Measured(measurement=outcome.measurement.model_copy(update=changes))
 
-    def _report(self, beat: Beat, config: TrialConfig) -> bool:
-        self.phase = beat.phase
-        tokens = beat.tokens_per_step or config.tokens_per_step
-        median, fastest = beat.median_seconds, beat.fastest_median_seconds
-        self._send(
-            Progress(
-                phase=beat.phase,
-                step=beat.step,
-                tokens_per_second=tokens / median if median else None,
-                tokens_per_second_high=tokens / fastest if fastest else None,
-                allocated_bytes=self._resident.device.memory().peak_allocated_bytes,
-            )
-        )
+    def _report(self, progress: Progress) -> bool:
+        """Tell how far the trial is; return whether it is to stop."""
+        self.phase = progress.phase
+        self._send(progress)
         return self._stop.is_set()
 
 

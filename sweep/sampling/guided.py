@@ -88,6 +88,7 @@ _NUMBERS: Mapping[str, tuple[float, Callable[[TrialConfig], float]]] = {
 }
 """Settings that are compared as numbers, by how far apart two values are alike: doublings, but of
 the fraction. Of a micro-batch its tokens count."""
+DEFAULT_STEPS = StepBudget()
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
 _NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
@@ -268,8 +269,8 @@ class GuidedSampler(CandidateSampler):
         candidates: Candidates,
         *,
         forecaster: Forecaster,
-        objectives: Sequence[Objective],
-        steps: StepBudget,
+        objectives: Sequence[Objective] = ("tokens_per_second",),
+        steps: StepBudget = DEFAULT_STEPS,
         seed: int,
     ) -> None:
         super().__init__(candidates, inner=RandomSampler(seed=seed))

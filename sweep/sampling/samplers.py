@@ -51,15 +51,6 @@ def make_sampler(
     """
     is_valid = (lambda _: True) if forecaster is None else forecaster.is_valid
     candidates = SpaceCandidates(space, is_valid=is_valid, seed=seed)
-    if name == "guided":
-        assert forecaster is not None, "what is predicted guides it"
-        return GuidedSampler(
-            candidates,
-            forecaster=forecaster,
-            objectives=space.objectives,
-            steps=space.steps,
-            seed=seed,
-        )
     if name == "grid":
         # Every combination once, in random order; Optuna's own grid cannot be asked and told.
         if candidates.size is None or candidates.size > GRID_MAX:
@@ -68,6 +59,12 @@ def make_sampler(
                 why = f"of {candidates.size:,} combinations is too large"
             raise InputError(f"space '{space.name}': a grid {why}; use --sampler guided")
         return WithoutRepeats(RandomSampler(), candidates, forecaster=None, attempts=0)
+    if name == "guided":
+        assert forecaster is not None, "what is predicted guides it"
+        objectives, steps = space.objectives, space.steps
+        return GuidedSampler(
+            candidates, forecaster=forecaster, objectives=objectives, steps=steps, seed=seed
+        )
     # Each draw of gp is an optimization of its own, and most come out the same.
     attempts = 3 if name == "gp" else 32
     inner = optunas_own(name, seed=seed, lanes=lanes)

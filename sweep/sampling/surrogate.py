@@ -23,7 +23,7 @@ from scipy.special import log_ndtr, ndtr
 
 from search_spaces.space import Objective
 from sweep.predict.forecast import Forecasts
-from sweep.predict.speed.predictor import LogFactors
+from sweep.predict.speed.predictor import StepTimes
 
 Array = NDArray[np.float64]
 Codes = NDArray[np.intp]
@@ -151,7 +151,7 @@ class SpeedSurrogate:
     """
 
     def __init__(
-        self, columns: Sequence[Column], *, log_tokens: Array, physics: LogFactors | None
+        self, columns: Sequence[Column], *, log_tokens: Array, physics: StepTimes | None
     ) -> None:
         self._columns = [column for column in columns if len(column.alike) > 1]
         self._log_tokens, self._physics = log_tokens, physics

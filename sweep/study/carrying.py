@@ -7,7 +7,6 @@ the way goes on where it stopped, and one that is repeated takes nothing twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
@@ -23,16 +22,6 @@ from sweep.sampling.encoding import Encoding
 HOLDING = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED})
 """Verdicts of the device that hold in another space too. What was refused without it is judged anew
 for nothing, and what was stopped as too slow was so beside that study's trials."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What came of taking trials over."""
-
-    new: int
-    """Taken over now."""
-    all: int
-    """Of that study's, earlier runs' included."""
 
 
 def refuse_incomparable(
@@ -87,8 +76,9 @@ def _texts(definition: StudyDefinition) -> str:
 
 def carry_over(
     study: OpenStudy, source: StudySnapshot, *, is_valid: Callable[[TrialConfig], bool]
-) -> Taken:
-    """Store every trial of another study that holds in this one and is not there yet.
+) -> int:
+    """Store every trial of another study that holds in this one and is not there yet;
+    return how many.
 
     Of the study's own spool those are the results that it has not; see `storage.kept`.
 
@@ -126,8 +116,7 @@ def carry_over(
         if is_searched:
             tried.add(config)
         new += 1
-    kept = (*study.records(), *study.confirmations()) if is_own else study.records()
-    return Taken(new, sum(record.carried is not None for record in kept))
+    return new
 
 
 def take_over(
@@ -138,16 +127,16 @@ def take_over(
     warn: Callable[[str], None],
 ) -> None:
     """Carry another study's trials over, and warn of what makes them differ from this one's."""
-    taken = carry_over(study, carried, is_valid=is_valid)
+    new = carry_over(study, carried, is_valid=is_valid)
     if carried.identity == study.identity:
         for problem in carried.warnings:
             warn(problem)
-        if not taken.new:
+        if not new:
             warn(f"the spool of '{carried.name}' has no result that the study has not")
-    elif not taken.all:
+    elif all(record.carried is None for record in study.records()):
         warn(f"no trial of study '{carried.name}' holds in this space: none is carried over")
     changed = changed_versions(carried.environment, study.environment)
-    if taken.new and changed:
+    if new and changed:
         warn(
             f"trials of '{carried.name}' were measured before {', '.join(changed)}; they may not "
             "compare with this study's"

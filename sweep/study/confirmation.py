@@ -324,7 +324,7 @@ class Confirmation(Source):
             return reason
         if is_first:
             self._lane = lane
-            lane.renew()
+            lane.runner.renew()
             numbers = tuple(c.number for c in plan.contenders if c.number is not None)
             recipe = next((c.config for c in plan.contenders if c.number is None), None)
             self._driver.on_event(ConfirmationStarted(self._series, numbers, recipe))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from math import floor, log10
+from typing import Protocol
 
 import optuna
 
@@ -32,7 +32,6 @@ from storage.records import (
     Measured,
     Outcome,
     OutOfMemory,
-    PredictionRecord,
     PrunedSlow,
     TrialRecord,
     held_to_budget,
@@ -54,7 +53,7 @@ from sweep.study.events import (
 )
 from sweep.study.stopping import (
     REMEASURED_AT_MOST,
-    Rival,
+    Rivals,
     Stopping,
     is_disturbed,
     is_hopeless,
@@ -78,43 +77,38 @@ class Wanted:
     errand: Errand = SEARCH
     quality: QualityCommand | None = None
     """What it is asked to learn; None for its speed and memory alone."""
+    rivals: Rivals | None = None
+    """What it has to beat; None where only its own end counts."""
 
 
 @dataclass(eq=False)
 class Running:
     """A trial between ask and tell."""
 
-    wanted: Wanted
-    config: TrialConfig
     handle: optuna.trial.Trial
     begun: Attempt
-    attempt: int
-    is_baseline: bool
+    request: TrialRequest
+    """Without the attempt where it comes before it is known on how many tokens all train for their
+    loss: that is half of what is asked."""
+    record: TrialRecord
+    """What is known of it; its outcome is the one that spares the device the trial, or that it was
+    interrupted."""
+    rivals: Rivals | None
     started_seconds: float
-    prediction: PredictionRecord | None = None
-    refused: Outcome | None = None
-    """The verdict that spares the device the trial; None where only running it tells."""
-    rivals: tuple[Rival, ...] = ()
-    """What it has to beat; more once another that ran beside it has ended."""
     device_seconds: float = 0.0
-    lane: str = ""
-    """Where it runs, where there are several places."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its verdict is known without the device."""
+        return not self.record.is_interrupted
 
 
-class Source(ABC):
+class Source(Protocol):
     """Says what is run next, and hears what came of it; in the thread that drives the study."""
 
-    @abstractmethod
     def next(self, lane: Lane) -> Wanted | StopReason | None:
         """Return what a lane runs next, why there is nothing more, or None to wait for others."""
-
-    def check(self, trial: Running) -> None:
-        """Say what is expected of a trial that was begun: a refusal, or what it has to beat."""
-        return
-
-    def again(self, trial: Running, outcome: Outcome) -> Wanted | None:
-        """Return what a trial that ended is asked before it is told; None for nothing."""
-        return None
+        ...
 
     def told(self, record: TrialRecord) -> None:
         """Learn from what is stored."""
@@ -161,17 +155,13 @@ class Driver:
         self.baseline = self.space.baseline_config()
         self.encoding = Encoding(self.space)
         self.asks_for_loss = "eval_loss" in self.space.objectives
-        self.running: dict[Lane, Running] = {}
         self._counted_seconds = self.clock()
-        self._paid_until = self._end_of_money()
-
-    def _end_of_money(self) -> float | None:
-        """Return when, by the clock, the study's money is spent; None without a limit."""
+        self._paid_until: float | None = None
+        """When, by the clock, the study's money is spent; None without a limit."""
         dollars, price = self.space.max_dollars, self.limits.usd_per_hour
-        if dollars is None or price is None:
-            return None
-        seconds = dollars / price * 3600.0 - self.study.card_seconds()
-        return self._counted_seconds + seconds / self.study.cards
+        if dollars is not None and price is not None:
+            seconds = dollars / price * 3600.0 - self.study.card_seconds()
+            self._paid_until = self._counted_seconds + seconds / self.study.cards
 
     def _is_money_spent(self) -> bool:
         return self._paid_until is not None and self.clock() >= self._paid_until
@@ -214,25 +204,37 @@ class Driver:
             EnvironmentFault: the database or the last lane is not to be had. What was measured is
                 stored, or in the spool.
         """
+        running = self.lanes.running
         try:
             try:
                 while True:
                     reason = self._fill(source)
-                    if not self.running:
+                    if not running:
                         assert reason is not None, "what has nothing to run says why"
                         return reason
                     self._conclude(self.lanes.next_end(), source)
             except KeyboardInterrupt:
-                self._await_running(source)
+                # Somebody asked for what runs to be ended; what is cut short here once more is in
+                # the spool.
+                while running:
+                    with suppress(KeyboardInterrupt):
+                        self._conclude(self.lanes.next_end(), source)
                 return StopReason.INTERRUPTED
         except EnvironmentFault:
-            self._spool_running()
+            # The database, or the last lane, is not to be had: what runs is kept on disk.
+            if running:
+                self.lanes.cancel()
+            while running:
+                ended = self.lanes.next_end()
+                if not isinstance(ended.result, EnvironmentFault):
+                    with suppress(EnvironmentFault):
+                        self.study.spool(self._record(ended.trial, ended.result))
             raise
 
     def _fill(self, source: Source) -> StopReason | None:
         """Give every idle lane a trial; return why no more are begun, None where all are busy."""
         for lane in self.lanes.idle:
-            while lane not in self.running:
+            while lane not in self.lanes.running:
                 with self._closing_what_never_ran():
                     with self.interruption.interruptible():
                         wanted = source.next(lane)
@@ -240,13 +242,12 @@ class Driver:
                             break
                         if isinstance(wanted, StopReason):
                             return wanted
-                        trial = self._begin(wanted)
-                        source.check(trial)
-                    if trial.refused is None:
-                        self._launch(trial, lane)
-                if trial.refused is not None:
+                        trial = self._begin(wanted, lane)
+                    if not trial.is_refused:
+                        self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
+                if trial.is_refused:
                     with self.interruption.settling():
-                        self._tell(trial, trial.refused, source)
+                        self._tell(trial, trial.record.outcome, source)
         return None
 
     @contextmanager
@@ -262,10 +263,10 @@ class Driver:
             raise
 
     def _abandon(self) -> None:
-        self.study.abandon(besides={trial.begun.number for trial in self.running.values()})
+        self.study.abandon(besides={t.record.number for t in self.lanes.running.values()})
 
-    def _begin(self, wanted: Wanted) -> Running:
-        """Ask storage for a trial, and mark it begun."""
+    def _begin(self, wanted: Wanted, lane: Lane) -> Running:
+        """Ask storage for a trial, mark it begun, and say what is expected of it."""
         started_seconds, study = self.clock(), self.study
         config, errand = wanted.config, wanted.errand
         if config is None:
@@ -282,24 +283,38 @@ class Driver:
         failed = study.ledger.attempts(config)
         if errand != SEARCH:
             failed = attempts(study.on_errand(errand), config)
-        is_baseline = config == self.baseline
-        self.on_event(TrialStarted(handle.number, config, is_baseline, failed + 1, errand))
-        return Running(wanted, config, handle, begun, failed + 1, is_baseline, started_seconds)
-
-    def _launch(self, trial: Running, lane: Lane) -> None:
-        wanted, self.running[lane], trial.lane = trial.wanted, trial, lane.name
-        # A trial of the search that comes before its tokens are known is half of what is asked.
-        is_half = wanted.errand == SEARCH and wanted.quality is None and self.asks_for_loss
+        record = TrialRecord(
+            number=begun.number,
+            config=config,
+            outcome=INTERRUPTED,
+            is_baseline=config == self.baseline,
+            attempt=failed + 1,
+            attempt_id=begun.id,
+            started_at=started_at,
+            ran_on=lane.name or None,
+            **errand.model_dump(),
+        )
+        self.on_event(
+            TrialStarted(begun.number, config, record.is_baseline, record.attempt, errand)
+        )
+        if errand == SEARCH:
+            # Now, while it may take long, and before the trial teaches anything.
+            expected = self.forecaster.expect(config)
+            record = record.model_copy(update={"prediction": expected.record})
+            if expected.refusal is not None:
+                changes = {"outcome": expected.refusal, "ran_on": None}
+                record = record.model_copy(update=changes)
+        is_half = self.asks_for_loss and errand == SEARCH and wanted.quality is None
         request = TrialRequest(
-            config=trial.config,
+            config=config,
             steps=wanted.steps,
-            is_soak=wanted.errand.purpose == "soak",
-            attempt=None if is_half else trial.begun,
+            is_soak=errand.purpose == "soak",
+            attempt=None if is_half else begun,
             quality=wanted.quality,
         )
-        self.lanes.launch(lane, partial(self._measure, trial, lane, request))
+        return Running(handle, begun, request, record, wanted.rivals, started_seconds)
 
-    def _measure(self, trial: Running, lane: Lane, request: TrialRequest) -> Outcome:
+    def _measure(self, trial: Running, lane: Lane) -> Outcome:
         """Run a trial, again where another process disturbed it, and return the outcome to keep.
 
         Raises:
@@ -310,7 +325,7 @@ class Driver:
         try:
             while True:
                 try:
-                    outcome = lane.run(request, observe=partial(self._observe, trial))
+                    outcome = lane.runner.run(trial.request, observe=partial(self._observe, trial))
                     outcomes.append(held_to_budget(outcome, budget_bytes=budget_bytes))
                 except KeyboardInterrupt:
                     # Asked so often that the runner, which is to cancel it, is not waited for.
@@ -326,7 +341,7 @@ class Driver:
         finally:
             trial.device_seconds += self.clock() - started
         kept = outcome_to_keep(outcomes)
-        if trial.wanted.errand == SEARCH or not isinstance(kept, Measured):
+        if trial.record.purpose == "search" or not isinstance(kept, Measured):
             return kept
         # Nothing can be ranked by a speed that is not finite: a failure, as such runs have an end.
         detail = "a speed was measured that is not a finite number"
@@ -334,85 +349,60 @@ class Driver:
 
     def _observe(self, trial: Running, progress: Progress) -> bool:
         """Return whether a trial is to be stopped, as it cannot matter any more."""
-        event = TrialProgress(number=trial.begun.number, progress=progress)
+        event = TrialProgress(number=trial.record.number, progress=progress)
         self.lanes.say(partial(self.on_event, event))
-        objectives = self.space.objectives
-        return is_hopeless(
-            progress, config=trial.config, rivals=trial.rivals, objectives=objectives
-        )
+        config, rivals = trial.record.config, trial.rivals
+        if rivals is None or trial.record.is_baseline:
+            return False
+        known, objectives = rivals.of(config), self.space.objectives
+        return is_hopeless(progress, config=config, rivals=known, objectives=objectives)
 
     def _conclude(self, ended: Ended, source: Source) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""
-        trial, lane = self.running.pop(ended.lane), ended.lane
-        if isinstance(ended.result, EnvironmentFault):
-            self._lose(trial, lane, ended.result, source)
+        trial: Running = ended.trial
+        lane, result, config = ended.lane, ended.result, trial.record.config
+        if isinstance(result, EnvironmentFault):
+            # The database matters less now, and the spool has it.
+            with suppress(EnvironmentFault):
+                if self.lanes.working or isinstance(result, CardLost):
+                    # None of its own doing, as far as anybody knows: it is tried again.
+                    lost = Lost(detail=f"the card was lost: {result}", is_interrupted=True)
+                    self._tell(trial, lost, source)
+                else:
+                    self._abandon()
+            self._retire(lane, result)
+            source.ended(lane, config, None)
             return
-        with self._closing_what_never_ran():
-            more = source.again(trial, ended.result)
-        if more is not None:
-            trial.wanted = more
-            self._launch(trial, lane)
+        if trial.request.attempt is None and isinstance(result, Measured):
+            # The first that fits: its own speed says on how many tokens all are to train.
+            with self._closing_what_never_ran():
+                epoch = self.forecaster.epoch_of(config)
+                tokens = default_tokens(result.measurement.tokens_per_second, epoch)
+                self.study.note_quality_tokens(tokens)
+            whole = {"quality": quality_command(self.space, tokens=tokens), "attempt": trial.begun}
+            trial.request = trial.request.model_copy(update=whole)
+            self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
             return
         with self.interruption.settling():
-            self._tell(trial, ended.result, source)
+            self._tell(trial, result, source)
         try:
-            source.ended(lane, trial.config, ended.result)
+            source.ended(lane, config, result)
         except EnvironmentFault as fault:
             lane.lost = fault
             self._retire(lane, fault)
 
-    def _lose(self, trial: Running, lane: Lane, fault: EnvironmentFault, source: Source) -> None:
+    def _retire(self, lane: Lane, fault: EnvironmentFault) -> None:
         """Go on without a lane.
 
         Raises:
-            EnvironmentFault: it was the last one. What ran on a card that was lost is told; what
-                no card was there for never ran.
+            EnvironmentFault: it was the last one.
         """
-        # The database matters less now, and the spool has it.
-        with suppress(EnvironmentFault):
-            if self.lanes.working or isinstance(fault, CardLost):
-                # None of its own doing, as far as anybody knows: it is tried again.
-                lost = Lost(detail=f"the card was lost: {fault}", is_interrupted=True)
-                self._tell(trial, lost, source)
-            else:
-                self._abandon()
-        self._retire(lane, fault)
-        source.ended(lane, trial.config, None)
-
-    def _retire(self, lane: Lane, fault: EnvironmentFault) -> None:
         left = len(self.lanes.working)
         if not left:
             raise fault
         # Nothing of it is to be beside what others measure.
-        lane.close()
+        lane.runner.close()
         self.on_event(LaneLost(lane.name, words_of(fault), left=left))
-
-    def _await_running(self, source: Source) -> None:
-        """Store what runs beside what was interrupted: somebody asked for it to be ended."""
-        while self.running:
-            # What is cut short here once more is in the spool.
-            with suppress(KeyboardInterrupt):
-                self._forget_unlaunched()
-                if self.running:
-                    self._conclude(self.lanes.next_end(), source)
-
-    def _forget_unlaunched(self) -> None:
-        """Forget what an interrupt came to between two lines: no lane runs it."""
-        self.running = {
-            lane: trial for lane, trial in self.running.items() if self.lanes.is_busy(lane)
-        }
-
-    def _spool_running(self) -> None:
-        """Spool what still runs where the database, or the last lane, is not to be had."""
-        self._forget_unlaunched()
-        if self.running:
-            self.lanes.cancel()
-        while self.running:
-            ended = self.lanes.next_end()
-            trial = self.running.pop(ended.lane)
-            if not isinstance(ended.result, EnvironmentFault):
-                with suppress(EnvironmentFault):
-                    self.study.spool(self._record(trial, ended.result))
 
     def _tell(self, trial: Running, outcome: Outcome, source: Source) -> None:
         """Store how a trial ended, before anything else happens, and learn from it."""
@@ -422,27 +412,19 @@ class Driver:
         # Trial by trial, so that a crash loses one trial's at most.
         self.study.add_wall_seconds(now - self._counted_seconds)
         self._counted_seconds = now
-        if trial.wanted.errand == SEARCH or isinstance(outcome, OutOfMemory):
+        if record.purpose == "search" or isinstance(outcome, OutOfMemory):
             self.forecaster.learn(record)
         source.told(stored)
         self.on_event(TrialFinished(record=stored))
 
     def _record(self, trial: Running, outcome: Outcome) -> TrialRecord:
-        return TrialRecord(
-            number=trial.begun.number,
-            config=trial.config,
-            outcome=outcome,
-            is_baseline=trial.is_baseline,
-            attempt=trial.attempt,
-            attempt_id=trial.begun.id,
-            started_at=trial.begun.started_at,
-            wall_seconds=self.clock() - trial.started_seconds,
-            device_seconds=trial.device_seconds,
-            prediction=trial.prediction,
-            epoch=self.forecaster.epoch_of(trial.config),
-            ran_on=trial.lane or None,
-            **trial.wanted.errand.model_dump(),
-        )
+        changes = {
+            "outcome": outcome,
+            "wall_seconds": self.clock() - trial.started_seconds,
+            "device_seconds": trial.device_seconds,
+            "epoch": self.forecaster.epoch_of(trial.record.config),
+        }
+        return trial.record.model_copy(update=changes)
 
 
 def tokens_of(study: OpenStudy) -> int | None:

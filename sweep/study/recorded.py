@@ -28,20 +28,20 @@ from search_spaces.linears import lora_parameters
 from search_spaces.loading import parse_space, shipped_presets
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
-from search_spaces.space import SearchSpace, StepBudget
+from search_spaces.space import SearchSpace
 from search_spaces.starting import starting_text
 from search_spaces.validation import validate
 from storage import mapping
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, OutOfMemory, TrialRecord
+from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow, read_surface
 from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory, stated_uncertainty
+from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.running.device_info import Card
 from sweep.running.replay import ReplayRunner
-from sweep.running.wire import TrialRequest
-from sweep.sampling.encoding import Candidate, Params, identity
+from sweep.sampling.encoding import Candidate, Candidates, Params, identity
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
 
@@ -90,15 +90,8 @@ def target_of(surface: Surface, target: Target) -> Target:
 
 def card_of(surface: Surface) -> Card:
     """Return the GPU that a surface was measured on, as if it were here."""
-    spec = surface.card
-    return Card(
-        product=spec.product,
-        memory_bytes=spec.memory_bytes,
-        free_bytes=spec.memory_bytes,
-        compute_capability=spec.compute_capability,
-        driver=None,
-        cuda=None,
-    )
+    gpu = surface.card
+    return Card(gpu.product, gpu.memory_bytes, gpu.memory_bytes, gpu.compute_capability, None, None)
 
 
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
@@ -168,22 +161,17 @@ def recorded_study(name: str) -> StudySnapshot:
 def records_of(surface: Surface, *, budget_bytes: int) -> list[TrialRecord]:
     """Return a surface's rows as the trials of a study under a budget."""
     return [
-        TrialRecord(
-            number=number,
-            config=row.config,
-            outcome=_measured(row, surface.model)
-            if row.fits(budget_bytes)
-            else OutOfMemory(stage="forward"),
-            device_seconds=row.device_seconds or 0.0,
-        )
+        record_of(row, surface.model, number=number, budget_bytes=budget_bytes)
         for number, row in enumerate(surface.rows)
     ]
 
 
-def _measured(row: SurfaceRow, model: ModelSpec) -> Measured:
+def record_of(row: SurfaceRow, model: ModelSpec, *, number: int, budget_bytes: int) -> TrialRecord:
+    """Return a row as the trial of a number, of a study under a budget."""
     seconds, speed = row.step_seconds or 0.0, row.tokens_per_second or 0.0
-    return Measured(
-        measurement=Measurement(
+    outcome: Outcome = OutOfMemory(stage="forward")
+    if row.fits(budget_bytes):
+        measurement = Measurement(
             tokens_per_second=speed,
             samples_per_second=speed / row.config.seq_len,
             step_seconds=seconds,
@@ -197,6 +185,10 @@ def _measured(row: SurfaceRow, model: ModelSpec) -> Measured:
             setup_seconds=0.0,
             measured_seconds=seconds,
         )
+        outcome = Measured(measurement=measurement)
+    device_seconds = row.device_seconds or 0.0
+    return TrialRecord(
+        number=number, config=row.config, outcome=outcome, device_seconds=device_seconds
     )
 
 
@@ -206,8 +198,8 @@ def recorded_peaks(surface: Surface) -> dict[str, int]:
     return {key: peak for key, peak in known if peak is not None}
 
 
-class RecordedPeaks:
-    """Answers with peaks that were predicted before; satisfies `MemoryPredictor`.
+class RecordedPeaks(MemoryPredictor):
+    """Answers with peaks that were predicted before.
 
     Args:
         peaks: bytes, by the identity of a configuration.
@@ -216,20 +208,16 @@ class RecordedPeaks:
     def __init__(self, peaks: Mapping[str, int]) -> None:
         self._peaks = peaks
 
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Do nothing: all was predicted before."""
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return WholeMemory(self.predict, configs)
+        return WholeMemory(configs, [self._known(config) for config in configs])
 
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """See `MemoryPredictor.predict`."""
+    def _known(self, config: TrialConfig) -> MemoryPrediction | InputError:
         peak = self._peaks.get(identity(config))
         if peak is None:
-            raise InputError("of some rows there is no prediction")
+            return InputError("of some rows there is no prediction")
         stated = stated_uncertainty(config)
         return MemoryPrediction(
             peak_allocated_bytes=peak,
@@ -324,14 +312,13 @@ def trials_of(
     rows, forecaster = Rows(recorded.surface, seed=seed), forecaster_of(recorded)
     chooser = sampler_of(sampler, rows, forecaster, seed=seed)
     study = optuna.create_study(sampler=chooser, direction="maximize")
-    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=recorded.budget_bytes))
     for _ in rows.all:
         started = time.perf_counter()
         trial = study.ask(rows.free)
         seconds = time.perf_counter() - started
         row = rows.row_of(trial.params)
         assert row is not None, "a sampler asks for rows alone"
-        tell(study, trial, row, runner, forecaster)
+        tell(study, trial, row, recorded, forecaster)
         yield row, seconds
 
 
@@ -351,18 +338,14 @@ def tell(
     study: optuna.Study,
     trial: optuna.Trial,
     row: SurfaceRow,
-    runner: ReplayRunner,
+    recorded: Recorded,
     forecaster: Forecaster,
 ) -> None:
     """Tell a study of one objective, and the forecaster, what a trial of a row comes to."""
-    record = TrialRecord(
-        number=trial.number,
-        config=row.config,
-        outcome=runner.run(TrialRequest(config=row.config, steps=StepBudget())),
-        device_seconds=row.device_seconds or 0.0,
-        prediction=forecaster.expect(row.config).record,
-    )
-    budget_bytes = forecaster.budget_bytes
+    budget_bytes = recorded.budget_bytes
+    record = record_of(row, recorded.surface.model, number=trial.number, budget_bytes=budget_bytes)
+    prediction = forecaster.expect(row.config).record
+    record = record.model_copy(update={"prediction": prediction})
     result = mapping.to_optuna(record, objectives=("tokens_per_second",), budget_bytes=budget_bytes)
     for key, value in result.attributes.items():
         trial.set_user_attr(key, value)
@@ -376,18 +359,12 @@ def sampler_of(name: SamplerName, rows: Rows, forecaster: Forecaster, *, seed: i
     if name != "guided":
         inner = optunas_own(name, seed=seed)
         return WithoutRepeats(inner, rows, forecaster=forecaster, attempts=DRAWS[name])
-    guided = GuidedSampler(
-        rows,
-        forecaster=forecaster,
-        objectives=("tokens_per_second",),
-        steps=StepBudget(),
-        seed=seed,
-    )
+    guided = GuidedSampler(rows, forecaster=forecaster, seed=seed)
     guided.prepare()
     return guided
 
 
-class Rows:
+class Rows(Candidates):
     """The rows of a surface as candidates, in an order that the seed gives; see `Candidates`.
 
     Numbers are counted in the order of the values that occur, so that one of Optuna's samplers
@@ -430,10 +407,6 @@ class Rows:
         """See `Candidates.config`."""
         row = self.row_of(params)
         return None if row is None else row.config
-
-    def repaired(self, params: Params) -> Params:
-        """See `Candidates.repaired`."""
-        return params
 
     def instead_of(self, params: Params) -> Iterator[Params]:
         """Yield the rows, the nearest first."""

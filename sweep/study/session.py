@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,6 @@ from sweep import stop_signals
 from sweep.data.choice import ReadTexts, is_same_choice, space_with_texts, texts_of_study
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
-from sweep.nvml import FaultWatch
 from sweep.paths import cache_directory, runs_directory, worker_log_path
 from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.predict.memory.predictor import (
@@ -296,22 +295,15 @@ def supervised_runner(prepared: Prepared) -> Lanes:
 
     Where GPUs were chosen each has a lane of its own, or as many together as a trial trains on.
     """
-
-    def lane(number: int, team: Sequence[ChosenCard], *, is_alone: bool) -> Lane:
+    teams, lanes = teams_of(prepared.cards, size=prepared.cards_per_trial) or [()], []
+    for number, team in enumerate(teams):
         runner = prepared.new_runner(
             log_path=worker_log_path(prepared.name, lane=number),
             cards=tuple(card.cuda_name for card in team),
             neighbours=max(0, len(prepared.cards) - 1),
         )
-        watches = [FaultWatch(card.cuda_name) for card in team]
-        return Lane(
-            runner,
-            name="" if is_alone else " and ".join(card.name for card in team),
-            fault=lambda: next((fault for watch in watches if (fault := watch())), None),
-        )
-
-    teams = teams_of(prepared.cards, size=prepared.cards_per_trial) or [()]
-    return Lanes([lane(at, team, is_alone=len(teams) == 1) for at, team in enumerate(teams)])
+        lanes.append(Lane(runner, " and ".join(c.name for c in team) if len(teams) > 1 else ""))
+    return Lanes(lanes)
 
 
 def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]) -> Lanes:
@@ -415,21 +407,27 @@ def drive(
                 )
                 spent = study.ledger.trials_spent(since=study.ledger.next_number)
                 if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
-                    # Its imports take longer than all that is done here until the first trial.
-                    lanes.start()
-                    with interruption.interruptible():
-                        forecaster.prepare(
-                            one_of_each_kind(space),
-                            on_progress=lambda *done: listener(SpaceTraced(*done)),
-                        )
-                        if isinstance(sampler, GuidedSampler):
-                            sampler.prepare()
+                    _get_ready(driver, sampler)
                 return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
             if not interruption.is_requested():
                 raise
             return StopReason.INTERRUPTED
+
+
+def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
+    """Begin with all that takes long before the first trial."""
+    # Its imports take longer than all that is done here until then.
+    for lane in driver.lanes.all:
+        lane.runner.start()
+    with driver.interruption.interruptible():
+        driver.forecaster.whole_memory(
+            list(filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))),
+            on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
+        )
+        if isinstance(sampler, GuidedSampler):
+            sampler.prepare()
 
 
 def _stopping(
@@ -457,11 +455,10 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     target, model, resolved = prepared.target, prepared.model, prepared.resolved
     is_on_card, cache = target.device == "cuda", cache_directory() / "memory"
     shapes = None if prepared.epochs is None else ShapesOnTexts(prepared.epochs)
-    memory: MemoryPredictor = (
-        TracingPredictor(model, cache_dir=cache, compute_capability=resolved.host_capability)
-        if is_on_card
-        else CpuMemory(model, cache_dir=cache)
-    )
+    memory: MemoryPredictor = CpuMemory(model, cache_dir=cache)
+    if is_on_card:
+        least = resolved.host_capability
+        memory = TracingPredictor(model, cache_dir=cache, compute_capability=least)
     rule: Callable[[TrialConfig], Violation | None] = partial(
         violation,
         model=model,

@@ -213,16 +213,19 @@ class Rivals:
         """
         told = {record.number: record for record in records}
         ranking = rank(told.values(), self._definition, self._confirmations)
+        # Another, as what runs in another thread reads the one that was.
+        known = dict(self._known)
         for ranked in ranking.records:
             record = ranked if ranked.number in ranking.fallen else told[ranked.number]
             if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
                 continue
             key, measured = identity(record.config), record.measurement
-            self._known.pop(key, None)
+            known.pop(key, None)
             interval = None if measured is None else measured.speed_interval
             if record.verdict is Verdict.FITS and measured is not None and interval is not None:
                 peak = measured.peak_allocated_bytes
-                self._known[key] = Rival(record.config, interval[0], peak)
+                known[key] = Rival(record.config, interval[0], peak)
+        self._known = known
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.

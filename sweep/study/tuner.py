@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from search_spaces.config import TrialConfig
-from storage.records import Measured, Outcome, TrialRecord
+from storage.records import Outcome, TrialRecord
 from sweep.running.runner import Lane
 from sweep.sampling.encoding import Frontier, identity
 from sweep.study.confirmation import Confirmation, ranking_of
-from sweep.study.driver import (
-    Driver,
-    Running,
-    Source,
-    Wanted,
-    default_tokens,
-    quality_command,
-    tokens_of,
-)
+from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import StopReason, StudyFinished
 from sweep.study.stopping import ConsecutiveFailures, Rivals, nothing_concluded, outlook_document
 
@@ -67,7 +59,7 @@ class Search(Source):
         self._started_seconds = driver.clock()
         self._since = driver.study.ledger.next_number
         self._frontier = Frontier(driver.encoding)
-        self._tokens = tokens_of(driver.study)
+        self._tokens: int | None = None
         records = driver.study.records()
         self._rivals = Rivals(
             driver.study.definition, records, confirmations=driver.study.confirmations()
@@ -85,14 +77,16 @@ class Search(Source):
         configurations failing alike.
         """
         driver, space, ledger = self._driver, self._space, self._study.ledger
-        running = {trial.config for trial in driver.running.values()}
+        running = {trial.record.config for trial in driver.lanes.running.values()}
+        self._tried |= {identity(config) for config in running}
+        self._tokens = self._tokens or tokens_of(self._study)
         has_baseline = driver.baseline in ledger or driver.baseline in running
         to_retry = [c for c in ledger.to_retry(since=self._since) if c not in running]
         spent = ledger.trials_spent(since=self._since) + len(running)
         reason, config = self._reason_to_stop(spent, has_baseline=has_baseline, to_retry=to_retry)
         if reason is not None:
             return reason
-        if running and self._lacks_tokens:
+        if running and driver.asks_for_loss and self._tokens is None:
             # The first speed says how much every trial is to learn from.
             return None
         # What failed on a lane last is another's to try again, where there is one.
@@ -107,37 +101,13 @@ class Search(Source):
             config = driver.baseline
         elif retries:
             config = retries[0]
-        return Wanted(space.steps, config, quality=quality_command(space, tokens=self._tokens))
-
-    def check(self, trial: Running) -> None:
-        """Say what is expected of a trial."""
-        self._tried.add(identity(trial.config))
-        # Now, while it may take long, and before the trial teaches anything.
-        expected = self._driver.forecaster.expect(trial.config)
-        trial.prediction, trial.refused = expected.record, expected.refusal
-        self._set_rivals(trial)
-
-    def _set_rivals(self, trial: Running) -> None:
-        """Say what a trial has to beat; nothing where only its own end counts."""
-        if trial.refused is None and not trial.is_baseline:
-            trial.rivals = self._rivals.of(trial.config)
-
-    def again(self, trial: Running, outcome: Outcome) -> Wanted | None:
-        """Return the same trial where its own speed said on how many tokens all are to train: the
-        first that fits."""
-        if not self._lacks_tokens or not isinstance(outcome, Measured):
-            return None
-        epoch = self._driver.forecaster.epoch_of(trial.config)
-        self._tokens = default_tokens(outcome.measurement.tokens_per_second, epoch)
-        self._study.note_quality_tokens(self._tokens)
-        quality = quality_command(self._space, tokens=self._tokens)
-        return Wanted(self._space.steps, trial.config, quality=quality)
+        quality = quality_command(space, tokens=self._tokens)
+        return Wanted(space.steps, config, quality=quality, rivals=self._rivals)
 
     def told(self, record: TrialRecord) -> None:
         """Learn what trials have to beat from now on."""
+        self._tried.add(identity(record.config))
         self._rivals.learn([record])
-        for running in self._driver.running.values():
-            self._set_rivals(running)
 
     def ended(self, lane: Lane, config: TrialConfig, outcome: Outcome | None) -> None:
         """Note where a trial failed, and whether all do on that lane."""
@@ -162,7 +132,7 @@ class Search(Source):
         reason = limits.out_of_trials(
             spent, is_exhausted=self._is_exhausted, records=self._study.ledger.records
         )
-        if reason is StopReason.GAIN_SPENT and not driver.running:
+        if reason is StopReason.GAIN_SPENT and not driver.lanes.running:
             owed = limits.still_owed(ranking_of(self._study))
             return reason if owed is None else None, owed
         return reason, None
@@ -170,14 +140,10 @@ class Search(Source):
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted(self._tried)
 
-    @property
-    def _lacks_tokens(self) -> bool:
-        return self._driver.asks_for_loss and self._tokens is None
-
     def _is_foreseen(self) -> bool:
         """Whether the first trial is the fastest that is foreseen, and a second may follow."""
-        if self._driver.asks_for_loss or self._study.ledger.records or self._driver.running:
+        if self._driver.asks_for_loss or self._study.ledger.records or self._driver.lanes.running:
             # The baseline's speed says how much every trial is to learn from.
             return False
-        is_guided = self._space.sampler == "guided" and self._driver.forecaster.predicts_speed
+        is_guided = self._space.sampler == "guided" and self._driver.forecaster.speed is not None
         return is_guided and self._space.trials > 1

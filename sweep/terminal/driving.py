@@ -29,7 +29,6 @@ from storage.records import TrialRecord
 from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
-from sweep.data.choice import ReadTexts
 from sweep.paths import (
     STORAGE,
     report_path,
@@ -52,7 +51,7 @@ from sweep.terminal.console import (
     width_of,
 )
 from sweep.terminal.live import watching
-from sweep.terminal.places import OnCards, Places, places
+from sweep.terminal.places import OnCards, places
 from sweep.terminal.summary import (
     has_fit,
     last_screen,
@@ -115,30 +114,25 @@ def _run_models(request: RunRequest, where: Where, *, models: Sequence[str]) -> 
     if where.kind != "local":
         raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
     url, chosen = _driven_url(request.storage), OnCards(request.devices)
+    seams: dict[str, Any] = {"card": chosen.first, "read_texts": read_texts}
     planned = many_models.plan_studies(
         models,
         study=request.study,
-        prepare=lambda model, name: _prepared(
-            request.space,
-            overrides={**request.overrides, "model": model},
-            held=request.held,
-            study=name,
-            url=url,
-            where=chosen,
+        prepare=lambda model, name: chosen.given_to(
+            prepare(
+                request.space,
+                overrides={**request.overrides, "model": model},
+                held=request.held,
+                study=name,
+                stored=partial(_stored, url=url),
+                **seams,
+            )
         ),
     )
     size = max(each.prepared.cards_per_trial for each in planned)
     teams = teams_of(chosen.cards, size=size)
     devices: list[str | None] = [",".join(str(c.index) for c in team) + "," for team in teams]
     return many_models.run(planned, request=request, places=devices or [None])
-
-
-def _prepared(
-    space: str, *, url: str, where: Places, read_texts: ReadTexts = read_texts, **typed: Any
-) -> Prepared:
-    stored = partial(_stored, url=url)
-    seams: dict[str, Any] = {"card": where.first, "narrowed": where.narrowed, "stored": stored}
-    return where.given_to(prepare(space, read_texts=read_texts, **seams, **typed))
 
 
 def _stored(study: str, *, url: str) -> StudyDefinition | None:
@@ -329,7 +323,9 @@ def tune(
     Raises what `prepare` and `drive` raise.
     """
     with places(where, devices=devices, space=space, overrides=overrides, warn=warn) as place:
-        prepared = _prepared(space, url=url, where=place, overrides=overrides, **typed)
+        seams: dict[str, Any] = {"card": place.first, "narrowed": place.narrowed}
+        seams |= {"read_texts": read_texts, "stored": partial(_stored, url=url), **typed}
+        prepared = place.given_to(prepare(space, overrides=overrides, **seams))
         for line in prepared.notes:
             tell(line)
         reason = drive(

@@ -126,8 +126,8 @@ def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[st
     )
     configs = [row.config for row in surface.rows]
     try:
-        predictor.prepare(configs, on_progress=progress(TRACED))
-        peaks = predictor.predict_all(configs).peak_allocated_bytes
+        memory = predictor.predict_all(configs, on_progress=progress(TRACED))
+        peaks = memory.peak_allocated_bytes
     except SweepError as error:
         note(f"warning: memory is not predicted, so every sampler goes without: {error}")
         return {}

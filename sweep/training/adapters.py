@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,13 +76,7 @@ class Attached:
 
 
 @contextlib.contextmanager
-def attached(
-    base: BaseModel,
-    config: TrialConfig,
-    *,
-    device: torch.device | None = None,
-    seed: int = 0,
-) -> Iterator[Attached]:
+def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
     """Attach the configuration's adapters to the base; on exit the base is as it was.
 
     A base that is to be sharded has no weights until then, and is of no further use afterwards.
@@ -91,8 +84,6 @@ def attached(
     Args:
         base: has none yet.
         config: whose adapters.
-        device: of this process, for a base that is to be sharded.
-        seed: of such a base's weights.
 
     Raises:
         InputError: the architecture has no such target modules.
@@ -103,20 +94,14 @@ def attached(
         chosen = config.checkpointed_layers(len(layers))
         result = Attached(model, layers, chosen, base.quantized_share)
         if config.is_sharded:
-            assert device is not None, "what is sharded has a device"
-            result.gathered = build_shares(
-                model, base, config, layers=layers, device=device, seed=seed
-            )
+            result.gathered = build_shares(model, base, config, layers=layers)
         else:
             undo.callback(model.unload)
         model.train()
         if chosen:
             undo.enter_context(recomputed(base.model, layers, chosen))
-            layer: Any
             for index, layer in enumerate(layers):
-                whole = layer._gradient_checkpointing_func
-                noted = partial(_noted, result.recomputed, index, whole)
-                layer._gradient_checkpointing_func = noted
+                _note_recomputing(layer, result.recomputed, index)
         if config.compile:
             result.compilation = undo.enter_context(compiled(layers))
         yield result
@@ -174,12 +159,15 @@ def target_modules(base: BaseModel, config: TrialConfig) -> str | list[str]:
     return list(wanted)
 
 
-def _noted(
-    seen: set[int], index: int, checkpoint: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Recompute a layer, and note that it really is."""
-    seen.add(index)
-    return checkpoint(*args, **kwargs)
+def _note_recomputing(layer: Any, seen: set[int], index: int) -> None:
+    """Have a layer note its index when it really is recomputed."""
+    checkpoint = layer._gradient_checkpointing_func
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.add(index)
+        return checkpoint(*args, **kwargs)
+
+    layer._gradient_checkpointing_func = noting
 
 
 @contextlib.contextmanager

@@ -111,10 +111,10 @@ def requested_bytes(error: BaseException) -> int | None:
 
 def out_of_memory(
     error: Exception,
-    config: TrialConfig,
-    *,
     device: Device,
     loop: TrainingLoop | None,
+    *,
+    stage: Stage = "forward",
     doing: str = "",
     flags: tuple[str, ...] = (),
 ) -> OutOfMemory:
@@ -122,14 +122,12 @@ def out_of_memory(
 
     Args:
         error: still being handled.
-        config: what was trained.
         device: on which.
         loop: whose steps were done; None before there is one.
+        stage: where that was, if there was no step.
         doing: what else than a training step was being done, to begin a sentence with.
         flags: of the outcome.
     """
-    # The base is there, unless it is sharded: then it gets its weights with the adapters.
-    stage: Stage = "load" if loop is None and config.is_sharded else "forward"
     return OutOfMemory(
         stage=stage if loop is None or loop.stage == "load" else loop.stage,
         step=0 if loop is None else loop.micro_step,

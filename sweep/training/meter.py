@@ -98,38 +98,25 @@ def fastest_median(seconds: Sequence[float]) -> float | None:
     return _LENIENCY * min(seconds) if len(seconds) >= _STEPS_TO_JUDGE else None
 
 
-def whole_step_seconds(ended: Sequence[float], *, micro_steps: int) -> float:
-    """Return the seconds of an optimizer step of ``micro_steps``, of which only some were run.
-
-    The last micro-step has the optimizer's; those before it are alike and stand for the missing.
-
-    Args:
-        ended: seconds from the step's beginning to the end of each one that was run.
-        micro_steps: of the whole step.
-    """
-    if len(ended) == micro_steps:
-        return ended[-1]
-    before, last = ended[-2], ended[-1] - ended[-2]
-    return (micro_steps - 1) * before / (len(ended) - 1) + last
-
-
 def mean_step_seconds(
-    ended: Sequence[float], gradients: Sequence[float], *, micro_steps: int
+    ended: Sequence[float], gradients: Sequence[float] = (), *, micro_steps: int
 ) -> float:
-    """Return the mean seconds of an optimizer step of ``micro_steps`` over several in a row.
+    """Return the mean seconds of an optimizer step of ``micro_steps`` over one or several in a row.
 
-    Where fewer of its micro-steps were run, those stand for the missing, which differ in size: the
-    optimizer's own part is told apart by when a step's last gradients were there.
+    Where fewer of its micro-steps were run, those stand for the missing, and the optimizer's own
+    part, which comes once, is told apart by when a step's last gradients were there.
 
     Args:
         ended: seconds from the beginning to the end of each micro-step that was run.
-        gradients: to the last gradients of each of the steps.
+        gradients: to the last gradients of each of the steps; none for one step whose micro-steps
+            are alike, the last one's gradients taking as long as each before.
         micro_steps: of a whole step.
     """
-    steps = len(gradients)
+    steps = len(gradients) or 1
     run = len(ended) // steps
     if run == micro_steps:
         return ended[-1] / steps
+    gradients = gradients or [ended[-2] * run / (run - 1)]
     updates = (ended[run * (i + 1) - 1] - there for i, there in enumerate(gradients))
     update = sum(updates) / steps
     return micro_steps * (ended[-1] / len(ended) - update / run) + update
@@ -287,23 +274,9 @@ class Meter:
         self.tokens_per_step = self.config.tokens_per_step
         self.energy = EnergyCount(self.neighbours.card)
 
-    def add(
-        self, ended: Sequence[float], *, is_warmup: bool, gradients: Sequence[float] | None = None
-    ) -> None:
-        """Take in a step: the seconds from its beginning to the end of each of its micro-steps.
-
-        Args:
-            ended: those seconds.
-            is_warmup: whether it is not measured yet.
-            gradients: of several steps in a row, the seconds to the last gradients of each; what
-                counts is their mean. None for one step whose micro-steps are alike.
-        """
-        micro_steps = self.config.accumulation_steps
-        seconds = (
-            whole_step_seconds(ended, micro_steps=micro_steps)
-            if gradients is None
-            else mean_step_seconds(ended, gradients, micro_steps=micro_steps)
-        )
+    def add(self, ended: Sequence[float], gradients: Sequence[float], *, is_warmup: bool) -> None:
+        """Take in a step, or several in a row of which the mean counts; see `mean_step_seconds`."""
+        seconds = mean_step_seconds(ended, gradients, micro_steps=self.config.accumulation_steps)
         if is_warmup:
             self.warmup.append(seconds)
             self.warmup_spent += ended[-1]
@@ -415,28 +388,3 @@ def _multiplied(attachment: Attached, text: PreTrainedConfig) -> Iterator[tuple[
                 elif not is_of_experts:
                     # A router; beside experts it would be their biases.
                     yield name, shape.numel()
-
-
-def flops_per_step(
-    attachment: Attached,
-    model_config: PreTrainedConfig,
-    config: TrialConfig,
-    *,
-    shapes: Sequence[tuple[int, int]],
-) -> float | None:
-    """Return the FLOPs of an optimizer step of one GPU, padding included; None where not known.
-
-    Args:
-        attachment: base and adapters.
-        model_config: the base's.
-        config: what is trained.
-        shapes: rows and width of micro-batches that stand for all.
-    """
-    work = 0.0
-    for rows, width in shapes:
-        # Flattened rows stay apart: no token has more before it than its own row has.
-        each = flops_per_token(attachment, model_config, min(width, config.seq_len))
-        if each is None:
-            return None
-        work += rows * width * each
-    return config.accumulation_steps * work / len(shapes)

@@ -12,7 +12,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import bitsandbytes as bnb
@@ -67,6 +67,10 @@ class BaseModel:
     """Takes back what the kernels patched outside the instance."""
     quantized_share: float | None = None
     """Of the weights that are to be in 4 or 8 bits, how many are; None for a 16-bit base."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Of this process; what is sharded gets its weights there with its adapters."""
+    seed: int = 0
+    """Of the weights, and of what is trained on."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -91,38 +95,37 @@ def build_base(
             "sharding fsdp is measured with random weights alone, on which neither speed nor "
             "memory depends: a model that no card holds is not loaded as a whole"
         )
+    torch.manual_seed(seed)
+    try:
+        with _needing("attention", is_own=config.attention == "flash_attention_2"):
+            if weights == "pretrained":
+                model = _load_pretrained(config, spec=spec, device=device)
+            else:
+                model = skeleton(config, spec=spec)
+            if weights == "random" and not config.is_sharded:
+                # What is sharded has shapes alone: each rank gets its own share of the weights.
+                for module in model.modules():
+                    give_weights(module, model, config, device=device)
+                model.tie_weights()
+        if config.is_8bit_compute:
+            compute_in_8_bits(model, config.compute_dtype)
+    except UnfitWeightError as error:
+        raise InputError(f"model '{spec.name}': {error}") from error
+    model.config.use_cache = False
+    if config.upcast_fp32:
+        upcast(model, config)
+    model.requires_grad_(False)
+    model.train()
     undo = contextlib.ExitStack()
-    with undo:
-        torch.manual_seed(seed)
-        try:
-            with _needing("attention", is_own=config.attention == "flash_attention_2"):
-                if config.is_sharded:
-                    # Shapes alone: each configuration gets its own share of the weights.
-                    model = skeleton(config, spec=spec)
-                elif weights == "pretrained":
-                    model = _load_pretrained(config, spec=spec, device=device)
-                else:
-                    model = skeleton(config, spec=spec)
-                    for module in model.modules():
-                        give_weights(module, model, config, device=device)
-                    model.tie_weights()
-            if config.is_8bit_compute:
-                compute_in_8_bits(model, config.compute_dtype)
-        except UnfitWeightError as error:
-            raise InputError(f"model '{spec.name}': {error}") from error
-        model.config.use_cache = False
-        if config.upcast_fp32:
-            upcast(model, config)
-        model.requires_grad_(False)
-        model.train()
-        with _needing("kernels", is_own=config.kernels != "hf", cure=install_extra("gpu")):
-            undo.enter_context(_kernels(model, config.kernels))
-        share = quantized_share(model, config)
-        return BaseModel(config.base(), spec, model, undo.pop_all(), share)
+    if config.kernels != "hf":
+        with _needing("kernels", cure=install_extra("gpu")):
+            _apply_liger(model, config.kernels, undo)
+    share = quantized_share(model, config)
+    return BaseModel(config.base(), spec, model, undo, share, device, seed)
 
 
 @contextlib.contextmanager
-def _needing(key: str, *, is_own: bool, cure: str = "") -> Iterator[None]:
+def _needing(key: str, *, is_own: bool = True, cure: str = "") -> Iterator[None]:
     """Say which setting's value cannot be had where a package of its own is missing."""
     try:
         yield
@@ -374,21 +377,11 @@ def _random_weight(
     return torch.empty(shape, device=device, dtype=compute_type(config)).normal_(0.0, 0.02)
 
 
-@contextlib.contextmanager
-def _kernels(model: PreTrainedModel, kernels: str) -> Iterator[None]:
-    """Apply Liger's kernels to the instance; on exit restore the modelling module that Liger also
-    patches.
-    """
-    if kernels == "hf":
-        yield
-        return
+def _apply_liger(model: PreTrainedModel, kernels: str, undo: contextlib.ExitStack) -> None:
+    """Apply Liger's kernels to the instance; it also patches the modelling module."""
     # Triton, which Liger needs, is not there on a CPU-only machine.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     modelling = vars(sys.modules[type(model).__module__])
-    original = dict(modelling)
+    undo.callback(modelling.update, dict(modelling))
     _apply_liger_kernel_to_instance(model=model, **(liger_kernels(kernels) or {}))
-    try:
-        yield
-    finally:
-        modelling.update(original)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,15 +24,14 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import in_percent
 from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from storage.records import Faithfulness, Ineffective
-from sweep.data.batches import Batch
+from sweep.data.batches import Batch, TrialBatches, in_parts, loss_tokens, trained_epoch
 from sweep.data.epoch import is_flattened
-from sweep.training.adapters import changed, eager, held_share, local, recomputed
+from sweep.training.adapters import changed, eager, local, recomputed
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
 from sweep.training.model import DTYPES, compute_type
 from sweep.training.step import TrainingLoop
-from sweep.training.team import Look, fingerprint, here
-from sweep.training.texts import loss_tokens
+from sweep.training.team import Look
 
 _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
 """What architectures call the share of attention scores that training drops."""
@@ -123,10 +122,12 @@ class StepEvidence:
     """What the first steps of a configuration left behind."""
 
     loop: TrainingLoop
-    watch: KernelWatch | ProductWatch | None
+    watch: KernelWatch | ProductWatch | None = None
     """None where nothing watched."""
-    others: Sequence[Look] = ()
-    """What each of the other GPUs showed, where several train together."""
+    looks: Sequence[Look] = ()
+    """What each GPU showed."""
+    texts: TrialBatches | None = None
+    """What it trained on; None for random tokens."""
 
     @property
     def kernels(self) -> KernelWatch | None:
@@ -134,9 +135,25 @@ class StepEvidence:
         return self.watch if isinstance(self.watch, KernelWatch) else None
 
     @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder layers."""
+        return self.loop.attached.layers
+
+    @property
     def base(self) -> Any:
         """The base, adapters in it."""
         return self.loop.attached.model.get_base_model()
+
+    @property
+    def epoch(self) -> Any:
+        """Of the texts; None where rows are random tokens."""
+        return self.texts and self.texts.epoch
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch; packed rows may go through as one long row."""
+        is_one = self.epoch is not None and is_flattened(self.epoch.config)
+        return self.epoch.config.micro_batch_size if is_one else len(self.loop.newest)
 
     def modules(self, kind: type[Module]) -> list[Module]:
         """Return the model's modules of a kind."""
@@ -154,23 +171,16 @@ class StepEvidence:
         return [(p, state) for p, state in states if p.numel() >= from_elements]
 
 
-def ineffective(
-    config: TrialConfig,
-    *,
-    loop: TrainingLoop,
-    watch: KernelWatch | ProductWatch | None = None,
-    others: Sequence[Look] = (),
-) -> Ineffective | None:
+def ineffective(config: TrialConfig, seen: StepEvidence) -> Ineffective | None:
     """Return the first setting without effect in the steps done so far; None where all had one."""
-    seen = StepEvidence(loop, watch, others)
     found = ((knob, proof(config, seen)) for knob, proof in PROOFS.items())
     return next((Ineffective(knob=knob, detail=d) for knob, d in found if d is not None), None)
 
 
-def _other(asked: Any, found: Iterable[Any], words: str) -> str | None:
+def _other(asked: Any, found: Iterable[Any]) -> str | None:
     """Return words about the first that is found and was not asked for; None where all were."""
     other = next((value for value in found if value != asked), asked)
-    return None if other == asked else words.format(other, asked).replace("torch.", "")
+    return None if other == asked else f"{other}, not {asked}".replace("torch.", "")
 
 
 def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -191,40 +201,26 @@ def _quantization(config: TrialConfig, seen: StepEvidence) -> str | None:
     return None
 
 
+def _layers(asked: Collection[int], found: Collection[int]) -> str | None:
+    words = f"{len(found)} of {len(asked)} layers, or others than those"
+    return None if found == asked else words
+
+
 def _quantized_layers(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Each layer that is to be quantized has such a matrix, and none of the others has one."""
-    layers, kinds = seen.loop.attached.layers, bnb.nn.Linear4bit | EightBitLinear
-    quantized = {
-        i for i, layer in enumerate(layers) if any(isinstance(m, kinds) for m in layer.modules())
-    }
-    asked = config.quantized_layers(len(layers))
-    words = f"{len(quantized)} layers are quantized, not {len(asked)}, or others than those"
-    return None if quantized == asked else words
-
-
-def _double_quant(config: TrialConfig, seen: StepEvidence) -> str | None:
-    found = (state.nested for state in seen.four_bit_states())
-    return _other(config.double_quant, found, "the constants are stored otherwise")
-
-
-def _micro_batch(config: TrialConfig, seen: StepEvidence) -> str | None:
-    texts, rows = seen.loop.texts, len(seen.loop.newest)
-    if texts is not None and is_flattened(texts.config):
-        # Packed rows that go through as one long row.
-        rows = texts.config.micro_batch_size
-    return _other(config.micro_batch_size, [rows], "a micro-batch has {} rows")
+    kinds = bnb.nn.Linear4bit | EightBitLinear
+    has = [any(isinstance(m, kinds) for m in layer.modules()) for layer in seen.layers]
+    quantized = {index for index, is_quantized in enumerate(has) if is_quantized}
+    return _layers(config.quantized_layers(len(has)), quantized)
 
 
 def _length(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Rows of texts are as wide as the longest of the epoch, and no wider than what is asked."""
-    (rows, tokens), texts = seen.loop.newest.shape, seen.loop.texts
-    if texts is None:
-        return _other(config.seq_len, [tokens], "a row has {} tokens")
-    if texts.config.seq_len != config.seq_len:
-        return f"rows are cut to {texts.config.seq_len} tokens"
-    largest = texts.batches.epoch.largest
-    words = f"the largest micro-batch is {rows} x {tokens}, not {largest.rows} x {largest.width}"
-    return None if (rows, tokens) == (largest.rows, largest.width) else words
+    shape, epoch = tuple(seen.loop.newest.shape), seen.epoch
+    if epoch is None:
+        return _other(config.seq_len, [shape[1]])
+    other = _other(config.seq_len, [epoch.config.seq_len])
+    return other or _other((epoch.largest.rows, epoch.largest.width), [shape])
 
 
 def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -241,48 +237,40 @@ def _accumulation(config: TrialConfig, seen: StepEvidence) -> str | None:
     return None
 
 
-def _checkpointing(config: TrialConfig, seen: StepEvidence) -> str | None:
-    attached = seen.loop.attached
-    asked, done = config.checkpointed_layers(len(attached.layers)), attached.recomputed
-    return None if done == asked else f"{len(done)} of {len(asked)} layers were recomputed"
-
-
 def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
-    layers = (m for m in seen.base.modules() if m is not seen.base)
-    kinds = (
-        ("fused loss", [seen.base], config.kernels != "hf"),
-        ("layers", layers, config.kernels == "liger"),
+    """Liger's fused loss is the forward of the whole model, its other kernels are of its parts."""
+    of_whole, *of_parts = (
+        str(getattr(getattr(module, "forward", None), "__module__", "")).startswith("liger_kernel")
+        for module in seen.base.modules()
     )
-    for kind, modules, is_asked in kinds:
-        origins = (getattr(getattr(m, "forward", None), "__module__", "") for m in modules)
-        if any(str(origin).startswith("liger_kernel") for origin in origins) != is_asked:
-            return f"Liger's {kind}: {'off' if is_asked else 'on'}"
-    return None
+    ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
+    return _other(config.kernels, [ran]) or _other(config.kernels != "hf", [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
     """8-bit states are bytes, but for tensors under 4,096 elements, which stay in 32 bits; paged
     ones are in managed memory, but for those under 100,000 elements and on the CPU."""
-    states = [state.get("state1") for _, state in seen.states(from_elements=4096)]
+    states = [s.get("state1") for _, s in seen.states(from_elements=4096)]
     large = [s.get("state1") for p, s in seen.states(from_elements=100_000) if p.is_cuda]
-    is_8bit = any(getattr(state, "dtype", None) == torch.uint8 for state in states)
-    if states and is_8bit != config.optimizer.endswith("8bit"):
-        return f"its state is {'' if is_8bit else 'not '}8-bit"
-    is_paged = any(getattr(state, "is_paged", False) for state in large)
-    if large and is_paged != config.is_paged:
-        return f"its state is {'' if is_paged else 'not '}paged"
+    are_8bit = [getattr(state, "dtype", None) == torch.uint8 for state in states]
+    are_paged = [getattr(state, "is_paged", False) for state in large]
+    is_8bit = config.optimizer.endswith("8bit")
+    for kind, is_asked, found in (
+        ("8-bit", is_8bit, are_8bit),
+        ("paged", config.is_paged, are_paged),
+    ):
+        if found and any(found) != is_asked:
+            return f"its state is {'not ' if is_asked else ''}{kind}"
     return None
 
 
 def _compile(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Each layer ran as one compiled graph in each micro-step, whenever that was compiled."""
-    compilation = seen.loop.attached.compilation
+    done, asked = seen.loop.attached.compilation, seen.loop.micro_step * len(seen.layers)
     if not config.compile:
-        return None if compilation is None else "layers are compiled"
-    asked = seen.loop.micro_step * len(seen.loop.attached.layers)
-    calls = 0 if compilation is None else compilation.calls
-    words = f"{calls} of {asked} calls of layers were compiled" if calls else "nothing was compiled"
-    return None if calls >= asked else words
+        return None if done is None else "layers are compiled"
+    calls = done.calls if done else 0
+    return None if calls >= asked else f"{calls} of {asked} calls of layers were compiled"
 
 
 def _segments(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -329,54 +317,34 @@ def _upcast(config: TrialConfig, seen: StepEvidence) -> str | None:
     return None if is_wide == config.upcast_fp32 else words
 
 
-def _rank(config: TrialConfig, seen: StepEvidence) -> str | None:
-    found = (layer.r[_ADAPTER] for layer in seen.modules(LoraLayer))
-    return _other(config.lora_rank, found, "an adapter has {}, not {}")
-
-
-def _scale(config: TrialConfig, seen: StepEvidence) -> str | None:
-    found = (layer.scaling[_ADAPTER] for layer in seen.modules(LoraLayer))
-    return _other(config.alpha / config.lora_rank, found, "an adapter has {:g} as scale, not {:g}")
-
-
-def _learning_rate(config: TrialConfig, seen: StepEvidence) -> str | None:
-    """The schedule keeps its highest rate beside the one of the moment."""
-    found = (group["initial_lr"] for group in seen.loop.optimizer.param_groups)
-    return _other(config.learning_rate, found, "the schedule begins at {:g}, not {:g}")
-
-
 def _packing(config: TrialConfig, seen: StepEvidence) -> str | None:
     """Packed rows hold several texts; grouped ones have fewer pads than rows in random order."""
-    texts = seen.loop.texts
-    ran = "none" if texts is None else texts.config.packing
+    epoch = seen.epoch
+    ran = "none" if epoch is None else epoch.config.packing
     if ran != config.packing:
         return f"rows are not {config.packing}" if config.packing != "none" else f"rows are {ran}"
-    if texts is None:
-        return None
-    whole = texts.batches.epoch
-    match config.packing:
-        case "packed" if whole.rows.counts().max() < 2:
-            return "no row holds more than one text: use packing none"
-        case "grouped" if whole.padded_tokens >= texts.padded_in_random_order():
-            return "micro-batches have no fewer pads than in random order: use packing none"
+    if config.packing == "packed" and epoch.rows.counts().max() < 2:
+        return "no row holds more than one text: use packing none"
+    if config.packing == "grouped" and epoch.padded_tokens >= _in_random_order(seen):
+        return "micro-batches have no fewer pads than in random order: use packing none"
     return None
+
+
+def _in_random_order(seen: StepEvidence) -> int:
+    """Return the tokens that are computed in an epoch of the same texts in no order at all."""
+    made = seen.texts
+    assert made is not None
+    plain = made.epoch.config.model_copy(update={"packing": "none"})
+    return trained_epoch(made.texts, plain).padded_tokens
 
 
 def _dropout(config: TrialConfig, seen: StepEvidence) -> str | None:
     asked, watch = config.lora_dropout, seen.kernels
     drops = (layer.lora_dropout[_ADAPTER] for layer in seen.modules(LoraLayer))
-    other = _other(
-        asked, (getattr(drop, "p", 0.0) for drop in drops), "an adapter has {:g}, not {:g}"
-    )
+    other = _other(asked, (getattr(drop, "p", 0.0) for drop in drops))
     # Torch leaves dropout of 0 and of 1 out; a model may have dropouts of its own.
     is_unseen = watch is not None and 0.0 < asked < 1.0 and not watch.dropouts
     return other or ("nothing was dropped" if is_unseen else None)
-
-
-def _adapter_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
-    """The type of what is trained, and of the optimizer states that are not in 8 bits."""
-    found = (p.dtype for p in seen.loop.attached.trainable_parameters())
-    return _other(DTYPES[config.adapter_dtype], found, "an adapter is in {}")
 
 
 def _targets(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -410,7 +378,7 @@ def _compute_dtype(config: TrialConfig, seen: StepEvidence) -> str | None:
         return "no matrix was multiplied"
     if not config.is_8bit_compute:
         [(mostly, _)] = work.most_common(1)
-        return _other(compute_type(config), [mostly], "most products are in {}")
+        return _other(compute_type(config), [mostly])
     # How much of the frozen layers' products was in 8 bits, forward and backward. On a CPU the
     # reference multiplies in float what was rounded to 8 bits.
     is_on_gpu = seen.base.device.type == "cuda"
@@ -453,21 +421,20 @@ def _attention(config: TrialConfig, seen: StepEvidence) -> str | None:
 
 def _parallel(config: TrialConfig, seen: StepEvidence) -> str | None:
     """GPUs that trained on different rows have the same adapters, to the last bit."""
-    asked, looks = config.data_parallel, seen.others
-    if 1 + len(looks) != asked:
-        return f"{1 + len(looks)} of {asked} cards trained"
+    asked, looks = config.data_parallel, seen.looks
+    if max(1, len(looks)) != asked:
+        return f"{max(1, len(looks))} of {asked} cards trained"
     if asked == 1:
         return None
-    sizes = {here().size, *(look.size for look in looks)}
+    sizes = {look.size for look in looks}
     if sizes != {asked}:
         return f"a card trained with {min(sizes) - 1} others"
-    if len({fingerprint([seen.loop.newest]), *(look.tokens for look in looks)}) < asked:
+    if len({look.tokens for look in looks}) < asked:
         return "two cards had the same rows"
-    if config.is_sharded:
+    apart = [look.rank for look in looks if look.adapters != looks[0].adapters]
+    if config.is_sharded or not apart:
         return None
-    trained = fingerprint(seen.loop.attached.trainable_parameters())
-    apart = [look.rank for look in looks if look.adapters != trained]
-    return f"the adapters of card {apart[0]} are others than the first one's" if apart else None
+    return f"the adapters of card {apart[0]} are others than the first one's"
 
 
 def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -476,33 +443,48 @@ def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
     attached = seen.loop.attached
     if attached.gathered is not None and not attached.gathered.is_whole:
         return "4-bit weights are gathered as others than they were shared out as"
-    held = [held_share(attached), *(look.held_share for look in seen.others)]
     asked = 1 / config.data_parallel if config.is_sharded else 1.0
-    wrong = [share for share in held if abs(share - asked) > _SHARE_SLACK]
-    if not wrong:
+    held = (look.held_share for look in seen.looks)
+    wrong = next((share for share in held if abs(share - asked) > _SHARE_SLACK), None)
+    if wrong is None:
         return None
-    return f"a card holds {in_percent(wrong[0])} of the layers' weights, not {in_percent(asked)}"
+    return f"a card holds {in_percent(wrong)} of the layers' weights, not {in_percent(asked)}"
 
 
 PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "quantization": _quantization,
     "quantized_fraction": _quantized_layers,
-    "double_quant": _double_quant,
-    "micro_batch_size": _micro_batch,
+    "double_quant": lambda config, seen: _other(
+        config.double_quant, (state.nested for state in seen.four_bit_states())
+    ),
+    "micro_batch_size": lambda config, seen: _other(config.micro_batch_size, [seen.rows]),
     "seq_len": _length,
     "effective_batch_size": _accumulation,
-    "checkpoint_fraction": _checkpointing,
+    "checkpoint_fraction": lambda config, seen: _layers(
+        config.checkpointed_layers(len(seen.layers)), seen.loop.attached.recomputed
+    ),
     "kernels": _kernels,
     "optimizer": _optimizer,
     "compile": _compile,
     "expandable_segments": _segments,
     "upcast_fp32": _upcast,
-    "lora_rank": _rank,
-    "lora_alpha": _scale,
-    "learning_rate": _learning_rate,
+    "lora_rank": lambda config, seen: _other(
+        config.lora_rank, (layer.r[_ADAPTER] for layer in seen.modules(LoraLayer))
+    ),
+    "lora_alpha": lambda config, seen: _other(
+        config.alpha / config.lora_rank,
+        (layer.scaling[_ADAPTER] for layer in seen.modules(LoraLayer)),
+    ),
+    "learning_rate": lambda config, seen: _other(
+        # The schedule keeps its highest rate beside the one of the moment.
+        config.learning_rate,
+        (group["initial_lr"] for group in seen.loop.optimizer.param_groups),
+    ),
     "packing": _packing,
     "lora_dropout": _dropout,
-    "adapter_dtype": _adapter_dtype,
+    "adapter_dtype": lambda config, seen: _other(
+        DTYPES[config.adapter_dtype], (p.dtype for p in seen.loop.attached.trainable_parameters())
+    ),
     "target_modules": _targets,
     "compute_dtype": _compute_dtype,
     "attention": _attention,
@@ -522,7 +504,7 @@ def compared(loop: TrainingLoop) -> Faithfulness:
     attached = loop.attached
     model, layers, base = attached.model, attached.layers, attached.model.get_base_model()
     whole = [loop.next_batch() for _ in range(MICRO_BATCHES)]
-    parts = [p for batch in whole for p in _parts(batch, 4 if attached.checkpointed else 1)]
+    parts = [p for batch in whole for p in in_parts(batch, 4 if attached.checkpointed else 1)]
     with _without_dropout(model):
         narrow_loss, narrow = _gradients(loop, whole)
         recomputing = recomputed(base, layers, range(len(layers)))
@@ -532,11 +514,12 @@ def compared(loop: TrainingLoop) -> Faithfulness:
                 wide_loss, wide = _gradients(loop, parts)
             with multiplying_in(model, "nf4"):
                 coarse_loss, coarse = _gradients(loop, parts)
+    length, narrow_off, coarse_off = _dot(wide, wide), narrow - wide, coarse - wide
     return Faithfulness(
         loss_error=abs(narrow_loss - wide_loss) / abs(wide_loss),
-        gradient_error=_error(narrow, wide),
-        gradient_cosine=_dot(narrow, wide) / (_dot(narrow, narrow) * _dot(wide, wide)) ** 0.5,
-        accepted_gradient_error=_error(coarse, wide),
+        gradient_error=(_dot(narrow_off, narrow_off) / length) ** 0.5,
+        gradient_cosine=_dot(narrow, wide) / (_dot(narrow, narrow) * length) ** 0.5,
+        accepted_gradient_error=(_dot(coarse_off, coarse_off) / length) ** 0.5,
         accepted_loss_error=abs(coarse_loss - wide_loss) / abs(wide_loss),
     )
 
@@ -559,18 +542,9 @@ def unfaithful(found: Faithfulness) -> str | None:
     return None
 
 
-def _parts(batch: Batch, count: int) -> list[Batch]:
-    """Return a micro-batch in so many parts, or in as many as it has rows."""
-    rows = len(batch["input_ids"])
-    if rows == 1:
-        return [batch]
-    size = -(-rows // count)
-    return [{k: v[at : at + size] for k, v in batch.items()} for at in range(0, rows, size)]
-
-
-def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, list[torch.Tensor]]:
+def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
     """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
-    of each adapter tensor on the host."""
+    of all adapters in one row on the host."""
     counts = [loss_tokens(batch) for batch in batches]
     loop.optimizer.zero_grad()
     # The mean over no tokens is no number.
@@ -580,19 +554,13 @@ def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, lis
         if count
     )
     trained = loop.attached.trainable_parameters()
-    gradients = [p.grad.float().cpu() for p in trained if p.grad is not None]
+    gradients = [p.grad.float().cpu().flatten() for p in trained if p.grad is not None]
     loop.optimizer.zero_grad()
-    return loss, gradients
+    return loss, torch.cat(gradients)
 
 
-def _error(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    between = [a - b for a, b in zip(one, other, strict=True)]
-    return (_dot(between, between) / _dot(other, other)) ** 0.5
-
-
-def _dot(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    both = zip(one, other, strict=True)
-    return sum(float(torch.sum(a * b, dtype=torch.float64)) for a, b in both)
+def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.sum(one * other, dtype=torch.float64))
 
 
 def multiplying_in(model: torch.nn.Module, products: str | None) -> AbstractContextManager[None]:

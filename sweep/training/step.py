@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,19 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
 )
+from peft import PeftModel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import TrialConfig
 from storage.records import Stage
-from sweep.data.batches import Batch
+from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
 from sweep.training.model import compute_type
-from sweep.training.team import ALONE, Place, fsdp_plugin, shard_on_cpu
-from sweep.training.texts import TextsRound
+from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
 MAX_GRAD_NORM = 1.0
-WEIGHT = "weight"
-"""Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 _DISTINCT_BATCHES = 3
 """accelerate fetches one batch ahead, but at the end of the loader. With two batches every second
 micro-step would have one batch less alive than a training has, and always the same one of a step.
@@ -64,16 +62,13 @@ class TrainingLoop:
     Args:
         attached: base and adapters.
         config: what they were made from.
-        vocab_size: token ids stay below it.
         seed: of the tokens.
         micro_steps: that make one optimizer step; None for as many as the configuration says.
-        texts: what it trains on, first their largest micro-batches; None for full-length random
-            rows.
-        batches: what it trains on instead, each micro-batch once and in order.
+        batches: micro-batches, each a dataset of them that is gone through in order, over and over:
+            the first until `leave_largest`, then the second; None for full-length random rows.
         schedule: optimizer steps in which the learning rate rises to the configuration's, and in
             which it has fallen to 0; nothing measured depends on it.
         on_stage: told of each stage that begins.
-        place: of this process among those that train the same together; each has rows of its own.
     """
 
     def __init__(
@@ -81,21 +76,17 @@ class TrainingLoop:
         attached: Attached,
         config: TrialConfig,
         *,
-        vocab_size: int,
         seed: int,
         micro_steps: int | None = None,
-        texts: TextsRound | None = None,
-        batches: Dataset[Batch] | None = None,
+        batches: Sequence[Any] | None = None,
         schedule: tuple[int, int] = (0, 1000),
         on_stage: Callable[[Stage], None] = lambda _: None,
-        place: Place = ALONE,
     ) -> None:
-        torch.manual_seed(seed + place.rank)
+        torch.manual_seed(seed + rank())
         self.attached = attached
         self.stage: Stage = "load"
         self.micro_step = 0
         self.micro_steps = micro_steps or config.accumulation_steps
-        self.texts = texts
         self.is_on_round = False
         """Whether it trains on what stands for the texts' epoch."""
         self.wait_seconds = 0.0
@@ -108,25 +99,18 @@ class TrainingLoop:
         # Not whether a GPU is there: a trial for the CPU never goes to it.
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self._accelerator = _accelerator(
-            config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu, place=place
+            config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu
         )
         optimizer = make_optimizer(config, self._parameters)
         # accelerate takes one of its steps for each process.
-        warmup, last = (steps * place.size for steps in schedule)
+        warmup, last = (steps * world_size() for steps in schedule)
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
-        sources: list[Any] = [batches]
         size = 1
         collate: Callable[[Any], Batch] = itemgetter(0)
-        if texts is not None:
-            sources = [texts.batches.largest, texts.batches.round]
-        elif batches is None:
-            # Full-length rows of random tokens, the worst case for memory. A few distinct
-            # micro-batches are enough: neither memory nor speed depends on the values.
-            random = np.random.default_rng(seed + place.rank)
-            size, collate = config.micro_batch_size, _stacked
-            tokens = random.integers(0, vocab_size, (_DISTINCT_BATCHES * size, config.seq_len))
-            sources = [list(torch.from_numpy(tokens))]
-        if not place.is_alone and not config.is_sharded:
+        if batches is None:
+            size, collate = config.micro_batch_size, stacked
+            batches = [list(random_rows(config, attached.model, seed=seed + rank()))]
+        if world_size() > 1 and not config.is_sharded:
             _keep_from_others(attached.model)
         self._plain = attached.model
         # accelerate puts a model into its precision, but for one that it shards.
@@ -138,7 +122,7 @@ class TrainingLoop:
         )
         # Each puts all of its micro-batches on the device, as each process has rows of its own;
         # pinned where a GPU is to fetch them while the host goes on.
-        prepared = [
+        self._loaders = [
             prepare_data_loader(
                 DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not is_on_cpu),
                 device=self._accelerator.device,
@@ -147,15 +131,14 @@ class TrainingLoop:
                 put_on_device=True,
                 non_blocking=self._accelerator.non_blocking,
             )
-            for source in sources
+            for source in batches
         ]
-        self._largest, self._steady = prepared[0], prepared[-1]
-        self._batches = _endless(self._largest)
+        self._batches = _endless(self._loaders[0])
 
     def leave_largest(self) -> None:
         """Go on with what stands for the texts' epoch; random rows are all alike."""
-        if self.texts is not None:
-            self._batches = _endless(self._steady)
+        if len(self._loaders) > 1:
+            self._batches = _endless(self._loaders[1])
             self.is_on_round = True
 
     def step(
@@ -188,7 +171,7 @@ class TrainingLoop:
 
         As Trainer evaluates: in evaluation mode, under the same precision, the loss alone kept.
         """
-        source = self._batches if self.texts is None else _endless(self._largest)
+        source = _endless(self._loaders[0]) if len(self._loaders) > 1 else self._batches
         with self.evaluating():
             return sum(self.loss_of(next(source)) for _ in range(batches)) / batches
 
@@ -225,7 +208,7 @@ class TrainingLoop:
 
     def largest_batch(self) -> dict[str, torch.Tensor]:
         """Return one of the largest micro-batches, on the device."""
-        return next(_endless(self._largest))
+        return next(_endless(self._loaders[0]))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's
@@ -270,7 +253,17 @@ class TrainingLoop:
         return loss.detach()
 
 
-def _stacked(rows: list[torch.Tensor]) -> Batch:
+def random_rows(config: TrialConfig, model: PeftModel, *, seed: int) -> torch.Tensor:
+    """Return full-length rows of random tokens, the worst case for memory. A few distinct
+    micro-batches are enough: neither memory nor speed depends on the values."""
+    embeddings: Any = model.get_input_embeddings()
+    shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
+    tokens = np.random.default_rng(seed).integers(0, embeddings.num_embeddings, shape)
+    return torch.from_numpy(tokens)
+
+
+def stacked(rows: list[torch.Tensor]) -> Batch:
+    """Return full rows as a micro-batch: there is neither padding nor a mask."""
     tokens = torch.stack(rows)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -320,7 +313,7 @@ def _keep_from_others(model: torch.nn.Module) -> None:
 
 
 def _accelerator(
-    config: TrialConfig, attached: Attached, *, micro_steps: int, is_on_cpu: bool, place: Place
+    config: TrialConfig, attached: Attached, *, micro_steps: int, is_on_cpu: bool
 ) -> Accelerator:
     """Return an accelerator for this configuration alone."""
     # accelerate keeps device and precision for the whole process: without this the second trial
@@ -339,7 +332,7 @@ def _accelerator(
             sync_with_dataloader=False,
         ),
         dataloader_config=DataLoaderConfiguration(non_blocking=not is_on_cpu),
-        kwargs_handlers=[] if place.is_alone else [_BUCKETS],
+        kwargs_handlers=[_BUCKETS] if world_size() > 1 else [],
         fsdp_plugin=plugin,
     )
     if plugin is not None and is_on_cpu:

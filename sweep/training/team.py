@@ -53,24 +53,6 @@ _control: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank among those that train together."""
-
-    rank: int = 0
-    """Of the process, and the index of its GPU among those that can be seen."""
-    size: int = 1
-    """How many train together."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there are no others."""
-        return self.size == 1
-
-
-ALONE = Place()
-
-
-@dataclass(frozen=True)
 class Look:
     """What one rank shows of itself and of its GPU."""
 
@@ -88,11 +70,12 @@ class Look:
     """Of the newest step."""
 
 
-def join(place: Place, *, meeting: Path, device: torch.device) -> None:
+def join(rank: int, size: int, *, meeting: Path, device: torch.device) -> None:
     """Become one of a process group, and wait for the others.
 
     Args:
-        place: this process's.
+        rank: this process's, and the index of its GPU among those that can be seen.
+        size: how many train together.
         meeting: a file that the processes of this group alone have, and that nobody wrote before.
         device: what it trains on.
     """
@@ -101,13 +84,13 @@ def join(place: Place, *, meeting: Path, device: torch.device) -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     for name in _OWN:
-        os.environ[name] = str(place.size if "SIZE" in name else place.rank)
+        os.environ[name] = str(size if "SIZE" in name else rank)
     is_on_card = device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_on_card else "gloo",
-        store=dist.FileStore(str(meeting), place.size),  # type: ignore[attr-defined]
-        rank=place.rank,
-        world_size=place.size,
+        store=dist.FileStore(str(meeting), size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
         device_id=device if is_on_card else None,
     )
     _control = dist.new_group(backend="gloo")
@@ -128,9 +111,14 @@ def leave() -> None:
         os.environ.pop(name, None)
 
 
-def here() -> Place:
-    """Return this process's place in the group that it is in."""
-    return Place(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+def rank() -> int:
+    """Return this process's rank among those that train together."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return how many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def agreed(value: bool) -> bool:
@@ -166,8 +154,6 @@ def build_shares(
     config: TrialConfig,
     *,
     layers: Iterable[torch.nn.Module],
-    device: torch.device,
-    seed: int,
 ) -> Gathered | None:
     """Give a model on the meta device its weights, and keep this process's share of them.
 
@@ -179,8 +165,6 @@ def build_shares(
         base: whose it is.
         config: what it is made for.
         layers: the decoder layers.
-        device: of this process.
-        seed: of all weights.
 
     Returns:
         What is seen of the first packed weight; None of a model that has none.
@@ -188,7 +172,7 @@ def build_shares(
     Raises:
         torch.OutOfMemoryError: what is to be held of it passes the budget.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(base.seed)
     built: set[torch.nn.Module] = set()
 
     def build(whole: torch.nn.Module) -> None:
@@ -197,7 +181,7 @@ def build_shares(
         for module in whole.modules():
             if module not in built:
                 built.add(module)
-                give_weights(module, base.model, config, device=device)
+                give_weights(module, base.model, config, device=base.device)
         for module in whole.modules():
             is_adapter = isinstance(module, LoraLayer)
             if is_adapter and not any(hasattr(p, "placements") for p in module.parameters()):

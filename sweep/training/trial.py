@@ -31,25 +31,34 @@ from storage.records import (
     Phase,
     PrunedSlow,
     SoakReport,
+    Stage,
     over_budget,
 )
-from sweep.data.probing import check_is_causal
+from sweep.data.batches import Texts, TrialBatches, trial_batches
+from sweep.data.probing import are_apart, check_is_causal, takes_positions
 from sweep.training.adapters import attached, held_share, local
 from sweep.training.device import Device, Mark, Memory
 from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
+from sweep.training.messages import Progress
 from sweep.training.meter import (
     CardReader,
     Meter,
     NeighbourWatch,
     fastest_median,
-    flops_per_step,
+    flops_per_token,
     median_interval,
 )
 from sweep.training.model import BaseModel
-from sweep.training.proof import KernelWatch, ProductWatch, compared, ineffective, unfaithful
+from sweep.training.proof import (
+    KernelWatch,
+    ProductWatch,
+    StepEvidence,
+    compared,
+    ineffective,
+    unfaithful,
+)
 from sweep.training.step import TrainingLoop
-from sweep.training.team import Look, agreed, fingerprint, gathered, here
-from sweep.training.texts import Texts, TextsRound, are_apart, is_packed, takes_positions
+from sweep.training.team import Look, agreed, fingerprint, gathered, rank, world_size
 
 ROWS_OF_TEXTS = "texts-make-no-micro-batch"
 TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
@@ -66,20 +75,6 @@ the host is hardly ahead of the device. A beat costs the host what a short step 
 _OBSERVED_STEPS = 2
 """The first step makes the optimizer's state, the second has it from the start: the peak is in one
 of them."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """One sign of life. Seconds are there once a measured step has ended; None for a micro-batch
-    within a step, and where a phase begins."""
-
-    phase: Phase
-    step: int
-    median_seconds: float | None = None
-    fastest_median_seconds: float | None = None
-    """The least that the median step can still turn out to be."""
-    tokens_per_step: float | None = None
-    """That carry loss; None where a step has as many as the configuration says."""
 
 
 class Ended(Exception):  # noqa: N818 - the end of a trial may be an answer
@@ -110,7 +105,7 @@ class Trial:
     """One configuration on one base, under a step budget.
 
     Attributes:
-        report: called with each `Beat`; True stops the trial as slow.
+        report: called with each `Progress`; True stops the trial as slow.
         peak_flops: the device's dense FLOP/s for the compute dtype; None where unknown.
         budget_bytes: a measured peak above it does not fit; None for no budget.
         micro_steps_max: most micro-steps of one optimizer step that are really run; the seconds of
@@ -129,7 +124,6 @@ class Trial:
     steps: StepBudget
     device: Device
     card: CardReader
-    seed: int
     peak_flops: float | None = None
     is_emulated: bool = False
     budget_bytes: int | None = None
@@ -139,7 +133,7 @@ class Trial:
     compared: dict[TrialConfig, Faithfulness] = field(default_factory=dict)
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
-    report: Callable[[Beat], bool] = lambda _: False
+    report: Callable[[Progress], bool] = lambda _: False
     started: float = field(default_factory=time.perf_counter)
     """When the trial began, its build included."""
     is_apart: bool = False
@@ -153,7 +147,7 @@ class Trial:
     """What else than a training step is being done, to begin a sentence with."""
     _soak: dict[str, Any] | None = None
     """What was evaluated and saved."""
-    _round: TextsRound | None = None
+    _round: TrialBatches | None = None
     _documents_apart: bool | None = None
     _looks: list[Look] = field(default_factory=list)
     """What each rank showed last."""
@@ -164,7 +158,6 @@ class Trial:
         )
         self._meter = Meter(self.config, self.steps, neighbours, self.is_soak)
         self._micro_steps = min(self.config.accumulation_steps, self.micro_steps_max)
-        self._vocab_size = int(self.base.model.get_input_embeddings().num_embeddings)
 
     def run(self) -> Outcome:
         """Return how it ended. On return the base is as it was before, whatever happened.
@@ -183,26 +176,23 @@ class Trial:
             outcome = self._train()
         except Ended as ended:
             # Before all of them began together.
-            outcome, self.is_apart = ended.outcome, not here().is_alone
+            outcome, self.is_apart = ended.outcome, world_size() > 1
         except InputError as error:
             outcome = Invalid(rule="target_modules", detail=str(error))
         except Exception as error:
-            knob = knob_at_fault(error, self.config)
+            knob, doing = knob_at_fault(error, self.config), self._doing
             if self.device.ran_out(error):
+                flags = (NEIGHBOUR,) if self._meter.neighbours.have_robbed() else ()
+                # What is sharded gets its weights with the adapters.
+                stage: Stage = "load" if self.config.is_sharded else "forward"
                 outcome = out_of_memory(
-                    error,
-                    self.config,
-                    device=self.device,
-                    loop=self._loop,
-                    doing=self._doing,
-                    flags=(NEIGHBOUR,) if self._meter.neighbours.have_robbed() else (),
+                    error, self.device, self._loop, stage=stage, doing=doing, flags=flags
                 )
             elif knob is not None:
-                detail = (self._doing + words_of(error))[:DETAIL_LENGTH]
-                outcome = Ineffective(knob=knob, detail=detail)
+                outcome = Ineffective(knob=knob, detail=(doing + words_of(error))[:DETAIL_LENGTH])
             else:
                 raise
-            self.is_apart = not here().is_alone
+            self.is_apart = world_size() > 1
         # Outside the except blocks: a caught exception keeps the frames, and so the tensors, alive.
         self._enter("detach")
         self._loop = None
@@ -219,11 +209,19 @@ class Trial:
         """Say that a phase begins, so that its own deadline holds and a failure is laid to it."""
         if phase != self.phase:
             self.phase = phase
-            self.report(Beat(phase=phase, step=0))
+            self._tell()
 
-    def _beat(self) -> None:
-        done = self._meter.warmup if self.phase == "warmup" else self._meter.measured
-        self.report(Beat(phase=self.phase, step=len(done)))
+    def _tell(self, **speeds: float | None) -> bool:
+        """Give a sign of life; return whether the trial is to stop."""
+        done = {"warmup": self._meter.warmup, "measure": self._meter.measured}
+        return self.report(
+            Progress(
+                phase=self.phase,
+                step=len(done.get(self.phase, ())),
+                allocated_bytes=self.device.memory().peak_allocated_bytes,
+                **speeds,
+            )
+        )
 
     def _check_peak(self, memory: Memory, where: str = "") -> None:
         """See that a peak so far is within budget and device.
@@ -249,14 +247,14 @@ class Trial:
         Raises:
             Ended: it is not.
         """
-        place, trained, tokens = here(), list[torch.Tensor](), list[torch.Tensor]()
-        if not place.is_alone:
+        trained, tokens = list[torch.Tensor](), list[torch.Tensor]()
+        if world_size() > 1:
             # Nobody compares what a single process has.
             trained = [local(p) for p in loop.attached.trainable_parameters()]
             tokens = [loop.newest]
         look = Look(
-            rank=place.rank,
-            size=place.size,
+            rank=rank(),
+            size=world_size(),
             adapters=fingerprint(trained),
             tokens=fingerprint(tokens),
             held_share=held_share(loop.attached),
@@ -274,33 +272,32 @@ class Trial:
             Ended: they cannot be trained on.
         """
         try:
-            made = TextsRound(texts, self.config, micro_steps=self._micro_steps)
+            made = trial_batches(texts, self.config, micro_steps=self._micro_steps)
         except InputError as error:
             raise Ended(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
-        largest, known = made.largest_token(), self._vocab_size
+        tokens = (batch["input_ids"].max() for batch in (*made.largest, *made.round))
+        known, largest = self.base.model.get_input_embeddings().num_embeddings, int(max(tokens))
         if largest >= known:
             words = f"the texts hold token {largest:,}, and the model knows {known:,}"
             raise Ended(Invalid(rule=TOKENS_OF_TEXTS, detail=words))
-        if is_packed(self.config) and not takes_positions(self.base.model):
+        if self.config.packing == "packed" and not takes_positions(self.base.model):
             words = "the model is told no positions of tokens"
             raise Ended(Ineffective(knob="packing", detail=words))
         self._round = made
         self._meter.tokens_per_step = made.loss_tokens_per_step / made.pace
 
     def _train(self) -> Outcome:
-        place, device = here(), self.device.torch_device
-        with attached(self.base, self.config, device=device, seed=self.seed) as attachment:
+        made = self._round
+        with attached(self.base, self.config) as attachment:
             self._loop = loop = TrainingLoop(
                 attachment,
                 self.config,
-                vocab_size=self._vocab_size,
-                seed=self.seed,
+                seed=self.base.seed,
                 micro_steps=self._micro_steps,
-                texts=self._round,
+                batches=None if made is None else [made.largest, made.round],
                 on_stage=self.device.enter,
-                place=place,
             )
-            if not place.is_alone:
+            if world_size() > 1:
                 # What was sent to make all adapters alike is not a step's.
                 self.device.mark().wait()
             self._enter("warmup")
@@ -333,8 +330,7 @@ class Trial:
                     self._queue(loop, steps=1)
                     self._take_in()
         self._check_all_peaks(loop)
-        others = [look for look in self._looks if look.rank != here().rank]
-        fault = ineffective(config, loop=loop, watch=watch, others=others)
+        fault = ineffective(config, StepEvidence(loop, watch, self._looks, self._round))
         if agreed(fault is not None):
             raise Ended(fault or Ineffective(knob="data_parallel", detail="rank 0 found so"))
         model = loop.attached.model.get_base_model()
@@ -344,10 +340,9 @@ class Trial:
                     check_is_causal(model)
             except InputError as error:
                 raise Ended(Invalid(rule=AHEAD_OF_TEXTS, detail=str(error))) from None
-        if is_packed(config):
+        if config.packing == "packed":
             with loop.as_trained():
-                largest = loop.largest_batch()
-                self._documents_apart = are_apart(model, largest, vocab_size=self._vocab_size)
+                self._documents_apart = are_apart(model, loop.largest_batch())
 
     def _measure(self, loop: TrainingLoop) -> Outcome:
         meter = self._meter
@@ -360,7 +355,7 @@ class Trial:
                 self._advance(loop)
             if not agreed(self._is_slow):
                 # With nothing queued in the meantime.
-                self._drain()
+                self._settle()
                 meter.energy.end()
                 self.evaluate_and_save(loop)
                 meter.energy.begin()
@@ -368,7 +363,7 @@ class Trial:
         while not agreed(self._is_slow or meter.is_enough(time.perf_counter() - begun)):
             self._advance(loop)
         # Of what is queued by now the device does every step, whether anybody asks or not.
-        self._drain()
+        self._settle()
         meter.energy.end()
         self._check_all_peaks(loop)
         elapsed = time.perf_counter() - begun
@@ -404,7 +399,7 @@ class Trial:
             # The loss is read back, so the device is done with it.
             loss = loop.evaluate(batches=INTERLUDE_BATCHES)
         evaluated = time.perf_counter()
-        self._beat()
+        self._tell()
         self._doing, saving = "in saving a checkpoint: ", time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="sweep-soak-") as name:
             loop.save(Path(name))
@@ -416,7 +411,7 @@ class Trial:
             "checkpoint_bytes": size,
             "checkpoint_seconds": time.perf_counter() - saving,
         }
-        self._beat()
+        self._tell()
         self._doing = ""
 
     def _advance(self, loop: TrainingLoop) -> None:
@@ -425,13 +420,14 @@ class Trial:
         is_last = agreed(done >= self.steps.measured_max)
         if not is_last:
             # Those of a round are timed as one.
-            self._queue(loop, steps=1 if self._round is None else self._round.steps)
-        left = 0 if is_last else 1
-        while len(self._queued) > left or (self._queued and self._queued[0].ended[-1].is_passed()):
-            self._take_in()
+            of_round = self._round and len(self._round.round) // self._micro_steps
+            self._queue(loop, steps=of_round or 1)
+        self._settle(ahead=0 if is_last else 1)
 
-    def _drain(self) -> None:
-        while self._queued:
+    def _settle(self, *, ahead: int = 0) -> None:
+        """Take in all steps but the newest, and whatever else the device is done with."""
+        queued = self._queued
+        while len(queued) > ahead or (queued and queued[0].ended[-1].is_passed()):
             self._take_in()
 
     def _queue(self, loop: TrainingLoop, *, steps: int) -> None:
@@ -443,7 +439,7 @@ class Trial:
         def note_end() -> None:
             queued.ended.append(self.device.mark())
             if time.perf_counter() - started >= self.silence_seconds:
-                self._beat()
+                self._tell()
 
         def note_gradients() -> None:
             if queued.is_round:
@@ -465,28 +461,26 @@ class Trial:
         is_warmup = self.phase == "warmup"
         for mark in queued.ended:
             mark.wait()
-            self._beat()
+            self._tell()
         self._loss = sum(map(float, queued.losses)) / len(queued.losses)
         if not math.isfinite(self._loss):
-            self.is_apart = not here().is_alone
+            self.is_apart = world_size() > 1
             step = len(meter.warmup) + len(meter.measured)
             raise Ended(Diverged(step=step, detail=f"loss {self._loss}"))
         seconds = [mark.seconds_since(queued.begun) for mark in queued.ended]
         if queued.is_round or self._round is None:
             gradients = [mark.seconds_since(queued.begun) for mark in queued.gradients]
-            meter.add(seconds, is_warmup=is_warmup, gradients=gradients or None)
+            meter.add(seconds, gradients, is_warmup=is_warmup)
         else:
             # They took their time alone: the measured ones do not train on these.
             meter.warmup_spent += seconds[-1]
         if not is_warmup:
-            beat = Beat(
-                phase=self.phase,
-                step=len(meter.measured),
-                median_seconds=meter.median_seconds,
-                fastest_median_seconds=fastest_median(meter.measured),
-                tokens_per_step=None if self._round is None else meter.tokens_per_step,
+            tokens, fastest = meter.tokens_per_step, fastest_median(meter.measured)
+            is_slow = self._tell(
+                tokens_per_second=tokens / meter.median_seconds,
+                tokens_per_second_high=tokens / fastest if fastest else None,
             )
-            self._is_slow = self.report(beat) or self._is_slow
+            self._is_slow = is_slow or self._is_slow
 
     def _measurement(self, loop: TrainingLoop, *, elapsed: float, wait_share: float) -> Measurement:
         """Return what the steps come to: of several GPUs the largest peaks and the mean loss; on
@@ -512,7 +506,7 @@ class Trial:
         if made is not None:
             of_texts = {
                 "loss_tokens_per_step": made.loss_tokens_per_step,
-                "padding_waste": made.padding_waste,
+                "padding_waste": made.epoch.waste,
                 "batch_wait_share": wait_share,
             }
         return Measurement(
@@ -541,8 +535,16 @@ class Trial:
         """Model FLOP/s over the peak; recomputation is not counted as work, padding is."""
         if self.peak_flops is None:
             return None
-        full = [(self.config.micro_batch_size, self.config.seq_len)]
-        shapes = full if self._round is None else self._round.shapes
-        model_config = self.base.model.config
-        work = flops_per_step(loop.attached, model_config, self.config, shapes=shapes)
-        return None if work is None else work / self._meter.median_seconds / self.peak_flops
+        config, shapes = self.config, [(self.config.micro_batch_size, self.config.seq_len)]
+        if self._round is not None:
+            shapes = [tuple(batch["input_ids"].shape) for batch in self._round.round]
+        work = 0.0
+        for rows, width in shapes:
+            # Flattened rows stay apart: no token has more before it than its own row has.
+            before = min(width, config.seq_len)
+            each = flops_per_token(loop.attached, self.base.model.config, before)
+            if each is None:
+                return None
+            work += rows * width * each
+        per_step = config.accumulation_steps * work / len(shapes)
+        return per_step / self._meter.median_seconds / self.peak_flops

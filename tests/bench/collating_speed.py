@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from search_spaces.config import TrialConfig
 from sweep.data.batches import training_rows
-from sweep.data.collating import collator
+from sweep.data.collating import Collator
 from tests.bench.stamp import stamp
 from tests.sweep.data.prepared import prepared
 
@@ -40,7 +40,7 @@ def measured(directory: Path, packing: str, *, micro_batches: int) -> dict[str, 
     count = len(np.load(directory / "lengths.npy"))
     rows: Any = training_rows(directory, config, indices=np.arange(count), seed=SEED)
     loader = DataLoader(
-        rows, batch_size=MICRO_BATCH_SIZE, shuffle=True, collate_fn=collator(config, 0)
+        rows, batch_size=MICRO_BATCH_SIZE, shuffle=True, collate_fn=Collator(config, 0)
     )
     batches = iter(loader)
     next(batches)

@@ -78,7 +78,7 @@ def trial(base: BaseModel, shape: tuple[int, int], way: Way, device: Device) -> 
     device.reset_peak()
     begun = time.perf_counter()
     with attached(base, config) as attachment, compiled(attachment.layers, way):
-        loop = TrainingLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         times = []
         for _ in range(3 + STEPS):
             start = time.perf_counter()

@@ -196,7 +196,7 @@ def measure(base: BaseModel, config: TrialConfig, *, device: CudaDevice) -> dict
     device.reset_peak()
     with attached(base, config) as attachment:
         attached_bytes = torch.cuda.memory_allocated()
-        loop = StagedLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        loop = StagedLoop(attachment, config, seed=0)
         for _ in range(3):
             loop.step()
         loop.note()
@@ -235,7 +235,7 @@ def snapshot(base: BaseModel, config: TrialConfig) -> list[dict[str, Any]]:
         max_entries=2_000_000, context="alloc", stacks="python"
     )
     with attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         for _ in range(2):
             loop.step()
         torch.cuda.synchronize()

@@ -85,7 +85,7 @@ def loop_times(
     """Return the seconds of the first three steps and of the ones after."""
     config = parse_config(values)
     with attached(base, config) as attachment:
-        loop = kind(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        loop = kind(attachment, config, seed=0)
         times = [seconds_of(loop.step, device) for _ in range(3 + steps)]
     device.release()
     return {
@@ -99,7 +99,7 @@ def card_work(base: BaseModel, values: dict[str, Any], device: Device) -> dict[s
     """Return how many kernels a step launches and for how long the card works on them."""
     config = parse_config(values)
     with attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=base.model.config.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         for _ in range(3):
             loop.step()
         device.synchronize()
@@ -134,7 +134,6 @@ def trial_times(
         steps=StepBudget(warmup_min=2, warmup_max=4, measured_min=steps, measured_max=steps),
         device=device,
         card=CardReader(None),
-        seed=0,
     ).run()
     measurement = getattr(outcome, "measurement", None)
     if measurement is None:

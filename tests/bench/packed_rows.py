@@ -25,10 +25,10 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.records import Measured
+from sweep.data.batches import Texts
 from sweep.training.device import Device, open_device
 from sweep.training.meter import CardReader
 from sweep.training.model import BaseModel, build_base
-from sweep.training.texts import Texts
 from sweep.training.trial import Trial
 from tests.bench.stamp import OUT_OF_TIME, stamp
 from tests.sweep.data.prepared import prepared
@@ -105,7 +105,6 @@ def figures(base: BaseModel, config: TrialConfig, device: Device, texts: Texts |
         steps=STEPS,
         device=device,
         card=CardReader(None),
-        seed=0,
         texts=texts,
     ).run()
     if not isinstance(outcome, Measured):

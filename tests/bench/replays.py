@@ -25,8 +25,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.records import TrialRecord
 from storage.surfaces import Surface, read_surface
-from sweep.predict.speed.predictor import LogFactors
-from sweep.running.replay import ReplayRunner
+from sweep.predict.speed.predictor import StepTimes
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.surrogate import Array
 from sweep.study.recorded import (
@@ -35,7 +34,6 @@ from sweep.study.recorded import (
     Rows,
     forecast_of,
     forecaster_of,
-    records_of,
     sampler_of,
     search,
     tell,
@@ -49,7 +47,7 @@ GAIN = 0.01
 class Reversed:
     """A speed model by which what is slow is fast: seconds become k / seconds."""
 
-    right: LogFactors
+    right: StepTimes
     log_k: float
 
     @property
@@ -101,12 +99,11 @@ def ended(recorded: Recorded) -> tuple[int, float]:
     sampler = sampler_of("guided", rows, forecaster, seed=0)
     assert isinstance(sampler, GuidedSampler), "asked for by name"
     study = optuna.create_study(sampler=sampler, direction="maximize")
-    runner = ReplayRunner(records_of(recorded.surface, budget_bytes=recorded.budget_bytes))
     for _ in rows.all:
         trial = study.ask(rows.free)
         row = rows.row_of(trial.params)
         assert row is not None, "a sampler asks for rows alone"
-        tell(study, trial, row, runner, forecaster)
+        tell(study, trial, row, recorded, forecaster)
         count += 1
         if row.fits(recorded.budget_bytes):
             fastest = max(fastest, row.tokens_per_second or 0.0)

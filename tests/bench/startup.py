@@ -92,8 +92,8 @@ def tracing(space_name: str) -> dict[str, Any]:
             predictor = TracingPredictor(load_model_spec(space.model), cache_dir=Path(cache))
             answered: list[float] = []
             began = time.perf_counter()
-            predictor.prepare(
-                one_of_each_kind(space),
+            predictor.predict_all(
+                list(one_of_each_kind(space)),
                 on_progress=lambda *_: answered.append(time.perf_counter() - began),  # noqa: B023
             )
             result[way] = round(time.perf_counter() - began, 2)

@@ -241,9 +241,7 @@ def train(spec: ModelSpec, config: TrialConfig) -> tuple[str, float | None]:
         base = build_base(config, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says it
         return f"build: {type(error).__name__}: {error}", None
-    trial = Trial(
-        base=base, config=config, steps=_STEPS, device=CpuDevice(), card=CardReader(None), seed=0
-    )
+    trial = Trial(base=base, config=config, steps=_STEPS, device=CpuDevice(), card=CardReader(None))
     try:
         outcome = trial.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says it

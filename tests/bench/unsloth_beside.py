@@ -134,9 +134,8 @@ class Ours:
         from sweep.training.adapters import attached
         from sweep.training.step import TrainingLoop
 
-        vocabulary = self._spec.vocab_size
         with attached(self._base, self._config) as attachment:
-            loop = TrainingLoop(attachment, self._config, vocab_size=vocabulary, seed=SEED)
+            loop = TrainingLoop(attachment, self._config, seed=SEED)
             return rate(loop.step, self._config.tokens_per_step)
 
 

@@ -20,7 +20,6 @@ from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.paths import cache_directory
 from sweep.planning.candidates import rows
-from sweep.predict.memory.prediction import UNKNOWN
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.speed.predictor import StepTimes
 from tests.sweep.predict.predicted_steps import predict_step
@@ -45,18 +44,18 @@ def measured(name: str, gpu_name: str, sample: int) -> dict[str, Any]:
         compute_capability=gpu.compute_capability,
     )
     built, configs = timed(lambda: [config for row in rows(space) for config in row])
-    traced, _ = timed(lambda: predictor.prepare(configs))
+    traced, _ = timed(lambda: predictor.predict_all(configs))
     memory, whole = timed(lambda: predictor.predict_all(configs))
     fits, codes = timed(lambda: whole.quick_fits(gpu.budget_bytes))
     speed, times = timed(lambda: StepTimes(configs, model=model, gpu=gpu))
-    seconds, _ = timed(lambda: times.seconds(None))
+    seconds, _ = timed(lambda: times.seconds)
     some = random.Random(0).sample(configs, min(sample, len(configs)))
     memory_alone, _ = timed(lambda: [predictor.predict(c).fits(gpu.budget_bytes) for c in some])
     speed_alone, _ = timed(lambda: [predict_step(c, model=model, gpu=gpu) for c in some])
     share = len(configs) / len(some)
     return {
         "configurations": len(configs),
-        "only_a_replay_tells": int((codes == UNKNOWN).sum()),
+        "only_a_replay_tells": codes.count(None),
         "seconds": {
             "configurations": built,
             "tracing": traced,

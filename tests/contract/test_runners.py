@@ -25,7 +25,7 @@ from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, So
 from sweep.running.ray_nodes import joined
 from sweep.running.ray_runner import RayRunner
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Lane, Runner
+from sweep.running.runner import Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, TrialRequest
 from tests.sweep.running.ray_cluster import LocalCluster
@@ -62,10 +62,6 @@ def start_replay(_: Path, budget_bytes: int) -> Runner:
         return Measured(measurement=a_measurement(config, soak=report))
 
     return ReplayRunner(otherwise=train, budget_bytes=budget_bytes, soaking=soaking)
-
-
-def start_lane(directory: Path, budget_bytes: int) -> Runner:
-    return Lane(start_replay(directory, budget_bytes), name="card 1")
 
 
 def start_worker_on_cpu(directory: Path, budget_bytes: int) -> Runner:
@@ -113,7 +109,6 @@ CASES = {
     "replay": Case(
         start_replay, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})
     ),
-    "lane": Case(start_lane, BUDGET, SMALL, SMALL.model_copy(update={"micro_batch_size": 4096})),
     "worker-on-cpu": Case(
         start_worker_on_cpu,
         GIB // 8,

@@ -46,7 +46,7 @@ from storage.urls import parse_url
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
-from sweep.study.carrying import Taken, carry_over
+from sweep.study.carrying import carry_over
 from sweep.study.driver import Driver
 from sweep.study.events import Event, TrialFinished
 from sweep.study.tuner import tune
@@ -443,7 +443,7 @@ def test_a_result_whose_trial_somebody_closed_is_kept_said_and_taken_over_once(
     assert "trial 0 (fits)" in said[0]
     assert said == list(read_study("study", url=url, home=home).warnings)
     source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
-    for taken in (Taken(new=1, all=1), Taken(new=0, all=1)):
+    for taken in (1, 0):
         with open_it(url, home) as study:
             assert carry_over(study, source, is_valid=lambda _: True) == taken
             assert study.recover() == ()
@@ -471,7 +471,7 @@ def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe
     assert list_studies(url, home) == []
     source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
     with open_it(url, home, name="another") as study:
-        assert carry_over(study, source, is_valid=lambda _: True) == Taken(new=1, all=1)
+        assert carry_over(study, source, is_valid=lambda _: True) == 1
         assert study.records()[0].outcome == record.outcome
 
 

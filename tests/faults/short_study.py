@@ -36,11 +36,11 @@ from storage.records import RETRYABLE, Attempt, Lost, Measured, Measurement, Out
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.paths import worker_log_path
+from sweep.running.child import LOG_BYTES_MAX
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.supervisor import Deadlines, SupervisedRunner
 from sweep.running.wire import TrialRequest
-from sweep.running.worker_log import BYTES_MAX as LOG_BYTES_MAX
 from sweep.study import session
 from sweep.study.events import Event, Interruption, Listener, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive

@@ -31,7 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, tracer: TracingChildren) -> I
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         predictor = TracingPredictor(MODEL, cache_dir=cache_directory() / "memory", tracer=tracer)
         for study in the_studies():
-            predictor.prepare(record.config for record in study.records)
+            predictor.predict_all([record.config for record in study.records])
             store(study, url=storage_url(None), home=runs_directory())
         yield home
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from search_spaces.config import TrialConfig
 from sweep.processes import bind_to_parent, leave_a_guard
+from sweep.running.wire import Progress
 from sweep.running.worker import Worker
 from sweep.running.worker import main as serve
-from sweep.training.trial import Beat
 
 
 def _exit_from_c() -> None:
@@ -53,10 +52,11 @@ EXIT_FROM_C, ABORT, POISONED_CONTEXT, SEGFAULT = FAULTS
 class FaultyWorker(Worker):
     """Goes wrong at its third measured step."""
 
-    def _report(self, beat: Beat, config: TrialConfig) -> bool:
-        stopped = super()._report(beat, config)
-        if beat.phase == "measure" and beat.step == 3:
-            FAULTS.get(config.lora_alpha or 0.0, lambda: None)()
+    def _report(self, progress: Progress) -> bool:
+        stopped = super()._report(progress)
+        if progress.phase == "measure" and progress.step == 3:
+            assert self._open is not None
+            FAULTS.get(self._open.request.config.lora_alpha or 0.0, lambda: None)()
         return stopped
 
 

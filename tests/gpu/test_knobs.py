@@ -22,7 +22,7 @@ from search_spaces.linears import lora_parameters
 from storage.records import Ineffective, Measured
 from sweep.training.adapters import attached
 from sweep.training.model import build_base
-from sweep.training.proof import KernelWatch, ineffective
+from sweep.training.proof import KernelWatch, StepEvidence, ineffective
 from sweep.training.step import TrainingLoop
 from tests.gpu.rig import SMALL, Rig, small_config
 
@@ -168,12 +168,12 @@ def test_a_run_that_is_not_what_was_asked_is_found_out(
     base = rig.worker._resident.base
     assert base is not None
     with attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         with KernelWatch() as watch:
             loop.step()
         wanted = small_config(micro_batch_size=1, **asked)
-        fault = ineffective(wanted, loop=loop, watch=watch)
-        honest = ineffective(config, loop=loop, watch=watch)
+        fault = ineffective(wanted, StepEvidence(loop, watch))
+        honest = ineffective(config, StepEvidence(loop, watch))
     assert isinstance(fault, Ineffective)
     assert fault.knob == knob
     assert honest is None
@@ -186,7 +186,7 @@ def test_an_effective_batch_is_one_update_of_so_many_micro_batches(rig: Rig) -> 
     assert base is not None
     updates: list[object] = []
     with attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         inner = loop.optimizer.optimizer
         inner.register_step_post_hook(lambda *_: updates.append(None))
         for _ in range(2):
@@ -275,7 +275,7 @@ def _operators(rig: Rig, config: TrialConfig) -> dict[str, int]:
     base = rig.worker._resident.base
     assert base is not None
     with attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=SMALL.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         with _Operators() as operators:
             loop.step()
     return operators.counts

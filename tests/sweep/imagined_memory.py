@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.gpus import GIB
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from sweep.predict.memory.predictor import MemoryPredictor
 
 BASE_BYTES = 5 * GIB
 BYTES_PER_TOKEN = 1024 * 1024
@@ -47,11 +49,24 @@ def imagined(peak_bytes: int, *, uncertainty: float) -> ImaginedMemory:
     )
 
 
+def one_by_one(
+    predict: Callable[[TrialConfig], MemoryPrediction], configs: Iterable[TrialConfig]
+) -> list[MemoryPrediction | InputError]:
+    """Return what is predicted of each, or why nothing is."""
+    known: list[MemoryPrediction | InputError] = []
+    for config in configs:
+        try:
+            known.append(predict(config))
+        except InputError as error:
+            known.append(error)
+    return known
+
+
 class ImaginedWhole(WholeMemory):
     """What is imagined of many configurations, with a note of the rows that were looked at."""
 
     def __init__(self, predictor: ImaginedPredictor, configs: Sequence[TrialConfig]) -> None:
-        super().__init__(predictor.predict, configs)
+        super().__init__(configs, one_by_one(predictor.predict, configs))
         self.shown = predictor.shown
 
     def prediction(self, row: int) -> MemoryPrediction:
@@ -62,26 +77,22 @@ class ImaginedWhole(WholeMemory):
         on_progress(0, 0)
 
 
-class ImaginedPredictor:
+class ImaginedPredictor(MemoryPredictor):
     """Five GiB, and a MiB a token; without recomputation two, and with each unit of rank 1 MiB."""
 
     def __init__(self, *, uncertainty: float = 0.02, fault: Exception | None = None) -> None:
         self.uncertainty = uncertainty
         self.fault = fault
         self.asked: list[TrialConfig] = []
-        self.prepared: list[TrialConfig] = []
         self.shown: list[int] = []
         """Of what was predicted together, the rows that were looked at one by one."""
 
-    def prepare(
+    def predict_all(
         self,
-        configs: Iterable[TrialConfig],
+        configs: Sequence[TrialConfig],
         *,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self.prepared += configs
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> ImaginedWhole:
+    ) -> ImaginedWhole:
         return ImaginedWhole(self, configs)
 
     def predict(self, config: TrialConfig) -> ImaginedMemory:

@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from search_spaces.models import ModelSpec
 from sweep.predict.memory.profile_store import TracingChildren
+from sweep.predict.memory.profiles import Structure
+
+
+def trace(children: TracingChildren, model: ModelSpec, structure: Structure) -> dict[str, Any]:
+    """Return the profile of one structure, or raise why it has none."""
+    ((_, traced),) = children.trace_all(model, [structure])
+    if isinstance(traced, dict):
+        return traced
+    raise traced
 
 
 @contextmanager
 def asked_of(children: TracingChildren) -> Iterator[None]:
     """Have commands in this process ask children that outlive them."""
-    kept = SimpleNamespace(trace=children.trace, trace_all=children.trace_all, close=lambda: None)
+    kept = SimpleNamespace(trace_all=children.trace_all, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         for asking in ("sweep.predict.memory.predictor", "sweep.terminal.plan.command"):
             patch.setattr(f"{asking}.TracingChildren", lambda **_: kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,10 @@ from storage.opening import open_study
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.study import OpenStudy
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
+from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.sampling.surrogate import Array
 from sweep.study.events import Interruption
-from tests.sweep.imagined_memory import imagined
+from tests.sweep.imagined_memory import imagined, one_by_one
 
 BUDGET = int(21.5 * GIB)
 MODEL = ModelSpec(
@@ -98,17 +99,14 @@ def tokens_per_second(config: TrialConfig) -> float:
     return roof * config.tokens_per_micro_batch / (config.tokens_per_micro_batch + 700)
 
 
-class Exact:
+class Exact(MemoryPredictor):
     """Predicts the memory that the simulated card will say was taken."""
-
-    def prepare(self, configs: Iterable[TrialConfig], **_: Any) -> None:
-        pass
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         return imagined(peak_bytes(config), uncertainty=0.01)
 
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        return WholeMemory(self.predict, configs)
+    def predict_all(self, configs: Sequence[TrialConfig], **_: Any) -> WholeMemory:
+        return WholeMemory(configs, one_by_one(self.predict, configs))
 
 
 def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any) -> Measurement:

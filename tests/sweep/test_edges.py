@@ -24,6 +24,7 @@ from sweep.request import default_study_name
 from sweep.terminal.driving import _progress
 from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot
+from tests.sweep.shared_tracing import trace
 from tests.sweep.simulated_device import MODEL, a_space
 
 ROOT = Path(__file__).parents[2]
@@ -302,7 +303,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_tracing_child() -> None:
         "print(json.dumps({'profile': {'session': os.getsid(0), 'pid': os.getpid()}}), flush=True)"
     )
     child = TracingChildren(1, outlive=True, command=(sys.executable, "-c", program))
-    answer = child.trace(MODEL, Structure.of(TrialConfig(), is_checkpointed=True))
+    answer = trace(child, MODEL, Structure.of(TrialConfig(), is_checkpointed=True))
     assert answer["session"] == answer["pid"] != os.getsid(0)
     child.close()
 

@@ -7,7 +7,7 @@ split off comes on top (`sweep.predict.memory.replay`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, CachingAllocator, grains
+from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
 from sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING
 from sweep.predict.memory.replay import Step, Visit, base_allocator
 
@@ -103,10 +103,8 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
 
 
 def _width(steps: Sequence[Step]) -> Any:
-    def most(symbol: str) -> int:
-        return max((step.values[symbol] for step in steps), default=0)
-
-    return np.int64 if most("b") * most("s") * max(most("s"), _LENGTHY) < _WIDE else object
+    batch, length = (max((step.values[key] for step in steps), default=0) for key in "bs")
+    return np.int64 if batch * length * max(length, _LENGTHY) < _WIDE else object
 
 
 def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
@@ -119,33 +117,26 @@ def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
         (config.is_sharded and config.data_parallel, step.workspace_bytes, step.held_gradients),
     )
     if key not in known:
-        expands, base = config.expandable_segments, profile.base
-        allocator = None if expands else base_allocator(step)
-        adapters = _taken(allocator, step.adapters)
-        gradients = sum(_taken(allocator, step.adapters) for _ in range(step.held_gradients))
+        expands, allocator = config.expandable_segments, base_allocator(step)
+
+        def taken(sizes: Sequence[int]) -> int:
+            """Return what blocks of these sizes take: no small one holds more than was asked for,
+            and none does where segments expand."""
+            before = allocator.allocated_bytes
+            large = [size for size in sizes if size > SMALL_BYTES and not expands]
+            allocator.run([(grains(size), 0) for size in large], [0])
+            exact = sum(grains(size) for size in sizes if size <= SMALL_BYTES or expands)
+            return exact * GRAIN_BYTES + allocator.allocated_bytes - before
+
         known[key] = [
-            base.requested_bytes if expands else base.allocated_bytes,
-            adapters,
-            gradients,
-            _taken(allocator, step.states),
+            profile.base.requested_bytes if expands else profile.base.allocated_bytes,
+            taken(step.adapters),
+            sum(taken(step.adapters) for _ in range(step.held_gradients)),
+            taken(step.states),
             step.workspace_bytes,
             0,
         ]
     return known[key]
-
-
-def _taken(allocator: CachingAllocator | None, sizes: Sequence[int]) -> int:
-    """Return what blocks of these sizes take; without an allocator none holds more than was asked
-    for, as no small one ever does."""
-    counts, before = Counter(sizes), 0
-    if allocator is not None:
-        before = allocator.allocated_bytes
-        for size in sizes:
-            if size > SMALL_BYTES:
-                allocator.allocate(size)
-                del counts[size]
-    exact = sum(count * grains(size) * GRAIN_BYTES for size, count in counts.items())
-    return exact + (allocator.allocated_bytes - before if allocator is not None else 0)
 
 
 class _Walk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -212,54 +212,57 @@ class MemoryPrediction:
         return runs_under(self.step, limit_bytes=limit_bytes)
 
 
-FITS: tuple[Fit, ...] = (Fit.NO, Fit.UNCERTAIN, Fit.YES)
-"""What the codes of `WholeMemory.quick_fits` stand for."""
-_NO, _UNCERTAIN, _YES = range(3)
-UNKNOWN = -1
-"""The code of what only a replay tells."""
+Known = Step | MemoryPrediction | InputError
+"""What there is of a configuration: the step that is to be walked, its prediction, or why there is
+neither."""
 
 
 class WholeMemory:
-    """What is predicted of many configurations, by row; here from predictions made one by one.
+    """What is predicted of many configurations, by row, without the replays that decide nothing.
 
     Args:
-        predict: as `MemoryPredictor.predict`.
         configs: what is to be trained; one row of every answer each.
+        known: of each.
 
     Attributes:
         refused: why there is no prediction, of the rows that have none.
+        steps: the steps of the rows whose prediction is worked out here.
     """
 
-    def __init__(
-        self, predict: Callable[[TrialConfig], MemoryPrediction], configs: Sequence[TrialConfig]
-    ) -> None:
-        self.refused: dict[int, InputError] = {}
-        self._count = len(configs)
-        self._known: dict[int, MemoryPrediction] = {}
-        for row, config in enumerate(configs):
-            try:
-                self._known[row] = predict(config)
-            except InputError as error:
-                self.refused[row] = error.with_traceback(None)
+    def __init__(self, configs: Sequence[TrialConfig], known: Sequence[Known]) -> None:
+        rows = list(enumerate(known))
+        self._configs = configs
+        self.steps = {row: one for row, one in rows if isinstance(one, Step)}
+        self.refused = {row: one for row, one in rows if isinstance(one, InputError)}
+        self._predicted = {row: one for row, one in rows if isinstance(one, MemoryPrediction)}
+        self._index = {row: index for index, row in enumerate(self.steps)}
+        self._replays: dict[int, Uncapped] = {}
+        self._asked = find_peaks(list(self.steps.values()))
 
     @cached_property
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
-        """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction."""
-        peaks = np.full(self._count, -1, np.int64)
-        peaks[list(self._known)] = [known.peak_allocated_bytes for known in self._known.values()]
-        return peaks
+        """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction. Some
+        milliseconds for each whose blocks may hold too much."""
+        steps = self.steps.items()
+        wasted = [self._uncapped(r).wasted_bytes if step.may_waste else 0 for r, step in steps]
+        return self._spread(self._asked.wasting(np.array(wasted, self._asked.there.dtype)))
 
-    @property
+    @cached_property
     def least_allocated_bytes(self) -> NDArray[np.int64]:
         """No more than that, for nothing: without what blocks hold beyond what was asked for."""
-        return self.peak_allocated_bytes
+        return self._spread(self._asked)
 
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
         """How far each peak may be off, as predictions state it."""
-        stated = np.zeros(self._count)
-        stated[list(self._known)] = [known.uncertainty for known in self._known.values()]
-        return stated
+        unseen = {row for row, step in self.steps.items() if step.is_unseen}
+        stated = [
+            stated_uncertainty(config, is_unseen=row in unseen).allocated
+            for row, config in enumerate(self._configs)
+        ]
+        for row, known in self._predicted.items():
+            stated[row] = known.uncertainty
+        return np.array(stated, float)
 
     def prediction(self, row: int) -> MemoryPrediction:
         """Return what is predicted of one configuration.
@@ -270,90 +273,8 @@ class WholeMemory:
         if row in self.refused:
             # A new exception each time, as one that is raised twice keeps the frames of both.
             raise type(self.refused[row])(*self.refused[row].args)
-        return self._predicted(row)
-
-    def _predicted(self, row: int) -> MemoryPrediction:
-        return self._known[row]
-
-    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
-        """Replay every step whose reserved peak takes that, on all processors.
-
-        Where all of them are going to be looked at; one by one they are replayed when they are.
-
-        Args:
-            on_progress: told how many have been replayed, of how many.
-        """
-
-    def quick_fits(
-        self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """Return whether each runs where no more than the budget may be reserved: `FITS`, and
-        `UNKNOWN` where only a replay tells. Uncertain where there is no prediction.
-
-        Args:
-            budget_bytes: what a training may take.
-            uncertainty: how far each peak may be off where trials have shown more than is stated.
-        """
-        result = np.full(self._count, _UNCERTAIN, np.int8)
-        return self._decided(self._known, result, budget_bytes, uncertainty)
-
-    def _decided(
-        self,
-        rows: Iterable[int],
-        result: NDArray[np.int8],
-        budget_bytes: int,
-        uncertainty: NDArray[np.float64] | None,
-    ) -> NDArray[np.int8]:
-        """Note whether the predictions of some rows fit."""
-        unsure = self.uncertainty if uncertainty is None else uncertainty
-        for row in rows:
-            widened = self._predicted(row).widened(float(unsure[row]))
-            result[row] = FITS.index(widened.fits(budget_bytes))
-        return result
-
-
-class PeakMemory(WholeMemory):
-    """The same worked out together, without the replays that decide nothing;
-    `TracingPredictor.predict_all` makes it.
-
-    Args:
-        configs: what is to be trained; one row of every answer each.
-        steps: the step of each, or why it has none.
-    """
-
-    def __init__(self, configs: Sequence[TrialConfig], steps: Sequence[Step | InputError]) -> None:
-        self._configs = configs
-        self._count = len(configs)
-        self.steps = {row: step for row, step in enumerate(steps) if isinstance(step, Step)}
-        """The step of each row that has a prediction."""
-        self.refused = {row: why for row, why in enumerate(steps) if isinstance(why, InputError)}
-        self._index = {row: index for index, row in enumerate(self.steps)}
-        self._replays: dict[int, Uncapped] = {}
-        self._asked = find_peaks(list(self.steps.values()))
-
-    @cached_property
-    def peak_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`; some milliseconds for each whose blocks may hold too much."""
-        steps = self.steps.items()
-        wasted = [self._uncapped(r).wasted_bytes if step.may_waste else 0 for r, step in steps]
-        return self._spread(self._asked.wasting(np.array(wasted, self._asked.there.dtype)))
-
-    @cached_property
-    def least_allocated_bytes(self) -> NDArray[np.int64]:
-        """See `WholeMemory`."""
-        return self._spread(self._asked)
-
-    @cached_property
-    def uncertainty(self) -> NDArray[np.float64]:
-        """See `WholeMemory`."""
-        unseen = {row for row, step in self.steps.items() if step.is_unseen}
-        stated = (
-            stated_uncertainty(config, is_unseen=row in unseen)
-            for row, config in enumerate(self._configs)
-        )
-        return np.array([one.allocated for one in stated], float)
-
-    def _predicted(self, row: int) -> MemoryPrediction:
+        if row in self._predicted:
+            return self._predicted[row]
         step, peaks = self.steps[row], self._asked.at(self._index[row])
         uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
         if step.may_waste and uncapped:
@@ -370,7 +291,13 @@ class PeakMemory(WholeMemory):
         )
 
     def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
-        """See `WholeMemory`."""
+        """Replay every step whose reserved peak takes that, on all processors.
+
+        Where all of them are going to be looked at; one by one they are replayed when they are.
+
+        Args:
+            on_progress: told how many have been replayed, of how many.
+        """
         rows = [r for r, step in self.steps.items() if not step.config.expandable_segments]
         missing = [row for row in rows if row not in self._replays]
         steps = [self.steps[row] for row in missing]
@@ -383,31 +310,33 @@ class PeakMemory(WholeMemory):
 
     def quick_fits(
         self, budget_bytes: int, *, uncertainty: NDArray[np.float64] | None = None
-    ) -> NDArray[np.int8]:
-        """See `WholeMemory`."""
+    ) -> list[Fit | None]:
+        """Return whether each runs where no more than the budget may be reserved; None where only a
+        replay tells. Uncertain where there is no prediction.
+
+        Args:
+            budget_bytes: what a training may take.
+            uncertainty: how far each peak may be off where trials have shown more than is stated.
+        """
         unsure = self.uncertainty if uncertainty is None else uncertainty
         least = self.least_allocated_bytes.astype(float)
-        is_sharded, expands = (
-            np.array(
-                [(config.is_sharded, config.expandable_segments) for config in self._configs],
-                np.bool_,
-            )
-            .reshape(-1, 2)
-            .T
-        )
+        is_sharded = np.array([config.is_sharded for config in self._configs], np.bool_)
         most = (least + self._most_wasted) * (1 + unsure)
         most *= np.where(is_sharded, SHARDED_FRAGMENTATION, FRAGMENTATION)
-        result = np.full(self._count, UNKNOWN, np.int8)
-        result[most <= budget_bytes] = _YES
-        result[least * (1 - unsure) > budget_bytes] = _NO
-        result[list(self.refused)] = _UNCERTAIN
-        # Whole pages take no replay.
-        rows = np.flatnonzero(expands & (result == UNKNOWN)).tolist()
-        return self._decided(rows, result, budget_bytes, unsure)
+        fits = np.full(len(self._configs), None, object)
+        fits[most <= budget_bytes] = Fit.YES
+        fits[least * (1 - unsure) > budget_bytes] = Fit.NO
+        fits[list(self.refused)] = Fit.UNCERTAIN
+        # Whole pages take no replay, nor does what was predicted elsewhere.
+        pages = [r for r, s in self.steps.items() if s.config.expandable_segments]
+        simple = {row: self.prediction(row) for row in pages if fits[row] is None}
+        for row, known in (simple | self._predicted).items():
+            fits[row] = known.widened(float(unsure[row])).fits(budget_bytes)
+        return list(fits)
 
     @cached_property
     def _most_wasted(self) -> NDArray[np.float64]:
-        wasted = np.zeros(self._count)
+        wasted = np.zeros(len(self._configs))
         known: dict[Any, int] = {}
         for row, step in self.steps.items():
             if step.may_waste:
@@ -419,11 +348,13 @@ class PeakMemory(WholeMemory):
 
     def _spread(self, peaks: Peaks) -> NDArray[np.int64]:
         """Return the totals of those that have a prediction, in an array over all rows."""
-        result = np.full(self._count, -1, np.int64)
+        result = np.full(len(self._configs), -1, np.int64)
         result[list(self.steps)] = np.minimum(peaks.total_bytes, np.iinfo(np.int64).max)
+        for row, known in self._predicted.items():
+            result[row] = known.peak_allocated_bytes
         return result
 
 
 def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:
     """Return predictions that refuse every one of some configurations."""
-    return PeakMemory(configs, [Untraceable("nothing is predicted")] * len(configs))
+    return WholeMemory(configs, [Untraceable("nothing is predicted")] * len(configs))

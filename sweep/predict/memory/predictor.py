@@ -7,12 +7,12 @@ what they keep and take is modelled (`sweep.predict.memory.tracing.fused`, `.fou
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import BATCHES, SearchSpace
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.prediction import Fit, MemoryPrediction, PeakMemory, WholeMemory
+from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
 from sweep.predict.memory.profile_store import (
     OnProgress,
     ProfileStore,
@@ -49,6 +49,7 @@ _OLDER_WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 _TRACED = tuple(key for key, knob in KNOBS.items() if knob.traced)
 _PADDED_LENGTH = 128
 """Rows that an attention kernel's backward pass works on at once."""
+_UNCERTAINTIES = ("uncertainty", "reserved_uncertainty")
 CPU_UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
 low to 1 % too high, and up to 18 % too high where fp32 activations are kept: the CPU's attention
@@ -57,44 +58,41 @@ RESIDUAL_MARGIN = 0.01
 """Kept on top of the worst error of a study, where that is worse than what predictions state."""
 
 
-class MemoryPredictor(Protocol):
+class MemoryPredictor(ABC):
     """Predicts the peak memory of any configuration of one model. Real: `TracingPredictor`."""
 
+    @abstractmethod
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
+        """Return what is predicted of many configurations, worked out together.
+
+        Args:
+            configs: of a whole space, say.
+            on_progress: told how much is done of what has to be done once, of how much, before it
+                begins and after each part; of nothing where there is nothing to do.
+
+        Raises:
+            EnvironmentFault: the tracing process has never answered.
+        """
+
     def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """Return the prediction.
+        """Return what is predicted of one.
 
         Raises:
             Untraceable: the model's code cannot be walked; the message names the module and why.
             InputError: the model's config contradicts itself, or has no such target modules.
             EnvironmentFault: the tracing process has never answered.
         """
-        ...
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        """Return what is predicted of many configurations, worked out together.
-
-        Raises:
-            EnvironmentFault: the tracing process has never answered.
-        """
-        ...
-
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Do once, and faster than one by one, what predicting these configurations takes first.
-
-        Args:
-            configs: of a whole space, say.
-            on_progress: told how much of it is done, of how much, before it begins and after each
-                part; of nothing where there is nothing to do.
-
-        Raises:
-            EnvironmentFault: the tracing process has never answered.
-        """
-        ...
+        return self.predict_all([config]).prediction(0)
 
 
-class TracingPredictor:
+_Shape = tuple[Any, ...]
+"""Of a structure: whether its layers are recomputed, whether it is long, and what else shapes it; a
+key that is quick to make."""
+
+
+class TracingPredictor(MemoryPredictor):
     """Predicts by the model's own code, traced once for each structure. See `MemoryPredictor`.
 
     Args:
@@ -124,87 +122,76 @@ class TracingPredictor:
         self._has_flash = capability >= AMPERE
         tracer = tracer or TracingChildren()
         self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
-        self._known: dict[Hashable, Profile] = {}
+        self._known: dict[_Shape, Profile | InputError] = {}
+        self._sharded: dict[Hashable, Profile] = {}
 
-    def prepare(
-        self, configs: Iterable[TrialConfig], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Trace whatever structures are not kept yet, several at once.
-
-        See `MemoryPredictor.prepare`.
-        """
-        longest: dict[Structure, TrialConfig] = {}
-        for config in _of_each_kind(configs):
-            for structure in self._structures(config):
-                known = longest.setdefault(structure, config)
-                longest[structure] = max(known, config, key=attrgetter("seq_len"))
-        self._profiles.fetch(longest, on_progress=on_progress)
-        # From which length on masks exist is known of what was traced.
-        long = [
-            replace(structure, is_long=True)
-            for structure, config in longest.items()
-            if (profile := self._profiles.find(structure)) and _is_long(config, profile)
-        ]
-        self._profiles.fetch(long, on_progress=on_progress)
-
-    def _structures(self, config: TrialConfig) -> Iterator[Structure]:
-        """Yield the structures of a configuration's layers, as those of short sequences."""
-        fraction = config.checkpoint_fraction
-        for is_checkpointed in {fraction > 0, fraction == 1}:
-            yield Structure.of(config, is_checkpointed=is_checkpointed, has_flash=self._has_flash)
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """See `MemoryPredictor.predict`."""
-        return self.predict_all([config]).prediction(0)
-
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
+        shapes = [tuple(getattr(config, key) for key in _TRACED) for config in configs]
+        for is_long in (False, True):
+            self._fetch(configs, shapes, is_long=is_long, on_progress=on_progress)
         steps: list[Step | InputError] = []
-        for config in configs:
+        for config, shape in zip(configs, shapes, strict=True):
             try:
-                steps.append(self._step(config))
+                steps.append(self._step(config, shape))
             except InputError as error:
                 steps.append(error.with_traceback(None))
-        return PeakMemory(configs, steps)
+        return WholeMemory(configs, steps)
 
-    def _step(self, config: TrialConfig) -> Step:
-        profile = self._profile(config, is_checkpointed=config.checkpoint_fraction > 0)
-        flags = _flags(config.checkpoint_fraction, len(profile.positions))
+    def _fetch(
+        self,
+        configs: Sequence[TrialConfig],
+        shapes: Sequence[_Shape],
+        *,
+        is_long: bool,
+        on_progress: OnProgress,
+    ) -> None:
+        """Have the profiles of all configurations at hand, or of those beyond their window."""
+        wanted: dict[_Shape, Structure] = {}
+        for config, shape in zip(configs, shapes, strict=True):
+            for is_checkpointed in _kinds_of_layers(config):
+                key = is_checkpointed, is_long, *shape
+                if key in self._known or key in wanted:
+                    continue
+                # From which length on masks exist is known of what was traced.
+                if not is_long or _is_long(config, self._known[is_checkpointed, False, *shape]):
+                    wanted[key] = Structure.of(
+                        config,
+                        is_checkpointed=is_checkpointed,
+                        has_flash=self._has_flash,
+                        is_long=is_long,
+                    )
+        found = self._profiles.fetch(wanted.values(), on_progress=on_progress)
+        self._known |= {key: found[structure] for key, structure in wanted.items()}
+
+    def _step(self, config: TrialConfig, shape: _Shape) -> Step:
+        first = self._profile(config, config.checkpoint_fraction > 0, shape)
+        flags = _flags(config.checkpoint_fraction, len(first.positions))
         return Step(
             config=config,
-            profiles={f: self._profile(config, is_checkpointed=f) for f in set(flags)},
+            profiles={flag: self._profile(config, flag, shape) for flag in set(flags)},
             flags=flags,
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
             is_unseen=config.is_sharded and is_tied(self._model),
         )
 
-    def _profile(self, config: TrialConfig, *, is_checkpointed: bool) -> Profile:
-        profile = self._traced(config, is_checkpointed=is_checkpointed)
-        if _is_long(config, profile):
-            profile = self._traced(config, is_checkpointed=is_checkpointed, is_long=True)
+    def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:
+        known = self._known[is_checkpointed, False, *shape]
+        if _is_long(config, known):
+            known = self._known[is_checkpointed, True, *shape]
+        if isinstance(known, InputError):
+            # A new exception each time, as one that is raised twice keeps the frames of both.
+            raise type(known)(*known.args)
         if not config.is_sharded:
-            return profile
+            return known
         # The same one for configurations alike.
-        key = id(profile), config.data_parallel, config.lora_rank, config.target_modules
-        if key not in self._known:
-            self._known[key] = sharded(profile, config, self._model)
-        return self._known[key]
-
-    def _traced(
-        self, config: TrialConfig, *, is_checkpointed: bool, is_long: bool = False
-    ) -> Profile:
-        """Return the profile of a configuration's structure; quick where it was asked before."""
-        shaping = (is_checkpointed, is_long, *(getattr(config, key) for key in _TRACED))
-        if shaping not in self._known:
-            structure = Structure.of(
-                config,
-                is_checkpointed=is_checkpointed,
-                has_flash=self._has_flash,
-                is_long=is_long,
-            )
-            self._known[shaping] = self._profiles.get(structure)
-        return self._known[shaping]
+        key = id(known), config.data_parallel, config.lora_rank, config.target_modules
+        if key not in self._sharded:
+            self._sharded[key] = sharded(known, config, self._model)
+        return self._sharded[key]
 
 
 class CpuMemory(TracingPredictor):
@@ -213,17 +200,25 @@ class CpuMemory(TracingPredictor):
     def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer | None = None) -> None:
         super().__init__(model, cache_dir=cache_dir, workspace_bytes=0, tracer=tracer)
 
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
+    def predict_all(
+        self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody
+    ) -> WholeMemory:
         """See `MemoryPredictor.predict_all`."""
-        return WholeMemory(self.predict, configs)
-
-    def predict(self, config: TrialConfig) -> MemoryPrediction:
-        """See `MemoryPredictor.predict`."""
-        known = super().predict_all([config]).prediction(0)
+        traced = super().predict_all(configs, on_progress=on_progress)
+        unsure: dict[str, Any] = dict.fromkeys(_UNCERTAINTIES, CPU_UNCERTAINTY)
         # A peak of which no step is known decides alone what fits.
-        return replace(
-            known, uncertainty=CPU_UNCERTAINTY, reserved_uncertainty=CPU_UNCERTAINTY, step=None
+        return WholeMemory(
+            configs,
+            [
+                traced.refused.get(row) or replace(traced.prediction(row), **unsure, step=None)
+                for row in range(len(configs))
+            ],
         )
+
+
+def _kinds_of_layers(config: TrialConfig) -> set[bool]:
+    """Return whether layers are recomputed, of some and of others."""
+    return {config.checkpoint_fraction > 0, config.checkpoint_fraction == 1}
 
 
 @lru_cache(maxsize=1024)
@@ -263,21 +258,12 @@ class Residuals:
         return np.where(worst <= stated, stated, worst + RESIDUAL_MARGIN)
 
 
-def _of_each_kind(configs: Iterable[TrialConfig]) -> Iterable[TrialConfig]:
-    """Return the longest of the configurations that have the same tensors, of each kind of them."""
-    longest: dict[tuple[Any, ...], TrialConfig] = {}
-    for config in configs:
-        fraction = config.checkpoint_fraction
-        key = (*(getattr(config, name) for name in _TRACED), fraction > 0, fraction < 1)
-        longest[key] = max(longest.get(key, config), config, key=attrgetter("seq_len"))
-    return longest.values()
-
-
-def _is_long(config: TrialConfig, profile: Profile) -> bool:
+def _is_long(config: TrialConfig, known: Profile | InputError) -> bool:
     """Whether the attention window needs a mask; flash-attn's own kernel takes it as a number."""
-    if profile.window is None or config.attention == "flash_attention_2":
+    window = known.window if isinstance(known, Profile) else None
+    if window is None or config.attention == "flash_attention_2":
         return False
-    return config.seq_len >= profile.window
+    return config.seq_len >= window
 
 
 def _values(config: TrialConfig, model: ModelSpec) -> Values:

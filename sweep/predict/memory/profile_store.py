@@ -11,13 +11,13 @@ import contextlib
 import hashlib
 import json
 import os
-import selectors
 import sys
 import tempfile
-import time
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -92,66 +92,20 @@ class ProfileStore:
         self._model = model
         self._cache_dir = cache_dir
         self._tracer = tracer
-        self._profiles: dict[Structure, Profile] = {}
-        self._refused: dict[Structure, InputError] = {}
+        self._known: dict[Structure, Profile | InputError] = {}
         self._has_answered = False
         self._faults = 0
         """Times in a row that a tracing process died."""
         self._last_fault = ""
 
-    def get(self, structure: Structure) -> Profile:
-        """Return a structure's profile.
-
-        What cannot be traced is not tried again: it is refused at once, with the same reason.
-
-        Raises:
-            InputError: it cannot be traced.
-            EnvironmentFault: the tracing process has never answered.
-        """
-        self.fetch([structure])
-        for part in structure.parts():
-            for needed in (part.in_bf16(), part):
-                if needed in self._refused:
-                    # A new exception each time, as one that is raised twice keeps both's frames.
-                    refused = self._refused[needed]
-                    raise type(refused)(*refused.args)
-        known = self.find(structure)
-        assert known is not None, "what was fetched is there or refused"
-        return known
-
-    def find(self, structure: Structure) -> Profile | None:
-        """Return a structure's profile where nothing has to be traced for it, now or ever."""
-        if structure not in self._profiles:
-            profile = self._find(structure)
-            if profile is None:
-                return None
-            self._profiles[structure] = profile
-        return self._profiles[structure]
-
-    def _find(self, structure: Structure) -> Profile | None:
-        if structure.is_mixed:
-            packed, wide = map(self.find, structure.parts())
-            if packed is None or wide is None:
-                return None
-            quantized = structure.config.quantized_layers(len(packed.positions))
-            return mixed(packed, wide, quantized=quantized)
-        in_bf16 = structure.in_bf16()
-        shared = None if in_bf16 is None else self.find(in_bf16)
-        if shared is not None and shared.is_same_in_fp16:
-            return shared
-        try:
-            values = json.loads(self._path(structure).read_text(encoding="utf-8"))
-            return Profile.from_json(values)
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
     def fetch(
         self, structures: Iterable[Structure], *, on_progress: OnProgress = tell_nobody
-    ) -> None:
-        """Trace what is not there yet of structures that will be asked for, several at once.
+    ) -> dict[Structure, Profile | InputError]:
+        """Return the profiles of structures, or why they have none; what is not there yet is
+        traced, several at once.
 
-        A process that dies once may have been the machine's fault, so its structure is tried again;
-        where it always does, `get` refuses the structure as any other that cannot be traced.
+        What cannot be traced is not tried again. A process that dies once may have been the
+        machine's fault, so its structure is tried again; where it always does, it is refused.
 
         Args:
             structures: of one space, say.
@@ -160,55 +114,77 @@ class ProfileStore:
         Raises:
             EnvironmentFault: the tracing process has never answered.
         """
-        parts = [part for structure in structures for part in structure.parts()]
+        asked = [*structures]
+        parts = [part for structure in asked for part in structure.parts()]
         # What tells the two 16-bit types apart has to be traced in both.
         for wanted in ([part.in_bf16() or part for part in parts], parts):
-            missing = [s for s in dict.fromkeys(wanted) if not self._is_settled(s)]
-            if not missing:
-                continue
             is_tried, before = self._faults < _FAULTS_MAX, self._faults
             if is_tried:
-                self._trace(missing, on_progress)
-            dead = [structure for structure in missing if not self._is_settled(structure)]
+                self._trace(wanted, on_progress)
+            dead = dict.fromkeys(self._missing(wanted), Untraceable(self._last_fault))
             if dead and is_tried and not self._has_answered:
                 # Of the others nothing is known yet: the next question is another attempt.
-                self._refused[dead[0]] = Untraceable(self._last_fault)
+                self._known |= list(dead.items())[:1]
                 self._faults = before + _ATTEMPTS
                 raise EnvironmentFault(self._last_fault)
-            self._refused |= {structure: Untraceable(self._last_fault) for structure in dead}
+            self._known |= dead
+        found = {structure: self._look(structure) for structure in asked}
+        return {structure: known for structure, known in found.items() if known is not None}
 
-    def _is_settled(self, structure: Structure) -> bool:
-        """Whether a structure is there, or known not to be traceable."""
-        is_refused = structure in self._refused or structure.in_bf16() in self._refused
-        return is_refused or self.find(structure) is not None
+    def _missing(self, structures: Iterable[Structure]) -> list[Structure]:
+        return [one for one in dict.fromkeys(structures) if self._look(one) is None]
 
-    def _trace(self, structures: Sequence[Structure], on_progress: OnProgress) -> None:
-        done = 0
-        on_progress(done, len(structures))
+    def _look(self, structure: Structure) -> Profile | InputError | None:
+        """Return what is known of a structure; None where it has to be traced."""
+        if structure not in self._known:
+            found = self._read(structure)
+            if found is None:
+                return None
+            self._known[structure] = found
+        return self._known[structure]
+
+    def _read(self, structure: Structure) -> Profile | InputError | None:
+        if structure.is_mixed:
+            packed, wide = map(self._look, structure.parts())
+            if isinstance(packed, Profile) and isinstance(wide, Profile):
+                quantized = structure.config.quantized_layers(len(packed.positions))
+                return mixed(packed, wide, quantized=quantized)
+            return next((why for why in (packed, wide) if isinstance(why, InputError)), None)
+        in_bf16 = structure.in_bf16()
+        shared = None if in_bf16 is None else self._look(in_bf16)
+        if isinstance(shared, InputError) or (shared is not None and shared.is_same_in_fp16):
+            return shared
+        try:
+            values = json.loads(self._path(structure).read_text(encoding="utf-8"))
+            return Profile.from_json(values)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _trace(self, wanted: Iterable[Structure], on_progress: OnProgress) -> None:
+        """Trace what is missing, and again what a process died of."""
+        missing = self._missing(wanted)
+        done, of = 0, len(missing)
+        if missing:
+            on_progress(done, of)
         for _ in range(_ATTEMPTS):
-            missing = [s for s in structures if not self._is_settled(s)]
             # Closed at once, as what is still being traced has a process of its own.
             with contextlib.closing(self._tracer.trace_all(self._model, missing)) as answers:
                 for structure, answer in answers:
-                    self._note(structure, answer)
-                    if self._faults == _FAULTS_MAX:
-                        return
-                    if self._faults == 0:
-                        done += 1
-                        on_progress(done, len(structures))
-
-    def _note(self, structure: Structure, answer: Traced) -> None:
-        """Keep what a process answered; that it did says that processes work."""
-        if isinstance(answer, EnvironmentFault):
-            self._faults += 1
-            self._last_fault = f"model '{self._model.name}' cannot be traced: {answer}"
-            return
-        self._has_answered, self._faults = True, 0
-        if isinstance(answer, InputError):
-            self._refused[structure] = answer.with_traceback(None)
-        else:
-            write_cache(self._path(structure), answer)
-            self._profiles[structure] = Profile.from_json(answer)
+                    if isinstance(answer, EnvironmentFault):
+                        self._faults += 1
+                        self._last_fault = f"model '{self._model.name}' cannot be traced: {answer}"
+                        if self._faults == _FAULTS_MAX:
+                            return
+                        continue
+                    self._has_answered, self._faults = True, 0
+                    if isinstance(answer, InputError):
+                        self._known[structure] = answer.with_traceback(None)
+                    else:
+                        write_cache(self._path(structure), answer)
+                        self._known[structure] = Profile.from_json(answer)
+                    done += 1
+                    on_progress(done, of)
+            missing = self._missing(missing)
 
     def _path(self, structure: Structure) -> Path:
         parts = [self._model.fingerprint, structure.to_json(), tracing_fingerprint()]
@@ -273,13 +249,6 @@ class TracingChildren:
         # Where nobody refers to them any more, too.
         weakref.finalize(self, _end, self._idle)
 
-    def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
-        """Return the profile of one structure, or raise why it has none."""
-        ((_, traced),) = self.trace_all(model, [structure])
-        if isinstance(traced, dict):
-            return traced
-        raise traced
-
     def trace_all(
         self, model: ModelSpec, structures: Iterable[Structure]
     ) -> Generator[tuple[Structure, Traced]]:
@@ -287,36 +256,39 @@ class TracingChildren:
         waiting = deque(structures)
         is_space = len(waiting) > 1
         most = min(self._count, -(-len(waiting) // _STRUCTURES_WORTH_A_CHILD))
-        busy: dict[_Child, Structure] = {}
-        try:
-            while waiting or busy:
-                while waiting and len(busy) < most:
-                    structure = waiting.popleft()
-                    try:
-                        child = self._free_child()
-                    except OSError as error:
-                        reason = f"the tracing process cannot be started: {words_of(error)}"
-                        yield structure, EnvironmentFault(reason)
-                        continue
-                    child.ask(model, structure)
-                    busy[child] = structure
-                for child in _done(busy) if busy else ():
-                    traced = child.traced(model.name)
-                    structure = busy.pop(child)
-                    if isinstance(traced, EnvironmentFault):
-                        child.end()
-                    else:
-                        self._idle.append(child)
-                    yield structure, traced
-        finally:
-            _end(list(busy))
-            if is_space and not self._outlive:
-                self.close()
+        busy: dict[Future[Traced], tuple[_Child, Structure]] = {}
+        # A thread waits for each child; the children are this thread's, with which they end.
+        with ThreadPoolExecutor(self._count) as pool:
+            try:
+                while waiting or busy:
+                    while waiting and len(busy) < most:
+                        structure = waiting.popleft()
+                        try:
+                            child = self._free_child()
+                        except OSError as error:
+                            reason = f"the tracing process cannot be started: {words_of(error)}"
+                            yield structure, EnvironmentFault(reason)
+                            continue
+                        busy[pool.submit(child.trace, model, structure)] = child, structure
+                    for answer in wait(busy, return_when=FIRST_COMPLETED).done:
+                        child, structure = busy.pop(answer)
+                        if isinstance(answer.result(), EnvironmentFault):
+                            child.end()
+                        else:
+                            self._idle.append(child)
+                        yield structure, answer.result()
+            finally:
+                for child, _ in busy.values():
+                    child.process.kill()
+                wait(busy)
+                _end([child for child, _ in busy.values()])
+                if is_space and not self._outlive:
+                    self.close()
 
     def _free_child(self) -> _Child:
         while self._idle:
             child = self._idle.pop()
-            if not child.has_ended():
+            if not child.process.has_ended():
                 return child
             # With the thread that started it, or by somebody's hand.
             child.end()
@@ -327,26 +299,8 @@ class TracingChildren:
         _end(self._idle)
 
 
-def _end(children: list[_Child]) -> None:
-    while children:
-        children.pop().end()
-
-
-def _done(children: Collection[_Child]) -> list[_Child]:
-    """Wait for something to happen, and return the children of which no more is to be heard."""
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.stdout, selectors.EVENT_READ, child.read)
-            if child.question:
-                selector.register(child.stdin, selectors.EVENT_WRITE, child.write)
-        first = min(child.deadline for child in children)
-        for key, _ in selector.select(max(0.0, first - time.monotonic())):
-            key.data()
-    return [child for child in children if child.is_done]
-
-
 class _Child:
-    """One process, asked one question at a time by the thread that started it, with which it ends.
+    """One process, asked one question at a time, that ends with the thread that started it.
 
     Raises:
         OSError: it cannot be started.
@@ -355,74 +309,58 @@ class _Child:
     def __init__(self, command: tuple[str, ...]) -> None:
         with contextlib.ExitStack() as opened:
             self._printed = opened.enter_context(tempfile.TemporaryFile())
-            self._child = Child(
+            self.process = Child(
                 [*command, str(os.getpid())],
                 stderr=self._printed,
                 # It walks shapes: the GPU's memory is the trials'.
                 environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
             )
-            pipes = self._child.process.stdin, self._child.process.stdout
-            self.stdin, self.stdout = (opened.enter_context(pipe) for pipe in pipes if pipe)
-            os.set_blocking(self.stdin.fileno(), False)
+            stdin, stdout = self.process.process.stdin, self.process.process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            self._stdin, self._stdout = map(opened.enter_context, (stdin, stdout))
             self._opened = opened.pop_all()
 
-    def ask(self, model: ModelSpec, structure: Structure) -> None:
-        """Have a structure traced."""
+    def trace(self, model: ModelSpec, structure: Structure) -> Traced:
+        """Return the profile of a structure, or why it has none."""
         question = {"model": model.to_json(), "structure": structure.to_json()}
-        self.question = json.dumps(question).encode() + b"\n"
-        self._answer = bytearray()
-        self._is_closed = False
-        self.deadline = time.monotonic() + _DEADLINE_SECONDS
-
-    def write(self) -> None:
-        """Send as much of the question as is taken at once."""
+        late = threading.Timer(_DEADLINE_SECONDS, self.process.kill)
+        late.start()
+        # It may have ended before it reads; how, is still to be heard.
+        with contextlib.suppress(OSError):
+            self._stdin.write(json.dumps(question).encode() + b"\n")
+            self._stdin.flush()
+        said = self._stdout.readline(_ANSWER_BYTES_MAX)
+        is_late = not late.is_alive()
+        late.cancel()
         try:
-            self.question = self.question[os.write(self.stdin.fileno(), self.question) :]
-        except OSError:
-            # It may have ended before it reads; how, is still to be heard.
-            self.question = b""
-
-    def read(self) -> None:
-        """Take what is there of the answer."""
-        more = os.read(self.stdout.fileno(), 2**16)
-        self._answer += more
-        self._is_closed = not more
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no more is waited for."""
-        is_told = self._answer.endswith(b"\n") or len(self._answer) >= _ANSWER_BYTES_MAX
-        return is_told or self._is_closed or time.monotonic() >= self.deadline
-
-    def traced(self, name: str) -> Traced:
-        """Return what was answered, for a model of a name."""
-        try:
-            answer = json.loads(self._answer)
+            answer = json.loads(said)
         except ValueError:
             answer = None
         match answer:
             case {"profile": dict(profile)}:
                 return profile
             case {"untraceable": str(reason)}:
-                return Untraceable(f"model '{name}': memory is not predicted: {reason}")
+                return Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
             case {"input": str(reason)}:
-                return InputError(f"model '{name}': {reason}")
-        if self._answer.endswith(b"\n") or len(self._answer) >= _ANSWER_BYTES_MAX:
-            text = self._answer[:200].decode(errors="replace").rstrip("\n")
+                return InputError(f"model '{model.name}': {reason}")
+        if said.endswith(b"\n") or len(said) == _ANSWER_BYTES_MAX:
+            text = said[:200].decode(errors="replace").rstrip("\n")
             return EnvironmentFault(f"the tracing process said what is no answer: {text!r}")
-        end = self._child.end(patience=_LAST_MOMENT_SECONDS if self._is_closed else 0.0)
-        how = "it closed its pipe" if self._is_closed else "it took too long"
+        end = self.process.end(patience=_LAST_MOMENT_SECONDS)
+        how = "it took too long" if is_late else "it closed its pipe"
         how = how if end.was_killed else f"it ended with {end}"
         fault = f"the tracing process gave no answer: {how}{last_words(self._printed)}"
         return EnvironmentFault(fault)
 
-    def has_ended(self) -> bool:
-        """Whether its process is gone."""
-        return self._child.has_ended()
-
     def end(self) -> None:
         """End the process with all that it started."""
-        self._child.end()
+        self.process.end()
         # What was not read by then is lost with it.
         with contextlib.suppress(OSError):
             self._opened.close()
+
+
+def _end(children: list[_Child]) -> None:
+    while children:
+        children.pop().end()

@@ -151,23 +151,6 @@ dies, instead the traced layer that left it, which stands for several; -1 where 
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a tape, up to where something dies that an earlier segment has left.
-
-    Every tensor that is born in a tape has a place, counted from zero.
-    """
-
-    births: Sequence[tuple[int, int, int]]
-    """Births and deaths in order: the index of the size that is born, or -1; that of what is born
-    or dies; its place.
-    """
-    leaves: Sequence[tuple[str, int, int]]
-    """What is born to outlive the segment: its path, the index of its size, its place."""
-    fetched: tuple[str, int | None] | None
-    """The path of what dies at the end, and the layers it lived through; None for all layers'."""
-
-
-@dataclass(frozen=True)
 class Segment:
     """A stretch of a training step."""
 
@@ -175,27 +158,6 @@ class Segment:
     """Its births and deaths in order."""
     highest: Sequence[int]
     """Its births after which most is alive, at some size."""
-
-    @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
-        """The tape, in a form that is fast to go through at any sizes."""
-        places: dict[Any, tuple[int, int]] = {}
-        found: list[Stretch] = []
-        births: list[tuple[int, int, int]] = []
-        leaves: list[tuple[str, int, int]] = []
-        for what, key, size, _, by in self.tape:
-            if what in (BIRTH, LEAVE):
-                place = len(places)
-                places[key if what == BIRTH else (key, place)] = size, place
-                births.append((size, size, place))
-                if what == LEAVE:
-                    leaves.append((key, size, place))
-            elif what == DEATH:
-                births.append((-1, *places[key]))
-            elif what in (FETCH, FETCH_ALL):
-                found.append(Stretch(births, leaves, (key, by if what == FETCH else None)))
-                births, leaves = [], []
-        return (*found, Stretch(births, leaves, None))
 
     @cached_property
     def births(self) -> int:

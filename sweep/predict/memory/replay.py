@@ -13,10 +13,9 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +30,16 @@ from sweep.predict.memory.allocator import (
     grains,
 )
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.memory.profiles import Profile, Segment, Values
+from sweep.predict.memory.profiles import (
+    BIRTH,
+    DEATH,
+    FETCH,
+    FETCH_ALL,
+    LEAVE,
+    Profile,
+    Segment,
+    Values,
+)
 
 WORTH_PROCESSES = 300
 """Steps whose replays take longer than starting processes for them: one or two seconds."""
@@ -177,11 +185,12 @@ class _SizedTape:
     """A tape at real sizes; small requests, in segments of their own, are only summed up.
 
     Each is a MiB at most, in a pool that large ones never touch, so that all they change is how far
-    that pool grows.
+    that pool grows. Every tensor that is born in a tape has a place, counted from zero.
     """
 
     stretches: list[tuple[list[Event], tuple[str, int | None] | None]]
-    """What happens, and what is fetched then, as in `Stretch`."""
+    """What happens up to where something dies that an earlier segment has left: the path of that,
+    and the layers it lived through; None for all layers'. At the end nothing does."""
     leaves: list[tuple[str, int, int]]
     """Path, place, and the bytes of what is small, which has nothing in its place."""
     places: int
@@ -336,31 +345,37 @@ def _keeps_bytes(step: Step, visit: Visit) -> int:
 
 
 def _sizes(profile: Profile, values: Values) -> tuple[list[int], list[int]]:
-    """Return the grains of large requests and the bytes of small ones, by the tapes' index.
-
-    A death, whose birth has the index -1, requests nothing; at -1 - index is what it gives back of
-    small ones.
-    """
+    """Return the grains of large requests and the bytes of small ones, by the tapes' index."""
     sizes = (profile.coefficients @ np.array(profile.scale(values), object)).tolist()
     requests = [grains(size) if size > SMALL_BYTES else 0 for size in sizes]
-    small = [size if size <= SMALL_BYTES else 0 for size in sizes]
-    return [*requests, 0], [*small, *(-size for size in reversed(small))]
+    return requests, [size if size <= SMALL_BYTES else 0 for size in sizes]
 
 
-def _sized(segment: Segment, requests: Sequence[int], changes: Sequence[int]) -> _SizedTape:
-    parts = segment.stretches
-    moves = [
-        changes[of if birth >= 0 else -1 - of] for part in parts for birth, of, _ in part.births
-    ]
-    return _SizedTape(
-        stretches=[
-            ([(requests[birth], at) for birth, of, at in p.births if requests[of]], p.fetched)
-            for p in parts
-        ],
-        leaves=[(path, at, changes[of]) for part in parts for path, of, at in part.leaves],
-        places=segment.births,
-        small_peak_bytes=max(accumulate(moves, initial=0)),
-    )
+def _sized(segment: Segment, requests: Sequence[int], small: Sequence[int]) -> _SizedTape:
+    places: dict[Any, tuple[int, int]] = {}
+    tape = _SizedTape([], [], segment.births, 0)
+    events: list[Event] = []
+    alive = peak = 0
+    for what, key, size, _, by in segment.tape:
+        if what in (BIRTH, LEAVE):
+            place = len(places)
+            places[key if what == BIRTH else (key, place)] = size, place
+            if what == LEAVE:
+                tape.leaves.append((key, place, small[size]))
+            if requests[size]:
+                events.append((requests[size], place))
+            alive += small[size]
+            peak = max(peak, alive)
+        elif what == DEATH:
+            born, place = places[key]
+            if requests[born]:
+                events.append((0, place))
+            alive -= small[born]
+        elif what in (FETCH, FETCH_ALL):
+            tape.stretches.append((events, (key, by if what == FETCH else None)))
+            events = []
+    tape.stretches.append((events, None))
+    return replace(tape, small_peak_bytes=peak)
 
 
 def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) -> list[Uncapped]:

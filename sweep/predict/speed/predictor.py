@@ -156,61 +156,14 @@ def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> Array:
     return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
 
 
-class LogFactors:
-    """The steps of configurations on a card, by the logarithms of the speed model's factors.
-
-    A configuration without a prediction is taken for the median of the others.
-
-    Args:
-        configs: what is to be trained.
-        model: the model's config.
-        gpu: the card that runs it.
-
-    Raises:
-        ValueError: none of the configurations has a prediction.
-    """
-
-    def __init__(self, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> None:
-        phases = StepPhases.of(configs, model=model, gpu=gpu)
-        seconds = phases.seconds(np.ones(len(FACTORS)))
-        known = np.flatnonzero(~np.isnan(seconds))
-        if not len(known):
-            raise ValueError("none of the configurations has a predicted step")
-        median = known[np.argsort(seconds[known])[len(known) // 2]]
-        stand_ins = np.where(np.isnan(seconds), median, np.arange(len(seconds)))
-        self._phases = phases.of_rows(stand_ins)
-        eight_bit = FACTOR_SPREAD["matmul" if gpu.measured_8bit else "eight_bit"]
-        self._spreads = {**FACTOR_SPREAD, "eight_bit": eight_bit}
-
-    @cached_property
-    def spread(self) -> Array:
-        """Covariance of the factors' logarithms before anything was measured."""
-        return factor_covariance(self._spreads)
-
-    @cached_property
-    def launch_shares(self) -> Array:
-        """Share of each step that goes with the host's launches, by the catalogue's rates."""
-        unchanged = np.zeros(len(FACTORS))
-        return self.slopes(unchanged, slice(None))[:, FACTORS.index("launch")]
-
-    def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
-        """Return the logarithm of some configurations' seconds."""
-        return np.log(self._phases.of_rows(rows).seconds(np.exp(log_factors)))
-
-    def slopes(self, log_factors: Array, rows: Rows) -> Array:
-        """Return by how much some configurations' log seconds rise with each log factor."""
-        phases, factors = self._phases.of_rows(rows), np.exp(log_factors)
-        return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
-
-
 def ratio_spread(
     config: TrialConfig, other: TrialConfig, *, model: ModelSpec, gpu: GpuSpec
 ) -> float:
     """Return how far two configurations' speed ratio may be off: a logarithm's standard deviation.
 
-    What a GPU is off by as a whole is in both, and cancels. Errors are those of `LogFactors`.
+    What a GPU is off by as a whole is in both, and cancels. Errors are those of `StepTimes.spread`.
     """
-    steps = LogFactors([config, other], model=model, gpu=gpu)
+    steps = StepTimes([config, other], model=model, gpu=gpu)
     own, others = steps.slopes(np.zeros(len(FACTORS)), slice(None))
     return float(np.sqrt((own - others) @ steps.spread @ (own - others)))
 
@@ -240,17 +193,18 @@ class SpeedPrediction:
 
 
 class StepTimes:
-    """The optimizer steps of configurations on a GPU, under whatever calibration is asked about.
+    """The optimizer steps of configurations on a GPU.
 
     Args:
         configs: what is to be trained; one row of every answer each.
         model: the model's config; nothing is loaded.
         gpu: what runs it.
         shapes: of the texts that are trained on; None where rows are full.
+        calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
 
-    Every answer is not a number where the architecture is not known or the GPU has no rate for the
-    compute type. A calibration has factors fitted to trials on that GPU; None takes the catalogue's
-    rates.
+    Seconds and what follows from them are not a number where the architecture is not known or the
+    GPU has no rate for the compute type. By the logarithms of factors (`log_seconds`, `slopes`) all
+    is of full rows, and such a configuration is taken for the median of the others.
     """
 
     def __init__(
@@ -260,26 +214,26 @@ class StepTimes:
         model: ModelSpec,
         gpu: GpuSpec,
         shapes: ShapesOnTexts | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._model, self._gpu = model, gpu
+        self._model, self._gpu, self._calibration = model, gpu, calibration
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
-        self._tokens = tokens_per_step(configs, shapes)
+        self._factors = in_order(calibration)
+        self._full_seconds = self.phases.seconds(self._factors)
+        self.is_known = ~np.isnan(self._full_seconds)
         parts = (1.0 if shapes is None else shapes.of(config).seconds for config in configs)
         self._part: Array = np.fromiter(parts, float, len(configs))
+        self.seconds = self._full_seconds * self._part
+        """Of each step, accumulation included."""
+        self.tokens_per_second = tokens_per_step(configs, shapes) / self.seconds
+        """How many tokens that carry loss each trains."""
 
-    def seconds(self, calibration: Calibration | None) -> Array:
-        """Return the seconds of each step, accumulation included."""
-        return self.phases.seconds(in_order(calibration)) * self._part
-
-    def tokens_per_second(self, calibration: Calibration | None) -> Array:
-        """Return how many tokens that carry loss each trains in a second."""
-        return self._tokens / self.seconds(calibration)
-
-    def uncertainty(self, calibration: Calibration | None) -> Array:
-        """Return how far each step may be off, relative: nine in ten take its seconds times 1 -
-        this to 1 + this.
+    @cached_property
+    def uncertainty(self) -> Array:
+        """How far each step may be off, relative: nine in ten take its seconds times 1 - this to
+        1 + this.
 
         The GPU's own, between what it is for time that the GPU takes and for time that the host's
         launches take; smaller after trials on the GPU, for further steps of the same study.
@@ -287,70 +241,79 @@ class StepTimes:
         training in such was measured, and a step of several GPUs.
         """
         known, seen = self._gpu.speed_uncertainty, {"16-bit", *self._gpu.measured_8bit}
-        if calibration is not None:
-            known, seen = calibration.uncertainty(known), seen | calibration.numerics
-        launches = self._shares("launch", calibration)
+        if self._calibration is not None:
+            known, seen = self._calibration.uncertainty(known), seen | self._calibration.numerics
+        shares = self.phases.slopes(self._factors) * self._factors / self._full_seconds[:, None]
+        launches, attention, eight_bit = (
+            shares[:, FACTORS.index(factor)] for factor in ("launch", "attention", "eight_bit")
+        )
         stated = launches * known.launch + (1.0 - launches) * known.device
         masks = np.array([_attention_doubt(config) for config in self._full], np.float64)
-        attention = self._shares("attention", calibration) * masks
         unseen = [0.0 if config.numerics in seen else EIGHT_BIT_DOUBT for config in self._full]
-        eight_bit = self._shares("eight_bit", calibration) * np.array(unseen)
         parallel = np.array([_parallel_doubt(config) for config in self._full], np.float64)
         # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
-        return np.asarray(np.hypot(stated, eight_bit) + attention + parallel)
+        off = np.hypot(stated, eight_bit * np.array(unseen))
+        return np.asarray(off + attention * masks + parallel)
 
-    def _shares(self, factor: Factor, calibration: Calibration | None) -> Array:
-        """Return the share of each step that goes with a factor."""
-        factors, column = in_order(calibration), FACTORS.index(factor)
-        part = self.phases.slopes(factors)[:, column] * factors[column]
-        return np.asarray(part / self.phases.seconds(factors))
-
-    def terms(self, calibration: Calibration | None) -> Array:
-        """Return seconds by configuration and factor; of launches what the GPU waits for them."""
-        *of_gpu, launch, overhead = in_order(calibration)
+    @cached_property
+    def terms(self) -> Array:
+        """Seconds by configuration and factor; of launches what the GPU waits for them."""
+        *of_gpu, launch, overhead = self._factors
         by_term = self.phases.device * of_gpu
         device = by_term.sum(axis=2)
         waits = (overlapped(device, self.phases.launch * launch) - device).sum(axis=1)
         columns = [by_term.sum(axis=1), waits, self.phases.fixed * overhead]
         return np.column_stack(columns) * self._part[:, None]
 
-    def bottlenecks(self, calibration: Calibration | None) -> list[Bottleneck]:
-        """Return what most of each step waits for."""
-        *of_gpu, launch, _ = in_order(calibration)
-        parts = (self.phases.compute, self.phases.memory)
-        compute, memory = ((part * of_gpu).sum(axis=(1, 2)) for part in parts)
-        waits = self.phases.launch.sum(axis=1) * launch > compute + memory
-        names: tuple[Bottleneck, ...] = ("compute", "bandwidth", "launch")
-        return [names[code] for code in np.where(waits, 2, memory > compute).tolist()]
-
-    def predictions(self, calibration: Calibration | None) -> list[SpeedPrediction | InputError]:
-        """Return all that is predicted of each step, or why nothing is."""
-        flops = self.phases.model_flops / self.phases.seconds(in_order(calibration))
-        columns = (
-            self.seconds(calibration),
-            self.tokens_per_second(calibration),
-            flops / self.phases.peak_flops,
-            self.uncertainty(calibration),
-            self.terms(calibration),
+    def prediction(self, row: int) -> SpeedPrediction | InputError:
+        """Return all that is predicted of one step, or why nothing is."""
+        if not self.is_known[row]:
+            return InputError(str(refusal(self._full[row], model=self._model, gpu=self._gpu)))
+        *of_gpu, launch, _ = self._factors
+        parts = self.phases.compute[row], self.phases.memory[row]
+        compute, memory = ((part * of_gpu).sum() for part in parts)
+        bottleneck: Bottleneck = "bandwidth" if memory > compute else "compute"
+        if self.phases.launch[row].sum() * launch > compute + memory:
+            bottleneck = "launch"
+        flops = self.phases.model_flops[row] / self._full_seconds[row]
+        return SpeedPrediction(
+            step_seconds=float(self.seconds[row]),
+            tokens_per_second=float(self.tokens_per_second[row]),
+            bottleneck=bottleneck,
+            flops_utilization=float(flops / self.phases.peak_flops[row]),
+            terms=dict(zip(FACTORS, self.terms[row].tolist(), strict=True)),
+            basis="predicted" if self._calibration is None else "calibrated",
+            uncertainty=float(self.uncertainty[row]),
+            trials=0 if self._calibration is None else self._calibration.trials,
         )
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            InputError(str(refusal(config, model=self._model, gpu=self._gpu)))
-            if math.isnan(seconds)
-            else SpeedPrediction(
-                step_seconds=seconds,
-                tokens_per_second=speed,
-                bottleneck=bottleneck,
-                flops_utilization=utilization,
-                terms=dict(zip(FACTORS, terms, strict=True)),
-                basis="predicted" if calibration is None else "calibrated",
-                uncertainty=uncertainty,
-                trials=0 if calibration is None else calibration.trials,
-            )
-            for config, bottleneck, (seconds, speed, utilization, uncertainty, terms) in zip(
-                self._full, self.bottlenecks(calibration), rows, strict=True
-            )
-        ]
+
+    @cached_property
+    def _all_known(self) -> StepPhases:
+        seconds = self.phases.seconds(np.ones(len(FACTORS)))
+        known = np.flatnonzero(self.is_known)
+        median = known[np.argsort(seconds[known])[len(known) // 2]]
+        return self.phases.of_rows(np.where(self.is_known, np.arange(len(seconds)), median))
+
+    @cached_property
+    def spread(self) -> Array:
+        """Covariance of the factors' logarithms before anything was measured."""
+        eight_bit = FACTOR_SPREAD["matmul" if self._gpu.measured_8bit else "eight_bit"]
+        return factor_covariance({**FACTOR_SPREAD, "eight_bit": eight_bit})
+
+    @cached_property
+    def launch_shares(self) -> Array:
+        """Share of each step that goes with the host's launches, by the catalogue's rates."""
+        unchanged = np.zeros(len(FACTORS))
+        return self.slopes(unchanged, slice(None))[:, FACTORS.index("launch")]
+
+    def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
+        """Return the logarithm of some configurations' seconds."""
+        return np.log(self._all_known.of_rows(rows).seconds(np.exp(log_factors)))
+
+    def slopes(self, log_factors: Array, rows: Rows) -> Array:
+        """Return by how much some configurations' log seconds rise with each log factor."""
+        phases, factors = self._all_known.of_rows(rows), np.exp(log_factors)
+        return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
 
 
 def _attention_doubt(config: TrialConfig) -> float:

@@ -42,11 +42,11 @@ def longest_views(answers: Sequence[Longest], *, is_detailed: bool) -> Renderabl
 
 
 def _longest_sentence(answer: Longest) -> str:
-    where = f"{answer.model.name} on the {answer.gpu.name}"
-    best = answer.best
+    forecaster, best = answer.forecaster, answer.best
+    where = f"{forecaster.model.name} on the {forecaster.gpu.name}"
     if best is None or best.forecast is None:
         return f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
-    numbers = numbers_of(best.forecast, answer.budget_bytes, None)
+    numbers = numbers_of(best.forecast, forecaster.budget_bytes, None)
     what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
     return f"The longest sequences that surely fit for {where}: {what}: {numbers}"
 
@@ -74,7 +74,7 @@ def _longest_table(answer: Longest, *, most: int, is_detailed: bool) -> Renderab
 
 
 def _longest_facts(answers: Sequence[Longest]) -> Iterator[Fact]:
-    found = {a.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
+    found = {a.forecaster.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
     if found:
         yield from settings_facts(found)
     first, rows = answers[0], [row for answer in answers for row in answer.rows]

@@ -25,6 +25,7 @@ from sweep.data.choice import ReadTexts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
+from sweep.planning.candidates import NOT_ASKED
 from sweep.planning.documents import (
     card_document,
     cheapest_document,
@@ -37,8 +38,7 @@ from sweep.planning.plan import (
     CardPlan,
     bill_offers,
     compare_cards,
-    plan_configuration,
-    plan_space,
+    plan_card,
 )
 from sweep.planning.question import (
     PlanRequest,
@@ -172,15 +172,13 @@ def _of_each_card(question: Question, progress: Progress) -> Answer:
     """Return the plan of each GPU and their comparison."""
     work, offers = question.request.work, question.offers
     is_detailed = question.request.is_detailed
-    forecasters = {gpu.name: question.forecaster(gpu) for gpu in question.gpus}
-    plans = [_card_plan(question, forecasters[gpu.name], progress) for gpu in question.gpus]
+    plans = [_card_plan(question, question.forecaster(gpu), progress) for gpu in question.gpus]
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         view = plan_view(plans[0], is_detailed=is_detailed)
         return Answer([card_document(plans[0])], view, fits)
 
-    def look(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
-        forecaster = forecasters[plan.gpu.name]
+    def look(forecaster: Forecaster, about: SearchSpace | TrialConfig) -> Forecast | None:
         if isinstance(about, TrialConfig):
             return forecaster.expect(about)
         return _surveyed(about, forecaster, progress).recommended
@@ -192,18 +190,13 @@ def _of_each_card(question: Question, progress: Progress) -> Answer:
 
 def _card_plan(question: Question, forecaster: Forecaster, progress: Progress) -> CardPlan:
     work, offers = question.request.work, question.offers.get(forecaster.gpu.name, ())
-    about = question.about(forecaster.gpu)
+    about, asked = question.about(forecaster.gpu), NOT_ASKED
     if isinstance(about, TrialConfig):
-        return plan_configuration(
-            about, forecaster=forecaster, work=work, offers=offers, progress=progress
-        )
-    return plan_space(
-        _surveyed(about, forecaster, progress),
-        work=work,
-        offers=offers,
-        asked=question.asked(forecaster.gpu),
-        progress=progress,
-    )
+        looked_at: Survey | Forecast = forecaster.forecast([about], progress=progress)[0]
+    else:
+        looked_at = _surveyed(about, forecaster, progress)
+        asked = question.asked(forecaster.gpu)
+    return plan_card(looked_at, work=work, offers=offers, asked=asked, progress=progress)
 
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Survey:

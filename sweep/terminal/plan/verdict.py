@@ -41,14 +41,14 @@ def screen(plan: CardPlan) -> Iterator[RenderableType]:
 
 def _sentence(plan: CardPlan) -> str:
     """Return the answer for one GPU in a sentence that stands alone."""
-    where, shown = f"{plan.model.name} on the {plan.gpu.name}", plan.shown
+    where, shown = f"{plan.forecaster.model.name} on the {plan.gpu.name}", plan.shown
     if shown is None:
         return f"Nothing fits for {where}: {_too_small(plan)}"
     what = what_words(shown.config)
     if shown.broken is not None:
         return f"{what} is not possible for {where}: {shown.broken.reason}"
     bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
-    numbers = numbers_of(shown, plan.budget_bytes, bill)
+    numbers = numbers_of(shown, plan.forecaster.budget_bytes, bill)
     if plan.survey is None:
         return f"{what} {_FIT_WORDS[shown.fit]} for {where}: {numbers}"
     return f"Recommended for {where}: {what}: {numbers}"
@@ -99,7 +99,7 @@ def _too_small(plan: CardPlan) -> str:
         return ": ".join([what, *plan.obstacles])
     return (
         f"the smallest configuration needs {units.gib(least)}, and the budget is "
-        f"{units.gib(plan.budget_bytes)}"
+        f"{units.gib(plan.forecaster.budget_bytes)}"
     )
 
 
@@ -226,7 +226,7 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         return
     if len(looked) == 1:
         plan, survey = looked[0]
-        counts = survey.counts
+        counts = survey.found
         cannot = counts.looked_at - counts.fit - counts.uncertain
         fits = f"{counts.fit:,} surely fit, {counts.uncertain:,} may fit, {cannot:,} cannot"
         yield "searched", f"{_space_words(plan, survey)}; {fits}"
@@ -249,7 +249,7 @@ def _space_words(plan: CardPlan, survey: Survey) -> str:
     total = survey.total
     whole = "no end of configurations" if total is None else units.plural(total, "configuration")
     if survey.is_sampled:
-        whole = f"{survey.counts.looked_at:,} drawn from {whole}"
+        whole = f"{survey.found.looked_at:,} drawn from {whole}"
     which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
     return f"{which}, {whole}"
 
@@ -257,7 +257,7 @@ def _space_words(plan: CardPlan, survey: Survey) -> str:
 def _next(plan: CardPlan, *, is_timed: bool = True) -> Iterator[Fact]:
     """Yield the commands to go on with."""
     if plan.shown is None:
-        model = plan.model.name
+        model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
     elif plan.survey is not None:
         seconds = plan.survey.study_seconds()
@@ -297,14 +297,14 @@ def _choice(
     offers: OfferComparison | None,
 ) -> str:
     """Return which GPU to take, in a sentence that stands alone."""
-    model, name = best.model.name, best.gpu.name
+    model, name = best.forecaster.model.name, best.gpu.name
     if not chosen:
         return f"Nothing fits for {model} on the {listed(plan.gpu.name for plan in plans)}"
     bill = None if offers is None else offers.cheapest
     which = f"the {name}" if bill is None else offer_words(bill)
     why = f"predicted the {'fastest' if bill is None else 'cheapest'}"
     why = why if len(chosen) > 1 else "which alone has room"
-    numbers = numbers_of(chosen[name], best.budget_bytes, bill)
+    numbers = numbers_of(chosen[name], best.forecaster.budget_bytes, bill)
     return f"Recommended for {model}: {which}, {why}: {what_words(chosen[name].config)}: {numbers}"
 
 

@@ -65,7 +65,7 @@ def _details(plan: CardPlan) -> Iterator[RenderableType]:
         title = "What if: one change each, against that configuration"
         yield from section(title, _what_ifs(changes, of=len(plan.what_ifs)))
     if plan.shown is not None and plan.shown.broken is None:
-        answer = answer_view(plan.shown, gpu=plan.gpu, budget_bytes=plan.budget_bytes)
+        answer = answer_view(plan.shown, gpu=plan.gpu, budget_bytes=plan.forecaster.budget_bytes)
         yield from section("Where its memory and time go", answer)
     if plan.table is not None:
         yield from section("What fits, in tokens/s", _table(plan.table, plan))
@@ -95,9 +95,9 @@ def _what_ifs(changes: Sequence[WhatIf], *, of: int) -> RenderableType:
 def _grounds(plan: CardPlan) -> Iterator[str]:
     yield (
         f"{plan.gpu.name} ({plan.gpu.product}): {units.gib(plan.gpu.memory_bytes)} usable, a "
-        f"training may take {units.gib(plan.budget_bytes)}"
+        f"training may take {units.gib(plan.forecaster.budget_bytes)}"
     )
-    model, count = plan.model, parameters(plan.model)
+    model, count = plan.forecaster.model, parameters(plan.forecaster.model)
     size = "" if count is None else f"{count:,} parameters, "
     yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
     if plan.shown is not None:
@@ -180,9 +180,9 @@ def _classes(survey: Survey, best: Forecast) -> RenderableType:
 
 def _study_lines(survey: Survey, plan: CardPlan) -> Iterator[str]:
     """Yield what of the space is forbidden or not predicted, and how long a study takes."""
-    for rule, number in sorted(survey.counts.invalid.items()):
+    for rule, number in sorted(survey.found.invalid.items()):
         yield f"{number:,} configurations are forbidden on this model and GPU: {rule}"
-    for reason, number in sorted(survey.counts.unpredicted.items()):
+    for reason, number in sorted(survey.found.unpredicted.items()):
         yield f"{number:,} configurations are not predicted: {reason}"
     seconds = survey.study_seconds()
     if seconds is not None:
@@ -206,13 +206,13 @@ def _sure_lines(plan: CardPlan, forecast: Forecast) -> Iterator[str]:
         yield f"price: {source_words(bill.offer)}"
     if not plan.bills and forecast.step_seconds is not None:
         yield f"cost: no price of the {plan.gpu.name} is known; name a file with --prices"
-    yield from plan.evidence.notes
+    yield from plan.forecaster.evidence.notes
     if forecast.broken is None:
         yield from forecast.notes
 
 
 def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
-    evidence = plan.evidence
+    evidence = plan.forecaster.evidence
     if forecast.trial is not None:
         return f"measured by trial {forecast.trial.number} of study {evidence.study}"
     if forecast.speed is None:
@@ -235,7 +235,7 @@ def _speed_ground(plan: CardPlan, forecast: Forecast) -> str | None:
 
 
 def _memory_record(plan: CardPlan) -> str:
-    evidence = plan.evidence
+    evidence = plan.forecaster.evidence
     if evidence.memory_error is None:
         return ""
     trials = units.plural(len(evidence.memory_errors), "trial")

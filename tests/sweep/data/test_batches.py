@@ -15,8 +15,8 @@ from trl import pack_dataset
 
 from search_spaces.texts import TextsChoice
 from sweep.data import epoch as epochs
-from sweep.data.batches import epoch_of, training_rows, trial_batches
-from sweep.data.collating import IGNORED, collator
+from sweep.data.batches import Texts, epoch_of, training_rows, trial_batches
+from sweep.data.collating import IGNORED, Collator
 from sweep.data.cutting import cut_exactly
 from sweep.data.opening import open_tokens
 from sweep.data.study_epochs import StudyEpochs
@@ -64,13 +64,13 @@ def test_a_round_is_what_the_epoch_says_of_it(
     directory = request.getfixturevalue(kind)
     config = configured(packing, seq_len=64, effective_batch_size=12, attention=attention)
 
-    batches = trial_batches(directory, config, seed=0, eval_fraction=0.05)
+    batches = trial_batches(Texts(directory, eval_fraction=0.05, seed=0), config)
 
     # Two steps of three micro-batches hold four strata; of packed rows one step may be enough.
     assert len(batches.round) in ((3, 6) if packing == "packed" else (6,))
     assert batches.loss_tokens == sum(map(_carrying, batches.round)) > 0
     assert batches.padded_tokens == sum(batch["input_ids"].numel() for batch in batches.round)
-    assert batches.loss_tokens < batches.tokens <= batches.padded_tokens
+    assert batches.loss_tokens < batches.padded_tokens
     assert all("attention_mask" not in batch for batch in batches.round + batches.largest)
     shapes = {tuple(batch["input_ids"].shape) for batch in batches.largest}
     largest = batches.epoch.largest
@@ -78,13 +78,13 @@ def test_a_round_is_what_the_epoch_says_of_it(
 
 
 def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
-    rows = trial_batches(texts, configured(), seed=7, eval_fraction=0.5).epoch.rows
+    rows = trial_batches(Texts(texts, eval_fraction=0.5, seed=7), configured()).epoch.rows
     assert len(rows) == 1250
 
 
 def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
     rows = open_tokens(texts).with_format("numpy")
-    batch = collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
+    batch = Collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
 
     for index, tokens in enumerate(batch["input_ids"]):
         length = min(len(rows[index]["input_ids"]), 64)
@@ -96,7 +96,7 @@ def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
 
 def test_a_prompt_carries_no_loss(completions: Path) -> None:
     rows, loss = open_tokens(completions), np.load(completions / "loss_lengths.npy")
-    collate = collator(configured(seq_len=4096), pad_token_id=0)
+    collate = Collator(configured(seq_len=4096), pad_token_id=0)
     for index in range(5):
         labels = collate([rows[index]])["labels"][0]
         assert (labels != IGNORED).sum() == loss[index]
@@ -109,7 +109,8 @@ def test_no_packed_text_begins_with_a_token_that_carries_loss(
     kind: str, attention: str, request: pytest.FixtureRequest
 ) -> None:
     config = configured("packed", seq_len=64, attention=attention)
-    batches = trial_batches(request.getfixturevalue(kind), config, seed=0, eval_fraction=0.0)
+    texts = Texts(request.getfixturevalue(kind), eval_fraction=0.0, seed=0)
+    batches = trial_batches(texts, config)
     for batch in batches.round:
         begins = batch["position_ids"] == 0
         assert begins.sum() > len(begins)
@@ -149,7 +150,7 @@ def test_a_training_has_the_rows_of_the_epoch(
 
     whole = epoch_of(directory, config, indices=indices, seed=0)
     assert len(rows) == len(whole.rows)
-    collate = collator(config, pad_token_id=0)
+    collate = Collator(config, pad_token_id=0)
     loss = [_carrying(collate([row])) for row in rows]
     assert sum(loss) == whole.loss_tokens
     if packing != "packed":
@@ -174,7 +175,7 @@ def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: 
     assert chosen.epoch(config).loss_tokens == whole.loss_tokens
     assert whole.rows_left_out == left.count(0) > 0
     rows = training_rows(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
-    collate = collator(config, pad_token_id=0)
+    collate = Collator(config, pad_token_id=0)
     assert [_carrying(collate([row])) for row in rows] == [count for count in left if count]
 
 
@@ -195,7 +196,7 @@ def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
     config = configured(packing, seq_len=64, micro_batch_size=9, compile=True)
     rows = training_rows(texts, config, indices=np.arange(203), seed=0)
     assert len(rows) % 9
-    loader = DataLoader(rows, batch_size=9, collate_fn=collator(config, pad_token_id=3))
+    loader = DataLoader(rows, batch_size=9, collate_fn=Collator(config, pad_token_id=3))
     *_, last = loader
     assert last["input_ids"].shape[0] == 9
     assert last["input_ids"].shape[1] in {16, 32, 48, 64}
@@ -203,7 +204,7 @@ def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
     assert (last["input_ids"][added] == 3).all()
     assert (last["labels"][added] == IGNORED).all()
     eager = config.model_copy(update={"compile": False})
-    plain = list(DataLoader(rows, batch_size=9, collate_fn=collator(eager, pad_token_id=3)))[-1]
+    plain = list(DataLoader(rows, batch_size=9, collate_fn=Collator(eager, pad_token_id=3)))[-1]
     assert plain["input_ids"].shape[0] == len(rows) % 9
     assert _carrying(last) == _carrying(plain)
     whole = epoch_of(texts, config, indices=np.arange(203), seed=0)

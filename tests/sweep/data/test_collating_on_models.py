@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.rules import WITHOUT_SDPA
-from sweep.data.collating import IGNORED, collator
-from sweep.data.probing import check_is_causal
-from sweep.training.texts import are_apart
+from sweep.data.collating import IGNORED, Collator
+from sweep.data.probing import are_apart, check_is_causal
 from tests.bench.try_models import spec_of
 
 SHIPPED = (
@@ -59,7 +58,7 @@ def texts() -> list[list[int]]:
 
 
 def _collated(config: TrialConfig, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return collator(config, pad_token_id=0)(rows)
+    return Collator(config, pad_token_id=0)(rows)
 
 
 @torch.no_grad()
@@ -147,7 +146,7 @@ def _loss(logits: list[torch.Tensor], texts: list[list[int]]) -> float:
 
 
 def _are_apart(model: Any, batch: dict[str, Any]) -> bool | None:
-    return are_apart(model, batch, vocab_size=model.config.vocab_size)
+    return are_apart(model, batch)
 
 
 @pytest.mark.parametrize("family", sorted(UNAWARE_OF_POSITIONS | STATEFUL))

@@ -141,7 +141,7 @@ def test_the_script_takes_the_steps_that_were_measured(
     assert arguments.optim.value == config.optimizer
     assert (arguments.bf16, arguments.fp16) == (True, False)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        measured = TrainingLoop(attachment, config, vocab_size=512, seed=0).optimizer
+        measured = TrainingLoop(attachment, config, seed=0).optimizer
         group = measured.param_groups[0]
         assert (group["initial_lr"], group["weight_decay"]) == (3e-4, WEIGHT_DECAY)
     assert arguments.learning_rate == 3e-4

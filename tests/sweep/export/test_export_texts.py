@@ -508,7 +508,7 @@ def test_the_script_trains_on_the_rows_of_our_own_training(
     kind: Any, packing: str, model: ModelSpec, tokenizer: Any, tmp_path: Path
 ) -> None:
     from sweep.data.batches import training_rows
-    from sweep.data.collating import collator
+    from sweep.data.collating import Collator
     from sweep.data.files import text_files
     from sweep.data.preparing import prepare
     from sweep.data.request import Question, content_of
@@ -532,7 +532,7 @@ def test_the_script_trains_on_the_rows_of_our_own_training(
     found = script.as_measured(script.split(read)[0])
     assert len(found) == len(expected)
     collate = script.Collator(tokenizer)
-    measured = collator(config, collate.pad_token_id)
+    measured = Collator(config, collate.pad_token_id)
     for first in range(0, len(found) - 3, 4):
         batch = collate([found[first + i] for i in range(4)])
         same = measured([expected[first + i] for i in range(4)])
@@ -545,7 +545,7 @@ def test_the_script_trains_on_the_rows_of_our_own_training(
 def test_the_script_makes_the_micro_batches_that_were_measured(
     packing: str, compiled: bool, model: ModelSpec, tokenizer: Any, tmp_path: Path
 ) -> None:
-    from sweep.data.collating import collator
+    from sweep.data.collating import Collator
 
     config = tiny_config(packing=packing, compile=compiled, seq_len=128)
     script = script_of(tmp_path, "prompt-completion", config, model, only=True)
@@ -553,7 +553,7 @@ def test_the_script_makes_the_micro_batches_that_were_measured(
     made = script.as_measured(rows)
     collate = script.Collator(tokenizer)
     few = [made[index] for index in range(2)]
-    batch, expected = collate(few), collator(config, collate.pad_token_id)(few)
+    batch, expected = collate(few), Collator(config, collate.pad_token_id)(few)
     assert set(batch) == set(expected)
     assert all(np.array_equal(batch[key], expected[key]) for key in expected)
     assert collate.loss_tokens == [int((expected["labels"] != -100).sum())]

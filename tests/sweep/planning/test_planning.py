@@ -33,8 +33,7 @@ from sweep.planning.plan import (
     CardPlan,
     bill_offers,
     compare_cards,
-    plan_configuration,
-    plan_space,
+    plan_card,
     shape_table,
 )
 from sweep.planning.survey import survey
@@ -113,9 +112,8 @@ def test_a_plan_of_one_configuration_that_cannot_be_predicted_is_an_error(
 ) -> None:
     predictor = ImaginedPredictor(fault=kind("cannot be traced: mine.attention"))
     with pytest.raises(InputError, match=r"mine\.attention"):
-        plan_configuration(
-            TrialConfig(),
-            forecaster=a_forecaster(predictor=predictor),
+        plan_card(
+            a_forecaster(predictor=predictor).expect(TrialConfig()),
             work=AskedWork(),
             offers=[an_offer()],
         )
@@ -232,7 +230,7 @@ def test_a_table_where_nothing_fits_is_one_of_dashes() -> None:
 @pytest.mark.parametrize("budget_gib", [1, 5.7, 7.3, 9.1, 12.25, 15, 21.5, 60])
 def test_a_survey_counts_what_asking_of_each_configuration_counts(budget_gib: float) -> None:
     forecaster = a_forecaster(budget_gib=budget_gib)
-    counts = survey(a_space(), forecaster).counts
+    counts = survey(a_space(), forecaster).found
     fits = [forecaster.expect(config).fit for config in every(a_space())]
     assert (counts.fit, counts.uncertain, counts.too_large) == tuple(
         fits.count(fit) for fit in (Fit.YES, Fit.UNCERTAIN, Fit.NO)
@@ -245,7 +243,7 @@ def test_a_survey_counts_no_batches_that_do_not_go_into_each_other() -> None:
         "effective_batch_size": {"choices": [4, 6]},
     }
     found = survey(a_space(dimensions=dimensions), a_forecaster())
-    assert found.counts.looked_at == found.total == 5
+    assert found.found.looked_at == found.total == 5
 
 
 def test_a_survey_recommends_the_fastest_that_surely_fits() -> None:
@@ -460,7 +458,7 @@ def a_plan_of_several_numerics(gpu: str) -> CardPlan:
     }
     forecaster = a_forecaster(gpu=gpu, budget_gib=30)
     found = survey(a_space(dimensions=dimensions), forecaster)
-    return plan_space(found, work=AskedWork(), offers=[])
+    return plan_card(found, work=AskedWork(), offers=[])
 
 
 @pytest.mark.parametrize(
@@ -487,7 +485,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named_with_what_8_bits_bring(
 
 def test_a_space_of_one_class_of_numerics_says_nothing_of_others() -> None:
     forecaster, work = a_forecaster(gpu="l4"), AskedWork()
-    plan = plan_space(survey(a_space(), forecaster), work=work, offers=[])
+    plan = plan_card(survey(a_space(), forecaster), work=work, offers=[])
     (one,) = card_document(plan)["fastest_by_numerics"]
     assert (one["numerics"], one["times_16_bit"]) == ("16-bit", 1.0)
     assert "numerics" not in rendered(plan_view(plan, is_detailed=False), is_terminal=False)
@@ -506,7 +504,7 @@ def test_a_class_of_which_nothing_fits_is_not_recommended_from() -> None:
         predictor=ImaginedPredictor(uncertainty=0.0), budget_gib=5 + (256 + 8) / 1024
     )
     found = survey(space, forecaster)
-    assert (found.counts.fit, found.capacity) == (
+    assert (found.found.fit, found.capacity) == (
         1,
         CapacityClass.of(TrialConfig(lora_rank=8), found.model),
     )
@@ -516,7 +514,7 @@ def test_a_survey_looks_at_a_part_of_the_space_one_by_one() -> None:
     predictor = ImaginedPredictor()
     space = a_space()
     found = survey(space, a_forecaster(predictor=predictor, budget_gib=15))
-    assert found.counts.looked_at == space.size() == 64
+    assert found.found.looked_at == space.size() == 64
     assert 0 < len(predictor.shown) <= 24
 
 
@@ -540,9 +538,9 @@ def test_a_structure_that_cannot_be_predicted_is_counted_and_silences_no_other()
     }
     predictor = Picky(liger=Untraceable("data decides"), hf=InputError("no module 'w'"))
     found = survey(a_space(dimensions=dimensions), a_forecaster(predictor=predictor))
-    assert found.counts.unpredicted == {"data decides": 3}
-    assert found.counts.invalid == {"cannot-be-built": 3}
-    assert (found.counts.fit, found.counts.looked_at) == (3, 9)
+    assert found.found.unpredicted == {"data decides": 3}
+    assert found.found.invalid == {"cannot-be-built": 3}
+    assert (found.found.fit, found.found.looked_at) == (3, 9)
     assert found.recommended is not None
     assert found.recommended.config.kernels == "fused-loss"
 
@@ -582,7 +580,7 @@ def test_what_rules_forbid_is_counted_by_rule() -> None:
         "compute_dtype": {"choices": ["bf16", "fp16"]},
         "seq_len": {"choices": [512, 100_000]},
     }
-    counts = survey(a_space(dimensions=dimensions), a_forecaster(gpu="t4", budget_gib=30)).counts
+    counts = survey(a_space(dimensions=dimensions), a_forecaster(gpu="t4", budget_gib=30)).found
     assert counts.invalid == {"bf16-needs-ampere": 4, "seq-len-beyond-positions": 2}
     assert (counts.fit, counts.looked_at) == (2, 8)
 
@@ -590,7 +588,7 @@ def test_what_rules_forbid_is_counted_by_rule() -> None:
 def test_where_nothing_fits_surely_an_uncertain_one_is_recommended() -> None:
     space = a_space(dimensions={"lora_rank": {"choices": [8, 16]}})
     found = survey(space, a_forecaster(budget_gib=7.05))
-    assert found.counts.fit == 0
+    assert found.found.fit == 0
     assert found.recommended is not None
     assert found.recommended.fit is Fit.UNCERTAIN
 
@@ -621,8 +619,8 @@ def test_a_space_without_end_is_judged_by_a_sample(
     found = survey(space, a_forecaster())
     again = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == 3 * candidates.ROWS_SAMPLED
-    assert found.counts == again.counts
+    assert found.found.looked_at == 3 * candidates.ROWS_SAMPLED
+    assert found.found == again.found
     assert found.recommended is not None
 
 
@@ -630,7 +628,7 @@ def test_a_fine_grid_of_micro_batches_is_thinned() -> None:
     space = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
     found = survey(space, a_forecaster())
     assert found.is_sampled
-    assert found.counts.looked_at == candidates.BATCHES_MAX
+    assert found.found.looked_at == candidates.BATCHES_MAX
     assert candidates.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
 
 
@@ -745,7 +743,7 @@ def test_a_study_has_no_more_trials_than_configurations_that_may_fit() -> None:
 )
 def test_a_gpus_own_space_is_valid_there(gpu: str, dtypes: tuple[str, ...]) -> None:
     space, kind = own_space(gpu, None)
-    counts = survey(space, a_forecaster(gpu=gpu)).counts
+    counts = survey(space, a_forecaster(gpu=gpu)).found
     assert (kind, space.gpu) == ("standard", gpu)
     assert space.values_of("compute_dtype") == dtypes
     assert set(counts.invalid) <= {"compile-breaks-on-liger", "eight-bit"}
@@ -753,7 +751,7 @@ def test_a_gpus_own_space_is_valid_there(gpu: str, dtypes: tuple[str, ...]) -> N
 
 
 def planned(space: SearchSpace, forecaster: Forecaster, **asked: Any) -> Any:
-    return plan_space(
+    return plan_card(
         survey(space, forecaster),
         work=AskedWork(**asked),
         offers=[an_offer(gpu=forecaster.gpu.name)],
@@ -810,8 +808,7 @@ def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
 OFFERS = {"a10": (an_offer(),), "h100-80gb": (an_offer(gpu="h100-80gb", usd_per_hour=10.0),)}
 
 
-def looked(plan: CardPlan, about: SearchSpace | TrialConfig) -> Forecast | None:
-    forecaster = a_forecaster(gpu=plan.gpu.name, budget_gib=plan.budget_bytes / GIB)
+def looked(forecaster: Forecaster, about: SearchSpace | TrialConfig) -> Forecast | None:
     if isinstance(about, TrialConfig):
         return forecaster.expect(about)
     return survey(about, forecaster).recommended
@@ -892,9 +889,7 @@ def test_cards_are_told_apart_by_speed_where_their_intervals_are() -> None:
 
 def test_one_configuration_is_compared_as_it_is() -> None:
     plans = [
-        plan_configuration(
-            TrialConfig(), forecaster=a_forecaster(gpu=gpu), work=AskedWork(), offers=OFFERS[gpu]
-        )
+        plan_card(a_forecaster(gpu=gpu).expect(TrialConfig()), work=AskedWork(), offers=OFFERS[gpu])
         for gpu in OFFERS
     ]
     comparison = compared(plans, train_steps=50)

@@ -17,7 +17,7 @@ from storage.definition import StudySnapshot
 from sweep.data.study_epochs import StudyEpochs
 from sweep.planning.documents import card_document
 from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import plan_configuration, plan_space
+from sweep.planning.plan import plan_card
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
 from sweep.predict.cost import AskedWork
@@ -77,8 +77,8 @@ def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower()
 
 
 def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
-    plan = plan_configuration(
-        CONFIG, forecaster=a_forecaster(), work=AskedWork(has_texts=True), offers=[an_offer()]
+    plan = plan_card(
+        a_forecaster().expect(CONFIG), work=AskedWork(has_texts=True), offers=[an_offer()]
     )
     document = card_document(plan)
     epoch, speed = document["epoch"], document["tokens_per_second"]
@@ -102,8 +102,8 @@ def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
 
 
 def test_without_texts_no_epoch_is_spoken_of() -> None:
-    plan = plan_configuration(
-        CONFIG, forecaster=a_forecaster(shapes=None), work=AskedWork(), offers=[an_offer()]
+    plan = plan_card(
+        a_forecaster(shapes=None).expect(CONFIG), work=AskedWork(), offers=[an_offer()]
     )
     assert "epoch" not in card_document(plan)
 
@@ -123,7 +123,7 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
         }
     )
     forecaster = a_forecaster(rows)
-    plan = plan_space(survey(space, forecaster), work=AskedWork(), offers=[])
+    plan = plan_card(survey(space, forecaster), work=AskedWork(), offers=[])
     assert plan.shown is not None
     speeds = {
         size: forecaster.expect(

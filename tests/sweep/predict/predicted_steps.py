@@ -18,7 +18,8 @@ def predict_steps(
     gpu: GpuSpec,
     calibration: Calibration | None = None,
 ) -> list[SpeedPrediction | InputError]:
-    return StepTimes(configs, model=model, gpu=gpu).predictions(calibration)
+    times = StepTimes(configs, model=model, gpu=gpu, calibration=calibration)
+    return [times.prediction(row) for row in range(len(configs))]
 
 
 def predict_step(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, bill, compare_offers
+from sweep.predict.cost import Bill, Workload, compare_offers
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05
@@ -28,7 +28,7 @@ def make_offer(gpu: str, usd_per_hour: float, **terms: Any) -> Offer:
 def a100() -> Bill:
     """On demand at $2.10/h, billed per 100 ms, 90 s of download."""
     offer = make_offer("a100-40gb", 2.10, billing_seconds=0.1, download_seconds=90.0)
-    return bill(FIVE_THOUSAND_STEPS, step_seconds=1.7, offer=offer)
+    return Bill(FIVE_THOUSAND_STEPS, step_seconds=1.7, offer=offer)
 
 
 def h100_spot(*, is_queue_billed: bool) -> Bill:
@@ -44,7 +44,7 @@ def h100_spot(*, is_queue_billed: bool) -> Bill:
         queue_seconds=2400.0,
         is_queue_billed=is_queue_billed,
     )
-    return bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
+    return Bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
 
 
 def rounded(result: Bill) -> dict[str, tuple[float, float]]:
@@ -97,7 +97,7 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
 def test_on_demand_at_2_60_per_thousand_steps_would_be_an_h100_at_almost_nine_dollars() -> None:
     def on_demand(usd_per_hour: float) -> Bill:
         offer = make_offer("h100-pcie", usd_per_hour, download_seconds=90.0)
-        return bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
+        return Bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
 
     # A bill is proportional to the hourly rate.
     rate = 2.60 / on_demand(1.0).usd_per_1000_steps
@@ -110,10 +110,10 @@ def test_on_demand_at_2_60_per_thousand_steps_would_be_an_h100_at_almost_nine_do
 def test_500_steps_in_25_minutes_for_1_25_is_three_dollars_an_hour_for_an_a10g() -> None:
     work = Workload(steps=500, samples_per_step=16, tokens_per_sample=2048.0)
     step_seconds = 25 * 60 / 500
-    published = bill(work, step_seconds=step_seconds, offer=make_offer("a10g", 3.00))
+    published = Bill(work, step_seconds=step_seconds, offer=make_offer("a10g", 3.00))
     assert published.usd == pytest.approx(1.25)
     # At a dollar an hour, which is what the card alone costs, the same 25 minutes are 42 cents.
-    assert bill(
+    assert Bill(
         work, step_seconds=step_seconds, offer=make_offer("a10g", 1.00)
     ).usd == pytest.approx(0.4167, abs=1e-4)
 
@@ -130,7 +130,7 @@ def test_ten_thousand_samples_on_an_a10_at_60_cents_an_hour_cost_what_was_publis
     samples_per_second: float, samples_per_step: int, seq_len: int, published: float, ours: float
 ) -> None:
     work = Workload(10_000 // samples_per_step, samples_per_step, tokens_per_sample=float(seq_len))
-    result = bill(
+    result = Bill(
         work,
         step_seconds=samples_per_step / samples_per_second,
         offer=make_offer("a10", 0.60, billing_seconds=0.1),

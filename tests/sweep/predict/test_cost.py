@@ -20,7 +20,6 @@ from sweep.predict.cost import (
     Bill,
     CostLine,
     Workload,
-    bill,
     compare_offers,
     crossings,
 )
@@ -58,7 +57,7 @@ unhurried = settings(deadline=None)
 
 
 def test_a_bare_offer_costs_its_rate_times_the_training() -> None:
-    result = bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8))
+    result = Bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8))
     assert result.usd == pytest.approx(1.0)
     assert result.billed_hours == pytest.approx(2000 / 3600)
     assert result.usd_per_1000_steps == pytest.approx(1.0)
@@ -76,7 +75,7 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
         billing_seconds=60.0,
         minimum_seconds=3600.0,
     )
-    result = bill(replace(WORK, download_bytes=2e9), step_seconds=2.0, offer=offer)
+    result = Bill(replace(WORK, download_bytes=2e9), step_seconds=2.0, offer=offer)
     seconds = {item.name: item.seconds for item in result.items}
     assert seconds == pytest.approx(
         {
@@ -96,8 +95,8 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
 
 
 def test_a_queue_costs_only_where_it_is_billed() -> None:
-    free = bill(WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0))
-    paid = bill(
+    free = Bill(WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0))
+    paid = Bill(
         WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0, is_queue_billed=True)
     )
     assert paid.usd - free.usd == pytest.approx(3.6)
@@ -108,10 +107,10 @@ def test_a_queue_costs_only_where_it_is_billed() -> None:
 def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
     config = TrialConfig(effective_batch_size=16)
     work = AskedWork(dataset_samples=10_000, epochs=3).workload(config, model=MODEL)
-    result = bill(work, step_seconds=1.0, offer=make_offer())
+    result = Bill(work, step_seconds=1.0, offer=make_offer())
     assert work.steps == 1875
     assert result.usd_per_epoch == pytest.approx(result.usd / 3)
-    assert bill(WORK, step_seconds=1.0, offer=make_offer()).usd_per_epoch is None
+    assert Bill(WORK, step_seconds=1.0, offer=make_offer()).usd_per_epoch is None
 
 
 def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
@@ -127,8 +126,8 @@ def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
 @unhurried
 @given(offer=OFFERS, step_seconds=STEP_SECONDS, steps=st.integers(1, 10_000))
 def test_more_steps_never_cost_less(offer: Offer, step_seconds: float, steps: int) -> None:
-    fewer = bill(replace(WORK, steps=steps), step_seconds=step_seconds, offer=offer)
-    more = bill(replace(WORK, steps=steps + 1), step_seconds=step_seconds, offer=offer)
+    fewer = Bill(replace(WORK, steps=steps), step_seconds=step_seconds, offer=offer)
+    more = Bill(replace(WORK, steps=steps + 1), step_seconds=step_seconds, offer=offer)
     assert more.usd >= fewer.usd * (1 - 1e-12)
 
 
@@ -137,7 +136,7 @@ def test_more_steps_never_cost_less(offer: Offer, step_seconds: float, steps: in
 def test_billed_time_covers_what_was_used_in_whole_units_or_the_minimum(
     offer: Offer, step_seconds: float
 ) -> None:
-    result = bill(WORK, step_seconds=step_seconds, offer=offer)
+    result = Bill(WORK, step_seconds=step_seconds, offer=offer)
     waited = 0.0 if offer.is_queue_billed else offer.queue_seconds
     used = result.wall_hours * 3600 - waited
     billed = result.billed_hours * 3600
@@ -151,15 +150,15 @@ def test_billed_time_covers_what_was_used_in_whole_units_or_the_minimum(
 @unhurried
 @given(offer=OFFERS, step_seconds=STEP_SECONDS)
 def test_a_bill_in_json_adds_up(offer: Offer, step_seconds: float) -> None:
-    values = bill(WORK, step_seconds=step_seconds, offer=offer).to_json()
+    values = Bill(WORK, step_seconds=step_seconds, offer=offer).to_json()
     assert sum(item["usd"] for item in values["items"]) == pytest.approx(values["usd"])
     assert values["usd"] == pytest.approx(values["billed_hours"] * offer.usd_per_hour)
 
 
 def _pair(slow_boot: float) -> tuple[Bill, Bill]:
     """A slow card that is ready at once, and a fast one at its price that boots for a while."""
-    slow = bill(WORK, step_seconds=2.0, offer=make_offer())
-    fast = bill(WORK, step_seconds=1.0, offer=make_offer(gpu="a100-40gb", boot_seconds=slow_boot))
+    slow = Bill(WORK, step_seconds=2.0, offer=make_offer())
+    fast = Bill(WORK, step_seconds=1.0, offer=make_offer(gpu="a100-40gb", boot_seconds=slow_boot))
     return slow, fast
 
 
@@ -210,13 +209,13 @@ def test_the_order_of_the_bills_does_swap_at_the_break_even() -> None:
     assert point.steps is not None
     for steps, winner in ((point.steps * 0.98, "a10"), (point.steps * 1.02, "a100-40gb")):
         work = replace(WORK, steps=round(steps))
-        bills = [bill(work, step_seconds=b.step_seconds, offer=b.offer) for b in (slow, fast)]
+        bills = [Bill(work, step_seconds=b.step_seconds, offer=b.offer) for b in (slow, fast)]
         assert compare_offers(bills).cheapest.offer.gpu == winner
 
 
 def test_different_effective_batches_are_compared_by_the_sample() -> None:
-    small = bill(WORK, step_seconds=1.0, offer=make_offer())
-    large = bill(
+    small = Bill(WORK, step_seconds=1.0, offer=make_offer())
+    large = Bill(
         replace(WORK, steps=500, samples_per_step=32),
         step_seconds=1.8,
         offer=make_offer(gpu="l4", boot_seconds=50.0),
@@ -234,7 +233,7 @@ def test_break_evens_alternate_between_two_offers(
     first: Offer, second: Offer, first_step: float, second_step: float
 ) -> None:
     bills = [
-        bill(WORK, step_seconds=seconds, offer=offer)
+        Bill(WORK, step_seconds=seconds, offer=offer)
         for seconds, offer in ((first_step, first), (second_step, second))
     ]
     points = compare_offers(bills).break_evens
@@ -248,7 +247,7 @@ def test_break_evens_alternate_between_two_offers(
 
 
 def _uncertain(bill_: Bill, uncertainty: float) -> Bill:
-    return bill(
+    return Bill(
         bill_.workload,
         step_seconds=bill_.step_seconds,
         offer=bill_.offer,
@@ -257,7 +256,7 @@ def _uncertain(bill_: Bill, uncertainty: float) -> Bill:
 
 
 def test_a_bills_extremes_are_those_of_the_shortest_and_longest_step() -> None:
-    result = bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8), uncertainty=0.25)
+    result = Bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8), uncertainty=0.25)
     assert [end.usd for end in result.extremes] == pytest.approx([0.75, 1.25])
     assert result.to_json()["usd_range"] == pytest.approx([0.75, 1.25])
     assert [end.step_seconds for end in result.extremes] == pytest.approx([1.5, 2.5])
@@ -276,8 +275,8 @@ def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_cards() -> None:
 
 
 def test_two_cards_that_overlap_are_not_told_apart() -> None:
-    near = bill(WORK, step_seconds=2.0, offer=make_offer(), uncertainty=0.2)
-    far = bill(WORK, step_seconds=2.5, offer=make_offer(gpu="l4"), uncertainty=0.2)
+    near = Bill(WORK, step_seconds=2.0, offer=make_offer(), uncertainty=0.2)
+    far = Bill(WORK, step_seconds=2.5, offer=make_offer(gpu="l4"), uncertainty=0.2)
     comparison = compare_offers([near, far])
     assert comparison.perhaps_cheapest == (far,)
     assert comparison.perhaps_soonest == (far,)
@@ -287,12 +286,12 @@ def test_two_cards_that_overlap_are_not_told_apart() -> None:
 
 def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
     """The dearer hour is dearer whatever the speed; the break-even is there at any of them."""
-    cheap = bill(WORK, step_seconds=2.0, offer=make_offer(provider="A"), uncertainty=0.5)
-    dear = bill(
+    cheap = Bill(WORK, step_seconds=2.0, offer=make_offer(provider="A"), uncertainty=0.5)
+    dear = Bill(
         WORK, step_seconds=2.0, offer=make_offer(provider="B", usd_per_hour=3.7), uncertainty=0.5
     )
     assert compare_offers([dear, cheap]).perhaps_cheapest == ()
-    late = bill(
+    late = Bill(
         WORK,
         step_seconds=2.0,
         offer=make_offer(provider="C", usd_per_hour=1.8, boot_seconds=600.0),
@@ -328,7 +327,7 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
     else:
         offers[1] = offers[1].model_copy(update={"gpu": "l4"})
     bills = [
-        bill(WORK, step_seconds=step, offer=offer, uncertainty=error)
+        Bill(WORK, step_seconds=step, offer=offer, uncertainty=error)
         for step, offer, error in zip(steps, offers, errors, strict=True)
     ]
     comparison = compare_offers(bills)
@@ -337,7 +336,7 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
         index = offers.index(of)
         work = replace(WORK, steps=max(1, math.ceil(samples / WORK.samples_per_step)))
         seconds = steps[index] * (1 + errors[index] * truths[index])
-        return bill(work, step_seconds=seconds, offer=of).usd
+        return Bill(work, step_seconds=seconds, offer=of).usd
 
     if offers[0] == offers[1]:
         return
@@ -354,8 +353,8 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
 def test_every_card_of_several_is_paid_for_as_long_as_one(
     offer: Offer, step_seconds: float, cards: int
 ) -> None:
-    one = bill(WORK, step_seconds=step_seconds, offer=offer)
-    several = bill(WORK, step_seconds=step_seconds, offer=offer, cards=cards)
+    one = Bill(WORK, step_seconds=step_seconds, offer=offer)
+    several = Bill(WORK, step_seconds=step_seconds, offer=offer, cards=cards)
     assert several.usd == pytest.approx(cards * one.usd)
     assert several.wall_hours == one.wall_hours
     assert several.billed_hours == pytest.approx(one.billed_hours)

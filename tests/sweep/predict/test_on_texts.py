@@ -27,7 +27,7 @@ def epochs(lengths: Any, seed: int = 0) -> StudyEpochs:
 
 
 def step(shapes: ShapesOnTexts, config: TrialConfig) -> SpeedPrediction:
-    (known,) = StepTimes([config], model=MODEL, gpu=A10, shapes=shapes).predictions(None)
+    known = StepTimes([config], model=MODEL, gpu=A10, shapes=shapes).prediction(0)
     assert isinstance(known, SpeedPrediction)
     return known
 

@@ -27,7 +27,7 @@ def _epoch(config: TrialConfig, *, share: float = 1.0) -> Epoch:
 
 
 def _seconds(configs: Any) -> Any:
-    return StepTimes(configs, model=MISTRAL, gpu=CARD).seconds(None)
+    return StepTimes(configs, model=MISTRAL, gpu=CARD).seconds
 
 
 def _shape(config: TrialConfig, whole: Epoch) -> ShapeOnTexts:
@@ -99,8 +99,8 @@ def test_grouped_and_packed_texts_are_predicted_to_go_faster_than_padded_ones() 
 def test_a_mask_costs_attention_and_nothing_else() -> None:
     pairs = [_config(packing=packing) for packing in ("none", "packed")]
     plain, masked = (StepTimes([config], model=MISTRAL, gpu=CARD) for config in pairs)
-    assert masked.seconds(None) > plain.seconds(None)
-    assert masked.uncertainty(None) > plain.uncertainty(None)
+    assert masked.seconds > plain.seconds
+    assert masked.uncertainty > plain.uncertainty
     work = masked.phases.compute - plain.phases.compute
     assert (work != 0).sum() == 1
     for attention in ("flash_attention_2", "eager"):

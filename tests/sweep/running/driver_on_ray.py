@@ -59,7 +59,7 @@ def main() -> None:
         place = Cluster(ray).places(new_runner(), study=study, device="cpu", gpu="cpu", warn=print)[
             0
         ]
-        place.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
+        place.runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 
 if __name__ == "__main__":

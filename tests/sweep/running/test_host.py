@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost
 from search_spaces.space import StepBudget
-from storage.records import Crashed, Measured, Outcome, PrunedSlow
+from storage.records import Measured, Outcome, PrunedSlow
 from sweep.running.ray_runner import Host
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Runner
@@ -26,8 +25,8 @@ def _own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
 
 
-def hosting(runner: Runner, fault: Callable[[], str | None] = lambda: None) -> Host:
-    return Host(lambda log_path: runner, home="study/0", device="cpu", fault=fault)
+def hosting(runner: Runner) -> Host:
+    return Host(lambda log_path, cards: runner, home="study/0", device="cpu")
 
 
 def told(host: Host, *, is_fresh: bool = False) -> tuple[list[Progress], Outcome]:
@@ -77,14 +76,6 @@ def test_a_lost_card_goes_over_as_what_it_is() -> None:
 
     host = hosting(ReplayRunner(otherwise=answer))
     with pytest.raises(CardLost, match="fell off the bus"):
-        told(host)
-    host.close()
-
-
-def test_a_crash_that_the_card_had_a_hand_in_is_the_cards() -> None:
-    crash = Crashed(phase="measure", detail="the worker ended")
-    host = hosting(ReplayRunner(otherwise=lambda _: crash), lambda: "the driver reported Xid 79")
-    with pytest.raises(CardLost, match="Xid 79"):
         told(host)
     host.close()
 

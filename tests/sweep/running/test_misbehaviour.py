@@ -327,6 +327,13 @@ def test_a_worker_that_nothing_ends_is_the_cards_loss_and_is_said_once_and_for_a
     assert isinstance(ran(runner, how.FINE), Lost)
 
 
+def test_a_crash_on_a_card_with_a_fault_of_its_own_is_the_cards(start: Start) -> None:
+    runner = start(fault=lambda: "2 uncorrectable memory errors (ECC)")
+    assert ran(runner, how.FINE) == ANSWERED
+    with pytest.raises(CardLost, match="2 uncorrectable memory errors"):
+        ran(runner, how.SEGFAULT)
+
+
 def cancelling(runner: SupervisedRunner) -> Observer:
     return lambda _: bool(runner.cancel())  # type: ignore[func-returns-value]
 

@@ -164,16 +164,18 @@ def test_a_renewal_replaces_a_worker_that_ran_something_and_no_other(tmp_path: P
     with SupervisedRunner(
         load_model_spec("demo"), target=CPU, log_path=tmp_path / "worker.log"
     ) as runner:
-        before = runner._ready_worker().process
+        runner.start()
+        before = _process_id(runner)
         runner.renew()
-        assert runner._ready_worker().process is before
+        assert _process_id(runner) == before
         assert isinstance(runner.run(TrialRequest(config=config, steps=STEPS)), Measured)
         runner.renew()
-        assert _is_gone(before.pid)
-        after = runner._ready_worker().process
-        assert after.pid != before.pid
+        assert _is_gone(before)
+        runner.start()
+        after = _process_id(runner)
+        assert after != before
         runner.renew()
-        assert runner._ready_worker().process is after
+        assert _process_id(runner) == after
 
 
 def _is_gone(pid: int) -> bool:

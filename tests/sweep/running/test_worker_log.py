@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault
-from sweep.running.worker_log import WorkerLog
+from sweep.running.child import WorkerLog
 
 
 def printed(log: WorkerLog, data: bytes) -> None:

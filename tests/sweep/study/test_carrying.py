@@ -20,7 +20,7 @@ from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
-from sweep.study.carrying import Taken, carry_over, holding, refuse_incomparable
+from sweep.study.carrying import carry_over, holding, refuse_incomparable
 from sweep.study.driver import Driver
 from sweep.study.tuner import tune
 from tests.storage.builders import confirmed
@@ -76,7 +76,7 @@ def test_what_was_measured_is_there_marked_and_costs_nothing(
 ) -> None:
     kept = [r for r in source.records if r.verdict in ("fits", "oom")]
     with opened(tmp_path, "wide", **WIDER) as study:
-        assert carry_over(study, source, is_valid=anything) == Taken(len(kept), len(kept))
+        assert carry_over(study, source, is_valid=anything) == len(kept)
         assert study.ledger.trials_spent() == 0
     stored = snapshot(tmp_path, "wide").records
     assert [r.config for r in stored] == [r.config for r in kept]
@@ -101,7 +101,7 @@ def test_it_is_never_run_again_and_the_sampler_knows_it(
         taken = carry_over(study, source, is_valid=anything)
         tune(Driver(study, runner=ReplayRunner(otherwise=note), forecaster=forecaster()))
         done = study.records()
-    assert len(done) <= taken.all + 5
+    assert len(done) <= taken + 5
     assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(ran)
 
 
@@ -119,11 +119,11 @@ def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path
         first = carry_over(study, source, is_valid=anything)
     with opened(tmp_path, "wide", **WIDER) as study:
         assert study.recover() == ()
-        assert carry_over(study, source, is_valid=anything) == Taken(0, first.all)
+        assert carry_over(study, source, is_valid=anything) == 0
     again = snapshot(tmp_path, "wide")
     with opened(tmp_path, "wider", **WIDER) as study:
         assert carry_over(study, again, is_valid=anything) == first
-        assert carry_over(study, source, is_valid=anything) == Taken(0, first.all)
+        assert carry_over(study, source, is_valid=anything) == 0
         marks = {r.carried for r in study.records()}
     assert {mark.study for mark in marks if mark} == {"narrow"}
 
@@ -147,9 +147,8 @@ def test_killed_on_the_way_it_goes_on_where_it_stopped(
     with opened(tmp_path, "wide", **WIDER) as study:
         assert study.recover() == ()
         whole = carry_over(study, source, is_valid=anything)
-    assert whole.new == whole.all - 2
     configs = [r.config for r in snapshot(tmp_path, "wide").records]
-    assert len(set(configs)) == len(configs) == whole.all
+    assert len(set(configs)) == len(configs) == whole + 2
 
 
 FITS, RAN_OUT = a_record(TrialConfig(), number=0), OutOfMemory(stage="forward")
@@ -226,7 +225,7 @@ def test_a_study_of_other_conditions_is_refused(change: Any, said: str) -> None:
 
 def test_a_rule_keeps_a_trial_out(source: StudySnapshot, tmp_path: Path) -> None:
     with opened(tmp_path, "wide", **WIDER) as study:
-        assert carry_over(study, source, is_valid=lambda _: False) == Taken(0, 0)
+        assert carry_over(study, source, is_valid=lambda _: False) == 0
 
 
 def test_a_record_says_where_it_was_measured() -> None:

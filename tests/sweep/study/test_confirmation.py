@@ -85,6 +85,10 @@ def soaking(config: TrialConfig, **changes: Any) -> Outcome:
     return Measured(measurement=a_measurement(config, soak=report, **changes))
 
 
+def soaked(runner: ReplayRunner) -> list[TrialConfig]:
+    return [request.config for request in runner.requests if request.is_soak]
+
+
 def a_runner(
     device: Callable[[TrialConfig], Outcome] = train,
     soak: Callable[[TrialConfig], Outcome] = soaking,
@@ -140,7 +144,7 @@ def test_the_winner_and_the_baseline_are_run_again_in_turns_and_the_winner_is_so
     with opened(tmp_path, **SPACE) as study:
         assert drive(study, runner) is StopReason.EXHAUSTED
         assert batches(study.confirmations()) == [10, 8, 10, 8]
-        assert [config.micro_batch_size for config in runner.soaked] == [10]
+        assert [config.micro_batch_size for config in soaked(runner)] == [10]
         ranking = ranking_of(study)
     assert runner.renewals == 1
     assert ranking.is_confirmed
@@ -191,7 +195,7 @@ def test_without_a_soak_the_repeats_confirm(tmp_path: Path) -> None:
     with opened(tmp_path, **(SPACE | {"confirm": CONFIRM | {"soak_seconds": 0}})) as study:
         drive(study, runner)
         assert ranking_of(study).is_confirmed
-    assert runner.soaked == []
+    assert soaked(runner) == []
 
 
 def test_an_interrupted_study_is_not_confirmed_and_one_resumed_later_is(tmp_path: Path) -> None:
@@ -321,7 +325,7 @@ def test_ties_that_remain_are_ties_and_the_smaller_one_is_recommended(tmp_path: 
     assert ranking.winner.config.micro_batch_size == 4
     assert len(ranking.tied) == 2
     assert counted == {4: 4, 8: 4, 10: 4}
-    assert [config.micro_batch_size for config in runner.soaked] == [4]
+    assert [config.micro_batch_size for config in soaked(runner)] == [4]
 
 
 def test_past_its_budget_only_the_winner_and_the_baseline_are_run(tmp_path: Path) -> None:
@@ -440,7 +444,7 @@ def test_what_runs_out_in_its_soak_loses_to_the_next_which_is_soaked_too(tmp_pat
     with opened(tmp_path, **SPACE) as study:
         tune(Driver(study, runner=runner, forecaster=forecaster, clock=Clock()))
         ranking = ranking_of(study)
-    assert [config.micro_batch_size for config in runner.soaked] == [10, 8]
+    assert [config.micro_batch_size for config in soaked(runner)] == [10, 8]
     assert ranking.winner is not None
     assert ranking.winner.config.micro_batch_size == 8
     assert ranking.is_confirmed
@@ -474,7 +478,7 @@ def test_retries_of_the_allocator_count_against_a_tie_and_the_other_is_soaked(
     with opened(tmp_path, **SPACE) as study:
         drive(study, runner)
         ranking = ranking_of(study)
-    first, second = (config.micro_batch_size for config in runner.soaked)
+    first, second = (config.micro_batch_size for config in soaked(runner))
     assert (first, second) in ((4, 8), (4, 10))
     assert ranking.winner is not None
     assert ranking.winner.config.micro_batch_size == second
@@ -485,7 +489,7 @@ def test_a_soak_that_keeps_crashing_is_given_up_and_confirms_nothing(tmp_path: P
     with opened(tmp_path, **SPACE) as study:
         drive(study, runner)
         assert not ranking_of(study).is_confirmed
-        assert len(runner.soaked) == 3
+        assert len(soaked(runner)) == 3
     # A later run tries it anew.
     runner = a_runner()
     with opened(tmp_path, **SPACE) as study:

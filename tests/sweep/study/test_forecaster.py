@@ -26,9 +26,9 @@ from storage.records import (
 )
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import WholeMemory
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, Residuals
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, MemoryPredictor, Residuals
 from sweep.predict.memory.profiles import Untraceable
-from tests.sweep.imagined_memory import imagined
+from tests.sweep.imagined_memory import imagined, one_by_one
 from tests.sweep.simulated_device import MODEL, a_measurement, a_record
 
 BUDGET = 20 * GIB
@@ -41,14 +41,14 @@ def predicted(peak_bytes: int, *, uncertainty: float = EAGER) -> MemoryPredictio
     return imagined(peak_bytes, uncertainty=uncertainty)
 
 
-class TenthOfAGibibyte:
+class TenthOfAGibibyte(MemoryPredictor):
     """Predicts a tenth of a gibibyte for each sequence of the micro-batch."""
 
     def __init__(self) -> None:
         self.asked: list[TrialConfig] = []
 
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        return WholeMemory(self.predict, configs)
+    def predict_all(self, configs: Sequence[TrialConfig], **_: Any) -> WholeMemory:
+        return WholeMemory(configs, one_by_one(self.predict, configs))
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         self.asked.append(config)

@@ -19,7 +19,6 @@ from storage.records import (
     NEIGHBOUR,
     RETRYABLE,
     Crashed,
-    Lost,
     Measured,
     Outcome,
     TrialRecord,
@@ -41,7 +40,7 @@ from sweep.study.events import (
 from sweep.study.stopping import FAILURES_IN_A_ROW
 from sweep.study.tuner import tune
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, train
-from tests.sweep.study.test_quality_of_studies import Learning, slower_by_rank
+from tests.sweep.study.test_quality_of_studies import Learning, qualities, slower_by_rank
 from tests.sweep.study.test_quality_of_studies import opened as opened_for_losses
 from tests.sweep.study.test_tuner import a_forecaster
 
@@ -59,14 +58,9 @@ SECONDS = 20.0
 Answer = Callable[[TrialConfig], Outcome]
 
 
-def lanes(*answers: Answer, faults: tuple[str | None, ...] = ()) -> Lanes:
-    found = (*faults, *[None] * len(answers))
-    return Lanes(
-        [
-            Lane(ReplayRunner(otherwise=answer), name=f"card {at}", fault=lambda at=at: found[at])
-            for at, answer in enumerate(answers)
-        ]
-    )
+def lanes(*answers: Answer) -> Lanes:
+    runners = [ReplayRunner(otherwise=answer) for answer in answers]
+    return Lanes([Lane(runner, f"card {at}") for at, runner in enumerate(runners)])
 
 
 def a_grid(home: Path, **changes: Any) -> OpenStudy:
@@ -161,18 +155,6 @@ def test_a_card_that_fails_retires_alone_and_its_trial_is_tried_elsewhere(
     (said,) = [event for event in events if isinstance(event, LaneLost)]
     assert (said.name, said.left) == ("card 0", 1)
     assert "fell off the bus" in said.reason
-
-
-def test_a_crash_on_a_card_with_a_fault_of_its_own_is_the_cards(tmp_path: Path) -> None:
-    def crash(_: TrialConfig) -> Outcome:
-        return Crashed(phase="measure", detail="CUDA error: uncorrectable ECC error encountered")
-
-    with a_grid(tmp_path, trials=8) as study:
-        drive(study, lanes(crash, train, faults=("2 uncorrectable memory errors",)))
-        records = study.records()
-    assert not [r for r in records if r.verdict is Verdict.CRASHED]
-    (lost,) = [r.outcome for r in records if isinstance(r.outcome, Lost)]
-    assert "card 0: 2 uncorrectable memory errors" in lost.detail
 
 
 def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: Path) -> None:
@@ -404,7 +386,7 @@ def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path
     runners = [Learning(otherwise=slower_by_rank) for _ in range(2)]
     with opened_for_losses(tmp_path) as study:
         drive(study, Lanes([Lane(r, name=f"card {at}") for at, r in enumerate(runners)]))
-    asked = [command for runner in runners for command in runner.qualities]
+    asked = [command for runner in runners for command in qualities(runner)]
     assert sum(command is None for command in asked) == 1
     assert len({(c.tokens, c.seed) for c in asked if c is not None and c.seed == 0}) == 1
 

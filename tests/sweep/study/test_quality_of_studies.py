@@ -15,7 +15,7 @@ from storage.records import EpochRecord, Measured, Outcome, QualityReport, Trial
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, keep_going
-from sweep.running.wire import Progress, TrialRequest
+from sweep.running.wire import Progress, QualityCommand, TrialRequest
 from sweep.sampling.samplers import make_sampler
 from sweep.study.driver import TOKENS_MIN, Driver, default_tokens
 from sweep.study.stopping import Rival, is_hopeless
@@ -85,6 +85,10 @@ def opened(home: Path, **space: Any) -> OpenStudy:
     return study
 
 
+def qualities(runner: ReplayRunner) -> list[QualityCommand | None]:
+    return [request.quality for request in runner.requests]
+
+
 def driven(home: Path, **space: Any) -> tuple[Learning, Ranking]:
     study = opened(home, **space)
     runner = Learning(otherwise=slower_by_rank)
@@ -95,7 +99,7 @@ def driven(home: Path, **space: Any) -> tuple[Learning, Ranking]:
 
 def test_every_trial_learns_from_the_same_tokens_in_the_same_order(tmp_path: Path) -> None:
     runner, ranking = driven(tmp_path)
-    asked = [command for command in runner.qualities if command is not None]
+    asked = [command for command in qualities(runner) if command is not None]
     assert len({(c.tokens, c.seed, c.eval_seq_len) for c in asked}) == 1
     measured = [r for r in ranking.records if r.verdict == "fits"]
     assert measured
@@ -106,7 +110,7 @@ def test_the_baselines_speed_says_how_much_a_minute_is_and_it_then_learns_too(
     tmp_path: Path,
 ) -> None:
     runner, ranking = driven(tmp_path)
-    first, second, *rest = runner.qualities
+    first, second, *rest = qualities(runner)
     assert first is None
     assert runner.ran[0] == runner.ran[1] == ranking.definition.space.baseline_config()
     speed = ranking.baseline.measurement.tokens_per_second  # type: ignore[union-attr]
@@ -117,19 +121,19 @@ def test_the_baselines_speed_says_how_much_a_minute_is_and_it_then_learns_too(
 
 def test_tokens_that_were_named_are_taken(tmp_path: Path) -> None:
     runner, _ = driven(tmp_path, data={"texts": "mine.jsonl", "quality_tokens": 12_345})
-    assert {c and c.tokens for c in runner.qualities} == {12_345}
+    assert {c and c.tokens for c in qualities(runner)} == {12_345}
 
 
 def test_a_study_goes_on_with_the_tokens_that_it_chose(tmp_path: Path) -> None:
     runner, _ = driven(tmp_path, trials=2)
-    chosen = runner.qualities[1]
+    chosen = qualities(runner)[1]
 
     study = opened(tmp_path)
     again = Learning(otherwise=train)  # Another speed altogether.
     with study:
         tune(Driver(study, runner=again, forecaster=a_forecaster(), clock=Clock()))
     assert chosen is not None
-    assert {c and c.tokens for c in again.qualities} == {chosen.tokens}
+    assert {c and c.tokens for c in qualities(again)} == {chosen.tokens}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_a_driver_that_dies_before_the_baseline_has_learned_leaves_no_half_resul
     tmp_path: Path,
 ) -> None:
     runner, _ = driven(tmp_path)
-    first, second, *rest = runner.attempts
+    first, second, *rest = (request.attempt for request in runner.requests)
     assert first is None, "a result without a loss would be taken over by the next driver"
     assert second is not None
     assert None not in rest

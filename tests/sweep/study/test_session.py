@@ -426,11 +426,12 @@ def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
     runner, told = EagerRunner(), []
 
     class Tracing(ImaginedPredictor):
-        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
-            on_progress(0, 2)
-            runner.calls.append("trace")
-            super().prepare(configs)
-            on_progress(2, 2)
+        def predict_all(self, configs: Any, *, on_progress: Any = None) -> Any:
+            if "trace" not in runner.calls:
+                on_progress(0, 2)
+                runner.calls.append("trace")
+                on_progress(2, 2)
+            return super().predict_all(configs)
 
     predictor = Tracing()
     monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: predictor)
@@ -443,7 +444,7 @@ def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
     run(prepared("a10", trials=1), url, watch=watch, new_runner=lambda _: runner)
     assert runner.calls == ["start", "trace", "run", "close"]
     assert told[:2] == [SpaceTraced(0, 2), SpaceTraced(2, 2)]
-    assert {c.kernels for c in predictor.prepared} == {"hf", "fused-loss", "liger"}
+    assert {c.kernels for c in predictor.asked} == {"hf", "fused-loss", "liger"}
 
 
 def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(home: Path) -> None:
@@ -466,7 +467,7 @@ def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_tria
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tracing(ImaginedPredictor):
-        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+        def predict_all(self, configs: Any, *, on_progress: Any = None) -> Any:
             for done in range(3):
                 on_progress(done, 2)
             raise AssertionError("it went on")
@@ -490,7 +491,7 @@ def test_what_cannot_be_traced_is_warned_of_and_the_study_goes_on(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Faulty(ImaginedPredictor):
-        def prepare(self, configs: Any, *, on_progress: Any = None) -> None:
+        def predict_all(self, configs: Any, *, on_progress: Any = None) -> Any:
             raise EnvironmentFault("the tracing process gave no answer")
 
     monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: Faulty())

@@ -41,6 +41,7 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.study.tuner import Search, tune
+from tests.sweep.imagined_memory import one_by_one
 from tests.sweep.simulated_device import (
     BUDGET,
     MODEL,
@@ -344,8 +345,8 @@ class Counted:
         self.asked[config, self._learned] += 1
         return self._answer(config)
 
-    def predict_all(self, configs: Sequence[TrialConfig]) -> WholeMemory:
-        return WholeMemory(self.predict, configs)
+    def predict_all(self, configs: Sequence[TrialConfig], **_: Any) -> WholeMemory:
+        return WholeMemory(configs, one_by_one(self.predict, configs))
 
     def learn(self, record: TrialRecord) -> None:
         self._learned += 1

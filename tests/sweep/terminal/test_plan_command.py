@@ -27,7 +27,7 @@ from storage.reading import read_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
 from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
-from sweep.planning.plan import plan_space
+from sweep.planning.plan import plan_card
 from sweep.planning.question import PlanRequest, read_configurations, resolve_request
 from sweep.planning.survey import SURVEYED_BY, survey
 from sweep.predict.cost import AskedWork
@@ -764,7 +764,7 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
         read_study=stored_study,
     )
     plans = [
-        plan_space(
+        plan_card(
             survey(question.about(gpu), question.forecaster(gpu)),  # type: ignore[arg-type]
             work=AskedWork(train_steps=123),
             offers=question.offers[gpu.name],

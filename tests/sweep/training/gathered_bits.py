@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from search_spaces.config import TrialConfig
 from sweep.training.model import quantize_random
-from sweep.training.team import AS_STORED, Place, join, leave
+from sweep.training.team import AS_STORED, join, leave
 
 SHARDED = TrialConfig(
     data_parallel=2, sharding="fsdp", upcast_fp32=False, optimizer="adamw_torch_fused"
@@ -36,7 +36,7 @@ def main(rank: int, meeting: Path, kind: str) -> None:
     device = torch.device(kind, rank if kind == "cuda" else None)  # type: ignore[call-overload]
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    join(Place(rank, 2), meeting=meeting, device=device)
+    join(rank, 2, meeting=meeting, device=device)
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(
         FEATURES, FEATURES, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16

@@ -21,7 +21,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from sweep.training.adapters import local
-from sweep.training.team import AS_STORED, Place, fsdp_plugin, join, leave, shard_on_cpu, share_head
+from sweep.training.team import AS_STORED, fsdp_plugin, join, leave, shard_on_cpu, share_head
 
 STEPS = 3
 
@@ -116,7 +116,7 @@ def main(rank: int, meeting: Path, kind: str) -> None:
     device = torch.device(kind, rank if kind == "cuda" else None)  # type: ignore[call-overload]
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    join(Place(rank, 2), meeting=meeting, device=device)
+    join(rank, 2, meeting=meeting, device=device)
     told = [shares(device, is_tied=is_tied) for is_tied in (False, True)]
     print(*(word for pair in told for word in pair))
     leave()

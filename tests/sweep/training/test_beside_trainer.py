@@ -40,7 +40,7 @@ def ops(watch: profile) -> Counter[str]:
 def of_a_trial() -> Counter[str]:
     config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=TINY.vocab_size, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         for _ in range(WARMUP):
             loop.step()
         with profile(activities=[ProfilerActivity.CPU]) as watch:

@@ -37,7 +37,7 @@ class Graphs:
 def trained(base: BaseModel, config: TrialConfig, graphs: Graphs, *, steps: int = 1) -> Compilation:
     with attached(base, config) as attachment:
         with compiled(attachment.layers, compiler=graphs.compiler) as compilation:
-            loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+            loop = TrainingLoop(attachment, config, seed=0)
             for _ in range(steps):
                 loop.step()
         assert all(layer._compiled_call_impl is None for layer in attachment.layers)

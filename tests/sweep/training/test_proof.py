@@ -37,12 +37,12 @@ def verdicts(
     """Return what the proof says to a configuration that was not run, and to the one that was."""
     config, wanted = tiny_config(**ran), tiny_config(**asked)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         with KernelWatch() as watch:
             loop.step()
         return (
-            ineffective(wanted, loop=loop, watch=watch),
-            ineffective(config, loop=loop, watch=watch),
+            ineffective(wanted, StepEvidence(loop, watch)),
+            ineffective(config, StepEvidence(loop, watch)),
         )
 
 
@@ -113,13 +113,13 @@ def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() 
         for _ in range(2):
             with attached(base, plain) as attachment:
                 with compiled(attachment.layers, compiler=compiler) as attachment.compilation:
-                    loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+                    loop = TrainingLoop(attachment, config, seed=0)
                     loop.step()
-                    assert ineffective(config, loop=loop) is None
-                    fault = ineffective(plain, loop=loop)
+                    assert ineffective(config, StepEvidence(loop)) is None
+                    fault = ineffective(plain, StepEvidence(loop))
                 assert fault == Ineffective(knob="compile", detail="layers are compiled")
                 loop.step()
-                fault = ineffective(config, loop=loop)
+                fault = ineffective(config, StepEvidence(loop))
                 assert fault == Ineffective(
                     knob="compile", detail=f"{LAYERS} of {2 * LAYERS} calls of layers were compiled"
                 )
@@ -131,9 +131,9 @@ def test_a_target_whose_adapters_never_moved_is_found_out() -> None:
         for name, parameter in attachment.model.named_parameters():
             if "v_proj.lora" in name:
                 parameter.requires_grad_(False)
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
-        fault = ineffective(config, loop=loop)
+        fault = ineffective(config, StepEvidence(loop))
     assert fault == Ineffective(knob="target_modules", detail="no adapter of v_proj learned")
 
 
@@ -146,11 +146,11 @@ def test_every_dropout_that_can_be_asked_for_proves_itself(dropout: float) -> No
 def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
     config = tiny_config(lora_dropout=0.1)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         with KernelWatch() as watch:
             loop.step()
         watch.dropouts = 0
-        fault = ineffective(config, loop=loop, watch=watch)
+        fault = ineffective(config, StepEvidence(loop, watch))
     assert fault == Ineffective(knob="lora_dropout", detail="nothing was dropped")
 
 
@@ -167,14 +167,14 @@ def flash_attn_operator() -> Iterator[Any]:
 def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operator: Any) -> None:
     config = tiny_config()
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
         with KernelWatch() as watch:
             flash_attn_operator(torch.zeros(1, dtype=torch.bfloat16))
             torch.zeros(2, 2, dtype=torch.bfloat16) @ torch.zeros(2, 2, dtype=torch.bfloat16)
         asked = tiny_config(attention="flash_attention_2")
-        assert ineffective(asked, loop=loop, watch=watch) is None
-        eager = ineffective(tiny_config(attention="eager"), loop=loop, watch=watch)
+        assert ineffective(asked, StepEvidence(loop, watch)) is None
+        eager = ineffective(tiny_config(attention="eager"), StepEvidence(loop, watch))
     assert isinstance(eager, Ineffective)
     assert "flash_attn::_flash_attn_forward" in eager.detail
 
@@ -228,8 +228,8 @@ def a_look(**changes: Any) -> Look:
     ("looks", "words"),
     [
         ([], "1 of 2 cards trained"),
-        ([a_look()], "a card trained with 0 others"),
-        ([a_look(), a_look(rank=2)], "3 of 2 cards trained"),
+        ([a_look(rank=0), a_look()], "a card trained with 0 others"),
+        ([a_look(rank=0), a_look(), a_look(rank=2)], "3 of 2 cards trained"),
     ],
 )
 def test_a_card_that_did_not_train_with_the_others_is_no_team(
@@ -237,9 +237,9 @@ def test_a_card_that_did_not_train_with_the_others_is_no_team(
 ) -> None:
     config = tiny_config(data_parallel=2)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
-        fault = ineffective(config, loop=loop, others=looks)
+        fault = ineffective(config, StepEvidence(loop, looks=looks))
     assert fault is not None
     assert (fault.knob, fault.detail) == ("data_parallel", words)
 
@@ -248,9 +248,9 @@ def test_a_model_that_every_card_holds_is_not_sharded() -> None:
     config = tiny_config(upcast_fp32=False, optimizer="adamw_torch_fused")
     shared = config.model_copy(update={"sharding": "fsdp", "data_parallel": 2})
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
-        detail = PROOFS["sharding"](shared, StepEvidence(loop, None, (a_look(),)))
+        detail = PROOFS["sharding"](shared, StepEvidence(loop, looks=(a_look(rank=0), a_look())))
     assert detail == "a card holds 100 % of the layers' weights, not 50 %"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,19 @@ from datasets import Dataset, Features, List, Value
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Diverged, OutOfMemory, QualityReport
+from sweep.data.batches import WEIGHT, Texts, loss_tokens
+from sweep.data.lesson import Lesson
 from sweep.data.opening import open_tokens
 from sweep.data.split import split
 from sweep.training.device import CpuDevice
+from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
-from sweep.training.quality import Lesson, Quality, Question, loss_tokens
-from sweep.training.step import WEIGHT
-from sweep.training.texts import Texts
+from sweep.training.quality import Quality
 from tests.sweep.data.prepared import prepared
 from tests.sweep.training.tiny import tiny_base, tiny_config
 
 LENGTHS = np.random.default_rng(1).integers(3, 40, 80)
-ASKED = Question(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
+ASKED = QualityCommand(tokens=200, seed=3, eval_seq_len=32, eval_tokens=100)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,10 @@ def base() -> Any:
 
 
 def quality(base: BaseModel, texts: Texts, config: TrialConfig, **changes: Any) -> Quality:
-    question = replace(ASKED, **{k: v for k, v in changes.items() if hasattr(ASKED, k)})
-    others = {k: v for k, v in changes.items() if not hasattr(ASKED, k)}
-    values = {"device": CpuDevice(), "beat": lambda _: None, **others}
+    asked = {k: v for k, v in changes.items() if k in QualityCommand.model_fields}
+    question = ASKED.model_copy(update=asked)
+    others = {k: v for k, v in changes.items() if k not in asked}
+    values = {"device": CpuDevice(), **others}
     return Quality(base, config, texts, question, **values)
 
 
@@ -53,7 +54,8 @@ def learned(base: BaseModel, texts: Texts, config: TrialConfig, **changes: Any) 
 
 
 def batches(texts: Texts, config: TrialConfig, **changes: Any) -> list[dict[str, Any]]:
-    lesson = Lesson(texts, config, replace(ASKED, **changes))
+    asked = ASKED.model_copy(update=changes)
+    lesson = Lesson(texts, config, tokens=asked.tokens, seed=asked.seed)
     return [lesson[index] for index in range(len(lesson))]
 
 
@@ -72,7 +74,7 @@ def test_the_same_seed_gives_the_same_loss_and_another_one_another(
 ) -> None:
     config = tiny_config(learning_rate=1e-3)
     beats: list[int] = []
-    first = learned(base, texts, config, beat=beats.append)
+    first = learned(base, texts, config, report=lambda told: beats.append(told.step))
     again = learned(base, texts, config)
     assert replace_seconds(again) == replace_seconds(first)
     assert beats[-1] == first.steps > 1
@@ -201,11 +203,11 @@ def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(
     config = tiny_config()
     before = {name: p.shape for name, p in base.model.named_parameters()}
 
-    def fail(step: int) -> None:
-        if step == 2:
+    def fail(told: Progress) -> None:
+        if told.step == 2:
             raise RuntimeError("not enough memory")
 
-    outcome = quality(base, texts, config, device=_Full(), beat=fail).run()
+    outcome = quality(base, texts, config, device=_Full(), report=fail).run()
     assert isinstance(outcome, OutOfMemory)
     assert "training for its quality" in outcome.detail
     assert {name: p.shape for name, p in base.model.named_parameters()} == before

@@ -11,8 +11,8 @@ from search_spaces.space import StepBudget
 from storage.records import Measured, OutOfMemory
 from sweep.training.adapters import attached
 from sweep.training.device import CpuDevice
+from sweep.training.messages import Progress
 from sweep.training.step import TrainingLoop
-from sweep.training.trial import Beat
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config, trial_on
 
 STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=24, seconds_max=60)
@@ -20,9 +20,9 @@ STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=24, 
 
 def test_a_soak_trains_on_however_steady_and_evaluates_and_saves_half_way() -> None:
     config = tiny_config()
-    beats: list[Beat] = []
+    beats: list[Progress] = []
 
-    def report(beat: Beat) -> bool:
+    def report(beat: Progress) -> bool:
         beats.append(beat)
         return False
 
@@ -64,7 +64,7 @@ def test_a_run_that_is_no_soak_reports_none() -> None:
 def test_a_checkpoint_holds_what_a_training_goes_on_from(tmp_path: Path) -> None:
     config = tiny_config()
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
         loop.save(tmp_path)
         state = torch.load(tmp_path / "optimizer.pt", weights_only=False)
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_what_a_training_goes_on_from(tmp_path: Path) -> None
 def test_an_evaluation_makes_no_gradients_and_the_training_goes_on() -> None:
     config = tiny_config(lora_dropout=0.1)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
         modes: list[bool] = []
         handle = attachment.layers[0].register_forward_hook(
@@ -110,7 +110,7 @@ def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
         assert device.passes == 2
         trial = trial_on(base, config, is_soak=True, device=device)
         with attached(base, config) as attachment:
-            loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+            loop = TrainingLoop(attachment, config, seed=0)
             device.reset_peak()
             before = device.memory().peak_allocated_bytes
             trial.evaluate_and_save(loop)

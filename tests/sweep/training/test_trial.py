@@ -25,11 +25,11 @@ from storage.records import (
 )
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import CpuDevice, Mark, Memory, bytes_beyond
-from sweep.training.meter import flops_per_token, whole_step_seconds
+from sweep.training.messages import Progress
+from sweep.training.meter import flops_per_token, mean_step_seconds
 from sweep.training.model import BaseModel
-from sweep.training.proof import ineffective
+from sweep.training.proof import StepEvidence, ineffective
 from sweep.training.step import TrainingLoop
-from sweep.training.trial import Beat
 from tests.sweep.training.tiny import BRIEF, LAYERS, tiny_base, tiny_config, trial_on
 
 
@@ -104,11 +104,11 @@ def test_checkpointing_trades_memory() -> None:
 
 def test_a_trial_that_is_told_to_stop_keeps_what_it_measured() -> None:
     config = tiny_config()
-    beats: list[Beat] = []
+    beats: list[Progress] = []
 
-    def stop_at_third(beat: Beat) -> bool:
+    def stop_at_third(beat: Progress) -> bool:
         beats.append(beat)
-        return beat.phase == "measure" and beat.median_seconds is not None and beat.step == 3
+        return beat.phase == "measure" and beat.tokens_per_second is not None and beat.step == 3
 
     with tiny_base(config) as base:
         outcome = trial_on(base, config, report=stop_at_third).run()
@@ -229,7 +229,7 @@ def test_a_trial_knows_in_which_phase_it_failed(phase: str) -> None:
 def test_a_trial_knows_that_measuring_failed() -> None:
     config = tiny_config()
 
-    def fail_at_third(beat: Beat) -> bool:
+    def fail_at_third(beat: Progress) -> bool:
         if beat.phase == "measure" and beat.step == 3:
             raise RuntimeError("CUDA error: the launch failed")
         return False
@@ -393,13 +393,13 @@ def test_two_micro_steps_have_the_peak_of_a_whole_accumulation(
 def test_the_micro_step_with_the_optimizer_is_counted_once(
     ended: list[float], micro_steps: int, seconds: float
 ) -> None:
-    assert whole_step_seconds(ended, micro_steps=micro_steps) == pytest.approx(seconds)
+    assert mean_step_seconds(ended, micro_steps=micro_steps) == pytest.approx(seconds)
 
 
 def test_a_training_on_the_cpu_never_asks_whether_a_card_is_there() -> None:
     config = tiny_config()
     with tiny_base(config) as base, attached(base, config) as attachment:
-        TrainingLoop(attachment, config, vocab_size=512, seed=0).step()
+        TrainingLoop(attachment, config, seed=0).step()
         assert PartialState().device.type == "cpu"
         assert PartialState()._cpu
 
@@ -449,13 +449,13 @@ def test_few_steps_have_no_interval_and_are_noisy() -> None:
 def test_a_knob_that_did_nothing_is_found_out() -> None:
     config = tiny_config(checkpoint_fraction=1.0)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         attachment.layers[0].gradient_checkpointing = False
         loop.step()
-        fault = ineffective(config, loop=loop)
+        fault = ineffective(config, StepEvidence(loop))
     assert isinstance(fault, Ineffective)
     assert fault.knob == "checkpoint_fraction"
-    assert fault.detail == f"{LAYERS - 1} of {LAYERS} layers were recomputed"
+    assert f"{LAYERS - 1} of {LAYERS} layers" in fault.detail
 
 
 @pytest.mark.parametrize(
@@ -474,10 +474,10 @@ def test_a_run_that_is_not_what_was_asked_is_ineffective(
 ) -> None:
     config = tiny_config(**ran)
     with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, vocab_size=512, seed=0)
+        loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
-        fault = ineffective(tiny_config(**asked), loop=loop)
-        honest = ineffective(config, loop=loop)
+        fault = ineffective(tiny_config(**asked), StepEvidence(loop))
+        honest = ineffective(config, StepEvidence(loop))
     assert isinstance(fault, Ineffective)
     assert fault.knob == knob
     assert honest is None
@@ -591,9 +591,9 @@ def test_a_micro_step_that_takes_long_is_a_sign_of_life_before_its_step_is_queue
     silence: float, signs: int
 ) -> None:
     config = tiny_config(**ACCUMULATING)
-    beats: list[Beat] = []
+    beats: list[Progress] = []
 
-    def hear(beat: Beat) -> bool:
+    def hear(beat: Progress) -> bool:
         beats.append(beat)
         return False
 
@@ -624,8 +624,8 @@ def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most() -> Non
     config = tiny_config()
     device = _Behind()
 
-    def spoil(beat: Beat) -> bool:
-        if beat.phase == "measure" and beat.median_seconds is not None and beat.step == 2:
+    def spoil(beat: Progress) -> bool:
+        if beat.phase == "measure" and beat.tokens_per_second is not None and beat.step == 2:
             norm = base.model.model.norm.weight
             norm.data.fill_(float("nan"))
             spoilt.append(len([line for line in device.log if line.startswith("queue")]))

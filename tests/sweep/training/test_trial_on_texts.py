@@ -13,17 +13,18 @@ from datasets import Dataset, Features, List, Value
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from storage.records import Ineffective, Invalid, Measured, Measurement, Outcome
+from sweep.data.batches import Texts, TrialBatches, trial_batches
+from sweep.data.probing import are_apart
 from sweep.training.adapters import attached
+from sweep.training.messages import Progress
 from sweep.training.meter import flops_per_token
 from sweep.training.model import build_base
 from sweep.training.step import TrainingLoop
-from sweep.training.texts import Texts, TextsRound, are_apart
 from sweep.training.trial import (
     AHEAD_OF_TEXTS,
     DOCUMENTS_TOGETHER,
     ROWS_OF_TEXTS,
     TOKENS_OF_TEXTS,
-    Beat,
 )
 from tests.bench.try_models import spec_of
 from tests.sweep.data.prepared import prepared
@@ -53,8 +54,13 @@ def measured(texts: Texts, config: TrialConfig, **changes: Any) -> Measurement:
     return outcome.measurement
 
 
-def round_of(texts: Texts, config: TrialConfig, micro_steps: int = 1) -> TextsRound:
-    return TextsRound(texts, config, micro_steps=micro_steps)
+def shapes_of(made: TrialBatches) -> list[tuple[int, ...]]:
+    """Return rows and width of each micro-batch of a round."""
+    return [tuple(batch["input_ids"].shape) for batch in made.round]
+
+
+def round_of(texts: Texts, config: TrialConfig, micro_steps: int = 1) -> TrialBatches:
+    return trial_batches(texts, config, micro_steps=micro_steps)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +78,13 @@ def test_the_speed_is_of_the_tokens_that_carry_loss(texts: Texts, knobs: dict[st
     config = tiny_config(**knobs)
     measurement = measured(texts, config)
     made = round_of(texts, config, config.accumulation_steps)
-    tokens = made.batches.loss_tokens / made.steps
+    tokens = made.loss_tokens * config.accumulation_steps / len(made.round)
     assert measurement.loss_tokens_per_step == pytest.approx(tokens)
     assert measurement.tokens_per_second == pytest.approx(tokens / measurement.step_seconds)
     assert measurement.samples_per_second == pytest.approx(
         config.samples_per_step / measurement.step_seconds
     )
-    epoch = made.batches.epoch
+    epoch = made.epoch
     assert measurement.padding_waste == pytest.approx(1 - epoch.tokens / epoch.padded_tokens)
     assert measurement.documents_apart is (True if config.packing == "packed" else None)
     assert DOCUMENTS_TOGETHER not in measurement.flags
@@ -92,12 +98,12 @@ def test_of_a_few_very_long_rows_the_speed_is_still_that_of_the_epoch(tmp_path: 
     outlier = Texts(prepared(tmp_path, [4] * 79 + [32]), eval_fraction=0.0, seed=0)
     config = tiny_config()
     made = round_of(outlier, config)
-    epoch = made.batches.epoch
+    epoch = made.epoch
     assert not made.is_as_its_epoch
     assert made.loss_tokens_per_step == pytest.approx((79 * 3 + 31) / 40)
     # A device that computes so many tokens a second takes as long for the epoch as is said.
-    pass_seconds = made.batches.padded_tokens / 100
-    step = pass_seconds / made.steps * made.pace
+    pass_seconds = made.padded_tokens / 100
+    step = pass_seconds / len(made.round) * made.pace
     assert step * epoch.optimizer_steps == pytest.approx(epoch.padded_tokens / 100)
     measurement = measured(outlier, config, steps=BRIEF)
     assert "round_extrapolated" in measurement.flags
@@ -132,21 +138,21 @@ def test_the_longest_rows_come_first_and_then_one_round_after_another(
     config = tiny_config(effective_batch_size=4)
     made = round_of(texts, config, micro_steps=2)
     seen = shapes_trained(texts, config, monkeypatch)
-    largest = made.batches.epoch.largest
+    largest = made.epoch.largest
     assert seen[:4] == [(largest.rows, largest.width)] * 4
     assert largest.width == max(LENGTHS)
-    count = len(made.shapes)
+    count = len(shapes_of(made))
     passes = [tuple(seen[first : first + count]) for first in range(4, len(seen), count)]
-    assert set(passes) == {tuple(made.shapes)}
-    assert len({width for _, width in made.shapes}) > 1
+    assert set(passes) == {tuple(shapes_of(made))}
+    assert len({width for _, width in shapes_of(made)}) > 1
 
 
 def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(texts: Texts) -> None:
     config = tiny_config(checkpoint_fraction=0.0)
     made = round_of(texts, config)
-    widest = max(width for _, width in made.shapes)
-    full = tiny_config(checkpoint_fraction=0.0, seq_len=int(made.batches.epoch.largest.width))
-    short = tiny_config(checkpoint_fraction=0.0, seq_len=min(w for _, w in made.shapes))
+    widest = max(width for _, width in shapes_of(made))
+    full = tiny_config(checkpoint_fraction=0.0, seq_len=int(made.epoch.largest.width))
+    short = tiny_config(checkpoint_fraction=0.0, seq_len=min(w for _, w in shapes_of(made)))
     with tiny_base(config) as base:
         on_texts, on_full, on_short = (
             trial_on(base, c, steps=BRIEF, texts=t).run()
@@ -157,7 +163,7 @@ def test_the_peak_is_that_of_the_longest_rows_and_not_of_the_round(texts: Texts)
         for o in (on_texts, on_full, on_short)
         if isinstance(o, Measured)
     ]
-    assert widest <= made.batches.epoch.largest.width
+    assert widest <= made.epoch.largest.width
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
     assert peaks[0] > 1.02 * peaks[2]
 
@@ -214,18 +220,18 @@ def test_packing_that_does_nothing_is_ineffective(
 def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Texts) -> None:
     config = tiny_config(packing="packed", checkpoint_fraction=0.0)
     made = round_of(texts, config)
-    batch = made.batches.largest[0]
-    alone = round_of(texts, tiny_config()).batches.largest[0]
+    batch = made.largest[0]
+    alone = round_of(texts, tiny_config()).largest[0]
     with tiny_base(config) as base, attached(base, config) as attachment:
         model = attachment.model.get_base_model()
-        assert are_apart(model, batch, vocab_size=512) is True
+        assert are_apart(model, batch) is True
         # A cache, and transformers no longer looks at the positions.
         model.config.use_cache = True
-        assert are_apart(model, batch, vocab_size=512) is False
+        assert are_apart(model, batch) is False
         model.config.use_cache = False
         positions = torch.arange(alone["input_ids"].shape[1]).expand_as(alone["input_ids"])
         single = {**alone, "position_ids": positions}
-        assert are_apart(model, single, vocab_size=512) is None
+        assert are_apart(model, single) is None
 
 
 def test_a_trial_whose_packed_texts_see_each_other_says_so(texts: Texts) -> None:
@@ -253,8 +259,8 @@ def test_work_is_counted_of_what_is_computed(texts: Texts) -> None:
     with tiny_base(config) as base, attached(base, config) as attachment:
         work = sum(
             rows * width * flops_per_token(attachment, base.model.config, width)
-            for rows, width in made.shapes
-        ) / len(made.shapes)
+            for rows, width in shapes_of(made)
+        ) / len(shapes_of(made))
     expected = work / measurement.step_seconds / peak
     assert measurement.flops_utilization == pytest.approx(expected)
 
@@ -304,7 +310,7 @@ def test_every_width_of_the_round_is_trained_on_before_anything_is_measured(
         shapes.append(tuple(self.newest.shape))
         return loss
 
-    def watch(beat: Beat) -> bool:
+    def watch(beat: Progress) -> bool:
         if beat.phase == "measure" and not before:
             before.append(set(shapes))
         return False
@@ -314,4 +320,4 @@ def test_every_width_of_the_round_is_trained_on_before_anything_is_measured(
     measurement = measured(texts, config, steps=steps, report=watch)
     made = round_of(texts, config)
     assert measurement.steps_warmup == 1
-    assert before[0] == {*made.shapes, tuple(made.batches.largest[0]["input_ids"].shape)}
+    assert before[0] == {*shapes_of(made), tuple(made.largest[0]["input_ids"].shape)}

@@ -66,6 +66,5 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
         "steps": QUICK,
         "device": CpuDevice(),
         "card": CardReader(None),
-        "seed": 0,
     }
     return Trial(**{**settings, **changes})

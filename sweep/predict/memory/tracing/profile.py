@@ -25,7 +25,7 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +40,7 @@ from search_spaces.experts import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.allocator import CachingAllocator
 from sweep.predict.memory.profiles import Structure, Symbols, Untraceable, alive, coefficients
-from sweep.predict.memory.tracing import fused, stand_ins
+from sweep.predict.memory.tracing import fused
 from sweep.predict.memory.tracing.stand_ins import Linear4bit, Params4bit
 from sweep.predict.memory.tracing.walk import (
     PlainLoop,
@@ -87,7 +87,13 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
         symbols = _symbols(part, structure)
         base = _build_base(config, part.spec)
-        _check_quantized(base)
+        share = base.quantized_share
+        # It would be called a 4-bit one and is not; its worker would say so, too late.
+        if share is not None and share < LEAST_QUANTIZED_SHARE:
+            raise Untraceable(
+                f"only {in_percent(share)} of its matrices' weights would be in "
+                f"{base.config.weight_bits} bits, as linear layers alone are: use quantization none"
+            )
         # Neither kernels nor adapters have a part in what the base takes.
         plain = base.config.model_copy(update={"kernels": "hf"})
         key = part.spec.fingerprint, part.positions, plain
@@ -102,7 +108,9 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     # prediction says that it is less certain.
     fuses_layers = config.kernels == "liger" or config.compile
     if config.compile:
-        stand_ins.compile_layers(base.model)
+        # Casts are recomputed, as under ``torch.compile``.
+        for module in filter(lambda m: isinstance(m, Linear4bit), base.model.modules()):
+            module.is_compiled = True
     with fused.patched(base.model, loss=fuses_loss, layers=fuses_layers, chunk_tokens=symbols.c):
         target = _attach(base, config, symbols)
         if config.compile:
@@ -124,29 +132,19 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         "sizes": sizes,
         "window": part.window,
         "quantized_share": base.quantized_share,
-        "is_same_in_fp16": not walked.tells_halves_apart and not _names_fp16(target),
+        "is_same_in_fp16": not walked.tells_halves_apart
+        and not any(_names_fp16(type(module).__module__) for module in target.base.modules()),
     }
 
 
 def _symbols(part: Excerpt, structure: Structure) -> Symbols:
     if structure.is_long and part.window is not None:
         return _known_symbols(part.dimensions, longer_than=part.window)
-    limits = [part.longest, part.window and part.window - 1]
-    longest = min((n for n in limits if n), default=None)
-    return _known_symbols(part.dimensions, longest=longest)
+    limits = filter(None, (part.longest, part.window and part.window - 1))
+    return _known_symbols(part.dimensions, longest=min(limits, default=None))
 
 
 _known_symbols = cache(Symbols)
-
-
-def _check_quantized(base: BaseModel) -> None:
-    """Refuse a base that would be called a 4-bit one and is not; its worker would, too late."""
-    share = base.quantized_share
-    if share is not None and share < LEAST_QUANTIZED_SHARE:
-        raise Untraceable(
-            f"only {in_percent(share)} of its matrices' weights would be in "
-            f"{base.config.weight_bits} bits, as linear layers alone are: use quantization none"
-        )
 
 
 def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable:
@@ -163,30 +161,16 @@ def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable
     return Traceable(base=base.model, model=model.train(), layers=layers)
 
 
-def _names_fp16(target: Traceable) -> bool:
-    """Whether the model's code has anything to say of fp16 by itself."""
-    names = {type(module).__module__ for module in target.base.modules()}
-    return any(_module_names_fp16(n) for n in names if n.startswith("transformers.models."))
-
-
 @cache
-def _module_names_fp16(name: str) -> bool:
-    return _FP16.search(inspect.getsource(sys.modules[name])) is not None
+def _names_fp16(name: str) -> bool:
+    """Whether a module's code has anything to say of fp16 by itself."""
+    is_modelling = name.startswith("transformers.models.")
+    return is_modelling and _FP16.search(inspect.getsource(sys.modules[name])) is not None
 
 
 def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
-    config = structure.config
-    computed_in = compute_type(config)
     try:
-        return walk(
-            target,
-            symbols=symbols,
-            autocast_dtype=None if computed_in == torch.float32 else computed_in,
-            has_flash=structure.has_flash,
-            is_checkpointed=structure.is_checkpointed,
-            # flash attention is told where texts begin instead.
-            is_packed=config.packing == "packed" and config.attention != "flash_attention_2",
-        )
+        return walk(target, symbols, structure)
     except PlainLoop as error:
         raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
     except Exception as error:
@@ -357,10 +341,6 @@ _FP32_BYTES = 4
 _LayerModule = tuple[int, torch.nn.Module]
 """A layer of the whole model (-1 outside of them) and a module of the excerpt that is in it."""
 
-_Addresses = dict[tuple[int, int], int]
-"""Where a tensor is, by layer and identity."""
-
-
 _known_bases: dict[tuple[str, tuple[int, ...], TrialConfig], dict[str, Any]] = {}
 
 
@@ -375,10 +355,12 @@ def _base_memory(
         positions: for each layer of the whole model, the layer of the excerpt that stands for it.
     """
     allocator = CachingAllocator()
-    width = compute_type(config).itemsize
-    modules = list(_in_order(base, positions))
-    narrow = _build(allocator, modules, width)
-    _widen(allocator, modules, width, narrow)
+    addresses: dict[Hashable, int] = {}
+    for key, size in _building(list(_in_order(base, positions)), compute_type(config).itemsize):
+        if size:
+            addresses[key] = allocator.allocate(size)
+        else:
+            allocator.free(addresses.pop(key))
     # The worker gives cached segments back after each trial (`Device.release`).
     allocator.empty_cache()
     return {
@@ -389,39 +371,34 @@ def _base_memory(
     }
 
 
-def _build(allocator: CachingAllocator, modules: list[_LayerModule], width: int) -> _Addresses:
-    """Put every module on the card, and return where its unpacked tensors are."""
-    addresses: _Addresses = {}
-    twice: list[int] = []
+def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Hashable, int]]:
+    """Yield what is put on the card and its bytes, and with 0 bytes what is given back."""
+    there: set[Hashable] = set()
+    twice: list[Hashable] = []
     for layer, module in modules:
-        wide = None
         if isinstance(module, Linear4bit):
-            _pack(allocator, module, width)
+            yield from _packing(module, width)
         elif isinstance(module, EightBitLinear):
-            wide = allocator.allocate(module.weight.numel() * width)
+            yield "wide", module.weight.numel() * width
         for tensor in _plain_tensors(module):
-            address = allocator.allocate(tensor.numel() * _built_width(tensor, width))
-            if addresses.setdefault((layer, id(tensor)), address) != address:
-                twice.append(address)
-        if wide is not None:
-            allocator.free(wide)
+            key: Hashable = (layer, id(tensor))
+            if key in there:
+                key = (layer, id(tensor), len(twice))
+                twice.append(key)
+            there.add(key)
+            yield key, tensor.numel() * _built_width(tensor, width)
+        if isinstance(module, EightBitLinear):
+            yield "wide", 0
     # Tied weights are built apart and then tied.
-    for address in twice:
-        allocator.free(address)
-    return addresses
-
-
-def _widen(
-    allocator: CachingAllocator, modules: list[_LayerModule], width: int, narrow: _Addresses
-) -> None:
-    """Put what is wanted in fp32 there, one tensor after another, narrow and wide at once."""
+    yield from ((key, 0) for key in twice)
+    # What is wanted in fp32 becomes that, one tensor after another, narrow and wide at once.
     for layer, module in modules:
         for tensor in _plain_tensors(module):
-            if _built_width(tensor, width) < tensor.element_size():
-                address = narrow.pop((layer, id(tensor)), None)
-                if address is not None:
-                    allocator.allocate(tensor.nbytes)
-                    allocator.free(address)
+            key = (layer, id(tensor))
+            if key in there and _built_width(tensor, width) < tensor.element_size():
+                there.remove(key)
+                yield (*key, "in fp32"), tensor.nbytes
+                yield key, 0
 
 
 def _in_order(base: torch.nn.Module, positions: tuple[int, ...]) -> Iterator[_LayerModule]:
@@ -449,22 +426,22 @@ def _built_width(tensor: torch.Tensor, width: int) -> int:
     return width if is_widened else tensor.element_size()
 
 
-def _pack(allocator: CachingAllocator, layer: Linear4bit, width: int) -> None:
-    """Quantize one layer's random weights, in the order in which bitsandbytes does it on the card.
+def _packing(layer: Linear4bit, width: int) -> Iterator[tuple[Hashable, int]]:
+    """Yield what quantizing one layer's random weights takes and gives back, in the order in which
+    bitsandbytes does it on the card.
 
     The order counts: what is freed last leaves the hole that the next layer's weights go into.
     """
-    wide = allocator.allocate(layer.in_features * layer.out_features * width)
-    scales = allocator.allocate(layer.scales * _FP32_BYTES)
-    allocator.allocate(layer.weight.numel())
+    scales = layer.scales * _FP32_BYTES
+    yield "wide", layer.in_features * layer.out_features * width
+    yield "scales", scales
+    yield "packed", layer.weight.numel()
     kept = layer.constant_bytes()
     if layer.is_nested:
-        centred = allocator.allocate(layer.scales * _FP32_BYTES)
-        for size in kept:
-            allocator.allocate(size)
-        allocator.free(centred)
-        allocator.free(scales)
+        yield "centred", scales
+        yield from (("kept", size) for size in kept)
+        yield "centred", 0
+        yield "scales", 0
     else:
-        for size in kept[1:]:
-            allocator.allocate(size)
-    allocator.free(wide)
+        yield from (("kept", size) for size in kept[1:])
+    yield "wide", 0

@@ -54,18 +54,15 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot sca
 _NAMESPACES = (torch, torch.Tensor, functional)
 
 
-def _as_on_cuda(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what asks of autocast, with the device that stands for the card answered for it."""
-
-    @functools.wraps(ask)
-    def asked(device: str = "cuda") -> Any:
-        return ask("cuda" if device == "meta" else device)
-
-    return asked
+_autocast_dtype = torch.get_autocast_dtype
 
 
-torch.get_autocast_dtype = _as_on_cuda(torch.get_autocast_dtype)
+def _dtype_of_autocast(device_type: str = "cuda") -> torch.dtype:
+    """Return it for the device that stands for the card, too."""
+    return _autocast_dtype("cuda" if device_type == "meta" else device_type)
 
+
+torch.get_autocast_dtype = _dtype_of_autocast
 
 _POLICIES: dict[Callable[..., Any], Policy] = {
     getattr(namespace, name): policy
@@ -416,13 +413,6 @@ class _Product(torch.autograd.Function):
         weight = layer.take_weight(grad.dtype)
         del scales
         return torch.matmul(grad, weight), None, None
-
-
-def compile_layers(model: torch.nn.Module) -> None:
-    """Let every layer of a model behave as under ``torch.compile``: casts are recomputed."""
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.is_compiled = True
 
 
 def install() -> None:

@@ -33,7 +33,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,12 @@ from sweep.predict.memory.profiles import (
     LOSS,
     Entry,
     Polynomial,
+    Structure,
     Symbols,
 )
 from sweep.predict.memory.tracing.stand_ins import Cuda
 from sweep.training.adapters import changed
+from sweep.training.model import compute_type
 
 Event = tuple[int, bool]
 """A storage's number, and whether it was born (or died)."""
@@ -256,28 +258,30 @@ class Walk:
     """Whether it would be another one in the other 16-bit type."""
 
 
-def walk(
-    target: Traceable,
-    *,
-    symbols: Symbols,
-    autocast_dtype: torch.dtype | None,
-    has_flash: bool,
-    is_checkpointed: bool,
-    is_packed: bool = False,
-) -> Walk:
+def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     """Run forward and backward once and return what was counted, with a mark at each boundary.
 
     Marks in order: ``embed``, ``forward 0..n-1``, ``head``, ``head_backward``, ``backward n-1..0``.
     """
-    cuda = Cuda(autocast_dtype, padded_length=symbols.p, has_flash=has_flash)
-    if is_checkpointed:
+    config, computed_in = structure.config, compute_type(structure.config)
+    is_autocast = computed_in != torch.float32
+    cuda = Cuda(
+        computed_in if is_autocast else None,
+        padded_length=symbols.p,
+        has_flash=structure.has_flash,
+    )
+    # Flash attention is told where texts begin instead.
+    is_packed = config.packing == "packed" and config.attention != "flash_attention_2"
+    if structure.is_checkpointed:
         _checkpoint(target, cuda)
     ledger = Ledger(
         ignored=[*target.model.parameters(), *target.model.buffers()],
         layers=len(target.layers),
         is_odd=symbols.is_unexplained,
     )
-    with ledger, _boundaries(target.layers, ledger), _texts_in_rows(is_packed):
+    # transformers is to find several texts in a packed row, whose positions have no values to say.
+    found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)] if is_packed else []
+    with ledger, _boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
         tokens = torch.empty(symbols.b, symbols.s, dtype=torch.int64, device="meta")
         batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
@@ -286,7 +290,7 @@ def walk(
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
         with cuda.region():
             output = target.model(**batch)
-        if autocast_dtype is not None:
+        if is_autocast:
             output = {name: _widened(value) for name, value in output.items()}
         loss = output["loss"]
         del output
@@ -314,12 +318,6 @@ def _checkpoint(target: Traceable, cuda: Cuda) -> None:
         layer.gradient_checkpointing = True
 
 
-def _texts_in_rows(is_packed: bool) -> contextlib.AbstractContextManager[None]:
-    """Let transformers find several texts in a packed row: its positions have no values to say."""
-    found = (masking_utils, "find_packed_sequence_indices", _texts_of_tokens)
-    return changed([found] if is_packed else [])
-
-
 def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the text of each token as transformers' function of that place does, by the same
     operators; but for its question whether there is one alone, which has no answer without data."""
@@ -331,40 +329,31 @@ def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _boundaries(layers: list[torch.nn.Module], ledger: Ledger) -> Iterator[None]:
     """Mark where each layer's forward and backward pass begin."""
-    is_done = [False]
-    hooks = []
-    for index, layer in enumerate(layers):
-        is_last = index == len(layers) - 1
-        hooks.append(layer.register_forward_pre_hook(_entering(ledger, index, is_done)))
-        hooks.append(layer.register_forward_hook(_leaving(ledger, index, is_last, is_done)))
-    yield
-    for hook in hooks:
-        hook.remove()
+    done: set[int] = set()
+    last = len(layers) - 1
 
-
-def _entering(ledger: Ledger, index: int, is_done: list[bool]) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        if not is_done[0]:
+    # Hooks run again where a layer is recomputed in the backward pass; from the end of the last one
+    # on gradients mark the boundaries.
+    def enter(index: int, *_: Any) -> None:
+        if last not in done:
             ledger.mark(f"forward {index}")
 
-    return hook
-
-
-def _leaving(ledger: Ledger, index: int, is_last: bool, is_done: list[bool]) -> Callable[..., None]:
-    def hook(_module: Any, _args: Any, output: Any) -> None:
-        if is_done[0]:
+    def leave(index: int, _module: Any, _args: Any, output: Any) -> None:
+        if last in done:
             return
+        done.add(index)
         tensor = output[0] if isinstance(output, tuple) else output
         # The gradient of a layer's output arrives when its backward pass is about to begin.
         tensor.register_hook(lambda _grad: ledger.mark(f"backward {index}"))
-        if is_last:
-            # Hooks run again where a layer is recomputed in the backward pass; from here on its
-            # gradients mark the boundaries.
-            is_done[0] = True
+        if index == last:
             # What the layer's frame still holds dies after this hook, and is the layer's.
             ledger.mark_next("head")
 
-    return hook
+    with contextlib.ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(enter, index)))
+            hooks.enter_context(layer.register_forward_hook(partial(leave, index)))
+        yield
 
 
 _LOSS = ("head", "head_backward")

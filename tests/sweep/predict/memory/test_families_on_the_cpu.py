@@ -14,10 +14,10 @@ import torch
 
 from search_spaces.models import ModelSpec
 from storage.records import Measured
+from sweep.data.batches import Texts
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.training.model import build_base
-from sweep.training.texts import Texts
 from tests.bench.try_models import config_of, spec_of
 from tests.sweep.data.prepared import prepared
 from tests.sweep.training.tiny import BRIEF, trial_on

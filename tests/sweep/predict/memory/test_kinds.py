@@ -58,7 +58,7 @@ def test_they_need_the_structures_that_the_whole_preset_needs(tmp_path: Any, win
     space = load_space("a10")
     tracers = [ImaginedTracer(window=window, is_same_in_fp16=False) for _ in range(2)]
     every = [space.baseline_config(), *map(space.config, space.combinations())]
-    for number, configs in enumerate((one_of_each_kind(space), every)):
+    for number, configs in enumerate((list(one_of_each_kind(space)), every)):
         cache = tmp_path / str(number)
-        TracingPredictor(MODEL, cache_dir=cache, tracer=tracers[number]).prepare(configs)
+        TracingPredictor(MODEL, cache_dir=cache, tracer=tracers[number]).predict_all(configs)
     assert set(tracers[0].asked) == set(tracers[1].asked)

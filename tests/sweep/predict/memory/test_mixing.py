@@ -10,11 +10,12 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
-from sweep.predict.memory.prediction import PeakMemory
+from sweep.predict.memory.prediction import WholeMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Profile, Structure
 from tests.sweep.predict.memory.test_trace import model
+from tests.sweep.shared_tracing import trace
 
 LAYERS = 6
 SHAPES: list[dict[str, Any]] = [
@@ -53,10 +54,10 @@ def test_what_is_put_together_takes_what_is_traced_as_a_whole(
     is_checkpointed = config.checkpoint_fraction > 0
     whole = model("llama", every_layer_is_its_own=list(range(LAYERS)))
     structure = Structure.of(config, is_checkpointed=is_checkpointed)
-    traced = Profile.from_json(tracing_child.trace(whole, structure))
+    traced = Profile.from_json(trace(tracing_child, whole, structure))
     assert put_together.step is not None
     step = replace(put_together.step, profiles={is_checkpointed: traced})
-    expected = PeakMemory([config], [step]).prediction(0)
+    expected = WholeMemory([config], [step]).prediction(0)
     # The base of equal layers has other remainders, of less than a MiB each, than one of both.
     slack = 2**20 * LAYERS
     parts = put_together.breakdown

@@ -17,6 +17,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import Traced, TracingChildren
 from sweep.predict.memory.profiles import Structure, Untraceable
 from tests.sweep.predict.memory.imagined_profile import MODEL, WEIGHTS, ImaginedTracer
+from tests.sweep.shared_tracing import trace
 from tests.sweep.test_processes import ends_soon
 
 SPACE = [
@@ -47,7 +48,7 @@ class FaultyTracer(ImaginedTracer):
 def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_path: Path) -> None:
     tracer, told = ImaginedTracer(), []
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    predictor.prepare(SPACE, on_progress=lambda done, of: told.append((done, of)))
+    predictor.predict_all(SPACE, on_progress=lambda done, of: told.append((done, of)))
     assert told == [(done, STRUCTURES) for done in range(STRUCTURES + 1)]
     for config in SPACE:
         predictor.predict(config)
@@ -55,9 +56,9 @@ def test_a_whole_space_is_traced_ahead_and_then_predicted_without_tracing(tmp_pa
 
 
 def test_what_is_kept_is_neither_traced_nor_told_of(tmp_path: Path) -> None:
-    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).prepare(SPACE)
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer()).predict_all(SPACE)
     tracer, told = ImaginedTracer(), []
-    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer).prepare(
+    TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer).predict_all(
         SPACE, on_progress=lambda *counts: told.append(counts)
     )
     assert (tracer.asked, told) == ([], [])
@@ -72,7 +73,7 @@ def test_recomputed_layers_and_others_are_traced_where_a_configuration_has_them(
     tracer = ImaginedTracer()
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     configs = [TrialConfig(checkpoint_fraction=fraction) for fraction in fractions]
-    predictor.prepare(configs)
+    predictor.predict_all(configs)
     assert len(tracer.asked) == structures
     for config in configs:
         predictor.predict(config)
@@ -82,7 +83,7 @@ def test_recomputed_layers_and_others_are_traced_where_a_configuration_has_them(
 def test_masks_are_traced_ahead_for_the_lengths_that_need_them(tmp_path: Path) -> None:
     tracer = ImaginedTracer(window=400)
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    predictor.prepare(SPACE)
+    predictor.predict_all(SPACE)
     assert [structure.is_long for structure in tracer.asked] == [False] * 12 + [True] * 12
     for config in SPACE:
         predictor.predict(config)
@@ -99,7 +100,7 @@ def test_fp16_is_traced_only_where_it_is_not_known_to_come_to_the_same(
     for _ in range(2):
         predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
         if is_prepared:
-            predictor.prepare([config])
+            predictor.predict_all([config])
         predictor.predict(config)
         predictor.predict(config)
     assert [structure.config.compute_dtype for structure in tracer.asked] == traced
@@ -108,7 +109,7 @@ def test_fp16_is_traced_only_where_it_is_not_known_to_come_to_the_same(
 def test_structures_that_cannot_be_traced_leave_the_others_alone(tmp_path: Path) -> None:
     tracer = FaultyTracer({"liger": [Untraceable("loops over the tokens")] * 99})
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    predictor.prepare(SPACE)
+    predictor.predict_all(SPACE)
     assert len(tracer.asked) == STRUCTURES
     for config in SPACE:
         if config.kernels == "liger":
@@ -122,7 +123,7 @@ def test_structures_that_cannot_be_traced_leave_the_others_alone(tmp_path: Path)
 def test_a_process_that_dies_now_and_then_loses_no_structure(tmp_path: Path) -> None:
     tracer = FaultyTracer({"fused-loss": [EnvironmentFault("gave no answer")] * 2})
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    predictor.prepare(SPACE)
+    predictor.predict_all(SPACE)
     assert all(predictor.predict(c).peak_allocated_bytes > WEIGHTS for c in SPACE)
     assert len(tracer.asked) == STRUCTURES + 2
 
@@ -136,7 +137,7 @@ def test_a_process_that_dies_of_everything_is_given_up_after_three_structures(
     ended = []
     for _ in range(6):
         try:
-            predictor.prepare(SPACE)
+            predictor.predict_all(SPACE)
             ended.append("done")
         except EnvironmentFault as error:
             ended.append(str(error))
@@ -267,7 +268,7 @@ def test_two_real_children_trace_what_one_does(
     answers = dict(TracingChildren(2).trace_all(model, asked))
     for structure in reversed(asked):
         try:
-            alone: Traced = tracing_child.trace(model, structure)
+            alone: Traced = trace(tracing_child, model, structure)
         except SweepError as error:
             alone = error
         assert answers[structure] == alone
@@ -283,7 +284,7 @@ def test_a_base_of_two_kinds_of_layers_takes_no_tracing_but_of_each_kind(tmp_pat
     tracer = ImaginedTracer()
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
     configs = [TrialConfig(quantized_fraction=share) for share in (1.0, 0.75, 0.5, 0.25)]
-    predictor.prepare(configs)
+    predictor.predict_all(configs)
     assert {s.config.quantization for s in tracer.asked} == {"nf4", "none"}
     assert len(tracer.asked) == 2
     for config in configs:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sweep.predict.memory import replay
-from sweep.predict.memory.prediction import PeakMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.replay import Step, replay_all, replay_uncapped
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
@@ -17,9 +16,7 @@ from tests.sweep.predict.mixed_space import mixed_configs
 @pytest.fixture
 def steps(tmp_path: Path) -> list[Step]:
     predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
-    whole = predictor.predict_all(mixed_configs(60))
-    assert isinstance(whole, PeakMemory)
-    return list(whole.steps.values())
+    return list(predictor.predict_all(mixed_configs(60)).steps.values())
 
 
 @pytest.mark.parametrize("worth_processes", [1, 10_000])

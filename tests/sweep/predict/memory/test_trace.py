@@ -18,6 +18,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
 from sweep.predict.memory.profiles import Structure, Untraceable
+from tests.sweep.shared_tracing import trace
 
 SMALL = {
     "hidden_size": 256,
@@ -295,8 +296,8 @@ def test_an_encoder_decoder_is_refused(predictor: Any) -> None:
 def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChildren) -> None:
     structure = Structure.of(TrialConfig(), is_checkpointed=True)
     with pytest.raises(InputError):
-        tracing_child.trace(model("no_such_architecture"), structure)
-    assert tracing_child.trace(model("llama"), structure)["positions"] == [0, 1, 1, 1, 1, 2]
+        trace(tracing_child, model("no_such_architecture"), structure)
+    assert trace(tracing_child, model("llama"), structure)["positions"] == [0, 1, 1, 1, 1, 2]
 
 
 def test_a_child_that_dies_is_the_environments_fault() -> None:
@@ -304,7 +305,7 @@ def test_a_child_that_dies_is_the_environments_fault() -> None:
         1, outlive=True, command=(sys.executable, "-c", "import sys; sys.exit('out of luck')")
     )
     with pytest.raises(EnvironmentFault, match="out of luck"):
-        child.trace(model("llama"), Structure.of(TrialConfig(), is_checkpointed=True))
+        trace(child, model("llama"), Structure.of(TrialConfig(), is_checkpointed=True))
     child.close()
 
 

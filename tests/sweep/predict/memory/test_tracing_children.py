@@ -17,6 +17,7 @@ from sweep.predict.memory import profile_store
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure
 from tests.sweep.predict.memory.imagined_profile import MODEL
+from tests.sweep.shared_tracing import trace
 from tests.sweep.test_processes import ends_soon
 
 ROOT = Path(__file__).parents[4]
@@ -66,7 +67,7 @@ def test_what_it_does_instead_of_answering_is_told_as_it_was(
     monkeypatch.setattr(profile_store, "_ANSWER_BYTES_MAX", 2**20)
     child, began = child_of(program), time.monotonic()
     with pytest.raises(EnvironmentFault) as told:
-        child.trace(MODEL, STRUCTURE)
+        trace(child, MODEL, STRUCTURE)
     assert said in str(told.value)
     assert time.monotonic() - began < 30
 
@@ -74,12 +75,12 @@ def test_what_it_does_instead_of_answering_is_told_as_it_was(
 def test_a_crash_is_told_as_it_was_though_another_holds_the_pipe(child_of: Start) -> None:
     child = child_of("subprocess.Popen(['sleep', '600']); os._exit(3)")
     with pytest.raises(EnvironmentFault, match="exit status 3"):
-        child.trace(MODEL, STRUCTURE)
+        trace(child, MODEL, STRUCTURE)
 
 
 def test_what_it_prints_beside_its_answer_keeps_nobody_waiting(child_of: Start) -> None:
     child = child_of(f"[os.write(2, b'x' * 65535 + b'\\n') for _ in range(200)]; {ANSWER}")
-    assert child.trace(MODEL, STRUCTURE)["pid"]
+    assert trace(child, MODEL, STRUCTURE)["pid"]
 
 
 def test_a_question_that_nobody_reads_is_not_waited_for_any_longer(child_of: Start) -> None:
@@ -87,7 +88,7 @@ def test_a_question_that_nobody_reads_is_not_waited_for_any_longer(child_of: Sta
     long = Structure.of(TrialConfig(target_modules=("m" * 2**20,)), is_checkpointed=True)
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match="took too long"):
-        child.trace(MODEL, long)
+        trace(child, MODEL, long)
     assert time.monotonic() - began < 30
 
 
@@ -99,7 +100,7 @@ def test_what_it_started_ends_with_it(child_of: Start, tmp_path: Path, end: str)
         f"f = open({str(note)!r}, 'w')\n for s in (False, True):\n  {begin}\n f.close()\n"
         f" {ANSWER}{end}"
     )
-    child.trace(MODEL, STRUCTURE)
+    trace(child, MODEL, STRUCTURE)
     child.close()
     numbers = [int(word) for word in note.read_text(encoding="ascii").split()]
     assert len(numbers) == 2
@@ -112,7 +113,7 @@ def test_neither_a_password_of_the_shells_nor_a_gpu_reaches_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     child = child_of("print(json.dumps({'profile': dict(os.environ)}), flush=True)")
-    answer = child.trace(MODEL, STRUCTURE)
+    answer = trace(child, MODEL, STRUCTURE)
     assert "PATH" in answer
     assert "hunter2" not in answer.values()
     assert answer["CUDA_VISIBLE_DEVICES"] == ""
@@ -122,7 +123,7 @@ def test_without_room_for_a_process_it_is_said(monkeypatch: pytest.MonkeyPatch) 
     child = TracingChildren(1, outlive=True, command=("/no/such/program",))
     for _ in range(2):
         with pytest.raises(EnvironmentFault, match=r"cannot be started: .*[Nn]o such file"):
-            child.trace(MODEL, STRUCTURE)
+            trace(child, MODEL, STRUCTURE)
 
 
 @pytest.mark.parametrize("how", ["os._exit(1)", "os.kill(os.getpid(), 9)", "raise SystemExit(0)"])
@@ -130,14 +131,14 @@ def test_the_real_child_ends_with_its_owner_while_it_still_imports(how: str) -> 
     program = (
         "import os, signal\n"
         "from sweep.predict.memory.profile_store import TracingChildren\n"
-        "from tests.sweep.predict.memory.test_tracing_children import MODEL, STRUCTURE\n"
+        "from tests.sweep.predict.memory.test_tracing_children import MODEL, STRUCTURE, trace\n"
         "children = TracingChildren(1)\n"
         "def end(*_):\n"
         "    print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
         f"    {how}\n"
         "signal.signal(signal.SIGALRM, end)\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
-        "children.trace(MODEL, STRUCTURE)\n"
+        "trace(children, MODEL, STRUCTURE)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False

@@ -22,7 +22,7 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.predictor import Calibration, LogFactors, calibrate
+from sweep.predict.speed.predictor import Calibration, StepTimes, calibrate
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 
 DATA = Path(__file__).parents[3] / "data"
@@ -244,7 +244,7 @@ def test_a_step_is_as_uncertain_as_what_it_waits_for() -> None:
     model = load_model_spec("mistral-7b-v0.3")
     quick, slow = (parse_config({"micro_batch_size": size}) for size in (1, 64))
     for config in (quick, slow):
-        (share,) = LogFactors([config], model=model, gpu=H200).launch_shares
+        (share,) = StepTimes([config], model=model, gpu=H200).launch_shares
         expected = share * H200.launch_seconds.uncertainty + (1 - share) * H200.device_uncertainty
         stated = predict_step(config, model=model, gpu=H200).uncertainty
         assert stated == pytest.approx(expected)

@@ -117,8 +117,8 @@ def test_each_of_many_takes_as_long_as_it_does_alone(kind: dict[str, Any]) -> No
     gpu = find_gpu("rtx-4090")
     times = StepTimes(configs, model=MISTRAL, gpu=gpu)
     alone = [predict_step(c, model=MISTRAL, gpu=gpu) for c in configs]
-    assert times.seconds(None).tolist() == pytest.approx([a.step_seconds for a in alone])
-    assert times.uncertainty(None).tolist() == pytest.approx([a.uncertainty for a in alone])
+    assert times.seconds.tolist() == pytest.approx([a.step_seconds for a in alone])
+    assert times.uncertainty.tolist() == pytest.approx([a.uncertainty for a in alone])
 
 
 def test_it_is_less_sure_where_no_training_in_8_bits_was_measured() -> None:
@@ -132,7 +132,7 @@ def test_trials_in_8_bits_make_it_as_sure_as_any_and_those_in_16_do_not() -> Non
 
     def after(kind: dict[str, Any]) -> SpeedPrediction:
         trials = [config(**kind, micro_batch_size=n) for n in (4, 8, 16)]
-        seconds = StepTimes(trials, model=MISTRAL, gpu=a10).seconds(None).tolist()
+        seconds = StepTimes(trials, model=MISTRAL, gpu=a10).seconds.tolist()
         known = calibrate(list(zip(trials, seconds, strict=True)), model=MISTRAL, gpu=a10)
         return predict_step(config(**INT8), model=MISTRAL, gpu=a10, calibration=known)
 

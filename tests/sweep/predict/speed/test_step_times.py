@@ -27,8 +27,8 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
     gpu: str, model: str, calibration: Calibration | None
 ) -> None:
     configs, spec, card = mixed_configs(80), load_model_spec(model), find_gpu(gpu)
-    times = StepTimes(configs, model=spec, gpu=card)
-    seconds, uncertainty = times.seconds(calibration), times.uncertainty(calibration)
+    times = StepTimes(configs, model=spec, gpu=card, calibration=calibration)
+    seconds, uncertainty = times.seconds, times.uncertainty
     for row, config in enumerate(configs):
         try:
             alone = predict_step(config, model=spec, gpu=card, calibration=calibration)
@@ -42,19 +42,22 @@ def test_each_of_many_configurations_takes_as_long_as_it_does_alone(
 
 
 def test_slopes_are_the_derivatives_of_the_seconds() -> None:
-    times = StepTimes(mixed_configs(60), model=MISTRAL, gpu=find_gpu("h200"))
+    def under(known: Calibration) -> StepTimes:
+        return StepTimes(mixed_configs(60), model=MISTRAL, gpu=find_gpu("h200"), calibration=known)
+
+    times = under(CALIBRATION)
     slopes = times.phases.slopes(in_order(CALIBRATION))
     assert slopes @ np.array(list(CALIBRATION.factors.values())) == pytest.approx(
-        times.seconds(CALIBRATION), rel=1e-9
+        times.seconds, rel=1e-9
     )
     for column, factor in enumerate(FACTORS):
         step = 1e-5
         ends = [
-            times.seconds(
+            under(
                 Calibration(
                     "a10", 7, {**CALIBRATION.factors, factor: CALIBRATION.factors[factor] + side}, 0
                 )
-            )
+            ).seconds
             for side in (-step, step)
         ]
         assert (ends[1] - ends[0]) / (2 * step) == pytest.approx(
@@ -65,28 +68,32 @@ def test_slopes_are_the_derivatives_of_the_seconds() -> None:
 def test_an_architecture_that_is_not_known_has_no_step_time() -> None:
     unknown = ModelSpec("new", "directory", {**MISTRAL.config, "model_type": "new"})
     times = StepTimes(mixed_configs(3), model=unknown, gpu=find_gpu("a10"))
-    assert np.isnan(times.seconds(None)).all()
+    assert np.isnan(times.seconds).all()
     assert np.isnan(times.phases.slopes(in_order(None))).all()
-    assert np.isnan(times.uncertainty(None)).all()
+    assert np.isnan(times.uncertainty).all()
 
 
 def test_a_compute_type_that_the_card_has_no_rate_for_has_no_step_time() -> None:
     configs = [TrialConfig(compute_dtype=dtype) for dtype in ("bf16", "fp16")]
     times = StepTimes(configs, model=MISTRAL, gpu=find_gpu("t4"))
-    assert np.isnan(times.seconds(None)).tolist() == [True, False]
+    assert np.isnan(times.seconds).tolist() == [True, False]
     assert np.isnan(times.phases.slopes(in_order(None))).all(axis=1).tolist() == [True, False]
 
 
 def test_no_configuration_is_no_number() -> None:
-    assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds(None).shape == (0,)
+    assert StepTimes([], model=MISTRAL, gpu=find_gpu("a10")).seconds.shape == (0,)
 
 
 def test_a_calibration_finds_the_card_that_trials_were_made_with() -> None:
     gpu, draw = find_gpu("a10"), random.Random(1)
     configs = mixed_configs(40, compute_dtype="bf16")
     truth = Calibration("a10", 1, {f: draw.uniform(0.9, 1.3) for f in FACTORS}, 0.0)
-    seconds = StepTimes(configs, model=MISTRAL, gpu=gpu).seconds(truth)
+    seconds = StepTimes(configs, model=MISTRAL, gpu=gpu, calibration=truth).seconds
     found = calibrate(list(zip(configs, seconds.tolist(), strict=True)), model=MISTRAL, gpu=gpu)
     assert found.relative_error < 0.005
-    others = StepTimes(mixed_configs(40, seed=1, compute_dtype="bf16"), model=MISTRAL, gpu=gpu)
-    assert others.seconds(found) == pytest.approx(others.seconds(truth), rel=0.03)
+    others = mixed_configs(40, seed=1, compute_dtype="bf16")
+    by_found, by_truth = (
+        StepTimes(others, model=MISTRAL, gpu=gpu, calibration=known).seconds
+        for known in (found, truth)
+    )
+    assert by_found == pytest.approx(by_truth, rel=0.03)
