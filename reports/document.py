@@ -19,7 +19,6 @@ from search_spaces.gpus import gpu_catalogue
 from search_spaces.knobs import KNOBS
 from search_spaces.redaction import shown
 from storage.definition import StudySnapshot
-from storage.objectives import is_sound
 from storage.ranking import Ranking, rank_study
 from storage.records import Measurement, TrialRecord, need_of
 
@@ -211,7 +210,7 @@ def _trial(
         **_prediction(record, unit),
     }
     measured = record.measurement
-    if measured is not None and is_sound(measured):
+    if measured is not None and measured.is_sound:
         known |= _measured(measured, snapshot, unit) | _target(record, snapshot)
     return _plain(known)
 

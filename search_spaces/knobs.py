@@ -691,6 +691,8 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
     for key, value in values.items():
         if key in KNOBS and key not in OPTION_KEYS:
             words += ["--set", f"{key}={_as_typed(value)}"]
+        elif value is True:
+            words.append(f"--{key.replace('_', '-')}")
         else:
             words += [f"--{key.replace('_', '-')}", _as_typed(value)]
     return words

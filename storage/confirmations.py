@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,7 @@ class Confirmations:
         if len(rounds) < RUNS_TO_CONFIRM:
             return None
         blocks = [
-            _logarithms([ran[n] for n in rounds])
+            logarithms([ran[n] for n in rounds])
             for ran in self._rounds.values()
             if ran.keys() >= set(rounds)
         ]
@@ -191,7 +192,7 @@ class Confirmations:
         for row, (config, number, _) in enumerate(cells):
             design[row, configs.index(config)] = 1.0
             design[row, len(configs) + numbers.index(number)] = 1.0
-        steps = _logarithms([measured for _, _, measured in cells])
+        steps = logarithms([measured for _, _, measured in cells])
         found = np.linalg.lstsq(design, np.array(steps), rcond=None)[0]
         mean = float(found[len(configs) :].mean())
         # Rounded, so that equal steps stay equal.
@@ -199,7 +200,9 @@ class Confirmations:
 
     @cached_property
     def _spread(self) -> Spread:
-        return Spread.of(runs for (series, _), runs in self._runs.items() if series == self.series)
+        return Spread.of(
+            logarithms(runs) for (series, _), runs in self._runs.items() if series == self.series
+        )
 
     @cached_property
     def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
@@ -224,7 +227,7 @@ class Spread:
     """How far runs of one series spread."""
 
     deviation: float
-    """Standard deviation of the logarithm of a run's median step."""
+    """Standard deviation, of speeds that of the logarithm of a run's median step."""
     degrees: int
     """Degrees of freedom: runs less the means about which they spread."""
 
@@ -234,14 +237,11 @@ class Spread:
         return T_975[min(self.degrees, len(T_975)) - 1]
 
     @classmethod
-    def of(cls, groups: Iterable[Sequence[Measurement]]) -> Spread:
-        """Return the spread that the runs of several configurations have in common, each about the
-        mean of its own."""
-        squares, degrees = 0.0, 0
-        for runs in groups:
-            if len(runs) > 1:
-                squares += statistics.variance(_logarithms(runs)) * (len(runs) - 1)
-                degrees += len(runs) - 1
+    def of(cls, groups: Iterable[Sequence[float]]) -> Spread:
+        """Return the spread that several groups have in common, each about the mean of its own."""
+        several = [group for group in groups if len(group) > 1]
+        degrees = sum(len(group) - 1 for group in several)
+        squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
         return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
 
 
@@ -263,25 +263,26 @@ def pool(
         level: the logarithm of the step where that is known better than by their mean.
         soak: of the same configuration; what its allocator did counts as well.
     """
-    last, logarithms = runs[-1], _logarithms(runs)
-    center = statistics.fmean(logarithms) if level is None else level
-    half = _half_width(runs, spread)
+    last, steps = runs[-1], logarithms(runs)
+    center = statistics.fmean(steps) if level is None else level
+    between = spread.t * max(spread.deviation, statistics.stdev(steps)) / math.sqrt(len(runs))
+    half = max(between, _within(runs))
     step = math.exp(center)
     faster = last.step_seconds / step
     retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
-    energies = [m.joules_per_token for m in runs if m.joules_per_token is not None]
+    energies = _known(runs, "joules_per_token")
     return scaled(last, faster).model_copy(
         update={
             "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
             "steps_measured": sum(m.steps_measured for m in runs),
             "steps_warmup": sum(m.steps_warmup for m in runs),
             "peak_allocated_bytes": max(m.peak_allocated_bytes for m in runs),
-            "peak_reserved_bytes": _most(m.peak_reserved_bytes for m in runs),
-            "peak_device_bytes": _most(m.peak_device_bytes for m in runs),
+            "peak_reserved_bytes": max(_known(runs, "peak_reserved_bytes"), default=None),
+            "peak_device_bytes": max(_known(runs, "peak_device_bytes"), default=None),
             "setup_seconds": sum(m.setup_seconds for m in runs),
             "measured_seconds": sum(m.measured_seconds for m in runs),
-            "training_seconds": _sum(m.training_seconds for m in runs),
-            "compile_seconds": _sum(m.compile_seconds for m in runs),
+            "training_seconds": sum(_known(runs, "training_seconds")) or None,
+            "compile_seconds": sum(_known(runs, "compile_seconds")) or None,
             "allocator_retries": retries,
             "joules_per_token": statistics.fmean(energies) if energies else None,
             "flags": _flags(runs, is_noisy=half > math.log1p(UNSURE_FROM), retries=retries),
@@ -301,13 +302,6 @@ def scaled(measured: Measurement, faster: float) -> Measurement:
             "flops_utilization": used and used * faster,
         }
     )
-
-
-def _half_width(runs: Sequence[Measurement], spread: Spread) -> float:
-    """Return half the 95 % interval of the runs' middle, in logarithms."""
-    own = statistics.stdev(_logarithms(runs))
-    between = spread.t * max(spread.deviation, own) / math.sqrt(len(runs))
-    return max(between, _within(runs))
 
 
 def _within(runs: Sequence[Measurement]) -> float:
@@ -348,17 +342,14 @@ def _flags(runs: Sequence[Measurement], *, is_noisy: bool, retries: int) -> tupl
     return (*seen, *(("noisy",) if is_noisy else ()))
 
 
-def _logarithms(runs: Sequence[Measurement]) -> list[float]:
+def logarithms(runs: Sequence[Measurement]) -> list[float]:
+    """Return the logarithm of each run's median step."""
     return [math.log(run.step_seconds) for run in runs]
 
 
-def _most(values: Iterable[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _known(runs: Sequence[Measurement], key: str) -> list[Any]:
+    """Return what the runs say of something, where they say anything."""
+    return [value for run in runs if (value := getattr(run, key)) is not None]
 
 
 def _run_seconds(record: TrialRecord) -> float:

@@ -1,225 +1,237 @@
-"""Owns the way to a database: open it, outlast the faults that pass, translate the others.
-
-The one module that opens Optuna's storages and SQLAlchemy's engines. Knows nothing of trials.
-"""
+"""The way to a database: Optuna's storage over SQLite or PostgreSQL, a retry, errors in words."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from json import JSONDecodeError
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+import optuna
 import sqlalchemy
+from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import (
+    DBAPIError,
+    InterfaceError,
+    InvalidRequestError,
+    OperationalError,
+    SQLAlchemyError,
+)
 from sqlalchemy.pool import NullPool
 
-from search_spaces.errors import EnvironmentFault, install_extra
+from search_spaces.errors import EnvironmentFault, install_extra, words_of
 from search_spaces.redaction import redact
 from storage import files
-from storage.failures import (
-    BeingCreatedError,
-    InDoubtError,
-    causes,
-    failures,
-    is_passing,
-    is_passing_at_first,
-    reason,
-    state,
-)
-from storage.patience import PATIENCE, READER, Patience
-from storage.tables import SCHEMA, schema_of
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
-if TYPE_CHECKING:
-    # What only looks at a study does without Optuna, which takes longer to import than to read.
-    from optuna.storages import RDBStorage
-
-    from storage.postgres import Connector, WatchedConnection
-    from storage.sampler_view import SearchStorage
-
 T = TypeVar("T")
-Borrow = Callable[[], "WatchedConnection | None"]
+Connected = Callable[[Any], None]
+"""Called with each new connection of psycopg's."""
 
-_WRITER_SECONDS = 2.0
-"""How long a writer's SQLite statement waits for other processes, before it is tried again."""
-_READER_SECONDS = 10.0
-"""The same for a reader, which does not try again."""
-_PAUSE_MOST_SECONDS = 3.0
-# Of two numbers, as no study's lock is.
-_TRY_CREATING = sqlalchemy.text("SELECT pg_try_advisory_lock(1903980641, 1)")
-_CREATED = sqlalchemy.text("SELECT pg_advisory_unlock(1903980641, 1)")
-_KEPT_CONNECTIONS = {"pool_size": 1, "max_overflow": 4}
-"""A driver needs a second one for moments; what it keeps, each of a team holds for hours."""
+FAILURES = (SQLAlchemyError, StorageInternalError, JSONDecodeError)
+"""What a database raises, and what Optuna makes of it."""
+_LOCK_SECONDS = 30.0
+"""How long a SQLite statement waits for other processes."""
+_ANSWER_SECONDS = 20.0
+"""How long a connection to a server may be silent while an answer is due."""
+_RETRY_SECONDS = (0.2, 1.0, 3.0)
+"""Pauses before what failed is tried again: a connection was lost."""
+RESTART_SECONDS = (10.0, 20.0)
+"""Further pauses of a driver, which outlasts a server that restarts."""
+_CONNECT: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+    # Poolers hand each statement to another server process, which knows of nothing prepared.
+    "prepare_threshold": None,
+}
+_SESSION = """SET lock_timeout = '10s'; SET statement_timeout = '60s';
+SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30;
+SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"""
+"""A server must notice by itself that a client is gone, to free its locks."""
+_CLASHING = frozenset(("alembic_version", "studies", "trials"))
+"""Of Optuna's tables those whose names another application may well have, too."""
+_LASTING = re.compile(
+    r"authentication failed|no password|requires? (a )?password|does not exist|permission denied"
+    r"|pg_hba\.conf|certificate|does not support SSL|resolve host|translate host|disk|readonly"
+    r"|unable to open|pooling mode|unsupported startup|has not answered|timeout expired",
+    re.IGNORECASE,
+)
+"""What waiting does not help."""
+_ADVICE = (
+    (
+        r"authentication failed|no password supplied|requires? (a )?password",
+        "check the user and the password, in SWEEP_STORAGE, ~/.pgpass or PGPASSWORD",
+    ),
+    (
+        r"pg_hba\.conf",
+        "the server does not let this user in from this host: see its pg_hba.conf, or try "
+        "'?sslmode=require' behind the URL",
+    ),
+    (r'database "[^"]*" does not exist', "create it first, with `createdb`"),
+    (r"resolve host|translate host name", "check the host's name, and the network"),
+    (r"Connection refused|timeout expired", "does the server run on that host and port?"),
+    (
+        r"too many (clients|connections)|connection slots|no more connections|query_wait_timeout",
+        "a driver needs three connections while it starts, then one: close other sessions, or "
+        "raise max_connections, of a pooler its pool size (default_pool_size)",
+    ),
+    (
+        r"has not answered",
+        "it is stopped or out of reach, or a pooler has no connection left: a driver needs three "
+        "while it starts (default_pool_size)",
+    ),
+    (
+        r"statement pooling mode",
+        "a connection pooler in statement mode: name the server itself, or the pooler's session "
+        "mode",
+    ),
+    (r"permission denied", "grant this user the right to it"),
+    (
+        r"read-only transaction|in a read-only",
+        "a standby only reads: name the primary, or all hosts with "
+        "'?target_session_attrs=read-write'",
+    ),
+    (r"No space left|disk (is )?full|disk I/O error", "free some space there, then try again"),
+    (r"certificate|SSL", "see sslmode and sslrootcert of the URL"),
+    (r"readonly database", "make the file and its directory writable"),
+    (r"malformed|not a database", "put a copy in its place, or choose another --storage"),
+)
 
 
-def patiently(
-    action: Callable[[], T],
-    *,
-    patience: Patience,
-    before_retry: Callable[[], None] = lambda: None,
-    storage: RDBStorage | None = None,
-    passes: Callable[[BaseException], bool] = is_passing,
-) -> T:
-    """Return ``action()``, tried again with growing pauses while it fails for a reason that passes.
+class Storage(RDBStorage):
+    """Optuna's storage, with transactions of several operations."""
 
-    Args:
-        action: must be safe to repeat, also where it did all that it should and nobody was told.
-        patience: how long to go on.
-        before_retry: tidies up what a failed attempt may have left.
-        storage: what it goes through; each further attempt has a session and connections of its
-            own, as an earlier one's may be of no use any more.
-        passes: whether a failure may pass.
-
-    Raises:
-        Interrupted: somebody asked to stop meanwhile.
-    """
-    pause, is_again = 0.1, False
-    try:
-        while True:
+    @contextmanager
+    def together(self) -> Iterator[sqlalchemy.Connection]:
+        """Make one transaction of all that is written and read meanwhile: all of it or nothing."""
+        with self.engine.begin() as connection:
+            self.remove_session()
+            self.scoped_session.configure(bind=connection, join_transaction_mode="rollback_only")
             try:
-                if is_again:
-                    if storage is not None:
-                        close(storage)
-                    before_retry()
-                return action()
-            except failures() as error:
-                if not passes(error):
-                    raise
-                patience.begin(state(error))
-                if patience.waited_seconds() + pause > patience.seconds:
-                    raise
-            patience.pause(pause)
-            pause, is_again = min(2 * pause, _PAUSE_MOST_SECONDS), True
-    finally:
-        patience.end()
+                yield connection
+            finally:
+                self.remove_session()
+                self.scoped_session.configure(
+                    bind=self.engine, join_transaction_mode="conditional_savepoint"
+                )
+
+
+S = TypeVar("S", bound=Storage)
 
 
 def close(storage: RDBStorage) -> None:
     """Let go of a session and of all connections, in whatever state a failure has left them."""
-    try:
+    with suppress(*FAILURES):
         storage.remove_session()
-    except failures():
-        # It rolls back over a connection that is gone; the next session has another.
-        storage.scoped_session.registry.clear()
+    storage.scoped_session.registry.clear()
     storage.engine.dispose()
 
 
-def open_for_writing(
-    url: DatabaseUrl, *, patience: Patience | None = None, borrow: Borrow = lambda: None
-) -> SearchStorage:
-    """Open the database, created where it is missing.
+def retried(action: Callable[[], T], *, more_seconds: Sequence[float] = ()) -> T:
+    """Return ``action()``, tried again where a connection was lost or something was locked.
 
     Args:
-        url: of the database.
-        patience: how long a server that is there is waited for, where it is not ready or cuts the
-            connection; one that cannot be reached is said at once.
-        borrow: lends a connection to a server that is there already.
+        action: safe to repeat, also where it did all that it should and nobody was told.
+        more_seconds: further pauses before it is given up.
+    """
+    for pause in (*_RETRY_SECONDS, *more_seconds, None):
+        try:
+            return action()
+        except FAILURES as error:
+            if pause is None or not _may_pass(error):
+                raise
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def open_for_writing(url: DatabaseUrl) -> Storage:
+    """Open the database, created where it is missing.
 
     Raises:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
-    import optuna
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    patience = patience or replace(PATIENCE)
-    with opening(url):
-        match url:
-            case SqliteUrl():
-                create, passes = partial(_create_file, url), _is_creation_race
-            case PostgresUrl():
-                create, passes = partial(_create_on_server, url, patience, borrow), _passes_at_first
+    with faults(url):
+        if isinstance(url, SqliteUrl):
+            _prepare_file(url)
         # Of processes that create tables at once one is first, and the others try again.
-        storage = patiently(create, patience=patience, passes=passes)
-        sqlalchemy.event.listen(storage.engine, "handle_error", _raise_in_doubt)
+        storage = retried(lambda: _storage(url, Storage, has_tables=has_tables(url)))
+        if isinstance(url, SqliteUrl):
+            # Optuna reads before it writes. A transaction that starts as a reader cannot wait for
+            # the write lock without risking a deadlock, so each takes it at its start.
+            _begin_with(storage, "BEGIN IMMEDIATE")
     return storage
 
 
-def open_for_reading(url: DatabaseUrl) -> RDBStorage | None:
+def open_for_reading(url: DatabaseUrl, *, kind: type[S] = Storage) -> S | None:  # type: ignore[assignment]
     """Open the database without ever writing to it; None where it holds no studies yet.
 
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    from optuna.storages import RDBStorage
-
-    with opening(url):
-        options = _reader(url)
-        if options is None:
+    with faults(url):
+        if (isinstance(url, SqliteUrl) and not _is_file(url)) or not has_tables(url):
             return None
-        text = _optuna_text(url)
-        storage = RDBStorage(text, engine_kwargs=dict(options), skip_table_creation=True)
-        _read_at_once(storage.engine)
+        storage = _storage(url, kind, is_reader=True, has_tables=True)
+        if isinstance(url, SqliteUrl):
+            # One snapshot a session, so that a trial's state and its attributes belong together.
+            _begin_with(storage, "BEGIN")
     return storage
 
 
-@contextmanager
-def reader_of(url: DatabaseUrl) -> Iterator[sqlalchemy.Engine | None]:
-    """Open the database for statements that only read, each connection's of one moment.
+def engine_options(
+    url: DatabaseUrl, *, is_reader: bool = False, name: str = "sweep", connected: Connected | None
+) -> dict[str, Any]:
+    """Return what SQLAlchemy makes an engine by.
 
-    None where it holds no studies yet. Whatever fails meanwhile is translated.
+    Args:
+        url: of the database.
+        is_reader: whether nothing may be written through it.
+        name: what other sessions of a server know it by.
+        connected: takes a lock for each connection to a server.
+    """
+    if isinstance(url, SqliteUrl):
+        return {"creator": lambda: _connect_file(url, is_reader=is_reader), "poolclass": NullPool}
+    options: dict[str, Any] = {"creator": lambda: _connect_server(url, name, connected)}
+    if connected is not None:
+        # All is written through the one connection that has a lock.
+        return options | {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 0}
+    if is_reader:
+        execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
+        options["execution_options"] = execution
+    return options | {"poolclass": NullPool}
+
+
+def has_tables(url: DatabaseUrl) -> bool:
+    """Whether Optuna's tables are there.
 
     Raises:
-        EnvironmentFault: the file or the server is not to be had.
+        EnvironmentFault: those of another application are.
     """
-    with opening(url):
-        options = _reader(url)
-        engine = None if options is None else _plain_engine(url, options)
-        if engine is not None:
-            _read_at_once(engine)
-    try:
-        with faults(url):
-            yield engine
-    finally:
-        if engine is not None:
-            engine.dispose()
-
-
-def _reader(url: DatabaseUrl) -> dict[str, Any] | None:
-    """Return how an engine is made that never writes; None where there are no studies yet."""
-    options: dict[str, Any]
-    match url:
-        case SqliteUrl():
-            if not _is_file(url):
-                return None
-            options = {"creator": lambda: _connect(url, is_reader=True)}
-        case PostgresUrl():
-            execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
-            connect = _connector(url, replace(READER), is_reader=True)
-            options = {"execution_options": execution, "creator": connect}
-    return None if _schema(url, options) is None else options
-
-
-def _read_at_once(engine: sqlalchemy.Engine) -> None:
-    if engine.dialect.name == "sqlite":
-        # One snapshot per session, so that a trial's state and its attributes belong together.
-        _begin_with(engine, "BEGIN")
-
-
-def connect_apart(
-    url: PostgresUrl, *, application_name: str, patience: Patience
-) -> sqlalchemy.Connection:
-    """Return a connection of its own, in autocommit, under a name that other sessions can read."""
-    connector = _connector(url, patience, application_name=application_name)
     engine = sqlalchemy.create_engine(
-        url.text, poolclass=NullPool, isolation_level="AUTOCOMMIT", creator=connector
+        "sqlite://" if isinstance(url, SqliteUrl) else url.text,
+        **engine_options(url, is_reader=True, connected=None),
     )
     try:
-        return engine.connect()
-    except BaseException:
-        # What SQLAlchemy asks a new connection first may fail too, and it lets go of it unclosed.
-        connector.close()
-        raise
-
-
-def _connector(url: PostgresUrl, patience: Patience, **options: Any) -> Connector:
-    # Imported here: the driver is an extra.
-    from storage.postgres import Connector
-
-    return Connector(url, patience, **options)
+        names = set(sqlalchemy.inspect(engine).get_table_names())
+    finally:
+        engine.dispose()
+    if "version_info" not in names and names & _CLASHING:
+        raise EnvironmentFault(
+            f"database {url}: some of its tables ({', '.join(sorted(names & _CLASHING))}) are "
+            "another application's: create a database for sweep, and name that"
+        )
+    return "version_info" in names
 
 
 @contextmanager
@@ -230,141 +242,134 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
     """
     try:
         yield
-    except failures() as error:
+    except FAILURES as error:
         raise EnvironmentFault(f"database {url}: {reason(error)}") from None
-
-
-@contextmanager
-def opening(url: DatabaseUrl) -> Iterator[None]:
-    """Translate as `faults`, and what only opening can raise: no driver, or what Optuna refuses."""
-    try:
-        with faults(url):
-            yield
     except ImportError:
         raise EnvironmentFault(
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
         ) from None
     except RuntimeError as error:
+        # Optuna's own, of tables of another version.
         raise EnvironmentFault(f"database {url}: {redact(str(error))}") from None
 
 
-def _create_file(url: SqliteUrl) -> SearchStorage:
-    _prepare_file(url)
-    _schema(url, {"creator": lambda: _connect(url, is_reader=True)})
-    storage = _create(url, {"creator": lambda: _connect(url)}, is_there=False)
-    # Optuna reads before it writes. A transaction that starts as a reader cannot wait for the write
-    # lock without risking a deadlock, so each takes it at its start.
-    _begin_with(storage.engine, "BEGIN IMMEDIATE")
-    return storage
+def reason(error: BaseException) -> str:
+    """Return the driver's own first line, which names the fault, and what to do about it.
 
-
-def _create_on_server(url: PostgresUrl, patience: Patience, borrow: Borrow) -> SearchStorage:
-    connector = _connector(url, patience, borrow=borrow)
-    options = {"pool_pre_ping": True, "creator": connector, **_KEPT_CONNECTIONS}
-    try:
-        if _schema(url, {"creator": connector}) is not None:
-            storage = _create(url, options, is_there=True)
-        else:
-            with _creating_alone(_plain_engine(url, {"creator": connector})):
-                storage = _create(url, options, is_there=False)
-    except BaseException:
-        connector.close()
-        raise
-    sqlalchemy.event.listen(storage.engine, "handle_error", _note_failed)
-    return storage
-
-
-@contextmanager
-def _creating_alone(engine: sqlalchemy.Engine) -> Iterator[None]:
-    """Keep others of a team that begins at once from creating the same tables meanwhile.
-
-    Each would hold transactions while it reads Optuna's migrations, and fail at the end.
+    SQL and parameters are not in it, nor any password.
     """
-    with engine.connect() as connection:
-        is_ours = connection.execute(_TRY_CREATING).scalar_one()
-        # The lock is the session's; no transaction stays open for as long as that takes.
-        connection.commit()
-        if not is_ours:
-            raise BeingCreatedError("it is being created")
-        try:
-            yield
-        finally:
-            connection.execute(_CREATED)
-            connection.commit()
+    original = _original(error)
+    line, whole = words_of(original), str(original)
+    advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
+    return line if advice is None else f"{line}: {advice}"
 
 
-def _note_failed(context: sqlalchemy.ExceptionContext) -> None:
-    """Let the next attempt have a session of its own: this one may only read, or know no table."""
-    if context.connection is not None and not context.connection.invalidated:
-        driver: Any = context.connection.connection.dbapi_connection
-        driver.has_failed = True
+def _original(error: BaseException) -> BaseException:
+    """Return what the database's driver raised, or the first error where no driver did."""
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        return error.orig
+    return error if error.__cause__ is None else _original(error.__cause__)
 
 
-def _create(url: DatabaseUrl, options: dict[str, Any], *, is_there: bool) -> SearchStorage:
-    """Open Optuna's storage for writing.
-
-    Args:
-        url: of the database.
-        options: of its engine.
-        is_there: whether its tables are there, of the version that is known here. To look itself,
-            Optuna needs a second connection beside its first.
-    """
-    from storage.sampler_view import SearchStorage
-
-    text = _optuna_text(url)
-    if is_there:
-        storage = SearchStorage(
-            text,
-            engine_kwargs=dict(options),
-            skip_table_creation=True,
-            skip_compatibility_check=True,
-        )
-        if storage.get_head_version() == SCHEMA:
-            return storage
-        # An Optuna that has gone further: it says itself what it makes of them.
-        close(storage)
-    return SearchStorage(text, engine_kwargs=dict(options))
+def _may_pass(error: BaseException) -> bool:
+    text = str(_original(error))
+    cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+    is_race = re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text)
+    # The last is what an earlier fault, which Optuna passed over, left of a transaction.
+    is_operational = isinstance(cause, OperationalError | InterfaceError | InvalidRequestError)
+    return bool(is_race or (is_operational and not _LASTING.search(text)))
 
 
-def _raise_in_doubt(context: sqlalchemy.ExceptionContext) -> None:
-    """Raise what Optuna does not know where a transaction may have gone through or not.
-
-    It creates a trial again, up to five times, where one failed. Whoever tries again here looks
-    first. A server says of a COMMIT that it failed, and that is so; a file's may fail afterwards.
-    """
-    error = context.original_exception
-    is_lost = context.is_disconnect and not context.is_pre_ping
-    is_commit = context.statement is None and context.connection is not None
-    if is_lost or (is_commit and isinstance(error, sqlite3.Error)):
-        raise InDoubtError("a transaction's outcome is not known") from error
+def _storage(url: DatabaseUrl, kind: type[S], *, is_reader: bool = False, has_tables: bool) -> S:
+    # Optuna formats the text, so braces are doubled.
+    text = url.text if isinstance(url, PostgresUrl) else str(url)
+    text = text.replace("{", "{{").replace("}", "}}")
+    options = engine_options(url, is_reader=is_reader, connected=None)
+    return kind(text, engine_kwargs=options, skip_table_creation=has_tables)
 
 
-def _connect(url: SqliteUrl, *, is_reader: bool = False) -> sqlite3.Connection:
+def _begin_with(storage: RDBStorage, statement: str) -> None:
+    def begin(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql(statement)
+
+    sqlalchemy.event.listen(storage.engine, "begin", begin)
+
+
+def _connect_file(url: SqliteUrl, *, is_reader: bool) -> sqlite3.Connection:
     """Connect to the file; never creates it, and only reads one that is write-protected."""
     connection = sqlite3.connect(
         f"file:{quote(str(url.path))}?mode=rw",
         uri=True,
-        timeout=_READER_SECONDS if is_reader else _WRITER_SECONDS,
+        timeout=_LOCK_SECONDS,
         isolation_level=None,
         check_same_thread=False,
     )
     if is_reader:
         connection.execute("PRAGMA query_only = ON")
-        # What somebody wrote by hand need not be text; it is for whoever reads it to say so.
-        connection.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
     return connection
 
 
-def _begin_with(engine: sqlalchemy.Engine, statement: str) -> None:
-    sqlalchemy.event.listen(
-        engine, "begin", lambda connection: connection.exec_driver_sql(statement)
-    )
+def _connect_server(url: PostgresUrl, name: str, connected: Connected | None) -> Any:
+    # Imported here: the driver is an extra.
+    import psycopg
+    from psycopg import waiting
+
+    class Connection(psycopg.Connection[Any]):  # type: ignore[misc] # psycopg's is Any here
+        """A connection that is given up where the server is silent, or whoever waits is
+        interrupted: the kernel acknowledges for a server that is stopped."""
+
+        def wait(self, gen: Generator[Any, Any, Any], *_: Any, **__: Any) -> Any:
+            try:
+                return waiting.wait_selector(_bounded(gen), self.pgconn.socket, interval=0.1)
+            except TimeoutError as silence:
+                self.pgconn.finish()
+                raise psycopg.OperationalError(str(silence)) from None
+            except BaseException as error:
+                if not isinstance(error, psycopg.Error):
+                    self.pgconn.finish()
+                raise
+
+    parsed = make_url(url.text)
+    _, typed = parsed.get_dialect()().create_connect_args(parsed)
+    connection = Connection.connect(**_CONNECT | {"application_name": name} | dict(typed))
+    try:
+        connection.autocommit = True
+        if is_direct(connection):
+            connection.execute(_SESSION)
+        if connected is not None:
+            connected(connection)
+        connection.autocommit = False
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def _optuna_text(url: DatabaseUrl) -> str:
-    """Return the URL as Optuna takes it: it formats the text, so braces are doubled."""
-    text = url.text if isinstance(url, PostgresUrl) else str(url)
-    return text.replace("{", "{{").replace("}", "}}")
+def is_direct(connection: Any) -> bool:
+    """Whether a connection of psycopg's leads to the server itself: a pooler names a process of
+    its own, and its sessions may be somebody else's a moment later."""
+    (process,) = connection.execute("SELECT pg_backend_pid()").fetchone()
+    return bool(process == connection.info.backend_pid)
+
+
+def _bounded(gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Pass on what psycopg waits for, while answers come.
+
+    Raises:
+        TimeoutError: none came in time.
+    """
+    asked = time.monotonic()
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if ready:
+                asked = time.monotonic()
+            elif time.monotonic() - asked > _ANSWER_SECONDS:
+                raise TimeoutError(f"the server has not answered for {_ANSWER_SECONDS:.0f} s")
+            wanted = gen.send(ready)
+    except StopIteration as answered:
+        return answered.value
 
 
 def _prepare_file(url: SqliteUrl) -> None:
@@ -387,39 +392,7 @@ def _is_file(url: SqliteUrl) -> bool:
         return False
     except OSError as error:
         raise EnvironmentFault(f"cannot open database {url}: {error.strerror}") from error
-    if stat.S_ISDIR(kind):
-        raise EnvironmentFault(f"database {url}: {url.path} is a directory; name a file in it")
     if not stat.S_ISREG(kind):
-        raise EnvironmentFault(f"database {url}: {url.path} is no file: remove it, or name another")
+        what = "a directory; name a file in it" if stat.S_ISDIR(kind) else "no file: remove it"
+        raise EnvironmentFault(f"database {url}: {url.path} is {what}")
     return True
-
-
-def _schema(url: DatabaseUrl, options: dict[str, Any]) -> str | None:
-    """Return the version of the tables that a reader finds; None where there are none yet."""
-    engine = _plain_engine(url, options)
-    return schema_of(engine, url, unchecked=partial(_storage_of_any_version, url, options))
-
-
-def _storage_of_any_version(url: DatabaseUrl, options: dict[str, Any]) -> RDBStorage:
-    from optuna.storages import RDBStorage
-
-    return RDBStorage(
-        _optuna_text(url),
-        engine_kwargs=dict(options),
-        skip_table_creation=True,
-        skip_compatibility_check=True,
-    )
-
-
-def _plain_engine(url: DatabaseUrl, options: dict[str, Any]) -> sqlalchemy.Engine:
-    text = url.text if isinstance(url, PostgresUrl) else "sqlite://"
-    return sqlalchemy.create_engine(text, poolclass=NullPool, **options)
-
-
-def _passes_at_first(error: BaseException) -> bool:
-    return is_passing_at_first(error) or _is_creation_race(error)
-
-
-def _is_creation_race(error: BaseException) -> bool:
-    words = ("already exists", "UNIQUE constraint", "duplicate key", "locked")
-    return any(word in str(cause) for cause in causes(error) for word in words)

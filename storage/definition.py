@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from search_spaces.config import TrialConfig
 from search_spaces.prices import Offer
@@ -18,7 +18,9 @@ from search_spaces.space import Objective, SearchSpace
 from search_spaces.texts import TextsSummary
 from storage.records import Measurement, Purpose, TrialRecord, without_repeated
 
-_ABSENT = "(absent)"
+_ABSENT = ("(absent)", "(absent)")
+_OF_TEXTS = {"data.eval_fraction", "data.quality_tokens", "seed"}
+"""What says which examples are trained on, and how."""
 _RECIPE = TrialConfig().model_dump(mode="json")
 
 
@@ -30,7 +32,7 @@ class Target(BaseModel):
     gpu: str
     """Catalogue name, or the product's name where the catalogue has none; ``cpu`` for the CPU."""
     device: Literal["cuda", "cpu"]
-    budget_bytes: int
+    budget_bytes: PositiveInt
     """Bytes the trial may reserve on the device, enforced for real."""
     emulated_on: str | None = None
     """Product name of the bigger card that stands in; None where the target itself runs."""
@@ -64,71 +66,54 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     differing = [
         key
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+        if old.get(key, _ABSENT)[0] != new.get(key, _ABSENT)[0]
     ]
-    # A baseline inherits what is fixed: one change there is one line.
-    inherited = {f"baseline.{key.removeprefix('fixed.')}" for key in differing}
-    lines = [
-        f"{key}: {_shown(old, key)} -> {_shown(new, key)}"
+    # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
+    implied = {f"baseline.{key.removeprefix('fixed.')}" for key in differing}
+    implied |= _OF_TEXTS if "texts" in differing else set()
+    return tuple(
+        f"{key}: {old.get(key, _ABSENT)[1]} -> {new.get(key, _ABSENT)[1]}"
         for key in differing
-        if key not in inherited
-    ]
-    lines += _texts_differences(stored, given)
-    if stored.model_fingerprint != given.model_fingerprint:
-        lines.append(f"model: {_model(stored)} -> {_model(given)}")
-    return tuple(lines)
+        if key not in implied
+    )
 
 
-def _texts_differences(stored: StudyDefinition, given: StudyDefinition) -> list[str]:
-    """Return what differs in the texts, and in which of their rows are trained on in what order.
-
-    Where they are the same in both, how they were named does not matter.
-    """
-    old, new = stored.texts, given.texts
-    if old is None or new is None or old.fingerprint != new.fingerprint:
-        return [] if old == new else [f"texts: {_texts(old)} -> {_texts(new)}"]
-    before, after = _trained_on(stored), _trained_on(given)
-    return [
-        f"{key}: {json.dumps(before[key])} -> {json.dumps(after[key])}"
-        for key in before
-        if before[key] != after[key]
-    ]
+def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
+    """Return one ``key: old -> new`` per difference in how long a trial trains."""
+    old, new = (of.space.steps.model_dump() for of in (stored, given))
+    return tuple(f"{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key])
 
 
-def _trained_on(definition: StudyDefinition) -> dict[str, Any]:
-    data = definition.space.data
-    chosen = {} if data is None else data.model_dump(include={"eval_fraction", "quality_tokens"})
-    return {
-        **{f"data.{key}": value for key, value in chosen.items()},
-        "seed": definition.space.seed,
-    }
-
-
-def _texts(texts: TextsSummary | None) -> str:
-    return "none" if texts is None else f"{texts.source} (fingerprint {texts.fingerprint})"
-
-
-def _model(definition: StudyDefinition) -> str:
-    return f"{definition.model.get('name')} (config {definition.model_fingerprint})"
-
-
-def _compared(definition: StudyDefinition) -> dict[str, Any]:
-    space = definition.space.model_dump(mode="json")
-    flat = {key: space[key] for key in ("weights", "objectives", "numerics", "leave_out")}
+def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
+    """Return what counts of a definition, by key, each with how it is shown."""
+    dumped, texts = definition.space.model_dump(mode="json"), definition.texts
     # What is neither searched nor fixed is the recipe's: a knob that a later version writes out
     # changes nothing.
     rest = {key: value for key, value in _RECIPE.items() if key not in definition.space.dimensions}
-    nested = {"dimensions": space["dimensions"], "fixed": rest | space["fixed"]}
-    # Only what the baseline resolves to counts, not which of its defaults were spelled out.
-    nested["baseline"] = definition.space.baseline_config().model_dump(mode="json")
-    nested["target"] = definition.target.model_dump(mode="json")
-    return flat | {
-        f"{outer}.{key}": value for outer, inner in nested.items() for key, value in inner.items()
+    nested = {
+        "dimensions": dumped["dimensions"],
+        "fixed": rest | dumped["fixed"],
+        # Only what the baseline resolves to counts, not which of its defaults were spelled out.
+        "baseline": definition.space.baseline_config().model_dump(mode="json"),
+        "target": definition.target.model_dump(mode="json"),
     }
-
-
-def _shown(values: dict[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else _ABSENT
+    plain = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
+    plain |= {f"{outer}.{key}": of for outer, inner in nested.items() for key, of in inner.items()}
+    if texts is not None:
+        chosen = dumped["data"] or {}
+        plain |= {key: chosen.get(key.removeprefix("data.")) for key in _OF_TEXTS}
+        plain["seed"] = definition.space.seed
+    shown: dict[str, tuple[object, str]] = {
+        k: (value, json.dumps(value)) for k, value in plain.items()
+    }
+    fingerprint = definition.model_fingerprint
+    shown["model"] = fingerprint, f"{definition.model.get('name')} (config {fingerprint})"
+    shown["texts"] = (
+        (None, "none")
+        if texts is None
+        else (texts.fingerprint, f"{texts.source} (fingerprint {texts.fingerprint})")
+    )
+    return shown
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,6 @@ class EpochCost:
         """At the study's offer; None without a price or a speed."""
         return self._usd(self.seconds)
 
-    @property
-    def dollars_interval(self) -> tuple[float, float] | None:
-        """The least and the most, by the ends of the speed's interval."""
-        low, high = self._usd(self.seconds_low), self._usd(self.seconds_high)
-        return None if low is None or high is None else (low, high)
-
     def _usd(self, seconds: float | None) -> float | None:
         if seconds is None or self.usd_per_hour is None:
             return None
@@ -44,7 +38,7 @@ class EpochCost:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``sweep best --json``."""
-        low, high = self.dollars_interval or (None, None)
+        low, high = self._usd(self.seconds_low), self._usd(self.seconds_high)
         return {
             **self.record.model_dump(mode="json"),
             "seconds": self.seconds,

@@ -14,9 +14,12 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 from typing import IO
+
+from search_spaces.errors import EnvironmentFault
 
 PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 _TEMPORARY = ".sweep.tmp"
@@ -40,18 +43,26 @@ def make_directory(path: Path) -> None:
     there = _lstat(path)
     if there is not None:
         _require_owner(path, there)
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-        if path == path.parent:
-            break
-    for directory in reversed(missing):
-        try:
-            directory.mkdir(mode=PRIVATE_DIRECTORY)
-        except FileExistsError:
-            if not directory.is_dir():
-                raise
+    for directory in (*reversed(path.parents), path):
+        if not directory.is_dir():
+            try:
+                directory.mkdir(mode=PRIVATE_DIRECTORY)
+            except FileExistsError:
+                if not directory.is_dir():
+                    raise
+
+
+def refuse_public(directory: Path) -> None:
+    """Refuse a study's directory that everybody may write to.
+
+    Raises:
+        EnvironmentFault: it is one.
+    """
+    if directory.is_dir() and directory.stat().st_mode & stat.S_IWOTH:
+        raise EnvironmentFault(
+            f"everybody may write to {directory}, whose files a study trusts: take that right away "
+            f"(`chmod o-w {shlex.quote(str(directory))}`)"
+        )
 
 
 def open_append(path: Path) -> IO[bytes]:
@@ -94,23 +105,6 @@ def read_end(path: Path, *, count: int) -> bytes:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - count))
         return file.read(count)
-
-
-def refuse_others(path: Path) -> None:
-    """Refuse a name under which something else than a file of one name stands, or another user's.
-
-    For a file that is opened by others, and written over.
-
-    Raises:
-        OSError: it does.
-    """
-    there = _lstat(path)
-    if there is None:
-        return
-    _require_file(path, there.st_mode)
-    _require_owner(path, there)
-    if there.st_nlink > 1:
-        raise OSError(errno.EMLINK, "has a second name (a hard link): remove it", str(path))
 
 
 def create(path: Path, data: bytes = b"") -> None:

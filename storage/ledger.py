@@ -1,9 +1,4 @@
-"""Owns what a driver asks of its study's finished trials between any two of them.
-
-It is told each trial once and answers at once, whatever the number of trials before. What each
-answer means is said by the functions of all records in `recovery`, with which it always agrees.
-Knows nothing of databases or rankings.
-"""
+"""What a driver asks of its study's finished trials between any two of them."""
 
 from __future__ import annotations
 
@@ -11,54 +6,7 @@ from collections.abc import Iterable
 
 from search_spaces.config import TrialConfig
 from storage.records import RETRYABLE, Errand, TrialRecord
-from storage.recovery import MAX_ATTEMPTS, attempts, is_kept
-
-
-class Tries:
-    """What became of each configuration that some trials tried."""
-
-    def __init__(self) -> None:
-        self._concluded: set[TrialConfig] = set()
-        self._failed: dict[TrialConfig, list[TrialRecord]] = {}
-        self._open: dict[TrialConfig, None] = {}
-        """What failed and never concluded, in the order in which it was first tried."""
-        self._final = 0
-
-    def add(self, record: TrialRecord) -> None:
-        """Take in a trial, later than every one before."""
-        if record.verdict in RETRYABLE and not is_kept(record):
-            self._failed.setdefault(record.config, []).append(record)
-            if record.config not in self._concluded:
-                self._open[record.config] = None
-        else:
-            self._final += 1
-            self._concluded.add(record.config)
-            self._open.pop(record.config, None)
-
-    def __contains__(self, config: object) -> bool:
-        return config in self._concluded or config in self._failed
-
-    def attempts(self, config: TrialConfig, *, since: int) -> int:
-        """See `recovery.attempts`."""
-        return attempts(self._failed.get(config, ()), config, since=since)
-
-    def to_retry(self, *, since: int) -> tuple[TrialConfig, ...]:
-        """Return what came to nothing, fewer than three times, and never concluded.
-
-        In the order in which it was first tried.
-
-        Args:
-            since: number of the first trial of this run: an earlier run's failures are tried anew.
-        """
-        left = (c for c in self._open if self.attempts(c, since=since) < MAX_ATTEMPTS)
-        return tuple(left)
-
-    def spent(self, *, since: int) -> int:
-        """Return how many trials are spent: all but those that are tried again.
-
-        A configuration that failed as often as it may counts once.
-        """
-        return self._final + len(self._open) - len(self.to_retry(since=since))
+from storage.recovery import MAX_ATTEMPTS, attempts, is_kept, next_number
 
 
 class Ledger:
@@ -69,91 +17,82 @@ class Ledger:
     """
 
     def __init__(self, records: Iterable[TrialRecord] = ()) -> None:
-        self._count(records)
-
-    def _count(self, records: Iterable[TrialRecord]) -> None:
         known = {record.number: record for record in records}
-        self._by_number: dict[int, TrialRecord] = {}
-        self._searched: list[TrialRecord] = []
-        self._errands: dict[tuple[str, int], list[TrialRecord]] = {}
-        self._confirming: list[TrialRecord] = []
-        self._tries, self._own = Tries(), Tries()
-        self._last = -1
-        self._shown: tuple[TrialRecord, ...] | None = None
-        for number in sorted(known):
-            self._append(known[number])
+        self._by_number = {number: known[number] for number in sorted(known)}
+        self.all = tuple(self._by_number.values())
+        """Every trial, whatever it was for, by number."""
+        self.records = tuple(r for r in self.all if r.purpose == "search")
+        """The trials of the search."""
+        self.confirmations = tuple(r for r in self.all if r.purpose != "search")
+        """What measured winners again."""
+        self._tried = {r.config for r in self.records}
 
     def add(self, record: TrialRecord) -> None:
         """Take in a finished trial; one that is told again counts as it was told last."""
-        if record.number <= self._last:
-            # What a crash left behind is told late: rare, and worth counting all of it anew.
-            self._by_number[record.number] = record
-            self._count(self._by_number.values())
-        else:
-            self._append(record)
-
-    def _append(self, record: TrialRecord) -> None:
-        self._by_number[record.number] = record
-        self._last = record.number
-        self._errands.setdefault((record.purpose, record.series), []).append(record)
-        if record.purpose != "search":
-            self._confirming.append(record)
-            return
-        self._searched.append(record)
-        self._shown = None
-        self._tries.add(record)
-        if record.carried is None:
-            self._own.add(record)
+        vars(self).update(vars(Ledger((*self.all, record))))
 
     def record(self, number: int) -> TrialRecord | None:
         """Return the trial of a number, whatever it was for; None where none has ended."""
         return self._by_number.get(number)
 
-    @property
-    def all(self) -> tuple[TrialRecord, ...]:
-        """Every trial, whatever it was for, by number."""
-        return tuple(self._by_number.values())
-
-    @property
-    def records(self) -> tuple[TrialRecord, ...]:
-        """The trials of the search, by number."""
-        if self._shown is None:
-            self._shown = tuple(self._searched)
-        return self._shown
-
-    @property
-    def confirmations(self) -> tuple[TrialRecord, ...]:
-        """What measured winners again, by number."""
-        return tuple(self._confirming)
-
     def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
         """Return the trials of one purpose and one confirmation, by number."""
-        return tuple(self._errands.get((errand.purpose, errand.series), ()))
+        wanted = errand.purpose, errand.series
+        return tuple(record for record in self.all if (record.purpose, record.series) == wanted)
 
     def __contains__(self, config: object) -> bool:
         """Whether a trial of the search was of a configuration, spelled just so."""
-        return config in self._tries
+        return config in self._tried
 
     def attempts(self, config: TrialConfig, *, since: int = 0) -> int:
         """Return how often the search tried a configuration in vain; see `recovery.attempts`."""
-        return self._tries.attempts(config, since=since)
+        return attempts(self.records, config, since=since)
 
     def to_retry(self, *, since: int = 0) -> tuple[TrialConfig, ...]:
-        """Return what the search tries again; see `Tries.to_retry`."""
-        return self._tries.to_retry(since=since)
+        """Return what came to nothing, fewer than three times, and never concluded.
+
+        In the order in which it was first tried.
+
+        Args:
+            since: number of the first trial of this run: an earlier run's failures are tried anew.
+        """
+        return _to_retry(self.records, since=since)
 
     def trials_spent(self, *, since: int = 0) -> int:
         """Return how many of the study's trials are spent: all but those that are tried again.
 
-        What another study ran is none of them.
+        What another study ran is none of them. A configuration that failed as often as it may
+        counts once.
 
         Args:
             since: number of the first trial of this run, which tries anew what failed in earlier
                 ones.
         """
-        return self._own.spent(since=since)
+        own = [record for record in self.records if record.carried is None]
+        final = sum(not _has_failed(record) for record in own)
+        return final + len(_never_concluded(own)) - len(_to_retry(own, since=since))
 
     @property
     def next_number(self) -> int:
         """The least number that the search's next trial can have; see `recovery.next_number`."""
-        return self._searched[-1].number + 1 if self._searched else 0
+        return next_number(self.records)
+
+
+def _has_failed(record: TrialRecord) -> bool:
+    return record.verdict in RETRYABLE and not is_kept(record)
+
+
+def _never_concluded(records: Iterable[TrialRecord]) -> dict[TrialConfig, list[TrialRecord]]:
+    failed: dict[TrialConfig, list[TrialRecord]] = {}
+    concluded = set()
+    for record in records:
+        if _has_failed(record):
+            failed.setdefault(record.config, []).append(record)
+        else:
+            concluded.add(record.config)
+    return {config: tries for config, tries in failed.items() if config not in concluded}
+
+
+def _to_retry(records: Iterable[TrialRecord], *, since: int) -> tuple[TrialConfig, ...]:
+    known = _never_concluded(records).items()
+    return tuple(c for c, tries in known if attempts(tries, c, since=since) < MAX_ATTEMPTS)

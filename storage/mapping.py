@@ -14,37 +14,33 @@ that measuring again never disturbs the search. Its record says what really beca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
+from storage.definition import RunningTrial
 from storage.keys import ATTEMPT as ATTEMPT
 from storage.keys import CONFIG as CONFIG
+from storage.keys import NEVER_RAN as NEVER_RAN
 from storage.keys import PURPOSE as PURPOSE
 from storage.keys import RECORD as RECORD
 from storage.keys import STARTED_AT as STARTED_AT
 from storage.keys import VERDICT as VERDICT
+from storage.objectives import LESS_IS_BETTER, objective_value
 from storage.records import (
     RETRYABLE,
     Errand,
-    Measurement,
     OutOfMemory,
     TrialRecord,
     Verdict,
     need_of,
 )
-from storage.sampler_view import OnDemand
 
 Direction = Literal["maximize", "minimize"]
 
@@ -57,13 +53,6 @@ FAULT_VIOLATION = 1.0
 
 WORST_LOSS = 12.0
 """Held-out loss of a trial that has none, in nats a token."""
-
-_DIRECTIONS: dict[Objective, Direction] = {
-    "tokens_per_second": "maximize",
-    "peak_memory": "minimize",
-    "trainable_parameters": "maximize",
-    "eval_loss": "minimize",
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ class OptunaResult:
 
 def directions(objectives: Sequence[Objective]) -> list[Direction]:
     """Return Optuna's direction of each objective."""
-    return [_DIRECTIONS[objective] for objective in objectives]
+    return ["minimize" if o in LESS_IS_BETTER else "maximize" for o in objectives]
 
 
 def to_optuna(
@@ -88,10 +77,7 @@ def to_optuna(
 ) -> OptunaResult:
     """Return what Optuna is told of ``record`` in a study of those objectives and that budget."""
     measured = record.measurement
-    values = tuple(
-        _worst(objective, record, budget_bytes) if measured is None else _value(objective, measured)
-        for objective in objectives
-    )
+    values = tuple(_value(objective, record, budget_bytes) for objective in objectives)
     state, intermediate = TrialState.COMPLETE, None
     if record.verdict in RETRYABLE or record.purpose != "search":
         state = TrialState.FAIL
@@ -116,29 +102,16 @@ def _violation(record: TrialRecord, budget_bytes: int) -> float:
     return max(need.allocated_bytes / budget_bytes - 1.0, LEAST_VIOLATION)
 
 
-def _value(objective: Objective, measured: Measurement) -> float:
-    match objective:
-        case "tokens_per_second":
-            return measured.tokens_per_second
-        case "peak_memory":
-            return measured.peak_allocated_bytes / GIB
-        case "trainable_parameters":
-            return float(measured.trainable_parameters)
-        case "eval_loss":
-            return WORST_LOSS if measured.quality is None else measured.quality.eval_loss
-    assert_never(objective)
-
-
-def _worst(objective: Objective, record: TrialRecord, budget_bytes: int) -> float:
-    match objective:
-        case "tokens_per_second" | "trainable_parameters":
-            return 0.0
-        case "peak_memory":
-            need = need_of(record, budget_bytes=budget_bytes)
-            return max(need.allocated_bytes if need else 0, budget_bytes) / GIB
-        case "eval_loss":
-            return WORST_LOSS
-    assert_never(objective)
+def _value(objective: Objective, record: TrialRecord, budget_bytes: int) -> float:
+    """Return what Optuna is told of an objective: the worst where nothing was measured."""
+    measured, need = record.measurement, need_of(record, budget_bytes=budget_bytes)
+    if objective == "peak_memory":
+        needed = max(need.allocated_bytes if need else 0, budget_bytes)
+        return (needed if measured is None else measured.peak_allocated_bytes) / GIB
+    if measured is None:
+        return WORST_LOSS if objective == "eval_loss" else 0.0
+    value = objective_value(objective, measured)
+    return float(value) if math.isfinite(value) else WORST_LOSS
 
 
 def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
@@ -159,49 +132,37 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     return shown
 
 
-def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
-    """Give a trial a parameter: what its sampler chose, or what it was queued with."""
-    match distribution:
-        case CategoricalDistribution(choices=choices):
-            trial.suggest_categorical(name, choices)
-        case IntDistribution(low=low, high=high, step=step, log=log):
-            trial.suggest_int(name, low, high, step=step, log=log)
-        case FloatDistribution(low=low, high=high, step=step, log=log):
-            trial.suggest_float(name, low, high, step=step, log=log)
-        case _:
-            raise ValueError(f"a space has no dimension like {distribution}")
-
-
-def known_record(trial: FrozenTrial) -> TrialRecord | None:
-    """Return the record of a finished trial where the driver has read it already."""
-    attributes: Mapping[str, Any] = trial.user_attrs
-    return attributes.record if isinstance(attributes, OnDemand) else None
-
-
 def record_of(trial: FrozenTrial) -> TrialRecord | None:
-    """Return the record that a finished trial carries; None where it carries none."""
-    known = known_record(trial)
-    if known is not None:
-        return known
-    values = trial.user_attrs.get(RECORD)
-    return (
-        TrialRecord.from_json(values) if trial.state.is_finished() and values is not None else None
-    )
+    """Return the record that a finished trial carries; None where it carries none.
+
+    Raises:
+        ValidationError: it is another version's.
+    """
+    if not trial.state.is_finished() or RECORD not in trial.user_attrs:
+        return None
+    return TrialRecord.model_validate(trial.user_attrs[RECORD])
 
 
 def never_ran(trial: FrozenTrial) -> bool:
     """Whether a trial was closed before it ran, as somebody asked to stop: it says nothing."""
-    if trial.state is not TrialState.FAIL or isinstance(trial.user_attrs, OnDemand):
-        return False
-    return RECORD not in trial.user_attrs
-
-
-def errand_of(trial: FrozenTrial) -> Errand:
-    """Return why a trial that began was run."""
-    return Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
+    return NEVER_RAN in trial.user_attrs
 
 
 def config_of(trial: FrozenTrial) -> TrialConfig | None:
     """Return the configuration that a trial began with; None where it never began."""
     values = trial.user_attrs.get(CONFIG)
     return None if values is None else TrialConfig.model_validate(values)
+
+
+def how_begun(trial: FrozenTrial) -> RunningTrial:
+    """Return how a trial was begun. Raises as `record_of`."""
+    errand = Errand.model_validate(trial.user_attrs.get(PURPOSE) or {})
+    return RunningTrial(
+        trial.number,
+        config_of(trial),
+        trial.user_attrs.get(STARTED_AT),
+        errand.purpose,
+        errand.confirms,
+        errand.series,
+        trial.user_attrs.get(ATTEMPT),
+    )

@@ -47,19 +47,12 @@ def measured_of(record: TrialRecord) -> Measurement:
     return record.measurement
 
 
-def is_sound(measured: Measurement) -> bool:
-    """Whether anything can be ranked by a measurement: its numbers are finite and positive."""
-    interval = measured.step_seconds_ci95 or ()
-    numbers = (measured.tokens_per_second, measured.step_seconds, *interval)
-    return all(math.isfinite(number) and number > 0 for number in numbers)
-
-
 def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     """Return the trials less those whose measured speed or interval is not finite and positive.
 
     Such numbers come from a broken clock or a damaged record; nothing can be ranked by them.
     """
-    return tuple(r for r in records if r.measurement is None or is_sound(r.measurement))
+    return tuple(r for r in records if r.measurement is None or r.measurement.is_sound)
 
 
 def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:

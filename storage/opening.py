@@ -1,7 +1,4 @@
-"""Owns how a study comes to be driven: its name, its lease, whose its directory is, its definition.
-
-Nothing is created before that is right. What a driver does with the study then is `study`'s.
-"""
+"""How a study comes to be driven: its name, its lease, whose its directory is, its definition."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +15,26 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
-from storage.advisory import AdvisoryLease
-from storage.database import close, faults, open_for_writing, opening, patiently
-from storage.definition import StudyDefinition, differences
-from storage.failures import is_passing_at_first
-from storage.files import sweep_temporary
-from storage.identity import StudyFile, look_beside, note_identity, refuse_strangers
-from storage.keys import DEFINITION, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
-from storage.lease import Lease, lease_for
+from storage.database import Storage, faults, retried
+from storage.definition import StudyDefinition, UnreadableStudy, differences, step_differences
+from storage.files import refuse_public, sweep_temporary
+from storage.identity import StudyFile, note_identity, stranger_words
+from storage.keys import DEFINITION, DRIVER, FORMAT, FORMAT_WRITTEN, IDENTITY, RUNS
+from storage.lease import open_leased
+from storage.ledger import Ledger
 from storage.names import check_name
-from storage.patience import PATIENCE, Patience
-from storage.reading import identity_in, understood
-from storage.sampler_view import SearchStorage
+from storage.reading import identity_in
 from storage.spool import NAME as SPOOL
 from storage.spool import Spool
-from storage.stored import refuse_unreadable
+from storage.stored import (
+    read_attributes,
+    read_trials,
+    refuse_unreadable_trials,
+    unreadable_in_words,
+    unreadable_words,
+)
 from storage.study import OpenStudy
-from storage.urls import DatabaseUrl, parse_url
+from storage.urls import parse_url
 
 
 def open_study(
@@ -47,7 +45,6 @@ def open_study(
     sampler: optuna.samplers.BaseSampler,
     environment: Mapping[str, Any],
     home: Path,
-    patience: Patience = PATIENCE,
     warn: Callable[[str], None] = lambda _: None,
 ) -> OpenStudy:
     """Create or resume a study and take its lease; close it, or use it in a ``with``.
@@ -59,7 +56,6 @@ def open_study(
         sampler: proposes the next trial.
         environment: fingerprint of this run, kept beside those of earlier runs.
         home: the directory of all studies' files (``runs``).
-        patience: how long a database that is locked or away is waited for.
         warn: told, in words, what becomes of results that cannot be told or written.
 
     Raises:
@@ -69,134 +65,120 @@ def open_study(
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
     check_name(name)
-    database, patience = parse_url(url), replace(patience)
-    _refuse_strangers(name, database, home)
-    with ExitStack() as undo:
-        lease, storage = _leased(name, database, patience, undo)
-        with faults(database), understood(name):
-            patiently(partial(refuse_unreadable, storage.engine, name), patience=patience)
-            study = _created(name, definition, sampler, storage, patience)
-            agree = partial(_check_agreement, study, definition, database)
-            was_resumed = patiently(agree, patience=patience, storage=storage)
-            started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            run = {"started_at": started_at, "environment": dict(environment)}
-            note = partial(_note_run, study, definition, run)
-            identity = patiently(note, patience=patience, storage=storage)
-            beside = StudyFile(
-                identity, name, str(database), definition.model_dump(mode="json"), dict(environment)
-            )
-            try:
-                note_identity(home / name, beside)
-            except EnvironmentFault as fault:
-                warn(f"{fault}; the database goes on without it")
-            except InputError:
-                # Another database's driver was faster, by less than it takes to look and create.
-                if not was_resumed:
-                    optuna.delete_study(study_name=name, storage=storage)
-                raise
-            sweep_temporary(home / name)
-            opened = OpenStudy(
-                study,
-                definition,
-                was_resumed,
-                environment,
-                storage,
-                database,
-                lease,
-                Spool(home / name / SPOOL, identity),
-                patience,
-                warn,
-            )
-        if isinstance(lease, AdvisoryLease):
-            # Creating tables took more; from here on the lease's own is enough.
-            close(storage)
-        undo.pop_all()
-    return opened
+    database, directory = parse_url(url), home / name
+    refuse_public(directory)
+    if stranger_words(directory, name, None, str(database)):
+        for words in stranger_words(directory, name, identity_in(database, name), str(database)):
+            raise InputError(words)
+    driver = uuid.uuid4().hex
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    run = {"started_at": started_at, "environment": dict(environment)}
+    with ExitStack() as closing:
+        storage = open_leased(database, name, closing.callback)
 
+        def begin() -> tuple[optuna.Study, bool, str]:
+            """Create the study, or see that it can be resumed, all in one transaction."""
+            with storage.together():
+                study, was_resumed = _loaded(name, storage, definition, sampler)
+                if was_resumed:
+                    _check(study, definition, f"study '{name}' in {database}", warn)
+                return study, was_resumed, _note_run(study, definition, run, driver)
 
-def _leased(
-    name: str, database: DatabaseUrl, patience: Patience, undo: ExitStack
-) -> tuple[Lease, SearchStorage]:
-    """Take the lease of a study and open its database, in the order in which nothing is half done.
-
-    A file's lock is beside the file, which is created first. On a server nothing is created through
-    what nothing can be driven; then who writes borrows the lease's connection.
-    """
-    lease = lease_for(database, name, patience=patience)
-    undo.callback(lease.release)
-    if isinstance(lease, AdvisoryLease):
-        with opening(database):
-            patiently(lease.acquire, patience=patience, passes=is_passing_at_first)
-        storage = open_for_writing(database, patience=patience, borrow=lease.lend)
-    else:
-        storage = open_for_writing(database, patience=patience)
         with faults(database):
-            patiently(lease.acquire, patience=patience)
-    undo.callback(close, storage)
-    return lease, storage
+            study, was_resumed, identity = retried(begin)
+            trials = read_trials(retried(lambda: study.get_trials(deepcopy=False)))
+        beside = StudyFile(
+            identity=identity,
+            name=name,
+            database=str(database),
+            definition=definition.model_dump(mode="json"),
+            environment=dict(environment),
+        )
+        try:
+            note_identity(directory, beside)
+        except EnvironmentFault as fault:
+            warn(f"{fault}; the database goes on without it")
+        refuse_unreadable_trials(name, trials)
+        for words in unreadable_in_words(trials.unreadable):
+            warn(words)
+        sweep_temporary(directory)
+        return OpenStudy(
+            study,
+            definition,
+            was_resumed,
+            environment,
+            Ledger(trials.records),
+            storage,
+            database,
+            driver,
+            closing.pop_all(),
+            Spool(directory / SPOOL, identity),
+            warn,
+        )
 
 
-def _created(
+def _loaded(
     name: str,
+    storage: Storage,
     definition: StudyDefinition,
     sampler: optuna.samplers.BaseSampler,
-    storage: SearchStorage,
-    patience: Patience,
-) -> optuna.Study:
-    """Return the study of that name, created where there is none."""
-    create = partial(
-        optuna.create_study,
-        study_name=name,
-        storage=storage,
-        sampler=sampler,
-        pruner=optuna.pruners.NopPruner(),
-        directions=mapping.directions(definition.space.objectives),
-        load_if_exists=True,
-    )
-    # Other drivers may be writing into the same file: their locks pass.
-    return patiently(create, patience=patience, storage=storage)
+) -> tuple[optuna.Study, bool]:
+    """Return the study of that name, created where there is none, and whether it was there."""
+    known: dict[str, Any] = {"study_name": name, "storage": storage, "sampler": sampler}
+    known["pruner"] = optuna.pruners.NopPruner()
+    if name in optuna.get_all_study_names(storage):
+        return optuna.load_study(**known), True
+    directions = mapping.directions(definition.space.objectives)
+    return optuna.create_study(**known, directions=directions), False
 
 
-def _refuse_strangers(name: str, database: DatabaseUrl, home: Path) -> None:
-    """Raise where the study's directory holds files of a study that the database does not have."""
-    beside = look_beside(home / name)
-    if beside.strangers(None):
-        identity = identity_in(database, name)
-        refuse_strangers(beside, study=name, identity=identity, database=str(database))
-
-
-def _check_agreement(study: optuna.Study, definition: StudyDefinition, url: DatabaseUrl) -> bool:
-    """Return whether the study was there before; raise where it is about something else."""
-    stored, named = study.user_attrs.get(DEFINITION), f"study '{study.study_name}' in {url}"
-    if stored is None:
-        if study.get_trials(deepcopy=False):
-            raise InputError(f"{named} is not one of sweep's; choose another --study")
-        return False
-    lines = differences(StudyDefinition.model_validate(stored), definition)
+def _check(
+    study: optuna.Study, definition: StudyDefinition, named: str, warn: Callable[[str], None]
+) -> None:
+    """Raise where a stored study is about something else, or cannot be read or written here."""
+    if DEFINITION not in study.user_attrs:
+        raise InputError(f"{named} is not one of sweep's; choose another --study")
+    stored = read_attributes(study.study_name, study.user_attrs, trials=0)
+    if isinstance(stored, UnreadableStudy):
+        raise InputError(unreadable_words(stored))
+    if stored.is_newer:
+        raise InputError(
+            f"{named} cannot be gone on with: {stored.newer_words}: go on with that one (`pip "
+            "install -U qlora-sweep`), or start another study with --study; `sweep status` and "
+            "`sweep best` show what they can of it"
+        )
+    lines = differences(stored.definition, definition)
     if lines:
         raise InputError(
             f"{named} was started with another definition:\n  "
             + "\n  ".join(lines)
             + "\nStart a new study with --study and another name, or go on as it was started."
         )
-    return True
+    changed = step_differences(stored.definition, definition)
+    if changed:
+        warn(
+            f"{named} was started with other steps ({', '.join(changed)}): its trials may not "
+            "compare with earlier ones"
+        )
 
 
-def _note_run(study: optuna.Study, definition: StudyDefinition, run: Mapping[str, Any]) -> str:
-    """Store what this run is about and on what it runs; return the study's identity.
-
-    Safe to repeat after a failure: the run itself is noted last, and once.
-    """
+def _note_run(
+    study: optuna.Study, definition: StudyDefinition, run: Mapping[str, Any], driver: str
+) -> str:
+    """Store who drives, what this run is about and on what it runs; return the study's identity."""
     stored = study.user_attrs
     identity = str(stored.get(IDENTITY) or uuid.uuid4().hex)
-    # First, so that nothing of a study of this format is there without it.
-    study.set_user_attr(FORMAT, FORMAT_WRITTEN)
-    study.set_user_attr(IDENTITY, identity)
-    study.set_user_attr(DEFINITION, definition.model_dump(mode="json"))
+    runs = [kept for kept in stored.get(RUNS, ()) if kept != run]
+    attributes = {
+        FORMAT: FORMAT_WRITTEN,
+        IDENTITY: identity,
+        DEFINITION: definition.model_dump(mode="json"),
+        RUNS: [*runs, run],
+        DRIVER: driver,
+    }
+    for key, value in attributes.items():
+        study.set_user_attr(key, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names(list(definition.space.objectives))
-    runs = list(stored.get(RUNS, ()))
-    if run not in runs:
-        study.set_user_attr(RUNS, [*runs, run])
     return identity

@@ -1,9 +1,8 @@
-"""Owns what a worker leaves on disk before it answers: the outcome of the attempt that it ran last.
+"""What a worker leaves on disk before it answers: the outcome of the attempt that it ran last.
 
 Between the end of a training and the driver's hearing of it both may die. Whoever comes after asks
 for the outcome by the attempt's identity and its configuration: what does not agree in both is
-none. It names all that a result names, so that one whose trial is gone can still be kept. Knows
-nothing of processes or databases.
+none. It names all that a result names, so that one whose trial is gone can still be kept.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, words_of
@@ -26,8 +25,6 @@ NAMES = (NAME, "outcome-[0-9].json", "outcome-[0-9][0-9].json")
 BYTES_MAX = 1024 * 1024
 """Far more than an outcome takes; anything larger was not written by a worker."""
 
-_OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
-
 
 def outcome_files(directory: Path) -> tuple[OutcomeFile, ...]:
     """Return the files that a study's workers left."""
@@ -39,9 +36,10 @@ def beside_log(log: Path) -> OutcomeFile:
     return OutcomeFile(log.absolute().with_name(log.stem.replace("worker", "outcome") + ".json"))
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(BaseModel):
     """What a worker left."""
+
+    model_config = ConfigDict(frozen=True)
 
     attempt: Attempt
     config: TrialConfig
@@ -64,13 +62,9 @@ class OutcomeFile:
         Raises:
             EnvironmentFault: it cannot be written; the last one is then still there.
         """
-        entry = {
-            "attempt": attempt.model_dump(mode="json"),
-            "config": config.model_dump(mode="json"),
-            "outcome": _OUTCOME.dump_python(outcome, mode="json"),
-        }
+        left = Left(attempt=attempt, config=config, outcome=outcome)
         try:
-            replace(self.path, json.dumps(entry).encode())
+            replace(self.path, json.dumps(left.model_dump(mode="json")).encode())
         except OSError as error:
             reason = error.strerror or words_of(error)
             raise EnvironmentFault(f"cannot write the outcome to {self.path}: {reason}") from error
@@ -92,13 +86,6 @@ class OutcomeFile:
         try:
             with open_reading(self.path) as file:
                 data = file.read(BYTES_MAX + 1)
-            if len(data) > BYTES_MAX:
-                return None
-            entry = json.loads(data)
-            return Left(
-                Attempt.model_validate(entry["attempt"]),
-                TrialConfig.model_validate(entry["config"]),
-                _OUTCOME.validate_python(entry["outcome"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None if len(data) > BYTES_MAX else Left.model_validate_json(data)
+        except (OSError, ValueError):
             return None

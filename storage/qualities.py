@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from search_spaces.config import TrialConfig, canonical
-from storage.confirmations import T_975
+from storage.confirmations import Spread
+from storage.objectives import measured_of, objective_value
 from storage.records import Measured, QualityReport, TrialRecord
 
 CLAIMED_RANK = 16
@@ -38,31 +39,17 @@ def pooled_qualities(
         )
         if report is not None:
             runs.setdefault(canonical(record.config), {})[report.seed] = report
-    spread, degrees = _spread(runs.values())
-    return {
-        config: _pooled(tuple(known.values()), spread, degrees) for config, known in runs.items()
-    }
+    spread = Spread.of(_losses(known.values()) for known in runs.values())
+    return {config: _pooled(tuple(known.values()), spread) for config, known in runs.items()}
 
 
-def _spread(groups: Iterable[Mapping[int, QualityReport]]) -> tuple[float, int]:
-    """Return the standard deviation that the seeds' losses have in common, and its degrees of
-    freedom."""
-    squares, degrees = 0.0, 0
-    for known in groups:
-        if len(known) > 1:
-            squares += statistics.variance(_losses(known.values())) * (len(known) - 1)
-            degrees += len(known) - 1
-    return (math.sqrt(squares / degrees) if degrees else 0.0), degrees
-
-
-def _pooled(runs: Sequence[QualityReport], spread: float, degrees: int) -> QualityReport:
-    first = runs[0]
+def _pooled(runs: Sequence[QualityReport], spread: Spread) -> QualityReport:
     if len(runs) == 1:
-        return first
+        return runs[0]
     losses = _losses(runs)
     mean, own = statistics.fmean(losses), statistics.stdev(losses)
-    half = T_975[min(degrees, len(T_975)) - 1] * max(spread, own) / math.sqrt(len(runs))
-    return first.model_copy(
+    half = spread.t * max(spread.deviation, own) / math.sqrt(len(runs))
+    return runs[0].model_copy(
         update={
             "eval_loss": mean,
             "train_loss": statistics.fmean(run.train_loss for run in runs),
@@ -82,11 +69,12 @@ def claimed_pair(ranked: Iterable[TrialRecord]) -> tuple[TrialRecord, TrialRecor
     judged = [r for r in ranked if r.measurement is not None and r.measurement.quality is not None]
     own = [r for r in judged if r.config.lora_rank == CLAIMED_RANK]
     others = [r for r in judged if r.config.lora_rank != CLAIMED_RANK]
-    return min(
-        itertools.product(own, others),
-        key=lambda pair: (bool(differences(*pair)), *map(_loss, pair)),
-        default=None,
-    )
+
+    def order(pair: tuple[TrialRecord, TrialRecord]) -> tuple[float, ...]:
+        losses = (objective_value("eval_loss", measured_of(record)) for record in pair)
+        return (bool(differences(*pair)), *losses)
+
+    return min(itertools.product(own, others), key=order, default=None)
 
 
 def differences(one: TrialRecord, other: TrialRecord) -> tuple[str, ...]:
@@ -115,11 +103,6 @@ _LEARNED_BY: Mapping[str, Callable[[TrialConfig], object]] = {
         config.quantized_fraction,
     ),
 }
-
-
-def _loss(record: TrialRecord) -> float:
-    quality = None if record.measurement is None else record.measurement.quality
-    return math.inf if quality is None else quality.eval_loss
 
 
 def _losses(runs: Iterable[QualityReport]) -> list[float]:

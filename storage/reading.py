@@ -1,45 +1,33 @@
-"""Owns what is read of studies without driving them. Writes and creates nothing; needs no lease.
-
-What a database holds that cannot be read is said of the study and of the trial that it is of, and
-costs no other anything. Knows nothing of Optuna.
-"""
+"""What is read of studies without driving them. Writes and creates nothing; needs no lease."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy
+import optuna
+from optuna.study import StudySummary as OptunaSummary
 from pydantic import ValidationError
 
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.validation import explain
-from storage.database import reader_of
-from storage.definition import (
-    StudySnapshot,
-    StudySummary,
-    UnreadableStudy,
-)
-from storage.holder import Holder
-from storage.identity import look_beside, lost_words, stranger_words
-from storage.kept import unsettled, unsettled_words
-from storage.keys import FORMAT_WRITTEN
-from storage.lease import holders
+from storage.database import Storage, close, faults, open_for_reading
+from storage.definition import StudyDefinition, StudySnapshot, StudySummary, UnreadableStudy
+from storage.identity import read_identity, stranger_words
+from storage.keys import DEFINITION, IDENTITY
+from storage.lease import Holder, holders
 from storage.names import is_file_name
 from storage.ranking import rank_study
 from storage.spool import NAME as SPOOL
-from storage.spool import Spool
+from storage.spool import Spool, newest_study, spool_words
 from storage.stored import (
-    StoredStudy,
-    count_stored_trials,
-    newer_words,
-    read_all_stored,
-    read_stored,
-    stored_identity,
-    stored_names,
+    StoredTrials,
+    StudyAttributes,
+    read_attributes,
+    read_trials,
     unreadable_words,
 )
 from storage.stored import unreadable_in_words as unreadable_in_words
@@ -58,40 +46,13 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         InputError: there is no such study, or no database yet, or its definition cannot be read.
         EnvironmentFault: the database is not to be had.
     """
-    database = parse_url(url)
-    lost = lost_words(home / name) if is_file_name(name) else ""
-    with _reading(database, lost) as engine:
-        found = read_stored(engine, name)
-        if found is None:
-            raise _unknown(name, engine, database, lost)
-        driven = _holders(engine, database, [found])
-    if isinstance(found, UnreadableStudy):
-        raise InputError(unreadable_words(found))
-    return _snapshot(found, database, home, driven.get(name))
-
-
-def identity_in(database: DatabaseUrl, name: str) -> str | None:
-    """Return the identity of a study; None where the database has none of that name. Raises as
-    `read_study`."""
-    with reader_of(database) as engine:
-        return None if engine is None else stored_identity(engine, name)
-
-
-def count_trials(name: str, *, url: str) -> int:
-    """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
-    database = parse_url(url)
-    with _reading(database) as engine:
-        count = count_stored_trials(engine, name)
-        if count is None:
-            raise _unknown(name, engine, database)
-    return count
-
-
-def _unknown(
-    name: str, engine: sqlalchemy.Engine, database: DatabaseUrl, lost: str = ""
-) -> InputError:
-    known = lost or did_you_mean(name, stored_names(engine), lists="sweep status")
-    return InputError(f"no study {quote(name)} in {database}{known}")
+    found = _read(url, home, name)
+    if not found:
+        raise _unknown(name, url, _lost(name, url, home))
+    (study,) = found
+    if isinstance(study, UnreadableStudy):
+        raise InputError(unreadable_words(study))
+    return study
 
 
 def list_studies(
@@ -105,56 +66,175 @@ def list_studies(
         home: the directory of all studies' files.
         completed: adds to a study what storage does not know: its speeds on the target card.
     """
-    database = parse_url(url)
-    with _reading(database) as engine:
-        found = read_all_stored(engine)
-        driven = _holders(engine, database, found)
     return [
-        study
-        if isinstance(study, UnreadableStudy)
-        else _summary(completed(_snapshot(study, database, home, driven.get(study.name))))
-        for study in found
+        study if isinstance(study, UnreadableStudy) else _summary(completed(study))
+        for study in _read(url, home)
     ]
 
 
-def _holders(
-    engine: sqlalchemy.Engine,
-    database: DatabaseUrl,
-    studies: Iterable[StoredStudy | UnreadableStudy],
-) -> dict[str, Holder]:
-    # Where its name can be no file's nobody of ours ever drove it.
-    names = [study.name for study in studies if is_file_name(study.name)]
-    return holders(engine, database, names)
+def count_trials(name: str, *, url: str) -> int:
+    """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
+    with _reading(url) as storage:
+        if name not in {study.study_name for study in _ours(storage)}:
+            raise _unknown(name, url)
+        return storage.get_n_trials(storage.get_study_id_from_name(name))
 
 
-@contextmanager
-def _reading(url: DatabaseUrl, lost: str = "") -> Iterator[sqlalchemy.Engine]:
-    with reader_of(url) as engine:
-        if engine is None:
-            raise InputError(f"no studies yet at {url}{lost or ': run `sweep run` first'}")
-        yield engine
-
-
-@contextmanager
-def understood(name: str) -> Iterator[None]:
-    """Translate what another version stored, and this one cannot read, to `InputError`."""
+def identity_in(database: DatabaseUrl, name: str) -> str | None:
+    """Return the identity of a study; None where the database has none of that name. Raises as
+    `read_study`."""
+    storage = open_for_reading(database)
+    if storage is None:
+        return None
     try:
-        yield
+        with faults(database):
+            attributes = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+    except KeyError:
+        return None
+    finally:
+        close(storage)
+    return str(attributes.get(IDENTITY, ""))
+
+
+def read_spooled_study(path: Path) -> StudySnapshot:
+    """Return what a spool has of the study that wrote it last, to be taken over.
+
+    What that study was about is in the file beside it.
+
+    Args:
+        path: of the spool.
+
+    Raises:
+        InputError: there is no such file or no result in it, or nothing says what it is about.
+    """
+    if not path.exists():
+        raise InputError(f"--from {path}: no such file")
+    identity = newest_study(path)
+    if identity is None:
+        raise InputError(f"--from {path}: there is no result of a study in it")
+    contents, beside = Spool(path, identity).look(), read_identity(path.parent)
+    if beside is None or beside.identity != identity:
+        raise InputError(
+            f"--from {path}: no study.json beside it says on what card and model its results were "
+            "measured; put it back into its study's directory"
+        )
+    try:
+        definition = StudyDefinition.model_validate(beside.definition)
     except ValidationError as error:
         raise InputError(
-            f"study '{name}' was written by another version of sweep "
-            f"({explain(error)}); choose another --study"
+            f"--from {path}: another version of sweep wrote it ({explain(error)})"
         ) from error
+    return StudySnapshot(
+        name=beside.name,
+        definition=definition,
+        environment=beside.environment,
+        records=tuple(r for r in contents.records if r.purpose == "search"),
+        confirmations=tuple(r for r in contents.records if r.purpose != "search"),
+        warnings=contents.problems,
+        identity=identity,
+    )
+
+
+def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
+    before, after = _versions(old), _versions(new)
+    return [
+        f"{key} {before[key]} -> {after[key]}"
+        for key in after
+        # Another version of ours looked at fewer packages; that is no change.
+        if key in before and before[key] != after[key]
+    ]
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    machine = {
+        key: environment.get(key) for key in ("gpu", "driver", "cuda_driver", "python", "commit")
+    }
+    return machine | dict(environment.get("versions", {}))
+
+
+@contextmanager
+def _reading(url: str, lost: str = "") -> Iterator[Storage]:
+    """Open the database for a read that is of one moment."""
+    database = parse_url(url)
+    storage = open_for_reading(database)
+    if storage is None:
+        raise InputError(lost or f"no studies yet at {database}: run `sweep run` first")
+    try:
+        with faults(database), storage.together():
+            yield storage
+    finally:
+        close(storage)
+
+
+def _ours(storage: Storage) -> list[OptunaSummary]:
+    summaries = optuna.get_all_study_summaries(storage, include_best_trial=False)
+    return [study for study in summaries if DEFINITION in study.user_attrs]
+
+
+def _unknown(name: str, url: str, lost: str = "") -> InputError:
+    with _reading(url) as storage:
+        names = [study.study_name for study in _ours(storage)]
+    meant = did_you_mean(name, names, lists="sweep status")
+    return InputError(lost or f"no study {quote(name)} in {parse_url(url)}{meant}")
+
+
+def _lost(name: str | None, url: str, home: Path) -> str:
+    """Return what is said of the files of a study that the database has not; "" without any."""
+    if name is None or not is_file_name(name):
+        return ""
+    return "".join(stranger_words(home / name, name, None, str(parse_url(url))))
+
+
+def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot | UnreadableStudy]:
+    """Return the study of a name, or all of them, oldest first, as they stood at one moment."""
+    database = parse_url(url)
+    with _reading(url, _lost(name, url, home)) as storage:
+        wanted = [study for study in _ours(storage) if name in (None, study.study_name)]
+        trials = [
+            storage.get_all_trials(storage.get_study_id_from_name(study.study_name), deepcopy=False)
+            for study in wanted
+        ]
+        driven = holders(
+            storage.engine, database, [s.study_name for s in wanted if is_file_name(s.study_name)]
+        )
+    found = list[StudySnapshot | UnreadableStudy]()
+    for study, its in zip(wanted, trials, strict=True):
+        attributes = read_attributes(study.study_name, study.user_attrs, trials=len(its))
+        if isinstance(attributes, StudyAttributes):
+            holder = driven.get(study.study_name)
+            stored = read_trials(its)
+            found.append(_snapshot(study.study_name, attributes, stored, holder, home, database))
+        else:
+            found.append(attributes)
+    return found
 
 
 def _snapshot(
-    study: StoredStudy, database: DatabaseUrl, home: Path, holder: Holder | None
+    name: str,
+    study: StudyAttributes,
+    trials: StoredTrials,
+    holder: Holder | None,
+    home: Path,
+    database: DatabaseUrl,
 ) -> StudySnapshot:
-    trials, has_files = study.trials, is_file_name(study.name)
+    environments = [run.environment for run in study.runs]
+    warnings = list(_version_changes(environments))
+    if study.is_newer:
+        warnings.insert(0, f"{study.newer_words}: what is shown may lack what this one ignores")
+    if is_file_name(name):
+        warnings += stranger_words(home / name, name, study.identity, str(database))
+        warnings += spool_words(
+            Spool(home / name / SPOOL, study.identity),
+            study=name,
+            known=trials.records,
+            open_attempts={trial.attempt_id for trial in trials.running},
+            is_driven=holder is not None,
+        )
     return StudySnapshot(
-        name=study.name,
+        name=name,
         definition=study.definition,
-        environment=study.environments[-1] if study.environments else {},
+        environment=environments[-1] if environments else {},
         records=tuple(record for record in trials.records if record.purpose == "search"),
         confirmations=tuple(record for record in trials.records if record.purpose != "search"),
         running=trials.running,
@@ -164,13 +244,7 @@ def _snapshot(
         identity=study.identity,
         holder=None if holder is None else holder.who,
         driven_since=None if holder is None else holder.since,
-        warnings=(
-            *_newer_format(study),
-            *_version_changes(study.environments),
-            *(_beside(study, holder, home, str(database)) if has_files else ()),
-            *study.damaged,
-            *unreadable_in_words(trials.unreadable),
-        ),
+        warnings=(*warnings, *unreadable_in_words(trials.unreadable)),
     )
 
 
@@ -195,49 +269,11 @@ def _summary(snapshot: StudySnapshot) -> StudySummary:
     )
 
 
-def _newer_format(study: StoredStudy) -> tuple[str, ...]:
-    if study.format <= FORMAT_WRITTEN:
-        return ()
-    return (f"{newer_words(study.format)}: what is shown may lack what this one does not know",)
-
-
-def _version_changes(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _version_changes(environments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Say which driver or library changed from one run of the study to the next."""
-    changes = []
-    for number, (old, new) in enumerate(pairwise(runs), start=2):
-        changed = changed_versions(old, new)
-        if changed:
-            changes.append(
+    for number, (old, new) in enumerate(pairwise(environments), start=2):
+        if changed := changed_versions(old, new):
+            yield (
                 f"run {number} changed {', '.join(changed)}; "
                 "its trials may not compare with earlier ones"
             )
-    return tuple(changes)
-
-
-def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
-    before, after = _versions(old), _versions(new)
-    return [
-        f"{key} {before[key]} -> {after[key]}"
-        for key in after
-        # An earlier version of ours looked at fewer packages; that is no change.
-        if key in before and before[key] != after[key]
-    ]
-
-
-def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    machine = {
-        key: environment.get(key) for key in ("gpu", "driver", "cuda_driver", "python", "commit")
-    }
-    return machine | dict(environment.get("versions", {}))
-
-
-def _beside(study: StoredStudy, holder: Holder | None, home: Path, database: str) -> Iterator[str]:
-    """Yield what a study's directory has that its database has not."""
-    directory = home / study.name
-    beside = look_beside(directory)
-    yield from stranger_words(beside, study=study.name, identity=study.identity, database=database)
-    spool, is_driven = Spool(directory / SPOOL, study.identity), holder is not None
-    trials = study.trials
-    found = unsettled(spool, records=trials.records, begun=trials.running, is_driven=is_driven)
-    yield from unsettled_words(found, study=study.name, path=spool.path, is_driven=is_driven)

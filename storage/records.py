@@ -6,6 +6,7 @@ that did not fit is one number here, wherever it is shown. Knows nothing of Optu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -192,6 +193,13 @@ class Measurement(_Frozen):
         tokens = self.tokens_per_second * self.step_seconds
         low, high = self.step_seconds_ci95
         return tokens / high, tokens / low
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether anything can be ranked by it: its speed and interval are finite and positive."""
+        interval = self.step_seconds_ci95 or ()
+        numbers = (self.tokens_per_second, self.step_seconds, *interval)
+        return all(math.isfinite(number) and number > 0 for number in numbers)
 
     @property
     def is_noisy(self) -> bool:
@@ -446,11 +454,6 @@ class TrialRecord(Errand):
         """Return plain JSON values."""
         return self.model_dump(mode="json")
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrialRecord:
-        """Read what `to_json` wrote."""
-        return cls.model_validate(values)
-
 
 def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
     """Return trials, in their order, without attempts that came to nothing beside another.
@@ -479,8 +482,15 @@ def over_budget(peak_bytes: int, *, budget_bytes: int, stage: Stage) -> OutOfMem
 
 
 def held_to_budget(outcome: Outcome, *, budget_bytes: int) -> Outcome:
-    """Return the outcome of a trial, or out of memory where it was measured above the budget."""
+    """Return what the outcome of a trial counts as: out of memory where it was measured above the
+    budget, and a failure where nothing can be ranked by its speed."""
     match outcome:
+        case Measured(measurement=measured) if not measured.is_sound:
+            return Crashed(
+                phase="measure",
+                detail=f"a speed was measured that is no positive number: "
+                f"{measured.tokens_per_second} tokens/s, {measured.step_seconds} s a step",
+            )
         case Measured(measurement=measured) | PrunedSlow(measurement=measured):
             peak = measured.peak_allocated_bytes
             return over_budget(peak, budget_bytes=budget_bytes, stage="optimizer") or outcome

@@ -1,6 +1,5 @@
-"""Owns what a study goes on from after a crash: how trials ended whose driver did not see it, and
-how often a configuration was tried in vain. Knows nothing of databases.
-"""
+"""What a study resumes from after a crash: how trials ended whose driver did not see it, and how
+often a configuration was tried in vain."""
 
 from __future__ import annotations
 
@@ -25,32 +24,34 @@ MAX_ATTEMPTS = 3
 """The first try and two more."""
 
 
-def errand_of(trial: RunningTrial) -> Errand:
-    """Return why a trial was begun."""
-    return Errand(purpose=trial.purpose, series=trial.series, confirms=trial.confirms)
-
-
-def is_disturbed(outcome: Outcome) -> bool:
-    """Whether memory ran out as another process had it: that says nothing of a configuration."""
-    return isinstance(outcome, OutOfMemory) and NEIGHBOUR in outcome.flags
-
-
 def ended_unseen(
-    trial: RunningTrial, config: TrialConfig, outcome: Outcome, *, is_baseline: bool, attempt: int
+    trial: RunningTrial,
+    config: TrialConfig,
+    outcome: Outcome,
+    *,
+    definition: StudyDefinition,
+    known: Iterable[TrialRecord],
 ) -> TrialRecord:
     """Return the record of a trial that its driver did not see the end of.
 
     Its seconds are those that the worker measured; none where it came to no measurement.
     """
+    errand = Errand(purpose=trial.purpose, series=trial.series, confirms=trial.confirms)
+    before = [
+        record
+        for record in known
+        if record.number < trial.number
+        and (record.purpose, record.series) == (errand.purpose, errand.series)
+    ]
     record = TrialRecord(
         number=trial.number,
         config=config,
         outcome=outcome,
-        is_baseline=is_baseline,
-        attempt=attempt,
+        is_baseline=config == definition.space.baseline_config(),
+        attempt=attempts(before, config) + 1,
         attempt_id=trial.attempt_id,
         started_at=trial.started_at,
-        **errand_of(trial).model_dump(),
+        **errand.model_dump(),
     )
     measured = record.measurement
     if measured is None:
@@ -64,35 +65,26 @@ def record_left(
 ) -> TrialRecord | None:
     """Return what a worker left on disk as the record of its attempt, whatever became of its trial.
 
+    None where nothing was left, where it is another study's, or where memory ran out as another
+    process had it.
+
     Args:
         file: of the study's directory.
         definition: of the study.
         study: its identity.
         known: every finished trial of it.
-
-    Returns:
-        None where nothing was left, where that is another study's, or where another process had a
-        hand in it.
     """
     left = file.read()
-    if left is None or left.attempt.study != study or is_disturbed(left.outcome):
+    if left is None or left.attempt.study != study:
+        return None
+    if isinstance(left.outcome, OutOfMemory) and NEIGHBOUR in left.outcome.flags:
         return None
     of = left.attempt
     trial = RunningTrial(
         of.number, left.config, of.started_at, of.purpose, of.confirms, of.series, of.id
     )
-    before = [
-        record
-        for record in known
-        if record.number < of.number and (record.purpose, record.series) == (of.purpose, of.series)
-    ]
-    return ended_unseen(
-        trial,
-        left.config,
-        held_to_budget(left.outcome, budget_bytes=definition.target.budget_bytes),
-        is_baseline=left.config == definition.space.baseline_config(),
-        attempt=attempts(before, left.config) + 1,
-    )
+    outcome = held_to_budget(left.outcome, budget_bytes=definition.target.budget_bytes)
+    return ended_unseen(trial, left.config, outcome, definition=definition, known=known)
 
 
 def attempts(records: Iterable[TrialRecord], config: TrialConfig, *, since: int = 0) -> int:

@@ -1,23 +1,23 @@
-"""Owns removing a study: its trials, and the files that belong to it alone."""
+"""Removing a study: its trials, and the files that belong to it alone."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, words_of
-from storage.database import close, faults, open_for_writing
+from storage.database import faults
 from storage.files import is_temporary
-from storage.identity import HOST, REPORT, look_beside
+from storage.identity import HOST, REPORT, stranger_words
 from storage.identity import NAME as IDENTITY
-from storage.lease import lease_for
+from storage.keys import IDENTITY as IDENTITY_KEY
+from storage.lease import open_leased
 from storage.outcome_file import NAMES as OUTCOMES
-from storage.rows import delete_rows
 from storage.spool import NAME as SPOOL
-from storage.stored import stored_identity
 from storage.urls import parse_url
 
 _LOGS = tuple(
@@ -54,38 +54,24 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
         EnvironmentFault: somebody drives it, and nothing was removed; or the database or a file
             is not to be had.
     """
-    database = parse_url(url)
-    lease = lease_for(database, name)
-    holder = lease.holder()
-    if holder is not None:
-        raise EnvironmentFault(
-            f"study '{name}' is driven by {holder}: stop that first; nothing was removed"
-        )
-    storage = open_for_writing(database)
-    try:
-        with faults(database):
-            lease.acquire()
+    database, directory = parse_url(url), home / name
+    with ExitStack() as closing:
+        storage = open_leased(database, name, closing.callback)
+        with faults(database), storage.together():
             number = storage.get_study_id_from_name(name)
-            identity = stored_identity(storage.engine, name)
-            is_its_own = not look_beside(home / name).strangers(identity)
-            with storage.engine.begin() as connection:
-                delete_rows(connection, number)
-            removed = _remove_files(home / name, FILES if is_its_own else ())
-    finally:
-        lease.release()
-        close(storage)
-    return removed
+            identity = storage.get_study_user_attrs(number).get(IDENTITY_KEY)
+            storage.delete_study(number)
+        is_its_own = not stranger_words(directory, name, identity, str(database))
+        return _remove_files(directory, FILES if is_its_own else ())
 
 
 def _remove_files(directory: Path, patterns: Sequence[str]) -> Removed:
     there = sorted(os.listdir(directory)) if directory.is_dir() else []
     files = [directory / name for pattern in patterns for name in fnmatch.filter(there, pattern)]
+    # What a process that was killed had not yet given its name.
+    torn = [directory / name for name in there if patterns and is_temporary(directory / name)]
     try:
-        if patterns and directory.is_dir():
-            # What a process that was killed had not yet given its name.
-            for path in filter(is_temporary, directory.iterdir()):
-                path.unlink()
-        for path in files:
+        for path in (*torn, *files):
             path.unlink()
         left = tuple(sorted(directory.iterdir())) if directory.is_dir() else ()
         if directory.is_dir() and not left:

@@ -78,12 +78,23 @@ class Plan(_Document):
     """All of it, as plain JSON values."""
 
 
+class TrialMeasurement(Measurement):
+    """What was measured of a trial; None where a recorded one says nothing of it."""
+
+    steps_measured: int | None  # type: ignore[assignment]
+    steps_warmup: int | None  # type: ignore[assignment]
+    final_loss: float | None  # type: ignore[assignment]
+    setup_seconds: float | None  # type: ignore[assignment]
+    measured_seconds: float | None  # type: ignore[assignment]
+    allocator_retries: int | None  # type: ignore[assignment]
+
+
 class Trial(_Document):
     """A trial that fits."""
 
     number: int
     config: TrialConfig
-    measurement: Measurement
+    measurement: TrialMeasurement
 
 
 class Gain(_Document):

@@ -16,7 +16,6 @@ import typer.core
 import typer.main
 
 from search_spaces.errors import InputError
-from storage.patience import waits_told_to
 from sweep import stop_signals
 from sweep.paths import storage_url
 from sweep.stop_signals import INTERRUPTED
@@ -26,7 +25,6 @@ from sweep.terminal.console import (
     note,
     prepare_streams,
     say_version,
-    wait_lines,
 )
 from sweep.terminal.edge import guarded
 from sweep.terminal.knob_options import configured
@@ -87,6 +85,7 @@ def front_door(version: opt.VersionOption = False) -> int:
     )
 )
 def run(
+    context: typer.Context,
     space: opt.SpaceArgument,
     on: opt.OnOption = None,
     place_settings: opt.PlaceSettingsOption = None,
@@ -129,7 +128,9 @@ def run(
     if no_confirm and soak is not None:
         raise InputError("--no-confirm and --soak are both given: keep one")
     where = Where.parse(on, place_settings or ())
-    if Path(space).name.endswith(REQUEST.partition(".")[2]):
+    if space.endswith(REQUEST.removeprefix("request")):
+        if len((context.obj or Invocation(())).words) > 1:
+            raise InputError(f"{space} is a whole request: no option goes with it")
         request = RunRequest.read(space)
     else:
         options = {
@@ -661,15 +662,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     is_told = typed[:1] in (["run"], ["confirm"], ["train"]) or sys.stderr.isatty()
     if typed and typed[0] in SLOW_TO_LOAD and is_told:
         announce_if_slow("Loading libraries ...")
-    with waits_told_to(wait_lines()):
-        return guarded(
-            lambda: app(
-                typed or ["--help"],
-                prog_name="sweep",
-                standalone_mode=False,
-                obj=Invocation(tuple(typed[1:])),
-            )
+    return guarded(
+        lambda: app(
+            typed or ["--help"],
+            prog_name="sweep",
+            standalone_mode=False,
+            obj=Invocation(tuple(typed[1:])),
         )
+    )
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import json
 import re
 import shlex
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from search_spaces.config import TrialConfig
 from search_spaces.documents import exists, home_expanded, read_text
@@ -41,6 +41,8 @@ _DIGITS = 6
 
 REQUEST = "request.run.json"
 """File of a request that goes to another process or machine, which runs it as its SPACE."""
+BESIDE = "./beside/"
+"""What a request's file calls the directory that it is in."""
 PLACES: dict[str, tuple[str, ...]] = {
     "local": (),
     "ray": (),
@@ -78,6 +80,8 @@ class Where:
         found: dict[str, str] = {}
         for each in settings:
             key, sign, value = each.partition("=")
+            if not key or (sign and not value):
+                raise InputError(f"--with {each}: write it as KEY=VALUE")
             if kind != "slurm" and key not in PLACES[kind]:
                 known = ", ".join(PLACES[kind]) or "none"
                 raise InputError(f"--with {each}: {kind} has no such setting; it has {known}")
@@ -112,9 +116,18 @@ class RunRequest(BaseModel):
     """A study, or the spool of one, whose trials are taken over."""
     as_json: bool = False
 
+    @field_validator("overrides")
+    @classmethod
+    def _of_a_space(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        if not overrides.keys() <= SearchSpace.model_fields.keys():
+            raise ValueError("has a key that no space has")
+        if not isinstance(overrides.get("data") or {}, dict):
+            raise ValueError("has a dataset that is no section")
+        return overrides
+
     @classmethod
     def read(cls, name: str) -> RunRequest:
-        """Read a request's file; what it names beside itself is found there.
+        """Read a request's file; a name that begins with ``BESIDE`` is of a file beside it.
 
         Raises:
             InputError: it holds no request.
@@ -123,19 +136,25 @@ class RunRequest(BaseModel):
         try:
             request = cls.model_validate_json(read_text(path, label=name))
         except ValidationError as error:
-            raise InputError(f"{name}: holds no request of `sweep run`: {error}") from error
+            raise InputError(f"{name}: holds no request of `sweep run`") from error
+        directory = path.parent.absolute()
 
-        def beside(named: Any) -> Any:
-            is_there = isinstance(named, str) and (path.parent / named).exists()
-            return str((path.parent / named).absolute()) if is_there else named
+        def there(named: str) -> str:
+            is_beside = named.startswith(BESIDE)
+            return str(directory / named.removeprefix(BESIDE)) if is_beside else named
 
-        overrides, data = dict(request.overrides), request.overrides.get("data") or {}
-        if "model" in overrides:
-            overrides["model"] = beside(overrides["model"])
+        return request.renamed(there)
+
+    def renamed(self, rename: Callable[[str], str]) -> RunRequest:
+        """Return the request with other names of the files and directories in it."""
+        overrides, data = dict(self.overrides), dict(self.overrides.get("data") or {})
+        for values, keys in ((overrides, ("model",)), (data, ("texts", "tokenizer"))):
+            values |= {key: rename(values[key]) for key in keys if values.get(key)}
         if data:
-            overrides["data"] = data | {k: beside(data.get(k)) for k in ("texts", "tokenizer")}
-        changes = {"space": beside(request.space), "carried": beside(request.carried)}
-        return request.model_copy(update={**changes, "overrides": overrides})
+            overrides["data"] = data
+        carried = None if self.carried is None else rename(self.carried)
+        changes = {"space": rename(self.space), "carried": carried, "overrides": overrides}
+        return self.model_copy(update=changes)
 
     def named(self) -> tuple[str, SearchSpace]:
         """Return a name for the study and its space, for whoever runs it elsewhere.
@@ -253,7 +272,8 @@ def _instead_of_a_search(space: SearchSpace, config: TrialConfig, *, named: str)
         typed["gpu"] = space.gpu
     if space.data is not None:
         choice = space.data.model_dump(exclude={"eval_fraction", "quality_tokens"})
-        known = {"format": "auto", "completions_only": False}
+        choice["data_format"] = choice.pop("format")
+        known = {"data_format": "auto", "completions_only": False}
         typed["data"] = choice.pop("texts")
         typed |= {key: value for key, value in choice.items() if value != known.get(key)}
     typed |= config.changes_from(TrialConfig())

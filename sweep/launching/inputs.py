@@ -15,7 +15,7 @@ from storage.identity import NAME as IDENTITY
 from storage.spool import NAME as SPOOL
 from sweep.data.files import is_on_hub, text_files
 from sweep.paths import runs_directory
-from sweep.request import RunRequest
+from sweep.request import BESIDE, RunRequest
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that hold a model's weights, in lower case."""
@@ -44,7 +44,7 @@ def packed(
         is_whole = kind == "model" and space.weights == "pretrained"
         found = files_below(kind, path, with_weights=is_whole)
         files.update((f"{there}{below}", file.absolute()) for below, file in found)
-        return there
+        return f"{BESIDE}{there}"
 
     overrides = dict(request.overrides)
     changes: dict[str, Any] = {"overrides": overrides, "study": name, "storage": None}
@@ -84,7 +84,7 @@ def _put_spool(files: dict[str, Path], carried: str) -> str:
         for file in (path, path.with_name(IDENTITY))
         if file.is_file()
     )
-    return f"{there}/{path.name}"
+    return f"{BESIDE}{there}/{path.name}"
 
 
 def files_below(kind: str, path: Path, *, with_weights: bool = False) -> Iterator[tuple[str, Path]]:

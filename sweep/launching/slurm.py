@@ -26,7 +26,7 @@ _OWN_TERM_SLACK_SECONDS = 30
 _SBATCH_SECONDS = 120.0
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
 _GPUS = re.compile(r"(?:[\w.-]+:)*\d{1,4}")
-_OPTION = re.compile(r"--?[\w-]+(?:[= ]\S.*)?")
+_OPTION = re.compile(r"--?\w[\w-]*(?:=[^\s'\"\\]+)?")
 _CARDS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
 _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")
 
@@ -54,15 +54,15 @@ class Allocation:
                 f"got {self.limit_seconds:g} s"
             )
         for option in self.options:
-            if "\n" in option or _OPTION.fullmatch(_dashed(option)) is None:
-                raise InputError(
-                    "--with: a setting of slurm is an option of sbatch, as in constraint=a100, "
-                    f"got {quote(option)}"
-                )
             if _CARDS.fullmatch(_dashed(option)) is not None:
                 raise InputError(
                     f"--with {option}: it would stand in the place of gpus: ask for GPUs with "
                     "--with gpus=2 or gpus=a100:2"
+                )
+            if "\n" in option or _OPTION.fullmatch(_dashed(option)) is None:
+                raise InputError(
+                    "--with: a setting of slurm is an option of sbatch, as in constraint=a100, "
+                    f"got {quote(option)}"
                 )
 
     @property
@@ -148,7 +148,7 @@ def job_script(job: Job, allocation: Allocation) -> str:
             *variables,
             f"files={shlex.quote(str(job.files))}",
             'request="$files/slurm.run.json"',
-            f"printf '%s' {shlex.quote(job.request)} >\"$request\"",
+            f"printf '%s' {shlex.quote(job.request)} >\"$request\" || exit 3",
             f'command=({shlex.join(job.program)} "$request")',
             f"ask_again={max(1, warning * 2 // 5)} end={max(2, warning * 4 // 5)}  # seconds",
             f"cancelled_within={warning - _OWN_TERM_SLACK_SECONDS}  # seconds behind the warning",

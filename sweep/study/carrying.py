@@ -80,7 +80,7 @@ def carry_over(
     """Store every trial of another study that holds in this one and is not there yet;
     return how many.
 
-    Of the study's own spool those are the results that it has not; see `storage.kept`.
+    Of the study's own spool those are the results that it has not; see `storage.spool`.
 
     Args:
         study: open, under its lease.

@@ -20,12 +20,10 @@ import optuna
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault, words_of
 from search_spaces.space import SearchSpace, StepBudget
-from storage.objectives import is_sound
 from storage.records import (
     INTERRUPTED,
     SEARCH,
     Attempt,
-    Crashed,
     EpochRecord,
     Errand,
     Lost,
@@ -340,12 +338,7 @@ class Driver:
                     break
         finally:
             trial.device_seconds += self.clock() - started
-        kept = outcome_to_keep(outcomes)
-        if trial.record.purpose == "search" or not isinstance(kept, Measured):
-            return kept
-        # Nothing can be ranked by a speed that is not finite: a failure, as such runs have an end.
-        detail = "a speed was measured that is not a finite number"
-        return kept if is_sound(kept.measurement) else Crashed(phase="measure", detail=detail)
+        return outcome_to_keep(outcomes)
 
     def _observe(self, trial: Running, progress: Progress) -> bool:
         """Return whether a trial is to be stopped, as it cannot matter any more."""

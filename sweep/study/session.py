@@ -26,7 +26,6 @@ from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.opening import open_study
-from storage.patience import waits_end_when
 from storage.study import OpenStudy
 from storage.surfaces import Surface
 from sweep import stop_signals
@@ -374,7 +373,6 @@ def drive(
     # Signals are requests until all is closed: one more while that lasts costs nothing.
     with (
         interruption.handling_signals(),
-        waits_end_when(interruption.is_requested),
         ExitStack() as stack,
     ):
         with interruption.interruptible():

@@ -19,7 +19,6 @@ from search_spaces.knobs import EIGHT_BIT
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
 from storage.definition import StudyDefinition
-from storage.kept import WORTH_KEEPING
 from storage.objectives import CONCLUSIVE
 from storage.ranking import Ranking, rank
 from storage.records import (
@@ -35,6 +34,7 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
+from storage.spool import WORTH_KEEPING
 from sweep.paths import own_price_file
 from sweep.running.wire import Progress
 from sweep.sampling.encoding import identity

@@ -17,7 +17,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from search_spaces.errors import EnvironmentFault
@@ -131,25 +131,6 @@ def _note_now(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(shown(text) + "\n")
         sys.stderr.flush()
-
-
-def wait_lines() -> Callable[[str, float, float], None]:
-    """Return what says on stderr that the database is waited for, ever more seldom."""
-    heard_seconds = next_seconds = 0.0
-
-    def tell(state: str, waited_seconds: float, limit_seconds: float) -> None:
-        nonlocal heard_seconds, next_seconds
-        if waited_seconds < heard_seconds:
-            next_seconds = 0.0
-        heard_seconds = waited_seconds
-        if waited_seconds >= next_seconds:
-            next_seconds = 2 * waited_seconds
-            note(
-                f"The database {state} ({waited_seconds:.0f} s); "
-                f"waiting for up to {limit_seconds:.0f} s."
-            )
-
-    return tell
 
 
 class Unfailing(io.TextIOBase):

@@ -24,9 +24,8 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.redaction import redact
 from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.reading import read_study
+from storage.reading import read_spooled_study, read_study
 from storage.records import TrialRecord
-from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.paths import (
@@ -36,7 +35,7 @@ from sweep.paths import (
     storage_url,
 )
 from sweep.request import RunRequest, Where
-from sweep.running.device_info import read_card, teams_of
+from sweep.running.device_info import check_spelling, read_card, teams_of
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
 from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
@@ -91,13 +90,24 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
 
 
 def _say_what_would_run(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
+    from sweep.terminal.many_models import short_name
+
+    if request.devices is not None:
+        check_spelling(request.devices)
     for model in models or (None,):
-        overrides = {**request.overrides, **({} if model is None else {"model": model})}
-        name, space = request.model_copy(update={"overrides": overrides}).named()
-        say(
-            f"Would start or resume study {name} on {where}: space {space.name}, "
-            f"model {space.model}, gpu {space.gpu}, at most {units.plural(space.trials, 'trial')}."
-        )
+        if model is not None:
+            named = None if request.study is None else f"{request.study}-{short_name(model)}"
+            overrides = {**request.overrides, "model": model}
+            changes = {"overrides": overrides, "study": named if len(models) > 1 else request.study}
+            request = request.model_copy(update=changes)
+        name, space = request.named()
+        about = {"space": space.name, "model": space.model, "gpu": space.gpu}
+        if request.as_json:
+            say_json({"study": name, "on": str(where), **about, "trials": space.trials})
+            continue
+        words = ", ".join(f"{key} {value}" for key, value in about.items())
+        most = units.plural(space.trials, "trial")
+        say(f"Would start or resume study {name} on {where}: {words}, at most {most}.")
     return DONE
 
 
@@ -161,7 +171,7 @@ def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     """Return the study that trials are taken over from: one of the database's, or a spool's."""
     path = home_expanded(carried)
     if "/" in carried or path.suffix == ".jsonl":
-        return read_spooled_study(path, url=url)
+        return read_spooled_study(path)
     if carried == of:
         raise InputError(
             f"--from {carried}: that is the study itself; name the new one with --study"

@@ -31,7 +31,8 @@ def _read(key: str, typed: Any, name: str) -> Any:
     from search_spaces.documents import Document
     from search_spaces.knobs import KNOBS
 
-    return read_value(key, KNOBS[key].typed(typed), document=Document("", names={key: name}))
+    meant = KNOBS[key].typed(typed) if isinstance(typed, str) else typed
+    return read_value(key, meant, document=Document("", names={key: name}))
 
 
 def configured(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -67,8 +68,9 @@ def _value(text: str, kind: type) -> Any:
         return None
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    for number in (int, float):
-        if kind is not str:
-            with suppress(ValueError):
-                return number(text)
+    # Python reads 1_6 as a number, and digits of other scripts.
+    is_plain = kind is not str and text.isascii() and "_" not in text
+    for number in (int, float) if is_plain else ():
+        with suppress(ValueError):
+            return number(text)
     return text

@@ -89,7 +89,8 @@ class Ended:
     """What `sweep best --json` says of it; None where its driver said nothing."""
 
 
-def _short(model: str) -> str:
+def short_name(model: str) -> str:
+    """Return a model's name without the directory or organisation that it is in."""
     return PurePath(load_model_spec(model).name).name
 
 
@@ -107,7 +108,7 @@ def plan_studies(
         InputError: something that was typed is not right, or two studies would have one name.
         EnvironmentFault: a card is not to be had.
     """
-    names = [None if study is None else f"{study}-{_short(model)}" for model in models]
+    names = [None if study is None else f"{study}-{short_name(model)}" for model in models]
     for name in names:
         if name is not None:
             check_name(name)

@@ -19,7 +19,7 @@ from sweep.request import REQUEST, RunRequest, Where
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.terminal.commands import DONE, ENVIRONMENT
-from sweep.terminal.console import folded, note, say, say_as_is, width_of
+from sweep.terminal.console import folded, note, say, say_as_is, say_json, width_of
 
 _INPUTS = "inputs"
 """Directory there, below the study's."""
@@ -43,6 +43,9 @@ def run(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     sent, files = packed(request)
     assert sent.study is not None, "what is packed has a name"
     refuse_local(sent.study, host=str(address), url=url, home=runs_directory())
+    if is_dry and request.as_json:
+        say_json({"study": sent.study, "on": str(where), "files": list(files)})
+        return DONE
     if is_dry:
         say(f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}.")
         for name in files:

@@ -21,7 +21,7 @@ from sweep.paths import STORAGE, runs_directory, storage_url
 from sweep.request import RunRequest, Where
 from sweep.running.device_info import check_spelling
 from sweep.terminal.commands import DONE
-from sweep.terminal.console import note, say, say_as_is
+from sweep.terminal.console import note, say, say_as_is, say_json
 from sweep.terminal.driving import carried_source
 
 SCRIPT = "slurm.sh"
@@ -53,7 +53,8 @@ def submit(request: RunRequest, where: Where, *, is_dry: bool) -> int:
             )
     if request.carried is not None:
         carried_source(request.carried, of=name, url=storage_url(request.storage))
-    allocation = _allocation(where, devices=request.devices, is_on_gpu=space.gpu != "cpu")
+    each = 0 if space.gpu == "cpu" else max(space.values_of("data_parallel"))
+    allocation = _allocation(where, devices=request.devices, least=each)
     files = runs_directory().absolute() / name
     devices = request.devices
     if space.gpu != "cpu" and allocation.gpu_count > 1 and devices is None:
@@ -71,27 +72,47 @@ def submit(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     script = job_script(job, allocation)
     if is_dry:
         note(f"Not submitted. SLURM writes its log only where this is there: {files}")
-        say_as_is(script)
+        if request.as_json:
+            say_json({"study": name, "on": "slurm", "script": script})
+        else:
+            say_as_is(script)
         return DONE
-    return _hand_in(script, name=name, files=files)
+    number = _hand_in(script, files=files)
+    note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
+    if request.as_json:
+        say_json({"study": name, "on": "slurm", "job": number})
+    else:
+        say(f"Submitted study {name} as job {number}.")
+    return DONE
 
 
-def _allocation(where: Where, *, devices: str | None, is_on_gpu: bool) -> Allocation:
-    """Return what was typed of the job: settings that are not ours are sbatch's own options."""
+def _allocation(where: Where, *, devices: str | None, least: int) -> Allocation:
+    """Return what was typed of the job: settings that are not ours are sbatch's own options.
+
+    Args:
+        where: those settings.
+        devices: that were typed.
+        least: GPUs that a trial needs.
+    """
     settings = dict(where.settings)
     settings.pop("env", None)
-    counted = devices if devices is not None and devices.isdecimal() else "1"
-    gpus = settings.pop("gpus", counted if is_on_gpu else "0")
+    if devices not in (None, "all") and not devices.isdecimal():
+        raise InputError(f"--devices {devices}: SLURM numbers a job's GPUs: name how many")
+    wanted = int(devices) if devices is not None and devices != "all" else least
+    gpus = settings.pop("gpus", str(wanted))
     time = settings.pop("time", None)
     try:
         seconds = None if time is None else parse_duration(time)
     except InputError as error:
         raise InputError(f"--with time: {error}") from error
-    return Allocation(
+    allocation = Allocation(
         limit_seconds=seconds,
         gpus=None if gpus == "0" else gpus,
         options=tuple(f"{key}={value}" if value else key for key, value in settings.items()),
     )
+    if allocation.gpu_count < wanted:
+        raise InputError(f"--with gpus={gpus}: the study runs on {wanted}: ask for as many")
+    return allocation
 
 
 class _OnHubError(Exception):
@@ -132,7 +153,8 @@ def _storage(typed: str | None) -> str | None:
     return None
 
 
-def _hand_in(script: str, *, name: str, files: Path) -> int:
+def _hand_in(script: str, *, files: Path) -> str:
+    """Write a job's script and submit it; return the job's number."""
     find_sbatch()
     path = files / SCRIPT
     try:
@@ -140,7 +162,4 @@ def _hand_in(script: str, *, name: str, files: Path) -> int:
     except OSError as error:
         raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
     write_output(path, script.encode())
-    number = hand_in(path)
-    note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
-    say(f"Submitted study {name} as job {number}.")
-    return DONE
+    return hand_in(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,9 +22,9 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
+from storage import database
 from storage.database import close, faults, open_for_reading, open_for_writing
-from storage.patience import Patience
-from storage.reading import list_studies, read_study
+from storage.reading import list_studies, read_spooled_study, read_study
 from storage.records import (
     Crashed,
     Diverged,
@@ -40,7 +41,6 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from storage.urls import parse_url
 from sweep.predict.forecast import Forecaster
@@ -62,6 +62,7 @@ from tests.storage.builders import (
     a_record,
     begun,
     fits,
+    let_go_of_the_lease,
     open_it,
     run_one,
 )
@@ -305,6 +306,57 @@ def test_what_only_steers_the_search_may_change(url: str, home: Path) -> None:
     assert read_study("study", url=url, home=home).definition == steered
 
 
+def test_other_steps_on_a_resume_are_said(url: str, home: Path) -> None:
+    said: list[str] = []
+    open_it(url, home, warn=said.append).close()
+    assert said == []
+    longer = a_definition(steps={"measured_max": 50})
+    open_it(url, home, definition=longer, warn=said.append).close()
+    assert len(said) == 1
+    assert re.search(r"other steps \(measured_max: \d+ -> 50\)", said[0])
+
+
+def test_the_time_of_cards_and_of_the_clock_is_written_at_once(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        study.cards = 2
+        commits: list[object] = []
+        sqlalchemy.event.listen(study._storage.engine, "commit", commits.append)
+        study.add_wall_seconds(1.5)
+        before = len(commits)
+        # What was there before is read first; what is written is one transaction.
+        assert (before, study.wall_seconds(), study.card_seconds()) == (2, 1.5, 3.0)
+
+
+def test_a_driver_that_others_took_over_from_writes_nothing_more(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        study.ask(DISTRIBUTIONS)
+        let_go_of_the_lease(study)
+        with open_it(url, home) as other:
+            other.recover()
+            trial = other.ask(DISTRIBUTIONS)
+            record = begun(other, trial, a_record(trial.number))
+        for write in (
+            study.abandon,
+            lambda: study.ask(DISTRIBUTIONS),
+            lambda: study.note_end({"reason": "exhausted"}),
+            lambda: study.add_wall_seconds(1.0),
+        ):
+            with pytest.raises(EnvironmentFault, match="no longer driven from here"):
+                write()
+    snapshot = read_study("study", url=url, home=home)
+    assert [trial.attempt_id for trial in snapshot.running] == [record.attempt_id]
+    assert (snapshot.ended, snapshot.wall_seconds) == (None, 0.0)
+
+
+def test_a_directory_that_everybody_may_write_to_is_refused(url: str, home: Path) -> None:
+    open_it(url, home).close()
+    (home / "study").chmod(0o777)
+    with pytest.raises(EnvironmentFault, match=r"everybody may write to .*chmod o-w"):
+        open_it(url, home)
+    (home / "study").chmod(0o775)
+    open_it(url, home).close()
+
+
 def test_a_study_that_is_not_ours_is_refused(url: str, home: Path) -> None:
     with open_it(url, home, name="first") as study:
         storage = study.study._storage
@@ -442,7 +494,7 @@ def test_a_result_whose_trial_somebody_closed_is_kept_said_and_taken_over_once(
         assert study.ledger.to_retry() == ()
     assert "trial 0 (fits)" in said[0]
     assert said == list(read_study("study", url=url, home=home).warnings)
-    source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
+    source = read_spooled_study(home / "study" / "spool.jsonl")
     for taken in (1, 0):
         with open_it(url, home) as study:
             assert carry_over(study, source, is_valid=lambda _: True) == taken
@@ -469,7 +521,7 @@ def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe
     with pytest.raises(InputError, match=r"not there any more.*--from .*spool\.jsonl"):
         open_it(url, home)
     assert list_studies(url, home) == []
-    source = read_spooled_study(home / "study" / "spool.jsonl", url=url)
+    source = read_spooled_study(home / "study" / "spool.jsonl")
     with open_it(url, home, name="another") as study:
         assert carry_over(study, source, is_valid=lambda _: True) == 1
         assert study.records()[0].outcome == record.outcome
@@ -518,10 +570,10 @@ def test_a_study_can_be_read_over_and_over_while_it_is_driven(url: str, home: Pa
 
 def test_a_reader_cannot_write(url: str, home: Path) -> None:
     open_it(url, home).close()
-    database = parse_url(url)
-    storage = open_for_reading(database)
+    parsed = parse_url(url)
+    storage = open_for_reading(parsed)
     assert storage is not None
-    with pytest.raises(EnvironmentFault, match=r"read-?only"), faults(database):
+    with pytest.raises(EnvironmentFault, match=r"read-?only"), faults(parsed):
         storage.set_study_user_attr(1, "x", 1)
     close(storage)
 
@@ -588,9 +640,11 @@ def test_a_driver_that_lost_its_lease_to_another_keeps_its_result_in_the_spool(
 
 
 def test_a_server_that_goes_away_leaves_the_result_in_the_spool(
-    cluster: postgres.Cluster, postgres_url: str, home: Path
+    cluster: postgres.Cluster, postgres_url: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = open_it(postgres_url, home, patience=Patience(seconds=0.3))
+    monkeypatch.setattr(database, "_RETRY_SECONDS", ())
+    monkeypatch.setattr(database, "RESTART_SECONDS", ())
+    study = open_it(postgres_url, home)
     trial = study.ask(DISTRIBUTIONS)
     record = begun(study, trial, a_record(trial.number))
     cluster.stop()

@@ -29,7 +29,7 @@ from search_spaces.models import load_model_spec
 from storage import outcome_file
 from storage.database import close, open_for_reading
 from storage.definition import StudyDefinition
-from storage.lease import lease_for
+from storage.lease import holders
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
 from storage.records import RETRYABLE, Attempt, Lost, Measured, Measurement, Outcome, TrialRecord
@@ -319,11 +319,11 @@ def _left_open(place: Place) -> Iterator[str]:
     storage = open_for_reading(parse_url(place.url))
     assert storage is not None
     trials = storage.get_all_trials(storage.get_study_id_from_name(NAME), deepcopy=False)
+    holder = holders(storage.engine, parse_url(place.url), [NAME]).get(NAME)
     close(storage)
     for trial in trials:
         if trial.state in (TrialState.RUNNING, TrialState.WAITING):
             yield f"trial {trial.number} is {trial.state.name}"
-    holder = lease_for(parse_url(place.url), NAME).holder()
     if holder is not None:
         yield f"the lease is held by {holder}"
 

@@ -30,7 +30,7 @@ from optuna.trial import Trial, TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import lease, outcome_file
-from storage.database import Patience, close, open_for_reading, open_for_writing
+from storage.database import close, open_for_reading, open_for_writing
 from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
 from storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
@@ -39,7 +39,6 @@ from storage.urls import parse_url
 from tests.storage.builders import BATCHES, DISTRIBUTIONS, fits, open_it
 
 NAME = "study"
-AT_ONCE = Patience(seconds=0.0)
 STARTED = "2025-01-01T00:00:00+00:00"
 
 
@@ -111,7 +110,7 @@ class Study(RuleBasedStateMachine):
         is_strange = not self._is_there() and bool(self._kept_text())
         try:
             with self._disk():
-                study = open_it(self.url, self.home, name=NAME, patience=AT_ONCE)
+                study = open_it(self.url, self.home, name=NAME)
                 try:
                     study.recover()
                 except BaseException:
@@ -133,7 +132,7 @@ class Study(RuleBasedStateMachine):
     @rule()
     def second_driver(self) -> None:
         """It is refused for as long as the first one lives and has its database."""
-        if self.model.is_database_away or not self._is_held():
+        if self.model.is_database_away:
             return
         with (
             patch.object(lease, "_GRACE_SECONDS", 0.05),
@@ -143,7 +142,7 @@ class Study(RuleBasedStateMachine):
                 match="is driven by" if self._is_there() else "not there any more",
             ),
         ):
-            open_it(self.url, self.home, name=NAME, patience=AT_ONCE)
+            open_it(self.url, self.home, name=NAME)
 
     @precondition(lambda self: self.driver is not None and self.driver.trial is None)
     @rule(batch=st.sampled_from(BATCHES))
@@ -182,8 +181,7 @@ class Study(RuleBasedStateMachine):
     def kill_driver(self) -> None:
         """The system frees its lock and closes its files; nothing else is done."""
         study, self.driver = self._driver().study, None
-        study._lease.release()
-        close(study._storage)
+        study.close()
 
     @precondition(lambda self: self._is_running())
     @rule()
@@ -320,9 +318,6 @@ class Study(RuleBasedStateMachine):
             return bool(connection.execute("SELECT 1 FROM studies").fetchall())
         finally:
             connection.close()
-
-    def _is_held(self) -> bool:
-        return self._driver().study._lease.is_held()
 
     def _tell(self, outcome: Outcome) -> None:
         driver = self._driver()

@@ -55,6 +55,8 @@ def _measured(inputs: tuple[Any, ...], function: Callable[..., torch.Tensor]) ->
         if isinstance(tensor, torch.Tensor):
             tensor.grad = None
     torch.cuda.synchronize()
+    # What earlier tests left in cycles must not be freed in between.
+    gc.collect()
     # Blocks out of the cache may be a little larger than what was asked for.
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()

@@ -126,3 +126,10 @@ def begun(
     """Begin a trial and return its result-to-be, with the identity that it was begun under."""
     attempt = study.begin(trial, record.config, STARTED_AT, errand=errand).id
     return record.model_copy(update={"attempt_id": attempt, "started_at": STARTED_AT})
+
+
+def let_go_of_the_lease(study: OpenStudy) -> None:
+    """Free a study as the system does for a driver that was killed, or cut off from its server."""
+    study._closing.pop_all().close()
+    # What it tries afterwards may open connections anew.
+    study._closing.callback(study._storage.engine.dispose)

@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
+from search_spaces.errors import EnvironmentFault
 from storage.outcome_file import OutcomeFile
 from storage.spool import Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, an_attempt, begun, fits, open_it
@@ -82,6 +83,14 @@ def drive(url: str, home: Path, name: str, moment: str, trials: int) -> None:
             say("begun", trial.number)
             if moment == "begun":
                 die()
+            if moment == "abandon":
+                # Stopped by whoever reads, and continued.
+                time.sleep(2.0)
+                try:
+                    study.abandon()
+                except EnvironmentFault as fault:
+                    say("refused", fault)
+                return
             if moment == "left":
                 left = OutcomeFile(home / name / "outcome.json")
                 left.write(an_attempt(study, record), record.config, record.outcome)

@@ -196,12 +196,7 @@ def _warm() -> None:
     """Import what is imported on first use, once for all."""
     import optuna.storages
 
-    import storage.postgres
-    import storage.sampler_view
-
     assert optuna.storages.RDBStorage
-    assert storage.postgres.Connector
-    assert storage.sampler_view.SearchStorage
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.confirmations import T_975, Confirmations, Ratio, Spread, pool, scaled
+from storage.confirmations import T_975, Confirmations, Ratio, Spread, logarithms, pool, scaled
 from storage.gain import compare
 from storage.objectives import measured_of
 from storage.ranking import Ranking, rank
@@ -111,7 +111,7 @@ def test_the_interval_covers_the_truth_between_runs_95_times_in_100() -> None:
     covered = 0
     for _ in range(400):
         groups = [_drawn(rng, runs=2) for _ in range(3)]
-        spread = Spread.of(groups)
+        spread = Spread.of(map(logarithms, groups))
         low, high = _ends(pool(groups[0], spread=spread))
         covered += low <= 4.096 <= high
     assert covered / 400 >= 0.94
@@ -137,7 +137,7 @@ def test_an_interval_of_one_run_would_have_missed_it_most_of_the_time() -> None:
 def test_what_spreads_more_than_the_others_keeps_its_own_spread() -> None:
     steady = [a_measurement(1000.0), a_measurement(1001.0)]
     wild = [a_measurement(900.0), a_measurement(1100.0)]
-    spread = Spread.of([steady, steady, steady, wild])
+    spread = Spread.of(map(logarithms, [steady, steady, steady, wild]))
     steady_low, steady_high = _ends(pool(steady, spread=spread))
     wild_low, wild_high = _ends(pool(wild, spread=spread))
     assert wild_high / wild_low > (steady_high / steady_low) ** 1.5
@@ -145,7 +145,7 @@ def test_what_spreads_more_than_the_others_keeps_its_own_spread() -> None:
 
 def test_runs_that_agree_are_no_surer_than_their_own_intervals() -> None:
     same = [a_measurement(1000.0, spread=0.04)] * 2
-    low, high = _ends(pool(same, spread=Spread.of([same, same])))
+    low, high = _ends(pool(same, spread=Spread.of(map(logarithms, [same, same]))))
     assert math.log(high / low) / 2 == pytest.approx(-math.log(0.96) / math.sqrt(2), rel=1e-6)
 
 
@@ -154,7 +154,7 @@ def test_runs_that_disagree_are_noisy_and_uneven_steps_alone_are_not() -> None:
     assert even.flags == ("emulated",)
     assert not even.is_noisy
     busy = [a_measurement(1000.0), a_measurement(300.0)]
-    assert pool(busy, spread=Spread.of([busy])).is_noisy
+    assert pool(busy, spread=Spread.of([logarithms(busy)])).is_noisy
 
 
 def test_energy_is_the_mean_of_the_runs_that_told_it() -> None:

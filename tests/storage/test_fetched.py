@@ -9,10 +9,9 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.fetched import refuse_local, take_in
-from storage.lease import lease_for
+from storage.lease import FileLease
 from storage.reading import list_studies, read_study
 from storage.removal import remove_study
-from storage.urls import SqliteUrl
 from tests.storage import postgres
 from tests.storage.builders import open_it, run_one
 
@@ -125,7 +124,7 @@ class Watching(dict[str, Path]):
 
     def __init__(self, files: Mapping[str, Path], place: Place) -> None:
         super().__init__(files)
-        self.lease = lease_for(SqliteUrl(place.database), "study")
+        self.lease = FileLease(place.database, "study")
         self.was_held = False
 
     def items(self) -> ItemsView[str, Path]:
@@ -158,7 +157,7 @@ def test_a_fetch_that_is_cut_short_leaves_what_was_there(here: Place, there: Pla
     there.run(2)
     with closing(sqlite3.connect(here.database)) as database:
         database.execute(
-            "CREATE TRIGGER full BEFORE INSERT ON trials WHEN NEW.number = 3 "
+            "CREATE TRIGGER full BEFORE UPDATE ON trials WHEN NEW.number = 3 "
             "BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
         )
     with pytest.raises(EnvironmentFault, match="the disk is full"):

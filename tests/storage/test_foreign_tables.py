@@ -59,7 +59,7 @@ def test_tables_of_a_newer_optuna_are_refused_and_left(url: str, home: Path) -> 
         "ALTER TABLE trial_heartbeats RENAME TO beats",
     )
     before = tables(url)
-    refused(url, home, r"newer Optuna \(v9\.0\.0\.a, this one has .*pip install -U")
+    refused(url, home, r"no longer compatible.*pip install -U optuna")
     assert tables(url) == before
 
 
@@ -69,7 +69,7 @@ def test_tables_of_an_older_optuna_are_refused_until_they_are_upgraded_as_is_sai
     with open_it(url, home) as study:
         told = run_one(study)
     execute(url, "UPDATE alembic_version SET version_num = 'v3.0.0.d'")
-    refused(url, home, r"older Optuna \(v3\.0\.0\.d, .*optuna storage upgrade")
+    refused(url, home, r"no longer compatible.*optuna storage upgrade")
     there = url.replace("postgresql", "postgresql+psycopg", 1)
     command = [Path(sys.executable).with_name("optuna"), "storage", "upgrade", "--storage", there]
     subprocess.run(command, check=True, capture_output=True)

@@ -13,7 +13,7 @@ from storage.database import close, open_for_writing
 from storage.keys import FORMAT, FORMAT_WRITTEN
 from storage.reading import list_studies, read_study
 from storage.urls import parse_url
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
+from tests.storage.builders import open_it, run_one
 
 
 @pytest.fixture
@@ -57,35 +57,10 @@ def test_a_study_of_a_newer_sweep_is_read_and_not_gone_on_with(url: str, home: P
     assert (line.name, line.trials) == ("study", 1)
 
 
-def test_a_study_that_a_newer_sweep_took_over_in_the_meantime_is_left_to_it(
-    url: str, home: Path
-) -> None:
-    with open_it(url, home) as study:
-        trial = study.ask(DISTRIBUTIONS)
-        record = begun(study, trial, a_record(trial.number))
-        study._lease.release()
-        write(url, FORMAT_WRITTEN + 1)
-        with pytest.raises(InputError, match="a newer sweep wrote it"):
-            study.tell(trial, record)
-        assert study._spool.read() == (record,)
-
-
 @pytest.mark.parametrize("format", ["two", -1, 1.5, None, [1]])
 def test_a_format_that_is_none_is_damage(url: str, home: Path, format: Any) -> None:
     open_it(url, home).close()
     write(url, format)
-    with pytest.raises(InputError, match="cannot be gone on with"):
-        open_it(url, home)
-    assert any("format" in words for words in read_study("study", url=url, home=home).warnings)
-
-
-def test_a_study_of_before_there_were_formats_is_gone_on_with(url: str, home: Path) -> None:
-    with open_it(url, home) as study:
-        told = run_one(study)
-    storage = open_for_writing(parse_url(url))
-    with storage.engine.begin() as connection:
-        connection.exec_driver_sql("DELETE FROM study_user_attributes WHERE key = 'format'")
-    close(storage)
-    with open_it(url, home) as study:
-        assert study.records() == (told,)
-    assert stored(url).user_attrs[FORMAT] == FORMAT_WRITTEN
+    for action in (lambda: open_it(url, home), lambda: read_study("study", url=url, home=home)):
+        with pytest.raises(InputError, match=r"cannot be read.*format"):
+            action()

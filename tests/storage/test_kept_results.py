@@ -40,6 +40,7 @@ from tests.storage.builders import (
     an_attempt,
     begun,
     fits,
+    let_go_of_the_lease,
     open_it,
     run_one,
 )
@@ -126,11 +127,12 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
 def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path, url: str) -> None:
     with open_it(url, home) as study:
         trial, record = begin(study)
-        study._lease.release()
+        let_go_of_the_lease(study)
         with open_it(url, home) as other:
             other.recover()
             assert [r.verdict for r in other.records()] == [Verdict.LOST]
-        assert study.tell(trial, record).verdict is Verdict.LOST
+        with pytest.raises(EnvironmentFault, match=r"no longer driven from here.*is safe in"):
+            study.tell(trial, record)
     assert "is kept in" in read_study("study", url=url, home=home).warnings[0]
 
 
@@ -239,10 +241,10 @@ def test_a_disk_that_takes_no_spool_does_not_keep_a_result_from_a_healthy_databa
         assert study.records() == (record,)
         (line,) = said
         assert str(home) in line
-        assert "trial 0 is in the database alone" in line
+        assert "is in the database alone" in line
         trial, record = begin(study)
         (tmp_path / "elsewhere.db").unlink()
-        with pytest.raises(EnvironmentFault, match=rf"{url}.*{home}.*nowhere"):
+        with pytest.raises(EnvironmentFault, match=rf"{url}.*nowhere.*{home}"):
             study.tell(trial, record)
 
 
@@ -464,18 +466,6 @@ def test_a_directory_in_place_of_the_spool_stops_nothing_and_is_said(home: Path,
     with open_it(url, home, warn=said.append) as study:
         study.recover()
     assert any("cannot be read" in line for line in said)
-
-
-def test_to_spool_one_more_result_reads_nothing_of_a_long_file(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool.jsonl", "one")
-    spool.append(a_record(0))
-    with spool.path.open("ab") as file:
-        file.truncate(2**40)
-        file.seek(0, 2)
-        file.write(b"\n")
-    # A file of a terabyte, and nothing in it.
-    spool.append(a_record(1))
-    assert spool.read()[-1] == a_record(1)
 
 
 def test_a_spooled_line_is_read_once_however_many_there_are(tmp_path: Path) -> None:

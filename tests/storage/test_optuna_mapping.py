@@ -128,7 +128,7 @@ def test_what_a_person_sees_in_the_dashboard_is_short_and_the_record_is_whole(
 ) -> None:
     record = a_record(7, outcome, is_baseline=True, prediction=PREDICTION)
     attributes = json.loads(json.dumps(optuna_result(record, objectives=SINGLE).attributes))
-    assert TrialRecord.from_json(attributes["record"]) == record
+    assert TrialRecord.model_validate(attributes["record"]) == record
     assert attributes["verdict"] == record.verdict
     assert attributes.get("peak_gib") == (10.0 if record.measurement else None)
     assert all(math.isfinite(v) for v in attributes.values() if isinstance(v, float))

@@ -7,10 +7,10 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.ledger import Ledger
-from storage.records import Crashed, Lost, Outcome, OutOfMemory, TimedOut
+from storage.records import Crashed, Lost, Measured, Outcome, OutOfMemory, TimedOut, held_to_budget
 from storage.recovery import attempts, next_number
 from storage.spool import Spool
-from tests.storage.builders import a_record, fits
+from tests.storage.builders import BUDGET, a_record, fits
 
 
 @pytest.fixture
@@ -108,3 +108,11 @@ def test_what_was_interrupted_is_no_attempt_however_often_and_however_early(seco
 def test_numbers_go_on_where_the_records_end() -> None:
     assert next_number([]) == 0
     assert next_number([a_record(4), a_record(2)]) == 5
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_no_positive_number_is_a_failure_and_no_fit(speed: float) -> None:
+    measured = fits().measurement.model_copy(update={"tokens_per_second": speed})
+    outcome = held_to_budget(Measured(measurement=measured), budget_bytes=BUDGET)
+    assert isinstance(outcome, Crashed)
+    assert "no positive number" in outcome.detail

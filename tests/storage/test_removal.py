@@ -52,7 +52,7 @@ def test_a_study_that_somebody_drives_is_not_removed(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sweep.db"
     with open_it(url, tmp_path, name="mine") as study:
         run_one(study)
-        with pytest.raises(EnvironmentFault, match=r"driven by .*nothing was removed"):
+        with pytest.raises(EnvironmentFault, match="is driven by"):
             remove_study("mine", url=url, home=tmp_path)
     assert len(read_study("mine", url=url, home=tmp_path).records) == 1
 

@@ -23,10 +23,9 @@ from optuna.trial import TrialState
 from sqlalchemy.engine.default import DefaultDialect
 
 from search_spaces.errors import EnvironmentFault, InputError
+from storage import database
 from storage.database import close, open_for_writing
-from storage.holder import this_driver
-from storage.lease import FileLease
-from storage.patience import Patience
+from storage.lease import FileLease, this_driver
 from storage.reading import list_studies, read_study
 from storage.spool import Spool
 from storage.urls import parse_url
@@ -184,8 +183,13 @@ def test_a_database_that_is_locked_for_a_while_is_waited_for(home: Path, url: st
         assert len(study.records()) == 1
 
 
-def test_a_database_that_stays_locked_leaves_the_result_in_the_spool(home: Path, url: str) -> None:
-    with open_it(url, home, patience=Patience(seconds=0.0)) as study:
+def test_a_database_that_stays_locked_leaves_the_result_in_the_spool(
+    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_it(url, home) as study:
+        monkeypatch.setattr(database, "_RETRY_SECONDS", ())
+        monkeypatch.setattr(database, "RESTART_SECONDS", ())
+        monkeypatch.setattr(database, "_LOCK_SECONDS", 0.1)
         trial = study.ask(DISTRIBUTIONS)
         record = begun(study, trial, a_record(trial.number))
         with (
@@ -217,16 +221,8 @@ def test_a_database_that_is_replaced_while_driven_is_noticed(home: Path, url: st
         trial = study.ask(DISTRIBUTIONS)
         shutil.rmtree(home)
         open_it(url, home).close()
-        with pytest.raises(EnvironmentFault, match="deleted from"):
+        with pytest.raises(EnvironmentFault, match="no longer driven from here"):
             study.tell(trial, a_record(trial.number))
-
-
-def test_a_deleted_lock_file_is_taken_again(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        (home / "sweep.db.study.lock").unlink()
-        run_one(study)
-        with pytest.raises(EnvironmentFault, match="is driven by"):
-            FileLease(home / "sweep.db", "study").acquire()
 
 
 def test_somebody_who_looks_at_the_lock_keeps_no_driver_out(home: Path, url: str) -> None:
@@ -251,15 +247,18 @@ def test_readers_do_not_take_each_other_for_the_driver(home: Path, url: str) -> 
         assert lease.holder() is None
 
 
-def test_a_lease_taken_in_one_thread_is_held_and_given_up_in_another(home: Path, url: str) -> None:
-    open_it(url, home).close()
-    lease = FileLease(home / "sweep.db", "study")
-    taking = threading.Thread(target=lease.acquire)
-    taking.start()
-    taking.join()
-    assert lease.is_held()
-    lease.release()
-    open_it(url, home).close()
+def test_a_lock_that_cannot_be_looked_at_is_not_taken_for_nobodys(public: Path) -> None:
+    url = f"sqlite:///{public}/sweep.db"
+    with open_it(url, public):
+        pass
+    for path in public.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (public / "sweep.db.study.lock").chmod(0o600)
+    with unwritable(public):
+        holder = read_study("study", url=url, home=public).holder
+    if os.geteuid() == 0:
+        assert holder is not None
+        assert "Permission denied" in holder
 
 
 def test_a_file_system_without_locks_is_a_fault_and_no_lease(
@@ -282,9 +281,6 @@ def test_a_result_of_a_deleted_study_is_not_told_to_its_successor(home: Path, ur
         study.ask(DISTRIBUTIONS)
     spooled = (home / "earlier" / "spool.jsonl").read_text()
     (home / "study" / "spool.jsonl").write_text(spooled)
-    with pytest.raises(InputError, match=r"spool\.jsonl .* of another study"):
-        open_it(url, home)
-    (home / "study" / "spool.jsonl").unlink()
     with open_it(url, home) as study:
         study.recover()
         assert [record.verdict for record in study.records()] == ["lost"]
@@ -304,8 +300,8 @@ def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
 
 def test_what_another_version_stored_is_refused_and_not_a_crash(home: Path, url: str) -> None:
     open_it(url, home).close()
-    with closing(sqlite3.connect(home / "sweep.db")) as database, database:
-        database.execute(
+    with closing(sqlite3.connect(home / "sweep.db")) as file, file:
+        file.execute(
             "UPDATE study_user_attributes SET value_json = json_set(value_json, '$.shape', 1) "
             "WHERE key = 'definition'"
         )
@@ -316,10 +312,10 @@ def test_what_another_version_stored_is_refused_and_not_a_crash(home: Path, url:
 
 def test_a_database_of_another_optuna_is_a_fault(home: Path, url: str) -> None:
     open_it(url, home).close()
-    with closing(sqlite3.connect(home / "sweep.db")) as database, database:
-        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
+    with closing(sqlite3.connect(home / "sweep.db")) as file, file:
+        file.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
     for action in (lambda: open_it(url, home), lambda: list_studies(url, home)):
-        with pytest.raises(EnvironmentFault, match="of a newer Optuna"):
+        with pytest.raises(EnvironmentFault, match=r"no longer compatible.*pip install -U optuna"):
             action()
 
 

@@ -179,3 +179,14 @@ def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -
     assert planned.fits is True
     assert planned.peak_allocated_bytes == document["peak_allocated_bytes"]
     assert (planned.gpu.name, other.gpu.name) == ("a10", "l4")
+
+
+def test_a_recorded_study_has_none_of_what_nobody_recorded() -> None:
+    surface = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
+    study = tune(
+        "a10", on=f"recorded:{surface}", model="tinyllama-1.1b", trials=2, sampler="random"
+    )
+    assert study.best is not None
+    assert study.best.measurement.steps_measured is None
+    assert study.best.measurement.tokens_per_second > 0
+    assert best(study).config == study.best.config

@@ -12,7 +12,7 @@ from sweep.paths import (
     storage_url,
     worker_log_path,
 )
-from sweep.terminal.console import table, wait_lines
+from sweep.terminal.console import table
 
 
 def test_a_home_moves_everything_of_every_study(
@@ -53,19 +53,6 @@ def test_a_variable_that_is_no_database_is_named_without_its_password(
     with pytest.raises(InputError, match=r"SWEEP_STORAGE: .*unknown database 'mysql'") as caught:
         storage_url(None)
     assert "s3cret" not in str(caught.value)
-
-
-def test_a_wait_for_the_database_is_said_ever_more_seldom(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tell = wait_lines()
-    for second in range(3, 60):
-        tell("does not answer", float(second), 60.0)
-    tell("is restarting", 3.0, 60.0)
-    first, *_, last = lines = capsys.readouterr().err.splitlines()
-    assert first == "The database does not answer (3 s); waiting for up to 60 s."
-    assert last == "The database is restarting (3 s); waiting for up to 60 s."
-    assert len(lines) == 6
 
 
 def test_a_table_is_aligned_and_has_no_trailing_blanks() -> None:

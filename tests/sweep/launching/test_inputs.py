@@ -9,6 +9,7 @@ import pytest
 
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
+from sweep.cli import main
 from sweep.launching.inputs import files_below, packed
 from sweep.request import REQUEST, RunRequest
 
@@ -57,9 +58,9 @@ def test_a_preset_needs_nothing_and_all_that_was_typed_goes_along() -> None:
 
 def test_a_space_goes_along_with_what_it_names_and_without_weights(here: Path) -> None:
     sent, files = packed(of_space())
-    assert (sent.space, sent.study) == ("space/space.yaml", "space")
-    assert sent.overrides["model"] == "model/mine"
-    assert sent.overrides["data"]["texts"] == "data/texts.jsonl"
+    assert (sent.space, sent.study) == ("./beside/space/space.yaml", "space")
+    assert sent.overrides["model"] == "./beside/model/mine"
+    assert sent.overrides["data"]["texts"] == "./beside/data/texts.jsonl"
     assert files == {
         "space/space.yaml": here / "space.yaml",
         "model/mine/config.json": here / "mine" / "config.json",
@@ -74,8 +75,8 @@ def test_what_is_typed_goes_along_in_the_place_of_what_the_space_names(here: Pat
     data = {"texts": "others.jsonl", "tokenizer": "tokens"}
     request = RunRequest(space="space.yaml", overrides={"data": data, "model": "demo"})
     sent, files = packed(request)
-    assert sent.overrides["data"]["texts"] == "data/others.jsonl"
-    assert sent.overrides["data"]["tokenizer"] == "tokenizer/tokens"
+    assert sent.overrides["data"]["texts"] == "./beside/data/others.jsonl"
+    assert sent.overrides["data"]["tokenizer"] == "./beside/tokenizer/tokens"
     assert sent.overrides["model"] == "demo"
     assert "data/texts.jsonl" not in files
 
@@ -103,11 +104,49 @@ def test_what_another_machine_reads_is_the_same_study(here: Path, tmp_path: Path
     assert space.data.format == here_space.data.format == "text"
 
 
+def test_what_a_request_names_here_is_never_looked_for_beside_it(tmp_path: Path) -> None:
+    directory = tmp_path / "request"
+    (directory / "mine").mkdir(parents=True)
+    (tmp_path / "texts.jsonl").write_text("planted")
+    request = RunRequest(
+        space="space.yaml",
+        overrides={"model": "mine", "data": {"texts": "../texts.jsonl", "tokenizer": "."}},
+        carried="mine",
+    )
+    (directory / REQUEST).write_text(request.model_dump_json())
+    assert RunRequest.read(str(directory / REQUEST)) == request
+
+
+@pytest.mark.parametrize(
+    "doctored",
+    [
+        '{"space": "cpu-demo", "overrides": {"data": 5}}',
+        '{"space": "cpu-demo", "overrides": {"changed": 1}}',
+        '{"space": "a10", "more": 1}',
+        '{"overrides": {}}',
+        "[]",
+        "{",
+    ],
+)
+def test_a_request_that_is_none_is_bad_input(
+    tmp_path: Path, doctored: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / REQUEST).write_text(doctored)
+    assert main(["run", str(tmp_path / REQUEST)]) == 2
+    assert "holds no request" in capsys.readouterr().err
+
+
+def test_a_request_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / REQUEST).write_text(RunRequest(space="cpu-demo").model_dump_json())
+    assert main(["run", str(tmp_path / REQUEST), "--trials", "3"]) == 2
+    assert "no option goes with it" in capsys.readouterr().err
+
+
 def test_texts_that_are_a_link_go_along_under_its_own_name(here: Path) -> None:
     (here / "blob-of-a-cache").write_text('{"text": "a"}\n')
     (here / "linked.jsonl").symlink_to("blob-of-a-cache")
     sent, files = packed(of_space(texts="linked.jsonl"))
-    assert sent.overrides["data"]["texts"] == "data/linked.jsonl"
+    assert sent.overrides["data"]["texts"] == "./beside/data/linked.jsonl"
     assert "data/linked.jsonl" in files
 
 
@@ -133,7 +172,7 @@ def test_the_spool_of_a_study_that_is_carried_over_goes_along(here: Path) -> Non
     (study / "study.json").write_text("{}")
     for typed in ("before", "runs/before/spool.jsonl"):
         sent, files = packed(RunRequest(space="cpu-demo", carried=typed))
-        assert sent.carried == "from/before/spool.jsonl"
+        assert sent.carried == "./beside/from/before/spool.jsonl"
         assert sorted(files) == ["from/before/spool.jsonl", "from/before/study.json"]
 
 

@@ -220,7 +220,10 @@ def test_files_that_a_space_names_go_along(home: Path) -> None:
     assert files["~/sweep-inputs/model/my model/config.json"] == str(model / "config.json")
     assert not [name for name in files if name.endswith("safetensors")]
     request = sent(home, "mine")
-    assert (request.space, request.overrides["model"]) == ("space/mine.yaml", "model/my model")
+    assert (request.space, request.overrides["model"]) == (
+        "./beside/space/mine.yaml",
+        "./beside/model/my model",
+    )
 
 
 SKYPILOT: dict[str, Any] = {"on": "skypilot", "overrides": {"gpu": "l4"}}

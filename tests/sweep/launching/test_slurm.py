@@ -148,6 +148,8 @@ def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
         ({"options": ("a=1\nrm -rf /",)}, "is an option of sbatch"),
         ({"options": ("account=a\n#SBATCH --x",)}, "is an option of sbatch"),
         ({"options": ("; rm",)}, "is an option of sbatch"),
+        ({"options": ('partition=a"b',)}, "is an option of sbatch"),
+        ({"options": ("account=a b",)}, "is an option of sbatch"),
         ({"options": ("gres=gpu:2",)}, "ask for GPUs with --with gpus=2"),
         ({"options": ("--gpus-per-node=2",)}, "ask for GPUs with --with gpus=2"),
         ({"options": ("-G 2",)}, "ask for GPUs with --with gpus=2"),
@@ -193,6 +195,10 @@ BAD: list[Any] = [
     (["cpu-demo", "--with", "time=soon"], "--with time: a duration is written like"),
     (["cpu-demo", "--data", "nope.jsonl"], "nope.jsonl"),
     (["cpu-demo", "--devices", "abc"], "--devices abc: name all, how many"),
+    (["a10", "--devices", "0,2"], "name how many"),
+    (["a10", "--devices", "4", "--with", "gpus=2"], "ask for as many"),
+    (["cpu-demo", "--with", "partition="], "write it as KEY=VALUE"),
+    (["cpu-demo", "--with", "=x"], "write it as KEY=VALUE"),
     (["cpu-demo", "--devices", "0"], "--devices 0: a study needs a card"),
     (["cpu-demo", "--devices", "1"], "is for the CPU, which is one"),
     (["cpu-demo", "--from", "nosuch"], "no studies yet"),
@@ -250,6 +256,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, RunRe
         (["--with", "gpus=a100:2"], "a100:2", "all"),
         (["--with", "gpus=2", "--devices", "1"], "2", "1"),
         (["--devices", "2"], "2", "2"),
+        (["--set", "data_parallel=2"], "2", "all"),
     ],
 )
 def test_a_study_runs_on_all_gpus_that_the_queue_was_asked_for(

@@ -231,5 +231,5 @@ def test_a_rule_keeps_a_trial_out(source: StudySnapshot, tmp_path: Path) -> None
 def test_a_record_says_where_it_was_measured() -> None:
     mark = Carried(study="narrow", identity="f00d", number=3)
     record = FITS.model_copy(update={"carried": mark})
-    assert TrialRecord.from_json(record.to_json()) == record
+    assert TrialRecord.model_validate(record.to_json()) == record
     assert record.verdict is Verdict.FITS

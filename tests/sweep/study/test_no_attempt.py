@@ -214,7 +214,7 @@ def test_a_result_that_the_database_cannot_hear_at_once_is_in_the_spool(tmp_path
         raise AssertionError("it was not cut short")
 
     with a_study(tmp_path, **ONE) as study:
-        study._write = silent  # type: ignore[method-assign]
+        study._store = silent  # type: ignore[method-assign]
         reason = drive(
             study,
             runner,

@@ -17,9 +17,8 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.space import SearchSpace
-from storage.reading import list_studies, read_study
+from storage.reading import list_studies, read_spooled_study, read_study
 from storage.records import Measured, Outcome, TrialRecord
-from storage.spooled_study import read_spooled_study
 from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
@@ -352,7 +351,7 @@ def test_results_of_trials_that_somebody_closed_are_kept_and_taken_over_from_the
     assert [command in line for line in snapshot.warnings] == [True]
 
     again = ReplayRunner(otherwise=train)
-    source = read_spooled_study(spool, url=url)
+    source = read_spooled_study(spool)
     run(what, url, carried=source, new_runner=lambda _: again)
     assert not set(again.ran) & set(closed)
     snapshot = read_study("cpu-demo", url=url, home=runs_directory())
@@ -365,7 +364,7 @@ def test_results_of_trials_that_somebody_closed_are_kept_and_taken_over_from_the
 def test_a_spool_of_a_study_for_another_card_is_refused(home: Path) -> None:
     url = f"sqlite:///{home}/runs/sweep.db"
     run(prepared(trials=1, confirm=False), url)
-    source = read_spooled_study(home / "runs" / "cpu-demo" / "spool.jsonl", url=url)
+    source = read_spooled_study(home / "runs" / "cpu-demo" / "spool.jsonl")
     with pytest.raises(InputError, match="measured under other conditions"):
         run(prepared("a10"), url, carried=source)
     assert [s.name for s in list_studies(url, runs_directory())] == ["cpu-demo"]
@@ -375,10 +374,10 @@ def test_a_spool_of_a_study_for_another_card_is_refused(home: Path) -> None:
 def test_a_file_without_results_is_no_spool(home: Path, content: str) -> None:
     path = home / "spool.jsonl"
     with pytest.raises(InputError, match="no such file"):
-        read_spooled_study(path, url=f"sqlite:///{home}/sweep.db")
+        read_spooled_study(path)
     path.write_text(content)
     with pytest.raises(InputError, match="no result"):
-        read_spooled_study(path, url=f"sqlite:///{home}/sweep.db")
+        read_spooled_study(path)
 
 
 def test_a_spool_without_what_it_was_measured_on_is_refused(home: Path) -> None:
@@ -387,7 +386,7 @@ def test_a_spool_without_what_it_was_measured_on_is_refused(home: Path) -> None:
     moved = home / "spool.jsonl"
     (home / "runs" / "cpu-demo" / "spool.jsonl").rename(moved)
     with pytest.raises(InputError, match=r"study\.json"):
-        read_spooled_study(moved, url=url)
+        read_spooled_study(moved)
 
 
 def test_a_listener_that_asks_to_stop_is_heard(home: Path) -> None:

@@ -37,9 +37,15 @@ def recorded(name: str = "mistral-7b-v0.3") -> Recorded:
 
 def _row(config: TrialConfig, row: dict[str, Any]) -> SurfaceRow:
     seconds = row["step_seconds"]
-    peaks = row["peak_allocated_bytes"], row["peak_reserved_bytes"]
-    speed = config.tokens_per_step / seconds
-    return SurfaceRow(config, "fits", speed, seconds, *peaks, 1.0 + 10 * seconds)
+    return SurfaceRow(
+        config=config,
+        verdict="fits",
+        tokens_per_second=config.tokens_per_step / seconds,
+        step_seconds=seconds,
+        peak_allocated_bytes=row["peak_allocated_bytes"],
+        peak_reserved_bytes=row["peak_reserved_bytes"],
+        device_seconds=1.0 + 10 * seconds,
+    )
 
 
 @pytest.mark.parametrize("budget_gib", [21.5, 39.0])

@@ -97,6 +97,8 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
         ("run cpu-demo --rank=8 --lora-rank 16", "--rank 8 and --rank 16 are both given"),
         ("run cpu-demo --set compile=true --set compile=false", "compile is given twice: keep one"),
         ("run cpu-demo --rank 8 --set lora-rank=8", "lora_rank is given twice: keep one"),
+        ("run cpu-demo --set target_modules=null", "--set target_modules must be"),
+        ("run cpu-demo --set lora_rank=1_6", "--set lora_rank must be"),
         ("run cpu-demo --set compile", "write it as KEY=VALUE"),
         ("run cpu-demo --set compil=true", "unknown setting 'compil'; did you mean 'compile'?"),
         ("run cpu-demo --set kernels=fast", "--set kernels must be one of 'hf', 'fused-loss'"),
