@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from json import JSONDecodeError
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -20,8 +21,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import (
     DBAPIError,
     InterfaceError,
+    InternalError,
     InvalidRequestError,
     OperationalError,
+    PendingRollbackError,
     SQLAlchemyError,
 )
 from sqlalchemy.pool import NullPool
@@ -58,6 +61,8 @@ _SESSION = """SET lock_timeout = '10s'; SET statement_timeout = '60s';
 SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30;
 SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"""
 """A server must notice by itself that a client is gone, to free its locks."""
+_OWN = {"studies": "study_name", "trials": "study_id"}
+"""A column of Optuna's in tables whose names another application may well have."""
 _CLASHING = frozenset(("alembic_version", "studies", "trials"))
 """Of Optuna's tables those whose names another application may well have, too."""
 _LASTING = re.compile(
@@ -119,11 +124,20 @@ class Storage(RDBStorage):
             self.scoped_session.configure(bind=connection, join_transaction_mode="rollback_only")
             try:
                 yield connection
+                if not connection.in_transaction():
+                    # Optuna passed over a failure, which rolled everything back.
+                    raise PendingRollbackError("the transaction was rolled back")
             finally:
                 self.remove_session()
                 self.scoped_session.configure(
                     bind=self.engine, join_transaction_mode="conditional_savepoint"
                 )
+
+
+def study_names(connection: sqlalchemy.Connection) -> list[str]:
+    """Return the names of all studies, oldest first; Optuna would read all else of them, too."""
+    query = sqlalchemy.text("SELECT study_name FROM studies ORDER BY study_id")
+    return list(connection.execute(query).scalars())
 
 
 S = TypeVar("S", bound=Storage)
@@ -161,7 +175,7 @@ def open_for_writing(url: DatabaseUrl) -> Storage:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with faults(url):
+    with opening(url):
         if isinstance(url, SqliteUrl):
             _prepare_file(url)
         # Of processes that create tables at once one is first, and the others try again.
@@ -179,7 +193,7 @@ def open_for_reading(url: DatabaseUrl, *, kind: type[S] = Storage) -> S | None: 
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    with faults(url):
+    with opening(url):
         if (isinstance(url, SqliteUrl) and not _is_file(url)) or not has_tables(url):
             return None
         storage = _storage(url, kind, is_reader=True, has_tables=True)
@@ -223,15 +237,27 @@ def has_tables(url: DatabaseUrl) -> bool:
         **engine_options(url, is_reader=True, connected=None),
     )
     try:
-        names = set(sqlalchemy.inspect(engine).get_table_names())
+        inspector = sqlalchemy.inspect(engine)
+        names = set(inspector.get_table_names())
+        columns = [(t, {c["name"] for c in inspector.get_columns(t)}) for t in names & _OWN.keys()]
     finally:
         engine.dispose()
-    if "version_info" not in names and names & _CLASHING:
+    # Whoever was stopped while it created the tables left some of them, and nothing else.
+    is_begun = names < _tables() and all(_OWN[table] in known for table, known in columns)
+    is_begun = is_begun and "alembic_version" not in names
+    if "version_info" not in names and names & _CLASHING and not is_begun:
         raise EnvironmentFault(
             f"database {url}: some of its tables ({', '.join(sorted(names & _CLASHING))}) are "
             "another application's: create a database for sweep, and name that"
         )
-    return "version_info" in names
+    return "version_info" in names and not is_begun
+
+
+@cache
+def _tables() -> frozenset[str]:
+    """Return the names of Optuna's tables."""
+    storage = RDBStorage("sqlite://")
+    return frozenset(sqlalchemy.inspect(storage.engine).get_table_names())
 
 
 @contextmanager
@@ -244,6 +270,14 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
         yield
     except FAILURES as error:
         raise EnvironmentFault(f"database {url}: {reason(error)}") from None
+
+
+@contextmanager
+def opening(url: DatabaseUrl) -> Iterator[None]:
+    """Translate what is raised while a database is opened, as `faults` does."""
+    try:
+        with faults(url):
+            yield
     except ImportError:
         raise EnvironmentFault(
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
@@ -276,8 +310,8 @@ def _may_pass(error: BaseException) -> bool:
     cause = error.__cause__ if isinstance(error, StorageInternalError) else error
     is_race = re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text)
     # The last is what an earlier fault, which Optuna passed over, left of a transaction.
-    is_operational = isinstance(cause, OperationalError | InterfaceError | InvalidRequestError)
-    return bool(is_race or (is_operational and not _LASTING.search(text)))
+    kinds = OperationalError | InterfaceError | InternalError | InvalidRequestError
+    return bool(is_race or (isinstance(cause, kinds) and not _LASTING.search(text)))
 
 
 def _storage(url: DatabaseUrl, kind: type[S], *, is_reader: bool = False, has_tables: bool) -> S:

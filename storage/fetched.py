@@ -19,6 +19,8 @@ from storage.files import make_directory, read_bytes, replace
 from storage.identity import HOST, stranger_words
 from storage.lease import open_leased
 from storage.reading import identity_in, read_study
+from storage.spool import NAME as SPOOL
+from storage.spool import WORTH_KEEPING, Spool
 from storage.urls import SqliteUrl, parse_url
 
 
@@ -70,7 +72,7 @@ def take_in(
         target = open_leased(here, name, closing.callback)
         is_there = identity_in(here, name) is not None
         if is_there:
-            _refuse_loss(name, url=url, there=str(there), home=home)
+            _refuse_loss(name, url=url, there=str(there), home=home, spool=files.get(SPOOL))
         source = open_for_reading(there)
         assert source is not None, "its identity was read"
         closing.callback(close, source)
@@ -88,8 +90,8 @@ def take_in(
             raise EnvironmentFault(f"cannot write to {home / name}: {words_of(error)}") from error
 
 
-def _refuse_loss(name: str, *, url: str, there: str, home: Path) -> None:
-    """Raise where what is here would be lost to what was fetched."""
+def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | None) -> None:
+    """Raise where what is here, in database or spool, would be lost to what was fetched."""
     ours, theirs = (read_study(name, url=of, home=home) for of in (url, there))
     if ours.identity != theirs.identity:
         raise InputError(
@@ -100,6 +102,9 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path) -> None:
         {(r.number, r.attempt_id) for r in (*study.records, *study.confirmations)}
         for study in (ours, theirs)
     )
+    for path, known in ((home / name / SPOOL, here), (spool, fetched)):
+        spooled = () if path is None else Spool(path, ours.identity).read()
+        known |= {(r.number, r.attempt_id) for r in spooled if r.verdict in WORTH_KEEPING}
     if lost := here - fetched:
         raise InputError(
             f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "

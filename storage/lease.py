@@ -25,7 +25,7 @@ import sqlalchemy
 
 from search_spaces.errors import EnvironmentFault
 from storage import files
-from storage.database import Storage, close, engine_options, faults, is_direct, open_for_writing
+from storage.database import Storage, close, engine_options, is_direct, open_for_writing, opening
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 _GRACE_SECONDS = 1.0
@@ -83,7 +83,7 @@ def open_leased(
         undo(lease.release)
         return storage
     session = _Session(url, study)
-    with faults(url):
+    with opening(url):
         engine = sqlalchemy.create_engine(
             url.text, **engine_options(url, name=session.name, connected=session.lock)
         )
@@ -146,6 +146,9 @@ class FileLease:
     def acquire(self) -> None:
         """Take the lease. Raises `EnvironmentFault` naming the holder where another has it."""
         try:
+            if self.path.exists() and self.path.stat().st_nlink > 1:
+                # Another name's lock would be another lock.
+                raise OSError(errno.EMLINK, "it is a hard link; remove its other name")
             self._file = files.open_append(self.path)
             if not _tried(self._lock):
                 self.release()
@@ -166,7 +169,8 @@ class FileLease:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        return True
+        # Whoever has a file of that name by now has the lease.
+        return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
 
     def release(self) -> None:
         """Give it up. Idempotent."""

@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from optuna.trial import FrozenTrial, TrialState
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
@@ -130,6 +136,19 @@ def _attributes(record: TrialRecord, budget_bytes: int) -> dict[str, Any]:
     if isinstance(record.outcome, OutOfMemory):
         shown["stage"] = record.outcome.stage
     return shown
+
+
+def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
+    """Give a trial a parameter: what its sampler chose, or what it was queued with."""
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            trial.suggest_categorical(name, choices)
+        case IntDistribution(low=low, high=high, step=step, log=log):
+            trial.suggest_int(name, low, high, step=step, log=log)
+        case FloatDistribution(low=low, high=high, step=step, log=log):
+            trial.suggest_float(name, low, high, step=step, log=log)
+        case _:
+            raise ValueError(f"a space has no dimension like {distribution}")
 
 
 def record_of(trial: FrozenTrial) -> TrialRecord | None:

@@ -15,7 +15,7 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
-from storage.database import Storage, faults, retried
+from storage.database import Storage, faults, retried, study_names
 from storage.definition import StudyDefinition, UnreadableStudy, differences, step_differences
 from storage.files import refuse_public, sweep_temporary
 from storage.identity import StudyFile, note_identity, stranger_words
@@ -78,15 +78,17 @@ def open_study(
 
         def begin() -> tuple[optuna.Study, bool, str]:
             """Create the study, or see that it can be resumed, all in one transaction."""
-            with storage.together():
-                study, was_resumed = _loaded(name, storage, definition, sampler)
-                if was_resumed:
+            with storage.together() as connection:
+                is_there = name in study_names(connection)
+                study = _loaded(name, storage, definition, sampler, is_there=is_there)
+                if is_there:
                     _check(study, definition, f"study '{name}' in {database}", warn)
-                return study, was_resumed, _note_run(study, definition, run, driver)
+                return study, is_there, _note_run(study, definition, run, driver)
 
         with faults(database):
             study, was_resumed, identity = retried(begin)
-            trials = read_trials(retried(lambda: study.get_trials(deepcopy=False)))
+            # Not through Optuna's cache, in which of two trials of one number one hides the other.
+            trials = read_trials(retried(lambda: _trials(storage, name)))
         beside = StudyFile(
             identity=identity,
             name=name,
@@ -117,19 +119,25 @@ def open_study(
         )
 
 
+def _trials(storage: Storage, name: str) -> list[optuna.trial.FrozenTrial]:
+    return storage.get_all_trials(storage.get_study_id_from_name(name), deepcopy=False)
+
+
 def _loaded(
     name: str,
     storage: Storage,
     definition: StudyDefinition,
     sampler: optuna.samplers.BaseSampler,
-) -> tuple[optuna.Study, bool]:
-    """Return the study of that name, created where there is none, and whether it was there."""
+    *,
+    is_there: bool,
+) -> optuna.Study:
+    """Return the study of that name, created where there is none."""
     known: dict[str, Any] = {"study_name": name, "storage": storage, "sampler": sampler}
     known["pruner"] = optuna.pruners.NopPruner()
-    if name in optuna.get_all_study_names(storage):
-        return optuna.load_study(**known), True
+    if is_there:
+        return optuna.load_study(**known)
     directions = mapping.directions(definition.space.objectives)
-    return optuna.create_study(**known, directions=directions), False
+    return optuna.create_study(**known, directions=directions)
 
 
 def _check(

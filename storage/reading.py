@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-import optuna
-from optuna.study import StudySummary as OptunaSummary
+from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.validation import explain
-from storage.database import Storage, close, faults, open_for_reading
+from storage.database import Storage, close, faults, open_for_reading, study_names
 from storage.definition import StudyDefinition, StudySnapshot, StudySummary, UnreadableStudy
 from storage.identity import read_identity, stranger_words
 from storage.keys import DEFINITION, IDENTITY
@@ -74,10 +74,11 @@ def list_studies(
 
 def count_trials(name: str, *, url: str) -> int:
     """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
-    with _reading(url) as storage:
-        if name not in {study.study_name for study in _ours(storage)}:
+    with _opened(url) as storage:
+        if name not in _ours(storage):
             raise _unknown(name, url)
-        return storage.get_n_trials(storage.get_study_id_from_name(name))
+        with storage.together():
+            return storage.get_n_trials(storage.get_study_id_from_name(name))
 
 
 def identity_in(database: DatabaseUrl, name: str) -> str | None:
@@ -154,27 +155,59 @@ def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(url: str, lost: str = "") -> Iterator[Storage]:
-    """Open the database for a read that is of one moment."""
+def _opened(url: str, lost: str = "") -> Iterator[Storage]:
+    """Open the database to read studies, each as it stands at one moment."""
     database = parse_url(url)
     storage = open_for_reading(database)
     if storage is None:
         raise InputError(lost or f"no studies yet at {database}: run `sweep run` first")
     try:
-        with faults(database), storage.together():
+        with faults(database):
             yield storage
     finally:
         close(storage)
 
 
-def _ours(storage: Storage) -> list[OptunaSummary]:
-    summaries = optuna.get_all_study_summaries(storage, include_best_trial=False)
-    return [study for study in summaries if DEFINITION in study.user_attrs]
+_Stored = tuple[Mapping[str, Any], list[FrozenTrial]]
+"""Attributes and trials of a study, of one moment."""
+
+
+def _ours(storage: Storage) -> list[str]:
+    """Return the names of sweep's studies, oldest first."""
+    with storage.together() as connection:
+        names = study_names(connection)
+
+    def is_ours(name: str) -> bool:
+        number = storage.get_study_id_from_name(name)
+        return DEFINITION in storage.get_study_user_attrs(number)
+
+    with suppress(JSONDecodeError), storage.together():
+        return [name for name in names if is_ours(name)]
+    return names
+
+
+def _stored(storage: Storage, names: Iterable[str]) -> dict[str, _Stored | int]:
+    """Return what is stored of studies; how many trials there are where it is no JSON."""
+
+    def of(name: str) -> _Stored:
+        number = storage.get_study_id_from_name(name)
+        attributes = storage.get_study_user_attrs(number)
+        return attributes, storage.get_all_trials(number, deepcopy=False)
+
+    with suppress(JSONDecodeError), storage.together():
+        return {name: of(name) for name in names}
+    found = dict[str, _Stored | int]()
+    for name in names:
+        with storage.together():
+            found[name] = storage.get_n_trials(storage.get_study_id_from_name(name))
+        with suppress(JSONDecodeError), storage.together():
+            found[name] = of(name)
+    return found
 
 
 def _unknown(name: str, url: str, lost: str = "") -> InputError:
-    with _reading(url) as storage:
-        names = [study.study_name for study in _ours(storage)]
+    with _opened(url) as storage:
+        names = _ours(storage)
     meant = did_you_mean(name, names, lists="sweep status")
     return InputError(lost or f"no study {quote(name)} in {parse_url(url)}{meant}")
 
@@ -187,24 +220,21 @@ def _lost(name: str | None, url: str, home: Path) -> str:
 
 
 def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot | UnreadableStudy]:
-    """Return the study of a name, or all of them, oldest first, as they stood at one moment."""
+    """Return the study of a name, or all of them, oldest first."""
     database = parse_url(url)
-    with _reading(url, _lost(name, url, home)) as storage:
-        wanted = [study for study in _ours(storage) if name in (None, study.study_name)]
-        trials = [
-            storage.get_all_trials(storage.get_study_id_from_name(study.study_name), deepcopy=False)
-            for study in wanted
-        ]
-        driven = holders(
-            storage.engine, database, [s.study_name for s in wanted if is_file_name(s.study_name)]
-        )
+    with _opened(url, _lost(name, url, home)) as storage:
+        wanted = [study for study in _ours(storage) if name in (None, study)]
+        stored = _stored(storage, wanted)
+        driven = holders(storage.engine, database, filter(is_file_name, wanted))
     found = list[StudySnapshot | UnreadableStudy]()
-    for study, its in zip(wanted, trials, strict=True):
-        attributes = read_attributes(study.study_name, study.user_attrs, trials=len(its))
+    for study, its in stored.items():
+        if isinstance(its, int):
+            found.append(UnreadableStudy(study, "what is stored of it is no JSON", its))
+            continue
+        attributes = read_attributes(study, its[0], trials=len(its[1]))
         if isinstance(attributes, StudyAttributes):
-            holder = driven.get(study.study_name)
-            stored = read_trials(its)
-            found.append(_snapshot(study.study_name, attributes, stored, holder, home, database))
+            holder, trials = driven.get(study), read_trials(its[1])
+            found.append(_snapshot(study, attributes, trials, holder, home, database))
         else:
             found.append(attributes)
     return found

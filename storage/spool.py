@@ -7,6 +7,7 @@ driver, gone in a restored copy), the result stays here. What cannot be read is 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -72,13 +73,16 @@ class Spool:
         line = json.dumps(values).encode() + b"\n"
         try:
             with open_append(self.path) as file:
+                # A driver that lost its lease may still be writing here.
+                fcntl.flock(file, fcntl.LOCK_EX)
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(0, end - LINE_BYTES_MAX))
                 *_, last = file.read().rpartition(b"\n")
                 # What a driver that died while writing left is cut; whatever else is there is kept.
                 is_torn = len(last) < LINE_BYTES_MAX and not _is_line(last)
-                end -= len(last) if is_torn else 0
-                os.ftruncate(file.fileno(), end)
+                if is_torn and last:
+                    end -= len(last)
+                    os.ftruncate(file.fileno(), end)
                 rest = memoryview(line if is_torn or not last else b"\n" + line)
                 try:
                     while rest:

@@ -126,7 +126,7 @@ class OpenStudy:
             ended = ended or self._unseen(trial, frozen)
             if ended is None:
                 self._write(partial(self._fail, trial.number))
-            elif self._write(partial(self._store, ended)):
+            elif self._has_stored(ended):
                 self.ledger.add(ended)
         for words in contents.problems:
             self._warn(words)
@@ -148,9 +148,9 @@ class OpenStudy:
         params: Mapping[str, Any] | None = None,
     ) -> Trial:
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
-        attempts = itertools.count()
+        attempts, suggestions = itertools.count(), itertools.count()
 
-        def attempt() -> Trial:
+        def create() -> Trial:
             if next(attempts):
                 # An attempt may have gone through although nobody was told.
                 for trial in self._trials(TrialState.RUNNING):
@@ -159,16 +159,34 @@ class OpenStudy:
             while True:
                 if params is not None:
                     self.study.enqueue_trial(dict(params))
-                asked = self.study.ask(dict(distributions))
-                if self.ledger.record(asked.number) is None:
+                asked = self.study.ask()
+                if self._is_free(asked.number):
                     return asked
                 # Optuna counts trials to number them: where one was deleted, a number comes twice.
                 asked.set_user_attr(mapping.NEVER_RAN, True)
                 self.study.tell(asked, state=TrialState.FAIL)
 
-        trial = self._write(attempt)
+        def suggest() -> Trial:
+            given = trial
+            if next(suggestions) or trial.study is not self.study:
+                # What a trial was given in a transaction that failed, it believes to have.
+                self.study.get_trials(deepcopy=False)
+                given = Trial(self.study, self._id(trial.number))
+            for name, distribution in distributions.items():
+                mapping.suggest(given, name, distribution)
+            return given
+
+        trial = self._write(create)
         self._open[trial.number] = None
-        return trial
+        if params is None and any(not d.single() for d in distributions.values()):
+            # Chosen before the database is held, as that may take seconds.
+            with faults(self._url):
+                retried(lambda: trial.relative_params)
+        return self._write(suggest)
+
+    def _is_free(self, number: int) -> bool:
+        """Whether no trial that this driver knows has a number."""
+        return self.ledger.record(number) is None and number not in self._open
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""
@@ -194,7 +212,15 @@ class OpenStudy:
             params: of the trial, where this study's space has them.
             distributions: of those.
         """
-        number = len(self._write(self._trials))
+
+        def free() -> int:
+            while not self._is_free(number := self._storage.get_n_trials(self._study_id)):
+                closed = {mapping.NEVER_RAN: True}
+                filler = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=closed)
+                self.study.add_trial(filler)
+            return number
+
+        number = self._write(free)
         numbered = record.model_copy(update={"number": number})
         result = self._result(numbered)
         frozen = optuna.trial.create_trial(
@@ -212,7 +238,7 @@ class OpenStudy:
 
         def attempt() -> None:
             # One more than there were is this one, which went through although nobody was told.
-            if len(self._trials()) == number:
+            if self._storage.get_n_trials(self._study_id) == number:
                 self.study.add_trial(frozen)
 
         self._write(attempt)
@@ -281,7 +307,7 @@ class OpenStudy:
             # A healthy database outweighs what is in the way of that.
             unspooled = str(fault)
         try:
-            is_told = self._write(lambda: self._store(record))
+            is_told = self._has_stored(record)
             if unspooled and not is_told:
                 raise EnvironmentFault(f"somebody closed trial {record.number} in {self._url}")
         except EnvironmentFault as fault:
@@ -387,19 +413,25 @@ class OpenStudy:
     def _attributes(self) -> dict[str, Any]:
         return self._write(lambda: self.study.user_attrs)
 
+    @property
+    def _study_id(self) -> int:
+        """The database's number of the study. Raises `KeyError` where it is gone."""
+        return self._storage.get_study_id_from_name(self.name)
+
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False, states=states or None)
+        """Return the trials in some states, as the database has them."""
+        return self._storage.get_all_trials(self._study_id, deepcopy=False, states=states)
 
     def _fail(self, number: int) -> None:
-        """Close a trial that never ran."""
-        with suppress(*_CLOSED):
-            self._storage.set_trial_user_attr(self._id(number), mapping.NEVER_RAN, True)
-            self._storage.set_trial_state_values(self._id(number), TrialState.FAIL)
+        """Close a trial that never ran, where it is still there and open."""
+        for trial in self._trials(*_OPEN):
+            if trial.number == number:
+                self._storage.set_trial_user_attr(trial._trial_id, mapping.NEVER_RAN, True)
+                self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def _id(self, number: int) -> int:
         """Return the database's number of a trial. Raises `KeyError` where it is gone."""
-        study_id = self._storage.get_study_id_from_name(self.name)
-        return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
 
     def _forget_cached(self) -> None:
         """Let Optuna read the trials anew."""
@@ -446,13 +478,17 @@ class OpenStudy:
                 "over, or a copy was put in its place; the same command resumes it"
             )
 
-    def _store(self, record: TrialRecord) -> bool:
-        """Write a result, the state last, where its trial is open and the attempt that it is of;
-        return whether the database has it."""
+    def _has_stored(self, record: TrialRecord) -> bool:
+        """Write a result; return whether the database has it."""
         try:
-            trial_id = self._id(record.number)
+            return self._write(lambda: self._store(record))
         except KeyError:
             return False
+
+    def _store(self, record: TrialRecord) -> bool:
+        """Write a result, the state last, where its trial is open and the attempt that it is of;
+        return whether the database has it. Raises `KeyError` where the trial is gone."""
+        trial_id = self._id(record.number)
         stored = self._storage.get_trial(trial_id)
         if stored.user_attrs.get(mapping.ATTEMPT) != record.attempt_id:
             return False

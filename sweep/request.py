@@ -192,7 +192,8 @@ def refuse_mistakes(request: RunRequest, *, models: Sequence[str], storage: str)
         find_gpu(space.gpu)
     if choice is None or is_on_hub(choice.texts):
         return
-    if not exists(home_expanded(choice.texts), label=choice.texts):
+    is_known = (runs_directory() / name).is_dir()
+    if is_known and not exists(home_expanded(choice.texts), label=choice.texts):
         from storage.reading import read_study
 
         # What was prepared of it for its study may be there still.

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
+from storage.identity import StudyFile, note_identity
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.launching.box import Box, prepared, reached
@@ -458,8 +459,9 @@ def test_a_study_is_installed_run_stopped_and_fetched(
 def test_a_study_of_this_machine_is_never_replaced(
     server: Server, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (home / "runs" / "cpu-demo").mkdir(parents=True)
-    (home / "runs" / "cpu-demo" / "report.html").write_text("<!doctype html>")
+    database = f"sqlite:///{home}/runs/gone.db"
+    own = StudyFile(identity="1", name="cpu-demo", database=database, definition={}, environment={})
+    note_identity(home / "runs" / "cpu-demo", own)
     assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}"]) == 2
     assert "choose another name" in capsys.readouterr().err
     assert not (server.home / "qlora-sweep" / "cpu-demo").exists()

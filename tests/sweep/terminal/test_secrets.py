@@ -121,7 +121,7 @@ def test_a_mistake_leaves_a_private_log_without_secrets(
     def command() -> int:
         raise AssertionError(SAID)
 
-    assert guarded(command) == 3
+    assert guarded(command) == 4
     assert_clean(capsys.readouterr().err)
     (log,) = (home / "runs" / "crashes").iterdir()
     assert_clean(log.read_text())
@@ -139,7 +139,7 @@ def test_where_no_log_can_be_kept_at_home_a_private_one_is_elsewhere(
     def command() -> int:
         raise AssertionError("a mistake")
 
-    assert guarded(command) == 3
+    assert guarded(command) == 4
     (log,) = (home / "shared").iterdir()
     assert str(log) in capsys.readouterr().err
     assert mode(log) == 0o600

@@ -58,20 +58,20 @@ def test_status_lists_what_can_be_read_and_says_what_cannot(
 ) -> None:
     status, out, _ = run(capsys, "status")
     assert status == 0
-    assert "Study 'broken' cannot be read: its definition is no JSON." in out
+    assert "Study 'broken' cannot be read: what is stored of it is no JSON." in out
     assert "Study 'odd' has 1 trial that cannot be read; `sweep status odd` names them." in out
     assert "2,000 tokens/s" in next(line for line in out.splitlines() if line.startswith("whole"))
     whole, odd, broken = document(capsys, "status")["studies"]
     assert (whole["trials"], whole["unreadable"], whole["unreadable_trials"]) == (2, None, 0)
     assert (odd["trials"], odd["best"]["number"], odd["unreadable_trials"]) == (1, 0, 1)
     assert (broken["best"], broken["trials"]) == (None, 2)
-    assert broken["unreadable"] == "its definition is no JSON"
+    assert broken["unreadable"] == "what is stored of it is no JSON"
     assert whole.keys() == broken.keys()
 
 
 @pytest.mark.usefixtures("runs")
 def test_a_study_names_its_trials_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "trial 1 cannot be read and is left out: its record has a verdict"
+    words = "trial 1 cannot be read and is left out: it has a verdict"
     status, out, _ = run(capsys, "status", "odd")
     assert (status, words in " ".join(out.split())) == (0, True)
     (trial,) = document(capsys, "status", "odd")["unreadable"]
@@ -103,7 +103,7 @@ def test_a_study_that_cannot_be_read_is_one_message(
     options = ["--format", "json"] if command == "export" else []
     status, _, err = run(capsys, command, "broken", *options)
     assert status == 2
-    assert "study 'broken' cannot be read: its definition is no JSON" in " ".join(err.split())
+    assert "study 'broken' cannot be read: what is stored of it is no JSON" in " ".join(err.split())
     assert "Traceback" not in err
 
 
