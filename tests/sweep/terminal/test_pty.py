@@ -6,6 +6,7 @@ import codecs
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -125,6 +126,8 @@ def test_a_study_whose_terminal_is_closed_is_interrupted(tmp_path: Path, term: s
 
     def take_terminal() -> None:
         os.setsid()
+        # Whoever runs this test may ignore it.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     words = ["run", "cpu-demo", "--sampler", "random", "--no-confirm"]
