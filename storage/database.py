@@ -113,17 +113,33 @@ _ADVICE = (
 )
 
 
+_COUNTS = sqlalchemy.text("""SELECT s.study_name, count(t.trial_id) FROM studies s
+LEFT JOIN trials t ON t.study_id = s.study_id GROUP BY s.study_id, s.study_name
+ORDER BY s.study_id""")
+"""Optuna reads all that is stored of a study to name it, and of its trials to count them."""
+
+_COUNT = sqlalchemy.text("SELECT count(*) FROM trials WHERE study_id = :study_id")
+
+
 class Storage(RDBStorage):
     """Optuna's storage, with transactions of several operations."""
 
+    def trial_counts(self) -> dict[str, int]:
+        """Return how many trials each study has, by name, oldest first; in a transaction."""
+        return dict(self.scoped_session().execute(_COUNTS).all())
+
+    def trial_count(self, study_id: int) -> int:
+        """Return how many trials a study has; in a transaction."""
+        return int(self.scoped_session().execute(_COUNT, {"study_id": study_id}).scalar_one())
+
     @contextmanager
-    def together(self) -> Iterator[sqlalchemy.Connection]:
+    def together(self) -> Iterator[None]:
         """Make one transaction of all that is written and read meanwhile: all of it or nothing."""
         with self.engine.begin() as connection:
             self.remove_session()
             self.scoped_session.configure(bind=connection, join_transaction_mode="rollback_only")
             try:
-                yield connection
+                yield
                 if not connection.in_transaction():
                     # Optuna passed over a failure, which rolled everything back.
                     raise PendingRollbackError("the transaction was rolled back")
@@ -132,12 +148,6 @@ class Storage(RDBStorage):
                 self.scoped_session.configure(
                     bind=self.engine, join_transaction_mode="conditional_savepoint"
                 )
-
-
-def study_names(connection: sqlalchemy.Connection) -> list[str]:
-    """Return the names of all studies, oldest first; Optuna would read all else of them, too."""
-    query = sqlalchemy.text("SELECT study_name FROM studies ORDER BY study_id")
-    return list(connection.execute(query).scalars())
 
 
 S = TypeVar("S", bound=Storage)
@@ -239,6 +249,9 @@ def has_tables(url: DatabaseUrl) -> bool:
     try:
         inspector = sqlalchemy.inspect(engine)
         names = set(inspector.get_table_names())
+        if names >= {"version_info", "alembic_version"}:
+            # Optuna makes the second of them last.
+            return True
         columns = [(t, {c["name"] for c in inspector.get_columns(t)}) for t in names & _OWN.keys()]
     finally:
         engine.dispose()

@@ -15,7 +15,7 @@ from optuna.exceptions import ExperimentalWarning
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import mapping
-from storage.database import Storage, faults, retried, study_names
+from storage.database import Storage, faults, retried
 from storage.definition import StudyDefinition, UnreadableStudy, differences, step_differences
 from storage.files import refuse_public, sweep_temporary
 from storage.identity import StudyFile, note_identity, stranger_words
@@ -78,8 +78,8 @@ def open_study(
 
         def begin() -> tuple[optuna.Study, bool, str]:
             """Create the study, or see that it can be resumed, all in one transaction."""
-            with storage.together() as connection:
-                is_there = name in study_names(connection)
+            with storage.together():
+                is_there = name in storage.trial_counts()
                 study = _loaded(name, storage, definition, sampler, is_there=is_there)
                 if is_there:
                     _check(study, definition, f"study '{name}' in {database}", warn)

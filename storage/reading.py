@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from json import JSONDecodeError
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.validation import explain
-from storage.database import Storage, close, faults, open_for_reading, study_names
+from storage.database import Storage, close, faults, open_for_reading
 from storage.definition import StudyDefinition, StudySnapshot, StudySummary, UnreadableStudy
 from storage.identity import read_identity, stranger_words
 from storage.keys import DEFINITION, IDENTITY
@@ -75,10 +75,10 @@ def list_studies(
 def count_trials(name: str, *, url: str) -> int:
     """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
     with _opened(url) as storage:
-        if name not in _ours(storage):
-            raise _unknown(name, url)
-        with storage.together():
-            return storage.get_n_trials(storage.get_study_id_from_name(name))
+        count = _ours(storage).get(name)
+    if count is None:
+        raise _unknown(name, url)
+    return count
 
 
 def identity_in(database: DatabaseUrl, name: str) -> str | None:
@@ -172,36 +172,46 @@ _Stored = tuple[Mapping[str, Any], list[FrozenTrial]]
 """Attributes and trials of a study, of one moment."""
 
 
-def _ours(storage: Storage) -> list[str]:
-    """Return the names of sweep's studies, oldest first."""
-    with storage.together() as connection:
-        names = study_names(connection)
+def _ours(storage: Storage) -> dict[str, int]:
+    """Return how many trials each of sweep's studies has, by name, oldest first; of every study
+    where some hold what is no JSON."""
+    with storage.together():
+        counts = storage.trial_counts()
 
     def is_ours(name: str) -> bool:
         number = storage.get_study_id_from_name(name)
         return DEFINITION in storage.get_study_user_attrs(number)
 
-    with suppress(JSONDecodeError), storage.together():
-        return [name for name in names if is_ours(name)]
-    return names
+    with suppress(JSONDecodeError, KeyError), storage.together():
+        return {name: count for name, count in counts.items() if is_ours(name)}
+    return counts
 
 
-def _stored(storage: Storage, names: Iterable[str]) -> dict[str, _Stored | int]:
-    """Return what is stored of studies; how many trials there are where it is no JSON."""
+def _stored(storage: Storage, name: str | None) -> dict[str, _Stored | int]:
+    """Return what is stored of the study of a name, or of all of them, of one moment; how many
+    trials there are where that is no JSON."""
 
-    def of(name: str) -> _Stored:
-        number = storage.get_study_id_from_name(name)
+    def of(study: str) -> _Stored | None:
+        number = storage.get_study_id_from_name(study)
         attributes = storage.get_study_user_attrs(number)
+        if DEFINITION not in attributes:
+            return None
         return attributes, storage.get_all_trials(number, deepcopy=False)
 
     with suppress(JSONDecodeError), storage.together():
-        return {name: of(name) for name in names}
+        wanted = [study for study in storage.trial_counts() if name in (None, study)]
+        return {study: known for study in wanted if (known := of(study)) is not None}
     found = dict[str, _Stored | int]()
-    for name in names:
-        with storage.together():
-            found[name] = storage.get_n_trials(storage.get_study_id_from_name(name))
-        with suppress(JSONDecodeError), storage.together():
-            found[name] = of(name)
+    for study, count in _ours(storage).items():
+        # Each by itself, and one that is gone by now is left out.
+        with suppress(KeyError):
+            try:
+                with storage.together():
+                    its: _Stored | int | None = of(study)
+            except JSONDecodeError:
+                its = count
+            if its is not None and name in (None, study):
+                found[study] = its
     return found
 
 
@@ -223,9 +233,8 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
     """Return the study of a name, or all of them, oldest first."""
     database = parse_url(url)
     with _opened(url, _lost(name, url, home)) as storage:
-        wanted = [study for study in _ours(storage) if name in (None, study)]
-        stored = _stored(storage, wanted)
-        driven = holders(storage.engine, database, filter(is_file_name, wanted))
+        stored = _stored(storage, name)
+        driven = holders(storage.engine, database, filter(is_file_name, stored))
     found = list[StudySnapshot | UnreadableStudy]()
     for study, its in stored.items():
         if isinstance(its, int):

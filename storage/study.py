@@ -156,15 +156,10 @@ class OpenStudy:
                 for trial in self._trials(TrialState.RUNNING):
                     if trial.number not in self._open:
                         self._fail(trial.number)
-            while True:
-                if params is not None:
-                    self.study.enqueue_trial(dict(params))
-                asked = self.study.ask()
-                if self._is_free(asked.number):
-                    return asked
-                # Optuna counts trials to number them: where one was deleted, a number comes twice.
-                asked.set_user_attr(mapping.NEVER_RAN, True)
-                self.study.tell(asked, state=TrialState.FAIL)
+            self._free_number()
+            if params is not None:
+                self.study.enqueue_trial(dict(params))
+            return self.study.ask()
 
         def suggest() -> Trial:
             given = trial
@@ -184,9 +179,19 @@ class OpenStudy:
                 retried(lambda: trial.relative_params)
         return self._write(suggest)
 
-    def _is_free(self, number: int) -> bool:
-        """Whether no trial that this driver knows has a number."""
-        return self.ledger.record(number) is None and number not in self._open
+    def _free_number(self) -> int:
+        """Return the next trial's number, which no trial has that this driver knows.
+
+        Optuna counts trials to number them: where one was deleted, a number would come twice.
+        """
+        while True:
+            number = self._storage.trial_count(self._study_id)
+            if self.ledger.record(number) is None and number not in self._open:
+                return number
+            closed = {mapping.NEVER_RAN: True}
+            self.study.add_trial(
+                optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=closed)
+            )
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""
@@ -212,15 +217,7 @@ class OpenStudy:
             params: of the trial, where this study's space has them.
             distributions: of those.
         """
-
-        def free() -> int:
-            while not self._is_free(number := self._storage.get_n_trials(self._study_id)):
-                closed = {mapping.NEVER_RAN: True}
-                filler = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=closed)
-                self.study.add_trial(filler)
-            return number
-
-        number = self._write(free)
+        number = self._write(self._free_number)
         numbered = record.model_copy(update={"number": number})
         result = self._result(numbered)
         frozen = optuna.trial.create_trial(
@@ -238,7 +235,7 @@ class OpenStudy:
 
         def attempt() -> None:
             # One more than there were is this one, which went through although nobody was told.
-            if self._storage.get_n_trials(self._study_id) == number:
+            if self._storage.trial_count(self._study_id) == number:
                 self.study.add_trial(frozen)
 
         self._write(attempt)

@@ -75,7 +75,7 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
     if is_dry:
         return _say_what_would_run(request, where, models=models)
     if len(models) > 1:
-        return _run_models(request, where, models=models)
+        return _run_models(request, models=models)
     prepared, reason = tune(
         request.space,
         url=_driven_url(request.storage),
@@ -90,17 +90,17 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
 
 
 def _say_what_would_run(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
-    from sweep.terminal.many_models import short_name
+    from sweep.terminal.many_models import study_name
 
     if request.devices is not None:
         check_spelling(request.devices)
     for model in models or (None,):
+        one = request
         if model is not None:
-            named = None if request.study is None else f"{request.study}-{short_name(model)}"
-            overrides = {**request.overrides, "model": model}
-            changes = {"overrides": overrides, "study": named if len(models) > 1 else request.study}
-            request = request.model_copy(update=changes)
-        name, space = request.named()
+            study = study_name(request.study, model) if len(models) > 1 else request.study
+            changes = {"overrides": {**request.overrides, "model": model}, "study": study}
+            one = request.model_copy(update=changes)
+        name, space = one.named()
         about = {"space": space.name, "model": space.model, "gpu": space.gpu}
         if request.as_json:
             say_json({"study": name, "on": str(where), **about, "trials": space.trials})
@@ -115,14 +115,12 @@ def _warn(text: str) -> None:
     note(f"warning: {text}")
 
 
-def _run_models(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
+def _run_models(request: RunRequest, *, models: Sequence[str]) -> int:
     """Start or resume a study for each of several models, on as many GPUs as were typed."""
     from sweep.terminal import many_models
 
     if request.carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
-    if where.kind != "local":
-        raise InputError("--model: several models are for this machine's GPUs: elsewhere name one")
     url, chosen = _driven_url(request.storage), OnCards(request.devices)
     seams: dict[str, Any] = {"card": chosen.first, "read_texts": read_texts}
     planned = many_models.plan_studies(

@@ -89,9 +89,10 @@ class Ended:
     """What `sweep best --json` says of it; None where its driver said nothing."""
 
 
-def short_name(model: str) -> str:
-    """Return a model's name without the directory or organisation that it is in."""
-    return PurePath(load_model_spec(model).name).name
+def study_name(typed: str | None, model: str) -> str | None:
+    """Return what one of several models' studies is called; None where it is named by itself."""
+    # Without the directory or the organisation that the model is in.
+    return None if typed is None else f"{typed}-{PurePath(load_model_spec(model).name).name}"
 
 
 def plan_studies(
@@ -108,7 +109,7 @@ def plan_studies(
         InputError: something that was typed is not right, or two studies would have one name.
         EnvironmentFault: a card is not to be had.
     """
-    names = [None if study is None else f"{study}-{short_name(model)}" for model in models]
+    names = [study_name(study, model) for model in models]
     for name in names:
         if name is not None:
             check_name(name)
