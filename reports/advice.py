@@ -100,7 +100,7 @@ def _too_large(snapshot: StudySnapshot, ranking: Ranking, winner: TrialRecord) -
 
 
 def _host(snapshot: StudySnapshot) -> str:
-    """Return on which card a speed is expected, where that is not the target."""
+    """Return on which GPU a speed is expected, where that is not the target."""
     host = snapshot.definition.target.emulated_on
     return "" if host is None else f" on {host}"
 

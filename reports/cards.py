@@ -1,4 +1,4 @@
-"""Owns what a study, or a plan, says of a card: how fast each capacity class trains, at what price.
+"""Owns what a study, or a plan, says of a GPU: how fast each capacity class trains, at what price.
 
 Pure: a snapshot or the document of `sweep plan --json` in, one value out that both are compared as.
 Knows nothing of verdicts, words or pages.
@@ -52,14 +52,14 @@ def _ratio(over: float, under: float) -> float:
 
 @dataclass(frozen=True)
 class Rent:
-    """At what a card can be had."""
+    """At what a GPU can be had."""
 
     provider: str
     usd_per_hour: float
     date: str
     """Day on which the price was read, ISO 8601."""
     fixed_seconds: float
-    """Billed before the first step: the card starts, and the model arrives."""
+    """Billed before the first step: the GPU starts, and the model arrives."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Option:
-    """One configuration on a card."""
+    """One configuration on a GPU."""
 
     ground: Ground
     config: TrialConfig
@@ -90,7 +90,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Card:
-    """One card, as a study or a plan knows it."""
+    """One GPU, as a study or a plan knows it."""
 
     label: str
     """What it is called in a comparison; no two are called alike."""
@@ -108,10 +108,10 @@ class Card:
 
 
 def card_of_study(snapshot: StudySnapshot) -> Card:
-    """Return the card that a study is for, with all that was measured to fit on it.
+    """Return the GPU that a study is for, with all that was measured to fit on it.
 
-    Speeds are the target card's, predicted where another stood in. Which configuration stands for
-    a card is the study's own answer: a prediction tells neighbours apart worse than it measured.
+    Speeds are the target GPU's, predicted where another stood in. Which configuration stands for
+    a GPU is the study's own answer: a prediction tells neighbours apart worse than it measured.
     """
     target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
     options = tuple(_measured_options(snapshot, model))
@@ -167,7 +167,7 @@ def _rent(offer: Offer, model: ModelSpec) -> Rent:
 def cards_of_plan(
     document: Mapping[str, Any], *, where: str, models: Sequence[tuple[str, ModelSpec]] = ()
 ) -> tuple[Card, ...]:
-    """Return the cards of a plan.
+    """Return the GPUs of a plan.
 
     Args:
         document: what `sweep plan --json` prints.

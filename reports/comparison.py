@@ -1,7 +1,7 @@
-"""Owns which of several cards is the cheapest and which the soonest, and what cannot be told. Pure.
+"""Owns which of several GPUs is the cheapest and which the soonest, and what cannot be told. Pure.
 
 Speeds are compared on one ground: a model, a capacity class, a length. Nothing is claimed inside
-the uncertainty of the speeds: not who is cheaper, and not where two cards change places. Knows
+the uncertainty of the speeds: not who is cheaper, and not where two GPUs change places. Knows
 nothing of pages.
 """
 
@@ -20,7 +20,7 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Entry:
-    """What a card is recommended to run on a ground, and what the work takes with it."""
+    """What a GPU is recommended to run on a ground, and what the work takes with it."""
 
     card: Card
     option: Option
@@ -49,7 +49,7 @@ class Leader:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where two cards change places, in tokens trained."""
+    """Where two GPUs change places, in tokens trained."""
 
     small: Entry
     """The cheaper one below: it costs less before the first step."""
@@ -60,7 +60,7 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Group:
-    """The cards that can be compared on one ground."""
+    """The GPUs that can be compared on one ground."""
 
     ground: Ground
     entries: tuple[Entry, ...]
@@ -73,14 +73,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several cards beside each other."""
+    """Several GPUs beside each other."""
 
     cards: tuple[Card, ...]
     job: Job
     groups: tuple[Group, ...]
-    """Of at least two cards, the one with the most cards first."""
+    """Of at least two GPUs, the one with the most GPUs first."""
     alone: tuple[Entry, ...]
-    """The fastest on each ground that a single card has."""
+    """The fastest on each ground that a single GPU has."""
 
 
 def is_asked(job: Job) -> bool:
@@ -96,7 +96,7 @@ def tokens_of(job: Job, ground: Ground) -> float:
 
 
 def compare_cards(cards: Sequence[Card], *, job: Job) -> Comparison:
-    """Return what can be told of several cards.
+    """Return what can be told of several GPUs.
 
     Raises:
         InputError: there are fewer than two.
@@ -116,7 +116,7 @@ def compare_cards(cards: Sequence[Card], *, job: Job) -> Comparison:
 
 
 def _named_apart(cards: Sequence[Card]) -> tuple[Card, ...]:
-    """Return the cards, those of one label numbered."""
+    """Return the GPUs, those of one label numbered."""
     labels = [card.label for card in cards]
     return tuple(
         card
@@ -174,7 +174,7 @@ def _group(ground: Ground, entries: tuple[Entry, ...], job: Job) -> Group:
 
 
 def _dollars(entry: Entry, job: Job) -> Range:
-    """Return what cards are compared by: the bill of the work, of none typed the price of tokens.
+    """Return what GPUs are compared by: the bill of the work, of none typed the price of tokens.
 
     What is paid before the first step is next to nothing for much work and most of it for little.
     """
@@ -193,7 +193,7 @@ def _leader(entries: Sequence[Entry], quantity: Callable[[Entry], Range]) -> Lea
 
 
 def _break_evens(priced: Sequence[Entry]) -> tuple[BreakEven, ...]:
-    """Return where the card that is cheapest for much work and another one change places.
+    """Return where the GPU that is cheapest for much work and another one change places.
 
     A bill is what is paid before the first step and so much a token. The two cross only where the
     one that starts for less surely costs more a token; inside the speeds' uncertainty none is told.

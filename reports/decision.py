@@ -2,8 +2,8 @@
 capacity, how sure that is, and what to do where it is not.
 
 Each question has one card; where two have the same answer, the second says so in a line. Speeds are
-those on the target card, and money follows from them. Which trial is the fastest goes by what was
-measured, as one card ran them all. Pure: a study's snapshot in, frozen values of finished text out;
+those on the target GPU, and money follows from them. Which trial is the fastest goes by what was
+measured, as one GPU ran them all. Pure: a study's snapshot in, frozen values of finished text out;
 knows nothing of HTML.
 """
 
@@ -102,11 +102,11 @@ class Card:
     configuration: str
     speed: str
     unit: str
-    """Of the speed, with the card that it is on."""
+    """Of the speed, with the GPU that it is on."""
     basis: str
     """On what ground the speed is known, and how surely."""
     measured: str
-    """What the card that stood in reached; empty where the target ran itself."""
+    """What the GPU that stood in reached; empty where the target ran itself."""
     gain: str
     gain_detail: str
     dollars: str
@@ -114,7 +114,7 @@ class Card:
     usd_per_million_tokens: tuple[float, float | None, float | None] | None
     """The same with its least and its most, to compute with."""
     tokens_per_second: float | None
-    """On the target card, to compute with."""
+    """On the target GPU, to compute with."""
     epoch: str
     """What one epoch of the study's texts takes; empty without texts."""
     job: str
@@ -247,7 +247,7 @@ def _cheapest(
     """Return the fastest on the target: at one price that is the cheapest."""
     gpu = snapshot.definition.target.gpu
     hour = f"${offer.usd_per_hour:,.2f} an hour"
-    # Of what several cards make each has to be paid for.
+    # Of what several GPUs make each has to be paid for.
     speeds = {
         r.number: s.tokens_per_second / r.config.data_parallel
         for r in fastest
@@ -257,8 +257,8 @@ def _cheapest(
         return f"the speed on {gpu}, and with it the cost, is not predicted", None
     if len({record.config.data_parallel for record in fastest}) > 1:
         cheapest = max((r for r in fastest if r.number in speeds), key=lambda r: speeds[r.number])
-        count = units.plural(cheapest.config.data_parallel, "card")
-        return f"the most tokens of each card, with {count} at {hour} each", cheapest
+        count = units.plural(cheapest.config.data_parallel, "GPU")
+        return f"the most tokens of each GPU, with {count} at {hour} each", cheapest
     if snapshot.definition.target.emulated_on is None:
         return f"the fastest of all, at {hour}", fastest[0]
     enough = (1.0 - ALIKE) * max(speeds.values())

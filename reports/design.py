@@ -1,4 +1,4 @@
-"""Owns a study seen as an experiment: which knobs varied, in which steps, and what goes together.
+"""Owns a study as an experiment: which settings varied, in which steps, and what goes together.
 
 Pure. Two settings are alike where they train alike, however they are spelled. Knows nothing of what
 the steps are worth.
@@ -24,7 +24,7 @@ TRIALS_PER_VALUE = 5
 """A number with fewer trials for each of its values is fitted by a slope."""
 VALUES_APART = 8
 """A number with more values is told by a slope as well."""
-# What follows from another knob where it is not written out is no difference of its own.
+# What follows from another setting where it is not written out is no difference of its own.
 _AS_WRITTEN = ("lora_alpha", "effective_batch_size")
 
 
@@ -80,13 +80,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Knob:
-    """A knob that a study varied, with the values that were measured."""
+    """A setting that a study varied, with the values that were measured."""
 
     key: str
     levels: tuple[Any, ...]
     is_slope: bool
     reference: Any
-    """What the words of a knob that is no number are set against."""
+    """What the words of a setting that is no number are set against."""
 
     @property
     def is_doubling(self) -> bool:
@@ -129,12 +129,12 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 Part = Literal["timed", "measured", "unfit"]
 """Of a sample."""
 Groups = Mapping[tuple[Any, ...], Mapping[Any, Seen]]
-"""Trials by the settings that they share, then by the value of the knob in which they differ."""
+"""Trials by the settings that they share, then by the value of the setting in which they differ."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The trials of a study that say something of its knobs, each configuration once."""
+    """The trials of a study that say something of its settings, each configuration once."""
 
     space: SearchSpace
     timed: tuple[Seen, ...]
@@ -168,7 +168,7 @@ class Sample:
         return self.timed if quantity == "speed" else self.measured
 
     def groups(self, part: Part, knob: Knob) -> Groups:
-        """Return the trials of a part that differ in a knob alone, by its value."""
+        """Return the trials of a part that differ in a setting alone, by its value."""
         if (part, knob.key) not in self._groups:
             trials: tuple[Seen, ...] = getattr(self, part)
             self._groups[part, knob.key] = _groups_of(trials, knob)

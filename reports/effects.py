@@ -1,10 +1,10 @@
-"""Owns what each knob is worth: the change of speed and of memory from one value to another.
+"""Owns what each setting is worth: the change of speed and of memory from one value to another.
 
-Pure: a study's snapshot in, a value out. Trials that differ in one knob alone are a matched pair,
-and the pairs' ratios are told where there are enough of them. Where there are not, a linear fit of
-the logarithm of speed, and of the peak, by every knob that varied says what the study determines,
-with what the fit misses in its interval. What was never varied apart from another knob is said to
-be unknown: a median of everything tried at one value would be the effect of its company. Only the
+Pure: a study's snapshot in, a value out. Trials that differ in one setting alone are a matched
+pair, and the pairs' ratios are told where there are enough of them. Where there are not, a linear
+fit of the logarithm of speed, and of the peak, by every setting that varied says what the study
+determines, with what the fit misses in its interval. What was never varied apart from another is
+unknown: a median of everything tried at one value would be the effect of its company. Only the
 speeds of one process and of at least six steps are used.
 """
 
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Effect:
-    """What going from one value of a knob to another is worth."""
+    """What going from one value of a setting to another is worth."""
 
     key: str
     before: str
@@ -79,7 +79,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a study tells of its knobs."""
+    """What a study tells of its settings."""
 
     effects: tuple[Effect, ...]
     """In the order of the space's dimensions."""
@@ -91,7 +91,7 @@ class Effects:
 
 
 def effects_of(snapshot: StudySnapshot) -> Effects | None:
-    """Return what a study tells of its knobs; None where fewer than two trials were measured."""
+    """Return what a study tells of its settings; None where fewer than two trials were measured."""
     study = _Study(Sample.of(snapshot))
     sample = study.sample
     if len(sample.measured) < 2:
@@ -111,7 +111,7 @@ def effects_of(snapshot: StudySnapshot) -> Effects | None:
 class _Fitted:
     fit: LinearFit
     places: Mapping[str, range]
-    """Which columns are a knob's."""
+    """Which columns are a setting's."""
     width: int
 
     def contrast(self, knob: Knob, contrast: tuple[Any, Any]) -> Vector:
@@ -120,7 +120,7 @@ class _Fitted:
         return weights
 
     def company(self, knob: Knob, contrast: tuple[Any, Any]) -> tuple[str, ...]:
-        """Return the knobs that a contrast was never varied apart from, the most tied first."""
+        """Return the settings that a contrast was never varied apart from, the most tied first."""
         owners = {column: key for key, columns in self.places.items() for column in columns}
         tied = self.fit.entangled(self.contrast(knob, contrast))
         names = dict.fromkeys(owners[column] for column in tied if column in owners)
@@ -135,7 +135,7 @@ class _Study:
 
     @cached_property
     def fits(self) -> Mapping[Quantity, _Fitted]:
-        """The fits of both quantities by every knob that varied, also outside the space."""
+        """The fits of both quantities by every setting that varied, also outside the space."""
         return {"speed": self._fitted("speed"), "memory": self._fitted("memory")}
 
     def _fitted(self, quantity: Quantity) -> _Fitted:
@@ -212,7 +212,7 @@ class _Pair:
     difference: float
     half: float
     ends: tuple[Any, Any]
-    """The values of the knob that it went from and to."""
+    """The values of the setting that it went from and to."""
 
 
 def _pairs(
@@ -220,7 +220,7 @@ def _pairs(
 ) -> tuple[_Pair, ...]:
     """Return the matched pairs of a contrast; no trial is in two of them.
 
-    Of a slope each group of trials that differ in the knob alone counts as one, by its own slope.
+    Of a slope each group of trials that differ in it alone counts as one, by its own slope.
     """
     groups = sample.groups("timed" if quantity == "speed" else "measured", knob).values()
     if knob.is_slope:
@@ -324,7 +324,7 @@ def _would_tell(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> str:
 
 
 def _wanted(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Return the values of which a pair would tell; of a knob that never varied, the space's."""
+    """Return the values of which a pair would tell; of a setting that never varied, the space's."""
     if len(knob.levels) > 1:
         return contrast
     return (*knob.levels, *(v for v in sample.space.values_of(knob.key) if v not in knob.levels))

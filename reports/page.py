@@ -128,7 +128,7 @@ def _figures(sections: Iterable[tuple[str, Any]]) -> tuple[PageFigure, ...]:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """Return the page of several cards as HTML. Its figures are of cards, not of trials."""
+    """Return the page of several GPUs as HTML. Its figures are of GPUs, not of trials."""
     words = words_of(comparison)
     return _page(words.title, [("comparison", words)], document=no_document(), snapshot=None)
 

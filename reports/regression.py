@@ -2,7 +2,7 @@
 
 Ordinary least squares by the singular value decomposition: columns may depend on each other, and a
 contrast of coefficients is then told only where the observations determine it (Searle, "Linear
-models", ch. 5: estimable functions). Knows nothing of trials or knobs.
+models", ch. 5: estimable functions). Knows nothing of trials or settings.
 """
 
 from __future__ import annotations

@@ -220,12 +220,12 @@ def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Iterator[Fact]:
 
 
 def offer_words(offer: Offer) -> str:
-    """Return where a card is rented at what price, and when that was read."""
+    """Return where a GPU is rented at what price, and when that was read."""
     return f"{offer.label} at ${offer.usd_per_hour:,.2f} an hour, as of {offer.date}"
 
 
 def _speed(snapshot: StudySnapshot, winner: TrialRecord) -> Fact:
-    """Return the speed on the target card, with what was measured beside it where it is another."""
+    """Return the speed on the target GPU, with what was measured beside it where it is another."""
     measured, target = measured_of(winner), snapshot.definition.target
     doubts = uncertainty.doubts(measured) if measured.is_noisy else ""
     details = (

@@ -102,7 +102,7 @@ def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:
 def epoch_words(snapshot: StudySnapshot, record: TrialRecord) -> str | None:
     """Return what an epoch of the texts takes as a trial trains: time, dollars, tokens.
 
-    None of a study without texts, and where the speed on the target card is not known.
+    None of a study without texts, and where the speed on the target GPU is not known.
     """
     cost = epoch_cost(snapshot, record)
     if cost is None or cost.seconds is None:

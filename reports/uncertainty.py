@@ -24,7 +24,7 @@ _FLAGS = {
     "emulated": "",
     "throttled": "slowed by a power or heat limit",
     "noisy": "uneven steps",
-    NEIGHBOUR: "another process shared the card",
+    NEIGHBOUR: "another process shared the GPU",
     "remeasured": "measured twice, as something disturbed it",
     "allocator_retries": "the allocator had to give memory back",
     "accumulation_extrapolated": "its step is derived from fewer micro-steps",
@@ -61,7 +61,7 @@ def speed(measured: Measurement) -> str:
 
 
 def measured_beside(measured: Measurement, target: Target) -> str:
-    """Return what the card that stood in for the target reached; empty where none did."""
+    """Return what the GPU that stood in for the target reached; empty where none did."""
     if target.emulated_on is None:
         return ""
     verb = "measured" if target.recorded is None else "recorded"
@@ -69,8 +69,8 @@ def measured_beside(measured: Measurement, target: Target) -> str:
 
 
 def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
-    """Return a trial's speed on the card that the study is for, how sure it is, and what another
-    card reached that stood in."""
+    """Return a trial's speed on the GPU that the study is for, how sure it is, and what another
+    GPU reached that stood in."""
     measured, target = measured_of(record), snapshot.definition.target
     if target.emulated_on is None:
         ends = ", ".join(filter(None, (interval(measured), doubts(measured))))
@@ -112,7 +112,7 @@ def numerics_words(snapshot: StudySnapshot, ranking: Ranking) -> str:
 
 
 def flags_in_words(measured: Measurement) -> str:
-    """Return what a measurement is marked with, in words, but for that another card stood in."""
+    """Return what a measurement is marked with, in words, but for that another GPU stood in."""
     known = [_FLAGS.get(flag, flag.replace("_", " ")) for flag in measured.flags]
     return ", ".join(word for word in known if word)
 

@@ -99,9 +99,9 @@ class Wall:
     first: int
     """Index of the panel to show first: the winner's, else that of the most trials."""
     common: tuple[str, ...]
-    """What all panels have in common of the knobs that usually part them."""
+    """What all panels have in common of the settings that usually part them."""
     best_over: tuple[str, ...]
-    """Knobs that vary within a panel: a cell is the best over them."""
+    """Settings that vary within a panel: a cell is the best over them."""
     nearest: tuple[Nearest, ...]
     unpredicted: int
     """Trials that did not fit and whose need nothing predicted: they cannot be ranked."""
@@ -188,7 +188,7 @@ def _value(record: TrialRecord, key: str) -> Any:
 
 
 def _varying(records: Sequence[TrialRecord], *, without: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the knobs that were tried at several values, less those that follow from another."""
+    """Return the settings that were tried at several values, less what follows from another."""
     skipped = {*without, "lora_alpha", "effective_batch_size", "learning_rate"}
     configs = [canonical(record.config) for record in records]
     return tuple(
@@ -199,7 +199,7 @@ def _varying(records: Sequence[TrialRecord], *, without: Iterable[str] = ()) -> 
 
 
 def _panel_knobs(records: Sequence[TrialRecord]) -> tuple[str, ...]:
-    """Return what parts the panels: the usual knobs, then what divides the wall the most.
+    """Return what parts the panels: the usual settings, then what divides the wall the most.
 
     A cell that holds both trials that fit and trials that do not is divided by none of them yet.
     """
@@ -229,7 +229,7 @@ def _mixed(records: Sequence[TrialRecord], keys: Sequence[str]) -> int:
 
 
 Values = tuple[tuple[str, Any], ...]
-"""Knobs with their values."""
+"""Settings with their values."""
 
 
 def _settings(record: TrialRecord, keys: Sequence[str]) -> Values:
@@ -240,7 +240,7 @@ def _settings(record: TrialRecord, keys: Sequence[str]) -> Values:
 def _by_values(
     records: Sequence[TrialRecord], keys: Sequence[str]
 ) -> list[tuple[Values, list[TrialRecord]]]:
-    """Return the trials by the values of some knobs, in order."""
+    """Return the trials by the values of some settings, in order."""
     groups: dict[Values, list[TrialRecord]] = defaultdict(list)
     for record in records:
         groups[_settings(record, keys)].append(record)

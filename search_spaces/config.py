@@ -24,12 +24,12 @@ class TrialConfig(Knobs):
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens in one forward pass of one card."""
+        """Tokens in one forward pass of one GPU."""
         return self.micro_batch_size * self.seq_len
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step, of all cards together."""
+        """Tokens per optimizer step, of all GPUs together."""
         return self.samples_per_step * self.seq_len
 
     def checkpointed_count(self, layers: int) -> int:

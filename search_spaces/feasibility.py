@@ -32,7 +32,7 @@ def refuse_impossible(
     """Refuse a space in which nothing can be valid, and a configuration that names no real module.
 
     Any other configuration that a rule forbids is one that does not fit: that is an answer. Without
-    a compute capability only what no card could run is refused.
+    a compute capability only what no GPU could run is refused.
 
     Raises:
         InputError: names the rules, and why.

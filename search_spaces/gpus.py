@@ -1,6 +1,6 @@
-"""Owns the GPU catalogue: what each card has that a training can use, and what it costs.
+"""Owns the GPU catalogue: what each GPU has that a training can use, and what it costs.
 
-Values only; what card is really in the machine is read elsewhere.
+Values only; what GPU is really in the machine is read elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIB = 1024**3
 
 UNMEASURED_MATRIX_SHARE = 0.8
 """Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
-were not measured either: the median of those that were, power-limited cards apart, which are much
+were not measured either: the median of those that were, power-limited GPUs apart, which are much
 lower."""
 UNMEASURED_COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
@@ -42,7 +42,7 @@ class Source(BaseModel):
 class LaunchCost(BaseModel):
     """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
 
-    It is the host's figure rather than the card's; a card's entry says what the hosts are like that
+    It is the host's figure rather than the GPU's; a GPU's entry says what the hosts are like that
     it is rented with.
     """
 
@@ -84,7 +84,7 @@ class Cache(BaseModel):
 
 
 class Interconnect(BaseModel):
-    """What the cards of one host send to each other through."""
+    """What the GPUs of one host send to each other through."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,13 +99,13 @@ class SpeedUncertainty:
     expected within it."""
 
     device: float
-    """Of time that the card takes: bound by its matrix units or by its memory."""
+    """Of time that the GPU takes: bound by its matrix units or by its memory."""
     launch: float
     """Of time that the host takes to launch operations."""
 
 
 class GpuSpec(BaseModel):
-    """One card. Bytes are what the driver reports as usable, not the name on the box."""
+    """One GPU. Bytes are what the driver reports as usable, not the name on the box."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -132,8 +132,8 @@ class GpuSpec(BaseModel):
     """Where it holds the clock well below boost in a training."""
     launch_seconds: LaunchCost = LaunchCost()
     device_uncertainty: float = Field(default=0.5, gt=0, lt=1)
-    """How far a predicted step may be off as far as it waits for the card; the default is for a
-    card of which next to no training was seen."""
+    """How far a predicted step may be off as far as it waits for the GPU; the default is for a
+    GPU of which next to no training was seen."""
     measured_8bit: tuple[Numerics, ...] = ()
     """The 8-bit types that trainings on it were measured in."""
     compute_capability: tuple[int, int]
@@ -157,7 +157,7 @@ class GpuSpec(BaseModel):
         return "bf16" if "bf16" in self.peak_flops else "fp16"
 
     def matrix_rate(self, dtype: ComputeDtype) -> float | None:
-        """Return FLOP/s that large products sustain; None where the card has none for ``dtype``.
+        """Return FLOP/s that large products sustain; None where the GPU has none for ``dtype``.
 
         Measured, or else the share of the data sheet's peak that 16-bit products reach: a power
         limit holds for other types too.
@@ -185,19 +185,19 @@ class _Catalogue(BaseModel):
 
 @cache
 def gpu_catalogue() -> dict[str, GpuSpec]:
-    """Return the shipped cards by name."""
+    """Return the shipped GPUs by name."""
     text = (files("search_spaces") / "gpus.yaml").read_text(encoding="utf-8")
     document = parse_yaml(text, label="gpus.yaml")
     return {spec.name: spec for spec in validate(_Catalogue, document.values, document).gpus}
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the card that ``name`` names: its own name, an alias, or what drivers call it.
+    """Return the GPU that ``name`` names: its own name, an alias, or what drivers call it.
 
     Case, the maker's name and spaces do not count: ``NVIDIA L40S`` and ``RTX 4090`` are found.
 
     Raises:
-        InputError: no such card; the message names the nearest one.
+        InputError: no such GPU; the message names the nearest one.
     """
     spec = match_product(name)
     if spec is None:
@@ -207,13 +207,13 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def gpu_names() -> dict[str, GpuSpec]:
-    """Return the cards by all their names, the catalogue's own before any alias."""
+    """Return the GPUs by all their names, the catalogue's own before any alias."""
     catalogue = gpu_catalogue()
     return catalogue | {alias: spec for spec in catalogue.values() for alias in spec.aliases}
 
 
 def match_product(product: str) -> GpuSpec | None:
-    """Return the catalogue's card for what NVML or a person calls it, or None where it has none."""
+    """Return the catalogue's GPU for what NVML or a person calls it, or None where it has none."""
     return _by_bare_name().get(_bare(product))
 
 
@@ -227,6 +227,6 @@ def _by_bare_name() -> dict[str, GpuSpec]:
 
 
 def _bare(name: str) -> str:
-    """Return a card's name without maker, family, case and spaces: ``a100-80gb-pcie``."""
+    """Return a GPU's name without maker, family, case and spaces: ``a100-80gb-pcie``."""
     words = name.lower().replace("_", " ").replace("-", " ").split()
     return "-".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})

@@ -1,11 +1,11 @@
-"""Owns every knob of a QLoRA training, each declared once, as a field of `Knobs`.
+"""Owns every setting of a QLoRA training, each declared once, as a field of `Knobs`.
 
-A declaration holds what a knob's values are and mean, what people call them, its option on the
+A declaration holds what a setting's values are and mean, what people call them, its option on the
 command line, how memory depends on it, what has to be rebuilt when it changes, and how each trainer
-spells it. A new knob is a field here. Beside that it needs its implementation and its proof of
+spells it. A new setting is a field here. Beside that it needs its implementation and its proof of
 effect in `sweep.training`, its lines in the training script of `sweep.export`, where it changes
 more than a traced training shows its prediction in `sweep.predict`, and where it does not go with
-everything a rule in `rules`. Knows nothing of spaces, cards or studies.
+everything a rule in `rules`. Knows nothing of spaces, GPUs or studies.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ FOUR_BIT = ("nf4", "fp4")
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
-"""Knobs of which more is more work in one launch, and nothing else."""
+"""Settings of which more is more work in one launch, and nothing else."""
 BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
-"""Knobs of which the first two together must go into the third."""
+"""Settings of which the first two together must go into the third."""
 OPTION_KEYS = (
     "lora_rank",
     "target_modules",
@@ -58,11 +58,11 @@ OPTION_KEYS = (
 )
 """Settings that have an option of their own on the command line; the others are typed by --set."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
-"""Knobs that decide how much an adapter can learn: speeds compare within one choice of them."""
+"""Settings that decide how much an adapter can learn: speeds compare within one choice of them."""
 MICRO_BATCH_MAX = 65_536
 """No configuration has a larger micro-batch."""
 CARDS_MAX = 64
-"""Nor more cards of one host."""
+"""Nor more GPUs of one host."""
 
 
 def _same(value: Any) -> Any:
@@ -74,7 +74,7 @@ Kind = type[int] | type[float] | type[bool] | type[str]
 
 @dataclass(frozen=True)
 class Knob:
-    """What is said of a knob beside the values it takes."""
+    """What is said of a setting beside the values it takes."""
 
     label: str
     """What people call it."""
@@ -89,7 +89,7 @@ class Knob:
     resolved: Callable[[Knobs], Any] | None = None
     """What a configuration's value comes to; None where that is the value itself.
 
-    Two configurations that come to the same in every knob train the same way.
+    Two configurations that come to the same in every setting train the same way.
     """
     applies: Callable[[Knobs], bool] | None = None
     """Whether it means anything in a configuration, and is worth a word; None where always."""
@@ -98,7 +98,7 @@ class Knob:
     """Whether peak memory can only grow with it, only shrink with it, has nothing to do with it, or
     may go either way, all else being equal.
 
-    The first two are claimed only where they hold by construction, on every model and card: a
+    The first two are claimed only where they hold by construction, on every model and GPU: a
     configuration may be refused by them.
     """
     survives_compiler: bool = False
@@ -109,7 +109,7 @@ class Knob:
     lean_first: tuple[Any, ...] = ()
     """Words and truth values that need less memory than those not listed, the least of all first.
 
-    For a knob whose ``memory`` grows that is certain; for another it is the rule.
+    For a setting whose ``memory`` grows that is certain; for another it is the rule.
     """
     shapes_base: bool = False
     """Whether the frozen base has to be built anew when it changes.
@@ -121,7 +121,7 @@ class Knob:
     same tensors, perhaps of other sizes.
     """
     tried: tuple[Any, ...] = ()
-    """Values that are worth a look where nobody names a space: of the knobs that change speed and
+    """Values that are worth a look where nobody names a space: of settings that change speed and
     memory, and leave the trained model what it is.
     """
 
@@ -189,7 +189,7 @@ def _packing_in_words(value: str) -> str:
 
 
 class Knobs(BaseModel):
-    """Every knob with its default: the standard published QLoRA recipe."""
+    """Every setting with its default: the standard published QLoRA recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -257,7 +257,7 @@ class Knobs(BaseModel):
         Knob(
             label="micro-batch",
             phrase=lambda value: f"micro-batch {value}",
-            help="Sequences in one pass of one card.",
+            help="Sequences in one pass of one GPU.",
             memory="grows",
             survives_compiler=True,
             options={
@@ -267,7 +267,7 @@ class Knobs(BaseModel):
             },
         ),
     ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
-    """Sequences in one forward and backward pass, of one card."""
+    """Sequences in one forward and backward pass, of one GPU."""
 
     seq_len: Annotated[
         StrictInt,
@@ -295,7 +295,7 @@ class Knobs(BaseModel):
             options=dict.fromkeys(TRAINERS, trainers.accumulation),
         ),
     ] = Field(default=None, ge=1, le=1_000_000)
-    """Sequences per optimizer step, of all cards together; null means one micro-batch on each.
+    """Sequences per optimizer step, of all GPUs together; null means one micro-batch on each.
     Accumulation follows from it."""
 
     compute_dtype: Annotated[
@@ -562,24 +562,22 @@ class Knobs(BaseModel):
     data_parallel: Annotated[
         StrictInt,
         Knob(
-            label="cards",
-            phrase=lambda value: "one card" if value == 1 else f"{value} cards",
-            help="Cards that train one configuration together, each on rows of its own.",
+            label="GPUs",
+            phrase=lambda value: "one GPU" if value == 1 else f"{value} GPUs",
+            help="GPUs that train one configuration together, each on rows of its own.",
             options=dict.fromkeys(TRAINERS, trainers.parallel),
             environment={"llama-factory": trainers.llama_factory_processes},
         ),
     ] = Field(default=1, ge=1, le=CARDS_MAX)
-    """Cards that train one configuration together, each on rows of its own (DDP); every optimizer
+    """GPUs that train one configuration together, each on rows of its own (DDP); every optimizer
     step is one of all of them."""
 
     sharding: Annotated[
         Sharding,
         Knob(
             label="sharding",
-            phrase=lambda value: (
-                "whole model on each card" if value == "none" else "sharded (FSDP)"
-            ),
-            help="What several cards hold: none (each the whole model) or fsdp (each its share).",
+            phrase=lambda value: "whole model on each GPU" if value == "none" else "sharded (FSDP)",
+            help="What several GPUs hold: none (each the whole model) or fsdp (each its share).",
             applies=lambda config: config.data_parallel > 1,
             lean_first=("fsdp",),
             # What is sharded is stored in another type, and stays sharded.
@@ -587,7 +585,7 @@ class Knobs(BaseModel):
             lost=dict.fromkeys((*TRAINERS, "unsloth"), trainers.lost_sharding),
         ),
     ] = "none"
-    """What each of several cards holds: the whole model, or its share of every layer (``fsdp``:
+    """What each of several GPUs holds: the whole model, or its share of every layer (``fsdp``:
     FSDP2, with 4-bit weights stored in the compute dtype)."""
 
     @model_validator(mode="after")
@@ -612,7 +610,7 @@ class Knobs(BaseModel):
 
     @property
     def samples_per_step(self) -> int:
-        """Sequences per optimizer step, of all cards together."""
+        """Sequences per optimizer step, of all GPUs together."""
         return self.effective_batch_size or self.micro_batch_size * self.data_parallel
 
     @property
@@ -651,12 +649,12 @@ class Knobs(BaseModel):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step, of each card."""
+        """Micro-batches per optimizer step, of each GPU."""
         return self.samples_per_step // (self.micro_batch_size * self.data_parallel)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each card holds a share of the model, and not all of it."""
+        """Whether each GPU holds a share of the model, and not all of it."""
         return self.sharding != "none"
 
 
@@ -676,13 +674,13 @@ def _kind(annotation: Any) -> Kind:
 
 
 KNOBS: Mapping[str, Knob] = dict(_declared())
-"""What is declared of each knob, by its key."""
+"""What is declared of each setting, by its key."""
 
 
 NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False}
 }
-"""What a value of a knob needs of others: who asks for it and says nothing of them means these."""
+"""What a setting's value needs of others: who asks for it and says nothing of them means these."""
 
 
 def as_options(values: Mapping[str, Any]) -> list[str]:

@@ -228,7 +228,7 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
 
 
 def _needed(values: Mapping[str, Any], space: SearchSpace) -> dict[str, Any]:
-    """Return what typed values need of knobs that are neither typed nor searched."""
+    """Return what typed values need of settings that are neither typed nor searched."""
     words = {key: value for key, value in values.items() if isinstance(value, str | int)}
     needed = (NEEDED.get(pair, {}) for pair in words.items())
     return {

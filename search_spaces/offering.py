@@ -53,7 +53,7 @@ def with_texts(
         space: as it was named.
         lengths: to offer, at least one.
         names_its_lengths: whether the space's lengths are the person's own.
-        held: knobs that were typed.
+        held: settings that were typed.
 
     Raises:
         InputError: what is left makes no space.

@@ -1,4 +1,4 @@
-"""Owns what renting a card costs: offers with provider, date and source, shipped and the user's.
+"""Owns what renting a GPU costs: offers with provider, date and source, shipped and the user's.
 
 Values in, values out: nothing is ever fetched. Knows nothing of what a training costs.
 """
@@ -22,7 +22,7 @@ from search_spaces.knobs import Number
 from search_spaces.validation import known_key, validate
 
 USD_PER_HOUR_MAX = 1000.0
-"""No single card is rented at such a price; a figure above it is a slip of the unit."""
+"""No single GPU is rented at such a price; a figure above it is a slip of the unit."""
 
 PRICE_OPTION = "--price"
 TYPED_PROVIDER = "at your price"
@@ -44,27 +44,27 @@ class Assumptions(BaseModel):
 
 
 class Offer(Assumptions):
-    """One card at one price, and everything about its billing that shows on the bill."""
+    """One GPU at one price, and everything about its billing that shows on the bill."""
 
     gpu: Text
-    """Catalogue name of the card."""
+    """Catalogue name of the GPU."""
     provider: Text
     usd_per_hour: Annotated[Number, Field(gt=0, le=USD_PER_HOUR_MAX)]
-    """Dollars per card and hour, taxes and storage excluded."""
-    cards: Annotated[StrictInt, Field(ge=1)] = 1
-    """Cards of the machine that is rented: all of them are paid for, at this price each."""
+    """Dollars per GPU and hour, taxes and storage excluded."""
+    gpus: Annotated[StrictInt, Field(ge=1)] = 1
+    """GPUs of the machine that is rented: all of them are paid for, at this price each."""
     billing_seconds: Annotated[Number, Field(gt=0)] = 1.0
     """Granularity: the billed time is rounded up to a multiple of this."""
     minimum_seconds: Seconds = 0.0
     """Least time that is billed."""
     is_spot: StrictBool = False
-    """Whether the provider may take the card back."""
+    """Whether the provider may take the GPU back."""
     preemptions_per_hour: Seconds = 0.0
     """Expected interruptions per hour of training."""
     restart_seconds: Seconds = 0.0
     """Billed time that one interruption costs: starting again and repeating the steps lost."""
     queue_seconds: Seconds = 0.0
-    """Expected wait for the card."""
+    """Expected wait for the GPU."""
     is_queue_billed: StrictBool = False
     """Whether that wait is paid for."""
     download_seconds: Seconds | None = None
@@ -76,11 +76,11 @@ class Offer(Assumptions):
 
     @property
     def label(self) -> str:
-        """Name in tables: card, provider and, where they hold, ``spot`` and ``x8``.
+        """Name in tables: GPU, provider and, where they hold, ``spot`` and ``x8``.
 
-        The last says how many cards are rented at once.
+        The last says how many GPUs are rented at once.
         """
-        spot, many = " spot" if self.is_spot else "", f" x{self.cards}" if self.cards > 1 else ""
+        spot, many = " spot" if self.is_spot else "", f" x{self.gpus}" if self.gpus > 1 else ""
         return f"{self.gpu} {self.provider}{spot}{many}"
 
 
@@ -89,7 +89,7 @@ _ListKey = Annotated[str, AfterValidator(partial(known_key, known=_LIST_KEYS))]
 
 
 class _PriceFile(BaseModel):
-    """A file of prices, whose lists are read card by card."""
+    """A file of prices, whose lists are read GPU by GPU."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -103,14 +103,14 @@ def load_prices(
     """Return the offers by catalogue name, the cheapest hour first.
 
     Args:
-        user_file: a file of the user's in the shipped one's format. An offer with the same card,
+        user_file: a file of the user's in the shipped one's format. An offer with the same GPU,
             provider and spot flag as a shipped one takes its place, any other is added; its
             ``assumptions`` hold for every offer that does not say otherwise.
-        typed: prices that were typed, ``a10=0.75`` each: the only offer of that card.
+        typed: prices that were typed, ``a10=0.75`` each: the only offer of that GPU.
 
     Raises:
         InputError: the file is missing or a value in it is not right; names file and key. A price
-            that was typed is none, or of no card of the catalogue.
+            that was typed is none, or of no GPU of the catalogue.
         EnvironmentFault: the file is there and cannot be read.
     """
     documents = [_shipped()]
@@ -178,7 +178,7 @@ def _merged(
             for offer in _offers(document, ("offers", index), {**assumptions, **terms}):
                 offers[offer.gpu, offer.provider.lower(), offer.is_spot] = offer
     grouped: dict[str, list[Offer]] = {}
-    for offer in sorted(offers.values(), key=lambda offer: (offer.usd_per_hour, offer.cards)):
+    for offer in sorted(offers.values(), key=lambda offer: (offer.usd_per_hour, offer.gpus)):
         grouped.setdefault(offer.gpu, []).append(offer)
     return {gpu: tuple(grouped[gpu]) for gpu in sorted(grouped)}
 
@@ -190,12 +190,12 @@ def _shipped() -> Document:
 
 
 def _offers(document: Document, path: KeyPath, terms: Mapping[str, Any]) -> Iterator[Offer]:
-    """Yield an offer for each card of a price list, which stands at ``path`` of the file."""
+    """Yield an offer for each GPU of a price list, which stands at ``path`` of the file."""
     prices = terms.get("usd_per_hour")
     if not isinstance(prices, Mapping) or not prices:
         raise InputError(
             f"{document.where(*path, 'usd_per_hour')}: "
-            f"usd_per_hour must map cards to prices, got {quote(prices)}"
+            f"usd_per_hour must map GPUs to prices, got {quote(prices)}"
         )
     for card, price in prices.items():
         at_price = (*path, "usd_per_hour", card)

@@ -1,4 +1,4 @@
-"""Owns what is forbidden before anything runs: rules between a configuration, a model and a card.
+"""Owns what is forbidden before anything runs: rules between a configuration, a model and a GPU.
 
 Each rule is a small function with its reason. Knows nothing of memory: what does not fit is no
 rule's business. That one dtype should rule outside and inside (a model loaded in float16 under
@@ -102,12 +102,12 @@ class Setting:
     model: ModelSpec
     device: Literal["cuda", "cpu"]
     compute_capability: tuple[int, int] | None
-    """Of the card; None on a CPU, or where it is not known."""
+    """Of the GPU; None on a CPU, or where it is not known."""
     has_texts: bool = False
     """Whether it would train on texts; on full-length random rows elsewhere."""
 
     def older_than(self, capability: tuple[int, int]) -> bool:
-        """Whether the card is known to be older than ``capability``."""
+        """Whether the GPU is known to be older than ``capability``."""
         return self.compute_capability is not None and self.compute_capability < capability
 
     @property
@@ -133,7 +133,7 @@ def violation(
     Args:
         config: the candidate.
         model: what would be trained.
-        compute_capability: of the card; None on a CPU, or where it is not known.
+        compute_capability: of the GPU; None on a CPU, or where it is not known.
         device: where it would run.
         has_texts: whether it would train on texts, and not on full-length random rows.
     """
@@ -148,7 +148,7 @@ def violation(
 def _bf16(config: TrialConfig, setting: Setting) -> str | None:
     if config.compute_dtype == "bf16" and setting.older_than(AMPERE):
         return (
-            f"bf16 needs compute capability 8.0 (Ampere), this card has {setting.capability}: "
+            f"bf16 needs compute capability 8.0 (Ampere), this GPU has {setting.capability}: "
             "use compute_dtype fp16"
         )
     return None
@@ -164,7 +164,7 @@ def _adapters(config: TrialConfig, setting: Setting) -> str | None:
         )
     if setting.older_than(AMPERE):
         return (
-            f"bf16 needs compute capability 8.0 (Ampere), this card has {setting.capability}: "
+            f"bf16 needs compute capability 8.0 (Ampere), this GPU has {setting.capability}: "
             "use adapter_dtype fp32"
         )
     return None
@@ -224,7 +224,7 @@ def _triton(config: TrialConfig, setting: Setting) -> str | None:
     if setting.device == "cpu":
         return f"kernels {config.kernels} are Triton kernels and need CUDA: use kernels hf"
     if setting.older_than(VOLTA):
-        return f"Triton needs compute capability 7.0, this card has {setting.capability}"
+        return f"Triton needs compute capability 7.0, this GPU has {setting.capability}"
     return None
 
 
@@ -245,7 +245,7 @@ def _compile(config: TrialConfig, setting: Setting) -> str | None:
     if setting.device == "cpu":
         return "compile is not supported on a CPU: it needs a C++ compiler on the machine"
     if setting.older_than(VOLTA):
-        return f"Triton needs compute capability 7.0, this card has {setting.capability}"
+        return f"Triton needs compute capability 7.0, this GPU has {setting.capability}"
     return None
 
 
@@ -265,7 +265,7 @@ def _flash(config: TrialConfig, setting: Setting) -> str | None:
         return "FlashAttention-2 needs CUDA: use attention sdpa"
     if setting.older_than(AMPERE):
         return (
-            f"FlashAttention-2 needs compute capability 8.0 (Ampere), this card has "
+            f"FlashAttention-2 needs compute capability 8.0 (Ampere), this GPU has "
             f"{setting.capability}: use attention sdpa"
         )
     if config.compute_dtype == "fp32":
@@ -394,7 +394,7 @@ def _rows_of_many(config: TrialConfig, setting: Setting) -> str | None:
     if config.data_parallel == 1 or not setting.has_texts:
         return None
     return (
-        "rows of texts are not dealt out to several cards here, so several of them are measured on "
+        "rows of texts are not dealt out to several GPUs here, so several of them are measured on "
         "full-length random rows alone: use data_parallel 1, or leave the texts out"
     )
 
@@ -403,7 +403,7 @@ def _sharded(config: TrialConfig, _: Setting) -> str | None:
     if not config.is_sharded:
         return None
     if config.data_parallel == 1:
-        return "sharding fsdp splits the model among cards: use data_parallel 2 or more, or none"
+        return "sharding fsdp splits the model among GPUs: use data_parallel 2 or more, or none"
     if config.upcast_fp32:
         return "sharding fsdp moves a layer's weights together, in one type: use upcast_fp32 false"
     if config.optimizer != "adamw_torch_fused":

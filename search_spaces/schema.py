@@ -1,6 +1,6 @@
 """Owns the JSON Schema of a space file, by which an editor completes, explains and checks one.
 
-Made from the models that read the file and from the declarations of the knobs: nothing is said
+Made from the models that read the file and from the declarations of the settings: nothing is said
 twice. It says what may be written; what contradicts itself only reading finds.
 """
 
@@ -55,7 +55,7 @@ def _space_properties() -> Schema:
     properties |= {
         "gpu": _described(
             {"type": "string", "enum": ["auto", "cpu", *gpu_catalogue()]},
-            "A name of `sweep gpus`, auto for the card that is there, or cpu.",
+            "A name of `sweep gpus`, auto for the GPU that is there, or cpu.",
         ),
         "model": _described(
             {"anyOf": [{"enum": [m.name for m in shipped_models()]}, {"type": "string"}]},
@@ -128,7 +128,7 @@ def _section(model: type[BaseModel], text: str | None) -> Schema:
 
 
 def _value(key: str) -> Schema:
-    """Return the schema of one knob's value, as a configuration takes it."""
+    """Return the schema of one setting's value, as a configuration takes it."""
     if key == "target_modules":
         names = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
         schema: Schema = {"anyOf": [{"enum": list(TARGET_SETS)}, names], "default": "attention"}

@@ -100,7 +100,7 @@ class ConfirmBudget(Strict):
 
 
 class SearchSpace(Strict):
-    """What may be tried, on which model and card, and how long to look."""
+    """What may be tried, on which model and GPU, and how long to look."""
 
     name: Annotated[str, AfterValidator(_name)]
     """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
@@ -111,7 +111,7 @@ class SearchSpace(Strict):
     weights: Weights = "random"
     """Speed and memory do not depend on them; pretrained loads the real ones."""
     budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
-    """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the card's."""
+    """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the GPU's."""
     data: TextsChoice | None = None
     """Texts to train on: their path, or a section; without them rows are random and full."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
@@ -123,7 +123,7 @@ class SearchSpace(Strict):
     time_budget_seconds: Number | None = Field(default=None, gt=0)
     """After which a run stops; the same command goes on."""
     max_dollars: Number | None = Field(default=None, gt=0)
-    """What all runs of the study may cost, at the price of the card that runs it."""
+    """What all runs of the study may cost, at the price of the GPU that runs it."""
     stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
     """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
@@ -171,7 +171,7 @@ class SearchSpace(Strict):
     def _without_cost(cls, objectives: Any) -> Any:
         if isinstance(objectives, list | tuple) and "cost" in objectives:
             raise ValueError(
-                "cannot hold cost: on one card at one price it is 1 / speed. Ask for "
+                "cannot hold cost: on one GPU at one price it is 1 / speed. Ask for "
                 "tokens_per_second; plan, report and best show what tokens cost"
             )
         return objectives
@@ -348,7 +348,7 @@ class SearchSpace(Strict):
             if effective is not None:
                 micro = largest_whole(micro, effective // cards)
         elif not _is_whole(micro, cards, effective):
-            of_all = "" if cards == 1 else f" on each of {cards} cards"
+            of_all = "" if cards == 1 else f" on each of {cards} GPUs"
             raise InputError(
                 f"{where}: micro_batch_size {micro}{of_all} does not go into effective_batch_size "
                 f"{effective}, which is fixed: name an effective_batch_size under baseline too"
@@ -426,7 +426,7 @@ def largest_whole(micro: int, effective: int) -> int:
 
 
 def _is_whole(micro: Any, cards: Any, effective: Any) -> bool:
-    """Whether the cards' micro-batches go into an effective batch; None is one of each card."""
+    """Whether the GPUs' micro-batches go into an effective batch; None is one of each GPU."""
     if not all(isinstance(value, int) for value in (micro, cards, effective)):
         return True
     return bool(micro > 0 and cards > 0 and effective % (micro * cards) == 0)

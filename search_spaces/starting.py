@@ -1,4 +1,4 @@
-"""Owns the space that a person starts from: a shipped preset's text, for their card and model.
+"""Owns the space that a person starts from: a shipped preset's text, for their GPU and model.
 
 Knows nothing of where it is written.
 """
@@ -21,7 +21,7 @@ from search_spaces.rules import EIGHT_BIT_SINCE, violation
 from search_spaces.space import SearchSpace
 
 DEMO = "cpu-demo"
-"""The preset for a machine without a card."""
+"""The preset for a machine without a GPU."""
 _USUAL_PARAMETERS = 7e9
 """What an architecture that is not known from here is taken to have."""
 _CPU_BYTES_EACH = 4
@@ -31,17 +31,17 @@ _COLUMNS = 120
 
 
 def starting_text(gpu: str, model: str | None) -> str:
-    """Return a commented space for a card, ready to be run.
+    """Return a commented space for a GPU, ready to be run.
 
-    It is the preset of the card, or else of that which has about as much memory for each of the
+    It is the preset of the GPU, or else of that which has about as much memory for each of the
     model's parameters. It has no name: the file's names it, and its study.
 
     Args:
-        gpu: a card of the catalogue, or ``cpu``.
+        gpu: a GPU of the catalogue, or ``cpu``.
         model: what a person names; None for the preset's.
 
     Raises:
-        InputError: no such card or model, or the two do not go together.
+        InputError: no such GPU or model, or the two do not go together.
         EnvironmentFault: a hub id, and the hub is not to be had.
     """
     spec = None if gpu == "cpu" else find_gpu(gpu)
@@ -68,7 +68,7 @@ def schema_path() -> str:
 
 
 def _nearest(spec: GpuSpec, model: str | None) -> str:
-    """Return the preset with the most similar memory for each parameter; the card's own first."""
+    """Return the preset with the most similar memory for each parameter; the GPU's own first."""
     spaces = _presets()
     if spec.name in spaces and model is None:
         return spec.name
@@ -86,7 +86,7 @@ def _bytes_each(spec: GpuSpec, model: ModelSpec) -> float:
 
 
 def _for(text: str, *, gpu: str, model: str | None) -> str:
-    """Return a preset's text for another card and model, without what is the preset's alone."""
+    """Return a preset's text for another GPU and model, without what is the preset's alone."""
     opening, _, rest = text.partition("\n\n")
     words = "a CPU" if gpu == "cpu" else gpu
     about = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
@@ -156,13 +156,13 @@ def _with_eight_bits(text: str, spec: GpuSpec) -> str:
 
 
 def _with_dtype(text: str, spec: GpuSpec, model: ModelSpec) -> str:
-    """Return a space without bf16 where the card is too old for it."""
+    """Return a space without bf16 where the GPU is too old for it."""
     broken = violation(
         TrialConfig(), model=model, compute_capability=spec.compute_capability, device="cuda"
     )
     if broken is None or broken.rule != "bf16-needs-ampere":
         return text
-    said = "  # The card has no bf16; fp16 needs loss scaling. fp32 is there as well.\n"
+    said = "  # The GPU has no bf16; fp16 needs loss scaling. fp32 is there as well.\n"
     dtypes = r"(?:^  #.*\n)*^  compute_dtype: \[bf16, (.*)\]$"
     own = rf"{said}  compute_dtype: [\1]"
     text = re.sub(dtypes, own, text, count=1, flags=re.MULTILINE)

@@ -21,7 +21,7 @@ class Trained(Protocol):
 
     @property
     def config(self) -> Any:
-        """What was measured: a value for each knob, by its key."""
+        """What was measured: a value for each setting, by its key."""
 
     @property
     def dtype(self) -> str:
@@ -50,9 +50,9 @@ class Trained(Protocol):
 
 
 Options = Callable[[Trained], Mapping[str, Any]]
-"""What to write of a knob: options of the trainer by name."""
+"""What to write of a setting: options of the trainer by name."""
 Lost = Callable[[Trained], str | None]
-"""What of a knob the trainer cannot express, and what its file does instead; None where nothing."""
+"""What of a setting a trainer cannot express, and what its file does instead; None: nothing."""
 
 
 def _says(sentence: str, **values: Any) -> Lost:
@@ -459,7 +459,7 @@ def axolotl_lost_packing(trained: Trained) -> str | None:
     config = trained.config
     if config.attention != "sdpa" or trained.dtype != "bf16":
         return rows
-    return f"{rows} On cards before Hopper it warns that sdpa in bf16 may then give a loss of 0."
+    return f"{rows} On GPUs before Hopper it warns that sdpa in bf16 may then give a loss of 0."
 
 
 def llama_factory_lost_packing(trained: Trained) -> str | None:
@@ -483,7 +483,7 @@ def llama_factory_lost_packing(trained: Trained) -> str | None:
             return _MASKED
 
 
-# The cards
+# The GPUs
 
 
 def parallel(trained: Trained) -> dict[str, Any]:
@@ -495,7 +495,7 @@ def parallel(trained: Trained) -> dict[str, Any]:
 
 
 def llama_factory_processes(trained: Trained) -> dict[str, str]:
-    """It takes every card in sight, one process each, where it is not told how many."""
+    """It takes every GPU in sight, one process each, where it is not told how many."""
     cards = trained.config.data_parallel
     return {} if cards == 1 else {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(cards)}
 
@@ -505,7 +505,7 @@ def lost_sharding(trained: Trained) -> str | None:
     if trained.config.sharding == "none":
         return None
     return (
-        "sharding fsdp: the file does not ask for it, so every card holds the whole model: far "
+        "sharding fsdp: the file does not ask for it, so every GPU holds the whole model: far "
         "more memory than measured, and it may not fit. Add fsdp_version 2 with 4-bit weights "
         "stored in the compute dtype (bnb_4bit_quant_storage), as bitsandbytes documents it."
     )

@@ -139,7 +139,7 @@ def _certainty(record: TrialRecord) -> dict[str, Any]:
 
 
 def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> dict[str, Any] | None:
-    """Return what tokens cost as the winner trains on the target card, and under which offer."""
+    """Return what tokens cost as the winner trains on the target GPU, and under which offer."""
     dollars, offer = snapshot.usd_per_million_tokens(winner), snapshot.offer
     if dollars is None or offer is None:
         return None
@@ -154,7 +154,7 @@ def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> dict[str, Any] | None
 
 
 def _target_speed(snapshot: StudySnapshot, winner: TrialRecord) -> dict[str, Any] | None:
-    """Return the winner's speed on the card that the study is for; None where it is not known."""
+    """Return the winner's speed on the GPU that the study is for; None where it is not known."""
     speed = snapshot.target_speed(winner)
     if speed is None:
         return None

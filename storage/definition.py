@@ -25,7 +25,7 @@ _RECIPE = TrialConfig().model_dump(mode="json")
 
 
 class Target(BaseModel):
-    """The card a study is for, and the device that stands in for it."""
+    """The GPU a study is for, and the device that stands in for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +35,7 @@ class Target(BaseModel):
     budget_bytes: PositiveInt
     """Bytes the trial may reserve on the device, enforced for real."""
     emulated_on: str | None = None
-    """Product name of the bigger card that stands in; None where the target itself runs."""
+    """Product name of the bigger GPU that stands in; None where the target itself runs."""
     recorded: str | None = None
     """What its trials were recorded on, and when; None where they are measured now."""
 
@@ -58,7 +58,7 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     """Return one ``key: old -> new`` per difference that makes old and new trials incomparable.
 
     What steers the search or names things may change freely: trials, time budget, sampler, seed,
-    step budgets, names and descriptions. The card and the model count as resolved: by target and
+    step budgets, names and descriptions. The GPU and the model count as resolved: by target and
     fingerprint, not by spelling. So do texts; with them the seed counts too, as it says which of
     their rows are held out.
     """
@@ -87,7 +87,7 @@ def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[s
 def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     """Return what counts of a definition, by key, each with how it is shown."""
     dumped, texts = definition.space.model_dump(mode="json"), definition.texts
-    # What is neither searched nor fixed is the recipe's: a knob that a later version writes out
+    # What is neither searched nor fixed is the recipe's: a setting that a later version writes out
     # changes nothing.
     rest = {key: value for key, value in _RECIPE.items() if key not in definition.space.dimensions}
     nested = {
@@ -160,7 +160,7 @@ class UnreadableStudy:
 
 @dataclass(frozen=True)
 class TargetSpeed:
-    """How fast a configuration trains on the card that a study is for."""
+    """How fast a configuration trains on the GPU that a study is for."""
 
     tokens_per_second: float
     """Tokens that carry loss."""
@@ -168,7 +168,7 @@ class TargetSpeed:
     """Of the 95 % interval of what was measured, or of the range that a prediction states."""
     high: float | None
     basis: Literal["measured", "predicted"]
-    """Predicted where another card stood in for the target: its speed is its own."""
+    """Predicted where another GPU stood in for the target: its speed is its own."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,11 @@ class StudySnapshot:
     ended: dict[str, Any] | None = None
     """Why the search ended last, and what it was not able to rule out; None where it has not."""
     offer: Offer | None = None
-    """At what the target card can be rented; None where no price is known."""
+    """At what the target GPU can be rented; None where no price is known."""
     identity: str = ""
     """Of the study, which another one of the same name has not."""
     target_speeds: Mapping[int, TargetSpeed] = field(default_factory=dict)
-    """What is predicted of the target card where another stood in, by trial number."""
+    """What is predicted of the target GPU where another stood in, by trial number."""
     memory_forecasts: Mapping[TrialConfig, MemoryForecast] = field(default_factory=dict)
     """What a configuration is predicted to need, tried or not, where that is at hand."""
     job_tokens: float | None = None
@@ -226,9 +226,9 @@ class StudySnapshot:
         return without_repeated(self.records)
 
     def target_speed(self, record: TrialRecord) -> TargetSpeed | None:
-        """Return how fast a measured trial is on the target card: as measured where that ran it.
+        """Return how fast a measured trial is on the target GPU: as measured where that ran it.
 
-        Where another card stood in it is what is predicted; None where nothing was measured, or
+        Where another GPU stood in it is what is predicted; None where nothing was measured, or
         nothing can be predicted.
         """
         measured = record.measurement
@@ -240,7 +240,7 @@ class StudySnapshot:
         return TargetSpeed(measured.tokens_per_second, low, high, "measured")
 
     def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
-        """Return what tokens cost at a trial's speed on the target card; None without a price."""
+        """Return what tokens cost at a trial's speed on the target GPU; None without a price."""
         speed = self.target_speed(record)
         return None if speed is None else self._usd(speed.tokens_per_second, record.config)
 
@@ -274,14 +274,14 @@ class StudySummary:
     best_number: int | None
     """The best trial of the space that fits, by those; None where nothing fits yet."""
     best: Measurement | None
-    """What was measured of it, on whatever card ran it."""
+    """What was measured of it, on whatever GPU ran it."""
     wall_seconds: float
     holder: str | None
     """Who drives it now (``host:pid``), here or elsewhere."""
     is_confirmed: bool = False
     """Whether the best was measured again."""
     speed: TargetSpeed | None = None
-    """Of the best on the target card; None where that is not known."""
+    """Of the best on the target GPU; None where that is not known."""
     unreadable: int = 0
     """Trials of which nothing is known, as they cannot be read."""
     driven_since: str | None = None

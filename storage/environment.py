@@ -44,7 +44,7 @@ def fingerprint(
 
     Args:
         device: what trials run on.
-        gpu: product name of the card that runs them; null for ``cpu``, as the next two are.
+        gpu: product name of the GPU that runs them; null for ``cpu``, as the next two are.
         driver: version of its driver.
         cuda_driver: newest CUDA version that the driver supports.
     """

@@ -1,4 +1,4 @@
-"""Owns what one epoch of a study's texts takes on the card that the study is for. Pure.
+"""Owns what one epoch of a study's texts takes on the GPU that the study is for. Pure.
 
 An epoch is one pass over the rows that are not held out. Its loss-carrying tokens over the speed
 are its seconds: start-up, evaluation and checkpoints come on top. A shorter sequence length cuts
@@ -20,7 +20,7 @@ class EpochCost:
 
     record: EpochRecord
     seconds: float | None
-    """None where the speed on the target card is not known."""
+    """None where the speed on the target GPU is not known."""
     seconds_low: float | None
     seconds_high: float | None
     """By the ends of the speed's interval."""

@@ -64,7 +64,7 @@ def list_studies(
     Args:
         url: of the database.
         home: the directory of all studies' files.
-        completed: adds to a study what storage does not know: its speeds on the target card.
+        completed: adds to a study what storage does not know: its speeds on the target GPU.
     """
     return [
         study if isinstance(study, UnreadableStudy) else _summary(completed(study))
@@ -116,7 +116,7 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     contents, beside = Spool(path, identity).look(), read_identity(path.parent)
     if beside is None or beside.identity != identity:
         raise InputError(
-            f"--from {path}: no study.json beside it says on what card and model its results were "
+            f"--from {path}: no study.json beside it says on what GPU and model its results were "
             "measured; put it back into its study's directory"
         )
     try:

@@ -51,7 +51,7 @@ CrashCause = Literal[
 ]
 """How a worker came to a bad end: the training raised something, the process ended by itself or by
 a signal, it said what it was not asked, or what nobody can read; the memory of the host, and not of
-the card, was used up; it could open no further file."""
+the GPU, was used up; it could open no further file."""
 
 Purpose = Literal["search", "confirm", "soak", "quality"]
 """Why a configuration is run: to find the best, to measure it again, to keep it running, or to see
@@ -124,9 +124,9 @@ class Measurement(_Frozen):
     """What was measured of one configuration on one device; null where unknown."""
 
     tokens_per_second: float
-    """Tokens that carry loss per second, at the median step; of all cards together."""
+    """Tokens that carry loss per second, at the median step; of all GPUs together."""
     cards: int = 1
-    """Cards that trained it together. Peaks are of the card that needed most."""
+    """GPUs that trained it together. Peaks are of the GPU that needed most."""
     samples_per_second: float
     step_seconds: float
     """Median seconds of an optimizer step, accumulation included."""
@@ -147,7 +147,7 @@ class Measurement(_Frozen):
     """Most bytes in use on the device as NVML saw it, every process counted; null on a CPU."""
     trainable_parameters: int
     flops_utilization: float | None = None
-    """Model FLOP/s over the card's dense peak for the compute dtype; null where that is unknown."""
+    """Model FLOP/s over the GPU's dense peak for the compute dtype; null where that is unknown."""
     final_loss: float
     setup_seconds: float
     """Seconds to build what was missing, attach, warm up to the first measured step, and detach."""
@@ -169,7 +169,7 @@ class Measurement(_Frozen):
     compile_seconds: float | None = None
     """Seconds that compiling took, or fetching what was compiled before; null where nothing was."""
     joules_per_token: float | None = None
-    """Energy of the whole card over the measured steps, by NVML's counter; null where unknown."""
+    """Energy of the whole GPU over the measured steps, by NVML's counter; null where unknown."""
     soak: SoakReport | None = None
     """Of a soak alone."""
     loss_tokens_per_step: float | None = None
@@ -205,7 +205,7 @@ class Measurement(_Frozen):
     def is_noisy(self) -> bool:
         """Whether the speed is too unsure to be set against another.
 
-        Its steps were uneven, too few to say, or shared the card with another process. A card that
+        Its steps were uneven, too few to say, or shared the GPU with another process. A GPU that
         its power limit slows down does so steadily: such a speed counts.
         """
         return self.step_seconds_ci95 is None or not _NOISY_FLAGS.isdisjoint(self.flags)
@@ -274,7 +274,7 @@ class Invalid(_Frozen):
 
 
 class Ineffective(_Frozen):
-    """A knob did not take effect, so the run does not count as this configuration."""
+    """A setting did not take effect, so the run does not count as this configuration."""
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
     knob: str
@@ -430,7 +430,7 @@ class TrialRecord(Errand):
     epoch: EpochRecord | None = None
     """What an epoch of the study's texts is to it; None where its rows are random."""
     ran_on: str | None = None
-    """Which of several cards, or machines, it ran on; None where there is but one."""
+    """Which of several GPUs, or machines, it ran on; None where there is but one."""
 
     @property
     def verdict(self) -> Verdict:

@@ -376,7 +376,7 @@ class OpenStudy:
         return float(self._attributes().get(WALL_SECONDS, 0.0))
 
     def card_seconds(self) -> float:
-        """Return the driver's time over all runs, times the cards that each had: what is paid."""
+        """Return the driver's time over all runs, times the GPUs that each had: what is paid."""
         return float(self._attributes().get(CARD_SECONDS, 0.0))
 
     def add_wall_seconds(self, seconds: float) -> None:

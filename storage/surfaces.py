@@ -1,4 +1,4 @@
-"""Owns a surface: recorded trials of one model on one card, as a file that samplers can be tried
+"""Owns a surface: recorded trials of one model on one GPU, as a file that samplers can be tried
 on.
 
 Reading is strict, and says file, line and key. Knows nothing of samplers, or of how the trials were
@@ -88,15 +88,15 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class Surface:
-    """Recorded trials of one model on one card, each configuration once."""
+    """Recorded trials of one model on one GPU, each configuration once."""
 
     name: str
     """The file as the person named it."""
     model: ModelSpec
     gpu: str
-    """Catalogue name of the card that the trials were for."""
+    """Catalogue name of the GPU that the trials were for."""
     card: GpuSpec
-    """The card that they ran on."""
+    """The GPU that they ran on."""
     rows: tuple[SurfaceRow, ...]
     repeated: int = 0
     """Rows that said again what an earlier one had said."""
@@ -115,7 +115,7 @@ def read_surface(name: str) -> Surface:
     """Read a surface from a file of JSON lines.
 
     Raises:
-        InputError: not to be read, another version's, of a card or model that is not known, or a
+        InputError: not to be read, another version's, of a GPU or model that is not known, or a
             row that is none or that contradicts another; the message names file, line and key.
         EnvironmentFault: the file is there and cannot be read.
     """
@@ -165,7 +165,7 @@ def _header(where: str, line: str) -> dict[str, Any]:
 
 
 def _card(name: str, where: str) -> GpuSpec:
-    """Return the card of a name, the catalogue's or the product's."""
+    """Return the GPU of a name, the catalogue's or the product's."""
     try:
         return match_product(name) or find_gpu(name)
     except InputError as error:
@@ -196,7 +196,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
     once, by the last of them.
 
     Raises:
-        InputError: it was measured on texts, whose lengths a surface has no place for, or on a card
+        InputError: it was measured on texts, whose lengths a surface has no place for, or on a GPU
             that the catalogue does not have.
         NothingFits: nothing was measured.
     """
@@ -213,9 +213,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
     card = gpu_catalogue().get(target.gpu)
     product = target.emulated_on or (card.product if card else target.gpu)
     if match_product(product) is None or target.device != "cuda":
-        raise InputError(
-            f"{name}: a surface is of a card of the catalogue, and this is '{product}'"
-        )
+        raise InputError(f"{name}: a surface is of a GPU of the catalogue, and this is '{product}'")
     rows = {canonical(r.config): row for r in snapshot.records if (row := _row_of(r))}
     if not rows:
         raise NothingFits(f"{name} has nothing to export: no trial of it fits or ran out of memory")

@@ -405,10 +405,10 @@ def report(
     force: opt.ForceOption = False,
     storage: opt.StorageOption = None,
 ) -> int:
-    """Write a study's report, or compare cards; one HTML file.
+    """Write a study's report, or compare GPUs; one HTML file.
 
     With the size of your dataset it says what your training costs. Several studies, and plans that
-    `sweep plan --json` printed, are set beside each other: which card is the cheapest, which the
+    `sweep plan --json` printed, are set beside each other: which GPU is the cheapest, which the
     soonest, and what cannot be told. Example: sweep report a10 a100-40gb --plan l4.json
     --dataset-samples 50000
 
@@ -584,7 +584,7 @@ def presets(as_json: opt.JsonOption = False) -> int:
 
 @app.command(epilog=opt.examples("sweep gpus --json"))
 def gpus(as_json: opt.JsonOption = False) -> int:
-    """List the cards of the catalogue."""
+    """List the GPUs of the catalogue."""
     from sweep.terminal import listings
 
     return listings.gpus(as_json=as_json)

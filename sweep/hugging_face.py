@@ -198,7 +198,7 @@ class ThroughputCallback(StepClock):
             self._say(
                 f"Promised: {units.rate(measured.tokens_per_second)} tokens/s, peak "
                 f"{units.gib(measured.peak_allocated_bytes)} allocated (trial {recipe.number} of "
-                f"study {quote(recipe.study)}, on {recipe.provenance()['card']})."
+                f"study {quote(recipe.study)}, on {recipe.provenance()['gpu']})."
             )
 
     def _count(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What NVML says of a card: each of its figures by itself, and none where the driver refuses."""
+"""What NVML says of a GPU: each of its figures by itself, and none where the driver refuses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pynvml
 NVML: Any = pynvml
 """The library; a test hands another to what takes one."""
 _HARDWARE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
-"""Errors that are the card's own and not a program's, which end what runs: uncorrectable memory, a
-failed row remapping, links, a card off the bus, a firmware that does not answer. By NVIDIA's
+"""Errors that are the GPU's own and not a program's, which end what runs: uncorrectable memory, a
+failed row remapping, links, a GPU off the bus, a firmware that does not answer. By NVIDIA's
 catalogue of Xid errors (docs.nvidia.com/deploy/xid-errors)."""
 _THROTTLE_BITS = {
     "power": pynvml.nvmlClocksThrottleReasonSwPowerCap,
@@ -28,7 +28,7 @@ _THROTTLE_BITS = {
 
 @dataclass(frozen=True)
 class CardProcess:
-    """A process that has memory on the card."""
+    """A process that has memory on the GPU."""
 
     pid: int
     used_bytes: int | None
@@ -37,7 +37,7 @@ class CardProcess:
 
 @dataclass(frozen=True)
 class CardMemory:
-    """A card's memory, in bytes of all processes together."""
+    """A GPU's memory, in bytes of all processes together."""
 
     total: int
     free: int
@@ -46,7 +46,7 @@ class CardMemory:
 
 @contextmanager
 def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[NvmlCard]]:
-    """Yield the cards that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order.
+    """Yield the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order.
 
     Args:
         nvml: what pynvml is; tests hand in another.
@@ -84,7 +84,7 @@ def _is_there(handle: Any) -> bool:
 
 
 def card_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlCard | None:
-    """Return the card on that bus, to be asked as long as this process lives; None without NVML."""
+    """Return the GPU on that bus, to be asked as long as this process lives; None without NVML."""
     try:
         nvml.nvmlInit()
     except pynvml.NVMLError:
@@ -94,10 +94,10 @@ def card_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlCard | None:
 
 
 class NvmlCard:
-    """A card, asked anew at each call.
+    """A GPU, asked anew at each call.
 
-    What is refused differs by card: one whose memory is the host's has no memory figures, a slice
-    of a card no clocks, a container no processes. One refusal says nothing of the others.
+    What is refused differs by GPU: one whose memory is the host's has no memory figures, a slice
+    of a GPU no clocks, a container no processes. One refusal says nothing of the others.
     """
 
     def __init__(self, handle: Any, nvml: Any) -> None:
@@ -105,7 +105,7 @@ class NvmlCard:
         self._nvml = nvml
 
     def ask(self, question: str) -> Any:
-        """Return what one of NVML's functions says of the card; None where it refuses."""
+        """Return what one of NVML's functions says of the GPU; None where it refuses."""
         return _ask(getattr(self._nvml, question), self._handle)
 
     def versions(self) -> tuple[str | None, str | None]:
@@ -145,10 +145,10 @@ class NvmlCard:
 
 
 class FaultWatch:
-    """What befell one card since the watch began, by NVML; called, it says so in a few words.
+    """What befell one GPU since the watch began, by NVML; called, it says so in a few words.
 
     Args:
-        uuid: of the card.
+        uuid: of the GPU.
         nvml: what pynvml is; tests hand in another.
     """
 
@@ -161,13 +161,13 @@ class FaultWatch:
         _ask(nvml.nvmlInit)
         handle = _ask(nvml.nvmlDeviceGetHandleByUUID, uuid)
         self._is_known = handle is not None
-        """Of a card that was never found by that name nothing is ever said."""
+        """Of a GPU that was never found by that name nothing is ever said."""
         self._ecc_errors = self._uncorrected(handle) if self._is_known else 0
         if self._is_known:
             self._listen(handle)
 
     def __call__(self) -> str | None:
-        """Return what is wrong with the card; None where it is well, or nobody can tell."""
+        """Return what is wrong with the GPU; None where it is well, or nobody can tell."""
         if self._is_known and self._found is None:
             self._found = self._look()
         return self._found
@@ -184,7 +184,7 @@ class FaultWatch:
         if errors > 0:
             return f"{errors} uncorrectable memory error{'s' if errors > 1 else ''} (ECC)"
         xid = next((code for code in self._xids() if code in _HARDWARE_XIDS), None)
-        return None if xid is None else f"the driver reported Xid {xid}, a fault of the card"
+        return None if xid is None else f"the driver reported Xid {xid}, a fault of the GPU"
 
     def _uncorrected(self, handle: Any) -> int:
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
@@ -208,7 +208,7 @@ class FaultWatch:
 
 
 def _ask(question: Any, *arguments: Any) -> Any:
-    """Return NVML's answer; None where this card's driver does not give it."""
+    """Return NVML's answer; None where this GPU's driver does not give it."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

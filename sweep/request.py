@@ -247,7 +247,7 @@ def overridden(
 def held_in(
     space: SearchSpace, held: Mapping[str, Any], changed: Mapping[str, Any], *, typed: str
 ) -> tuple[SearchSpace, Mapping[str, Any]]:
-    """Return the space, as it was typed, with the knobs fixed that were, and all that was changed.
+    """Return the space, as it was typed, with what was fixed and all that was changed.
 
     Raises:
         InputError: a value that a configuration does not take, or nothing left free.

@@ -31,7 +31,7 @@ ENABLED = {
 }
 """What each of the users' extras makes importable."""
 UNPINNED = {"triton"}
-"""Torch's build for a card says which."""
+"""Torch's build for a GPU says which."""
 
 
 def pins() -> dict[str, str]:

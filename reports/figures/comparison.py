@@ -1,4 +1,4 @@
-"""Owns what the page of several cards says: the verdict, the table of each ground, the figures.
+"""Owns what the page of several GPUs says: the verdict, the table of each ground, the figures.
 
 Pure: a comparison in, finished text and drawings out. What leads and what cannot be told is
 `comparison`'s.
@@ -42,7 +42,7 @@ _STYLES = (
     (WINNER_COLOUR, "cross", "longdash"),
     (MARKS[Verdict.INVALID].colour, "x", "longdashdot"),
 )
-"""Colour, symbol and dash of each card, in the order in which they were named."""
+"""Colour, symbol and dash of each GPU, in the order in which they were named."""
 _OTHERS_NAMED = 4
 _LABEL_SHARE = 0.12
 """Of the fastest: names that are closer than this would stand on each other."""
@@ -50,7 +50,7 @@ _LABEL_SHARE = 0.12
 
 @dataclass(frozen=True)
 class CardRow:
-    """One card on one ground, as text."""
+    """One GPU on one ground, as text."""
 
     card: str
     source: str
@@ -66,7 +66,7 @@ class CardRow:
 
 @dataclass(frozen=True)
 class GroupWords:
-    """The cards of one ground."""
+    """The GPUs of one ground."""
 
     title: str
     verdicts: tuple[str, ...]
@@ -75,7 +75,7 @@ class GroupWords:
 
 @dataclass(frozen=True)
 class ComparisonWords:
-    """All that the page of several cards says."""
+    """All that the page of several GPUs says."""
 
     title: str
     work: str
@@ -141,7 +141,7 @@ def _verdicts(group: Group, job: Job) -> Iterator[str]:
 
 
 def _absent(group: Group, cards: Sequence[Card]) -> Iterator[str]:
-    """Yield which cards are not in a comparison, and what would bring them in."""
+    """Yield which GPUs are not in a comparison, and what would bring them in."""
     present = {entry.card.label for entry in group.entries}
     where = ground_words(group.ground, group.entries[0].option.config)
     for card in cards:
@@ -168,7 +168,7 @@ def _no_break_even(leader: Leader) -> str:
         return (
             f"{first.card.label} costs the least to start as well: no amount of work is too small."
         )
-    return "At how little work another card is cheaper cannot be told: the speeds are too unsure."
+    return "At how little work another GPU is cheaper cannot be told: the speeds are too unsure."
 
 
 def _leader_words(what: str, leader: Leader, numbers: Sequence[str]) -> str:
@@ -318,10 +318,10 @@ def _figures(comparison: Comparison) -> tuple[PageFigure, ...]:
     drawn = [
         PageFigure(
             "fronts",
-            "What memory buys on each card",
-            f"Tokens/s on each card against peak memory, of {title}: what no other configuration "
-            "of that card beats in both; a star is what is recommended. Whiskers are the speeds' "
-            "uncertainty; a dashed line is a card's budget.",
+            "What memory buys on each GPU",
+            f"Tokens/s on each GPU against peak memory, of {title}: what no other configuration "
+            "of that GPU beats in both; a star is what is recommended. Whiskers are the speeds' "
+            "uncertainty; a dashed line is a GPU's budget.",
             _fronts(comparison.cards, group.ground),
             _front_table(comparison.cards, group.ground),
         )
@@ -332,7 +332,7 @@ def _figures(comparison: Comparison) -> tuple[PageFigure, ...]:
                 "prices",
                 "What it costs, and how long it takes",
                 f"Dollars per million tokens against tokens/s, of the fastest with {title} on each "
-                "card. Left is cheaper, up is sooner; whiskers are the speeds' uncertainty.",
+                "GPU. Left is cheaper, up is sooner; whiskers are the speeds' uncertainty.",
                 _prices(comparison.cards, group),
                 None,
             )
@@ -341,7 +341,7 @@ def _figures(comparison: Comparison) -> tuple[PageFigure, ...]:
 
 
 def front_of(card: Card, ground: Ground) -> tuple[Option, ...]:
-    """Return what no other configuration of a card beats, the one of least memory first."""
+    """Return what no other configuration of a GPU beats, the one of least memory first."""
     known = [o for o in card.options if o.ground == ground and o.peak_bytes is not None]
     front: list[Option] = []
     for option in sorted(known, key=lambda o: (o.peak_bytes or 0, -o.tokens_per_second.value)):
@@ -378,7 +378,7 @@ def _fronts(cards: Sequence[Card], ground: Ground) -> go.Figure:
 
 
 def _recommended(card: Card, best: Option, colour: str) -> dict[str, Any]:
-    """Return the mark of what is recommended on a card: measured again, it may be off the front."""
+    """Return the mark of what is recommended on a GPU: measured again, it may be off the front."""
     return {
         "name": escape(f"recommended on {card.label}"),
         "mode": "markers",
@@ -397,11 +397,11 @@ def _front_table(cards: Sequence[Card], ground: Ground) -> DataTable:
         for card in cards
         for option in front_of(card, ground)
     )
-    return DataTable(("card", "configuration", "tokens/s", "peak allocated"), tuple(rows))
+    return DataTable(("GPU", "configuration", "tokens/s", "peak allocated"), tuple(rows))
 
 
 def _label_place(entry: Entry, group: Group) -> str:
-    """Return where a card's name stands: off its whiskers, inside the figure, off the next card."""
+    """Return where a GPU's name stands: off its whiskers, inside the figure, off the next GPU."""
     prices = [e.usd_per_million_tokens.value for e in group.entries if e.usd_per_million_tokens]
     own, speed = entry.usd_per_million_tokens, entry.option.tokens_per_second.value
     speeds = [e.option.tokens_per_second.value for e in group.entries]

@@ -49,7 +49,7 @@ class UntoldRow:
 
 @dataclass(frozen=True)
 class KnobSection:
-    """What the page says of knobs."""
+    """What the page says of settings."""
 
     lead: str
     rows: tuple[EffectRow, ...]
@@ -58,7 +58,7 @@ class KnobSection:
 
 
 def knobs_of(snapshot: StudySnapshot) -> KnobSection | None:
-    """Return the section of knobs; None where fewer than two trials were measured."""
+    """Return the section of settings; None where fewer than two trials were measured."""
     known = effects_of(snapshot)
     if known is None:
         return None

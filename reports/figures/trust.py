@@ -110,7 +110,7 @@ def _summary(known: Trust) -> str:
 def accuracy_words(known: Accuracy) -> str:
     """Return how far predictions were off, in a sentence."""
     number, worst = known.worst
-    what = {"memory": "Peak memory", "speed": "Speed on the card that ran it"}[known.quantity]
+    what = {"memory": "Peak memory", "speed": "Speed on the GPU that ran it"}[known.quantity]
     which = (
         {"memory": "too much", "speed": "too fast"},
         {"memory": "too little", "speed": "too slow"},

@@ -103,7 +103,7 @@ def space_with_texts(
         texts: what its trials would train on.
         model: what would be trained.
         is_preset: whether nobody wrote it for these texts.
-        held: knobs that were typed.
+        held: settings that were typed.
 
     Raises:
         InputError: what is left makes no space.

@@ -242,7 +242,7 @@ class Recipe:
             "study": self.study,
             "trial": self.number,
             "date": self.date,
-            "card": environment.get("gpu") or self.target.gpu,
+            "gpu": environment.get("gpu") or self.target.gpu,
             "target": self.target.model_dump(mode="json"),
             "driver": environment.get("driver"),
             "cuda_driver": environment.get("cuda_driver"),

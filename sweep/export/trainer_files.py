@@ -28,7 +28,7 @@ from sweep.export.script import template
 
 _NON_BLOCKING: Mapping[str, Any] = {"accelerator_config": {"non_blocking": True}}
 _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_BLOCKING}
-"""Nothing in a measured step waits for the card: neither a look at each loss nor a batch."""
+"""Nothing in a measured step waits for the GPU: neither a look at each loss nor a batch."""
 
 _TRAINING_ARGUMENTS: Mapping[str, Any] = {
     "weight_decay": WEIGHT_DECAY,
@@ -215,7 +215,7 @@ def _header(recipe: Recipe, *, trainer: Trainer, command: str) -> str:
         *_items(edits),
         "",
         f"Where {tried.name} cannot do what was measured:",
-        *_items(lost(recipe, trainer) or ("nothing known: every knob is below",)),
+        *_items(lost(recipe, trainer) or ("nothing known: every setting is below",)),
     )
     # A line each, to be taken as it is: in a paragraph a long path would be broken.
     info = f"{_INFO}{json.dumps(dataset_info(recipe))}\n" if trainer == "llama-factory" else ""
@@ -235,7 +235,7 @@ def _model(recipe: Recipe) -> str:
 
 
 def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
-    """Return the options of a trainer that say what was measured, knob by knob."""
+    """Return the options of a trainer that say what was measured, setting by setting."""
     options: dict[str, Any] = {}
     for key, knob in KNOBS.items():
         match knob.options.get(trainer):

@@ -127,8 +127,8 @@ def behind(
 
 _FLAGS = {
     "noisy": "its steps varied, so its speed is uncertain",
-    "throttled": "the card was slowed down as it was measured",
-    "neighbour": "something else used the card as it was measured",
+    "throttled": "the GPU was slowed down as it was measured",
+    "neighbour": "something else used the GPU as it was measured",
     "accumulation_extrapolated": "a part of its accumulation was derived",
     "round_extrapolated": "its speed was derived from micro-batches of other sizes",
 }

@@ -42,7 +42,7 @@ def model_card(
     subject: str,
     environment: Mapping[str, Any],
 ) -> str:
-    """Return the card, as Markdown with the hub's header."""
+    """Return the model card, as Markdown with the hub's header."""
     # Whoever trains nothing does not wait for it.
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -183,7 +183,7 @@ def _sections(
 
 
 def _configuration(config: TrialConfig) -> list[Row]:
-    """Return what is used: every default written out, and no knob that has no say here."""
+    """Return what is used: every default written out, and no setting that has no say here."""
     values = canonical(config).model_dump(mode="json")
     idle = {key for key, knob in KNOBS.items() if knob.applies and not knob.applies(config)}
     return [(f"`{key}`", f"`{value}`") for key, value in values.items() if key not in idle]

@@ -1,4 +1,4 @@
-"""Owns what a training leaves: adapter, tokenizer, card, figures and loss curve, all of them or
+"""Owns what a training leaves: adapter, tokenizer, model card, figures and loss curve, all or
 none under their names.
 
 They are written under a name that begins with a dot, and given their own once the disk has them

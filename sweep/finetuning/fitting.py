@@ -66,8 +66,8 @@ def next_smaller(
 
     Args:
         config: that is too large.
-        predictor: of memory on the card, for the texts; None where nothing predicts it.
-        budget_bytes: of the card.
+        predictor: of memory on the GPU, for the texts; None where nothing predicts it.
+        budget_bytes: of the GPU.
         is_valid: whether a configuration can be trained but for its memory.
         has_run_out: whether it ran out of memory, whatever had been predicted of it.
     """

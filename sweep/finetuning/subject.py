@@ -115,7 +115,7 @@ def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
     measured: Any = values.get("measurement")
     try:
         number, study, gpu = values.get("number"), values.get("study"), values["gpu"]
-        card = _mapping(values.get("provenance")).get("card")
+        card = _mapping(values.get("provenance")).get("gpu")
         texts = values.get("texts")
         speed, peak = float(measured["tokens_per_second"]), int(measured["peak_allocated_bytes"])
         if not (0 < speed < math.inf and peak > 0):
@@ -135,7 +135,7 @@ def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
 
 
 def _environment_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what an export tells of the machine that measured, but for its card's name."""
+    """Return what an export tells of the machine that measured, but for its GPU's name."""
     told = _mapping(values.get("provenance"))
     known = {key: told.get(key) for key in ("driver", "cuda_driver", "python")}
     commit = _mapping(told.get("sweep")).get("commit")

@@ -123,7 +123,7 @@ def prepare_training(
     Raises:
         InputError: something that was typed or named is not right.
         NothingFits: it is predicted not to fit.
-        EnvironmentFault: the card or the network is not to be had.
+        EnvironmentFault: the GPU or the network is not to be had.
     """
     found = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
@@ -196,7 +196,7 @@ def _job(
 
 
 def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
-    """Return what predicts a training's memory on a card: that of its largest micro-batch."""
+    """Return what predicts a training's memory on a GPU: that of its largest micro-batch."""
     full = TracingPredictor(
         prepared.subject.model,
         cache_dir=cache_directory() / "memory",
@@ -207,7 +207,7 @@ def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
 
 def smaller_than(prepared: PreparedTraining) -> Smaller | None:
     """Return the next smaller configuration than one that ran out of memory: predicted to fit on a
-    card; on a CPU, whose memory is not predicted, the nearest one."""
+    GPU; on a CPU, whose memory is not predicted, the nearest one."""
     is_on_card = prepared.job.device == "cuda"
     return next_smaller(
         prepared.job.config,
@@ -305,11 +305,11 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
 
 
 def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
-    """Return the device: the study's, else the card that is here, else the CPU.
+    """Return the device: the study's, else the GPU that is here, else the CPU.
 
     Raises:
-        EnvironmentFault: a study's card, or one as large, is not here.
-        InputError: a budget that the card has not.
+        EnvironmentFault: a study's GPU, or one as large, is not here.
+        InputError: a budget that the GPU has not.
     """
     if subject.definition is not None:
         return resolve_target(subject.definition.space, card)
@@ -338,7 +338,7 @@ def _refuse_invalid(subject: Subject, resolved: ResolvedTarget) -> None:
     cards = subject.config.data_parallel
     if cards > 1:
         raise InputError(
-            f"{subject.words} has data_parallel {cards}, and sweep train takes one card: what "
+            f"{subject.words} has data_parallel {cards}, and sweep train takes one GPU: what "
             "`sweep export --format script` writes trains on several, or name another trial with "
             "--trial"
         )

@@ -1,4 +1,4 @@
-"""Owns how long a study would take on a rented card, as the planner foresees it.
+"""Owns how long a study would take on a rented GPU, as the planner foresees it.
 
 Knows no provider and no price.
 """
@@ -33,7 +33,7 @@ LIMITS = ("trials", "time_budget_seconds")
 
 @dataclass(frozen=True)
 class Course:
-    """How a study goes on one card."""
+    """How a study goes on one GPU."""
 
     seconds: tuple[float, float] | None
     """Of the search, the least and the most; None where speed has no prediction."""
@@ -41,7 +41,7 @@ class Course:
     """Of the start and one trial."""
     download_bytes: float
     confirming: tuple[float, float] = (0.0, 0.0)
-    """Of measuring the winner again and of its soak, on one card, the least and the most."""
+    """Of measuring the winner again and of its soak, on one GPU, the least and the most."""
     note: str | None = None
     """Why nothing is predicted."""
 
@@ -57,14 +57,14 @@ def foreseen(
     """Return how long the study takes that `sweep run` would make of a space.
 
     Args:
-        question: the space, its model and texts, and the knobs that are held.
-        gpu: the card that is rented.
+        question: the space, its model and texts, and the settings that are held.
+        gpu: the GPU that is rented.
         typed: the space as it was typed, which has its limits and how its winner is confirmed.
         cache: directory of what was foreseen before.
         progress: told of what takes its time.
 
     Raises:
-        NothingFits: by the prediction no configuration fits the card.
+        NothingFits: by the prediction no configuration fits the GPU.
         InputError: what is held makes no space.
         EnvironmentFault: the tracing process does not answer.
     """
@@ -74,7 +74,7 @@ def foreseen(
     assert isinstance(space, SearchSpace | TrialConfig)
     if isinstance(space, TrialConfig):
         raise InputError(
-            "what is typed leaves nothing to search: rent for a study, and leave one knob open"
+            "what is typed leaves nothing to search: rent for a study, and leave one setting open"
         )
     space = space.model_copy(update={key: getattr(typed, key) for key in LIMITS})
     bytes_ = _download_bytes(space, question.model)

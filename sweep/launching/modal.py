@@ -34,13 +34,13 @@ CARDS: Mapping[str, str] = {
 }
 """Names by the catalogue's: https://modal.com/docs/guide/gpu, read on 2026-11-22."""
 CARDS_MAX, CARDS_MAX_OF = 8, {"a10": 4}
-"""Cards of a container: the same page."""
+"""GPUs of a container: the same page."""
 INPUTS, VOLUME, CACHE = "/inputs", "/volume", "/cache"
 CORES, CORES_MAX = 2, 4
 MEMORY_GIB, MEMORY_GIB_MAX = 8, 32
 """Reserved, and the most that is ever used: Modal bills the larger of use and reservation."""
 USD_PER_CORE_SECOND, USD_PER_GIB_SECOND = 0.0000131, 0.00000222
-"""Billed beside the card, per physical core and GiB: https://modal.com/pricing, as of 2025."""
+"""Billed beside the GPU, per physical core and GiB: https://modal.com/pricing, as of 2025."""
 NAME_MAX, CACHE_VOLUME = 63, "-cache"
 """Of everything that is Modal's, and what is behind the volume's name in that of weights."""
 SIGNAL_SECONDS = 25
@@ -48,7 +48,7 @@ SIGNAL_SECONDS = 25
 
 
 class Modal:
-    """Modal, which has cards of its own and charges by the second."""
+    """Modal, which has GPUs of its own and charges by the second."""
 
     name, title, tool, package = "modal", "Modal", "modal", "modal"
     file_name = "modal_app.py"
@@ -65,11 +65,11 @@ class Modal:
             )
 
     def offers(self, machine: Machine, offers: Sequence[Offer]) -> list[Offer]:
-        """Return Modal's offers of the card, or what was typed."""
+        """Return Modal's offers of the GPU, or what was typed."""
         return [one for one in offers if one.provider in (self.title, TYPED_PROVIDER)]
 
     def dearest(self, machine: Machine, usd_per_hour: float) -> float:
-        """Return the card's price and the most that processors and memory can cost beside it."""
+        """Return the GPU's price and the most that processors and memory can cost beside it."""
         host = CORES_MAX * USD_PER_CORE_SECOND + MEMORY_GIB_MAX * USD_PER_GIB_SECOND
         return usd_per_hour + 3600 * host
 

@@ -117,7 +117,7 @@ def constraints(*, has_torch: bool) -> str:
     """Return the versions that run here, as constraints of pip.
 
     Args:
-        has_torch: whether torch is there already, and is kept: what goes with its card and driver.
+        has_torch: whether torch is there already, and is kept: what goes with its GPU and driver.
             Where it is not, it is to be of the version here, in the build that the index has.
     """
     versions = installed_versions()

@@ -21,7 +21,7 @@ from sweep.launching.package import NAME as PACKAGE
 from sweep.launching.package import make_wheel
 
 EXTRA = "gpu"
-"""What a card needs beside: Liger's kernels."""
+"""What a GPU needs beside: Liger's kernels."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Parcel:
 
 
 def requirements() -> tuple[str, ...]:
-    """Return what this package and its extra for a card need, as it is installed here.
+    """Return what this package and its extra for a GPU need, as it is installed here.
 
     What is not installed here, Liger say, is asked for as this package asks for it.
 
@@ -84,7 +84,7 @@ def _collect(requirement: Requirement, found: dict[str, str]) -> None:
     except metadata.PackageNotFoundError:
         found[name] = f"{requirement.name}{requirement.specifier}"
         return
-    # A build for the CPU, 2.13.0+cpu, is not what a card needs.
+    # A build for the CPU, 2.13.0+cpu, is not what a GPU needs.
     found[name] = f"{name}=={Version(distribution.version).public}"
     needed = distribution.requires or []
     for further in _applying(needed, extras=tuple(sorted(requirement.extras))):

@@ -43,12 +43,12 @@ class Cost:
     """What a study costs on a machine, and what it may cost at most."""
 
     machine: Offer
-    """The whole machine's: dollars an hour of all of its cards."""
+    """The whole machine's: dollars an hour of all of its GPUs."""
     hours: tuple[float, float] | None
     """Billed, the least and the most that are expected; None where no time can be predicted."""
     usd: tuple[float, float] | None
     usd_per_hour_most: float
-    """The machine's at most, with what a provider bills beside the card."""
+    """The machine's at most, with what a provider bills beside the GPU."""
     limit_seconds: int
     """Of the machine, after which it is stopped."""
 
@@ -110,7 +110,7 @@ class Provider(Protocol):
         ...
 
     def offers(self, machine: Machine, offers: Sequence[Offer]) -> list[Offer]:
-        """Return those of a card's offers that are its own."""
+        """Return those of a GPU's offers that are its own."""
         ...
 
     def dearest(self, machine: Machine, usd_per_hour: float) -> float:
@@ -157,14 +157,14 @@ class Provider(Protocol):
 def machine_offer(
     machine: Machine, offers: Sequence[Offer], *, idle_seconds: float = 0.0
 ) -> Offer | None:
-    """Return the cheapest machine with the cards, by the hour of all of them; None without offers.
+    """Return the cheapest machine with the GPUs, by the hour of all of them; None without offers.
 
     The time until it is gone is paid for, as it is the time until it is there.
 
     Raises:
-        InputError: the card is rented by more at once alone.
+        InputError: the GPU is rented by more at once alone.
     """
-    if offers and (least := min(offer.cards for offer in offers)) > machine.cards:
+    if offers and (least := min(offer.gpus for offer in offers)) > machine.cards:
         raise InputError(
             f"--devices must be at least {least}: {offers[0].provider} rents {machine.card.name} "
             f"by {least}, got {machine.cards}"
@@ -177,13 +177,13 @@ def machine_offer(
             }
         )
         for offer in offers
-        if offer.cards <= machine.cards
+        if offer.gpus <= machine.cards
     ]
     return min(whole, key=lambda offer: offer.usd_per_hour, default=None)
 
 
 def shared(seconds: tuple[float, float], *, cards: int, start: float) -> tuple[float, float]:
-    """Return how long a study takes with its trials spread over cards; each starts a worker."""
+    """Return how long a study takes with its trials spread over GPUs; each starts a worker."""
     low, high = (start + max(0.0, one - start) / cards for one in seconds)
     return low, high
 
@@ -261,7 +261,7 @@ def short_name(name: str, *, of: str, most: int) -> str:
 
 
 def card_name(machine: Machine, names: Mapping[str, str], *, where: str) -> str:
-    """Return what a provider calls a card.
+    """Return what a provider calls a GPU.
 
     Raises:
         InputError: it has none such; the message names those that it has.

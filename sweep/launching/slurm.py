@@ -67,7 +67,7 @@ class Allocation:
 
     @property
     def gpu_count(self) -> int:
-        """How many cards it has."""
+        """How many GPUs it has."""
         return 0 if self.gpus is None else int(self.gpus.rpartition(":")[2])
 
     @property

@@ -64,7 +64,7 @@ def _compared(order: Any, say: Say) -> tuple[Any, str | None]:
             models, rows=order.rows, on_step=lambda done, of: say({"compared": done, "of": of})
         ), None
     except torch.OutOfMemoryError:
-        return None, "the card's memory ran out"
+        return None, "the GPU's memory ran out"
 
 
 def _lacking_bytes(nbytes: int) -> int:

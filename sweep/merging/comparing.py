@@ -47,7 +47,7 @@ class Models:
 
     @property
     def device(self) -> torch.device:
-        """The card, where one has room; else the CPU."""
+        """The GPU, where one has room; else the CPU."""
         if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _ROOM * self.nbytes:
             return torch.device("cuda")
         return torch.device("cpu")

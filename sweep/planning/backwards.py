@@ -35,7 +35,7 @@ from sweep.predict.memory.prediction import Fit
 EFFECTIVE_BATCH = 16
 """Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
-"""What makes a training the same on every card, beside the effective batch."""
+"""What makes a training the same on every GPU, beside the effective batch."""
 
 LENGTH_STEP = 64
 """The longest sequences are multiples of this."""
@@ -46,7 +46,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def job(held: Mapping[str, Any], *, fixed: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """Return knobs that are held on every card: what was typed, and of what makes a training the
+    """Return settings that are held on every GPU: what was typed, and of what makes a training the
     same training the standard recipe's.
 
     Args:
@@ -62,7 +62,7 @@ def job(held: Mapping[str, Any], *, fixed: Mapping[str, Any] = NOTHING) -> dict[
 
 
 class Outcome(Enum):
-    """What becomes of the job on one card."""
+    """What becomes of the job on one GPU."""
 
     IN_TIME = "in time"
     PERHAPS_LATE = "perhaps late"
@@ -83,7 +83,7 @@ _KINDS = ABLE, (Outcome.PERHAPS_IN_TIME,), (Outcome.TOO_SLOW,)
 
 @dataclass(frozen=True)
 class JobCard:
-    """The job on one card."""
+    """The job on one GPU."""
 
     gpu: GpuSpec
     outcome: Outcome
@@ -94,7 +94,7 @@ class JobCard:
     reason: str = ""
     """Why it is not possible, or has no price."""
     least_bytes: int | None = None
-    """The least that any configuration needs, where the card is too small."""
+    """The least that any configuration needs, where the GPU is too small."""
 
     @property
     def is_able(self) -> bool:
@@ -109,11 +109,11 @@ class JobCard:
 
 @dataclass(frozen=True)
 class Cheapest:
-    """What a job costs on every card."""
+    """What a job costs on every GPU."""
 
     model: ModelSpec
     workload: Workload | None
-    """None where no card can do it."""
+    """None where no GPU can do it."""
     held: Mapping[str, Any]
     deadline_seconds: float | None
     cards: tuple[JobCard, ...]
@@ -121,7 +121,7 @@ class Cheapest:
 
     @property
     def able(self) -> tuple[JobCard, ...]:
-        """The cards that do the job in time, as predicted, the cheapest first."""
+        """The GPUs that do the job in time, as predicted, the cheapest first."""
         return tuple(card for card in self.cards if card.is_able)
 
     @property
@@ -131,7 +131,7 @@ class Cheapest:
 
     @property
     def perhaps_cheapest(self) -> tuple[JobCard, ...]:
-        """The other cards that the speeds' uncertainty leaves as cheap as the cheapest."""
+        """The other GPUs that the speeds' uncertainty leaves as cheap as the cheapest."""
         first = self.cheapest
         if first is None:
             return ()
@@ -139,11 +139,11 @@ class Cheapest:
 
     @property
     def smallest(self) -> JobCard | None:
-        """Of the able cards the one with least memory; of several the cheapest."""
+        """Of the able GPUs the one with least memory; of several the cheapest."""
         return min(self.able, key=lambda card: card.gpu.memory_bytes, default=None)
 
     def that(self, outcome: Outcome) -> tuple[JobCard, ...]:
-        """Return the cards with an outcome."""
+        """Return the GPUs with an outcome."""
         return tuple(card for card in self.cards if card.outcome is outcome)
 
 
@@ -156,7 +156,7 @@ def on_card(
     deadline_seconds: float | None,
     progress: Progress = silent,
 ) -> JobCard:
-    """Return what becomes of the job on one card, in the configuration to prefer there.
+    """Return what becomes of the job on one GPU, in the configuration to prefer there.
 
     Raises:
         InputError: memory can be predicted of no configuration.
@@ -221,7 +221,7 @@ def _in_time(
 
 
 def ranked(cards: Sequence[JobCard]) -> tuple[JobCard, ...]:
-    """Return the cards that do the job, the cheapest first, then the others by name."""
+    """Return the GPUs that do the job, the cheapest first, then the others by name."""
     able = sorted((card for card in cards if card.is_able), key=lambda card: card.bill.usd)
     others = sorted((card for card in cards if not card.is_able), key=lambda card: card.gpu.name)
     return (*able, *others)

@@ -93,7 +93,7 @@ def _range(forecast: Forecast) -> list[float | None] | None:
 
 
 def card_document(plan: CardPlan) -> dict[str, Any]:
-    """Return the plan of one card.
+    """Return the plan of one GPU.
 
     Where one configuration was asked about, its answer's keys are the document's own; where a space
     was, the one to take is under ``recommended``.
@@ -220,9 +220,9 @@ def _brief(forecast: Forecast) -> dict[str, Any]:
 def comparison_document(
     plans: Sequence[CardPlan], comparison: CardComparison | None
 ) -> dict[str, Any]:
-    """Return the plans of several cards, and the same training's speeds and bills on each.
+    """Return the plans of several GPUs, and the same training's speeds and bills on each.
 
-    ``comparison`` is null where fewer than two cards can do it or no price of any is known.
+    ``comparison`` is null where fewer than two GPUs can do it or no price of any is known.
     """
     costs = None if comparison is None else comparison.bills
     return {
@@ -270,7 +270,7 @@ def _bills(bills: Iterable[Bill]) -> list[dict[str, Any]]:
 
 
 def longest_document(longest: Longest) -> dict[str, Any]:
-    """Return the longest rows on one card; 0 tokens where not even the shortest row fits."""
+    """Return the longest rows on one GPU; 0 tokens where not even the shortest row fits."""
     best = longest.best
     return {
         **_about(longest),
@@ -291,7 +291,7 @@ def _longest_row(row: LongestRow) -> dict[str, Any]:
 
 
 def cheapest_document(answer: Cheapest) -> dict[str, Any]:
-    """Return a job on every card, those that do it first and the cheapest of them before others."""
+    """Return a job on every GPU, those that do it first and the cheapest of them before others."""
 
     def named(*cards: JobCard | None) -> list[str]:
         return [card.gpu.name for card in cards if card is not None]
@@ -307,7 +307,7 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
         "too_small": named(*answer.that(Outcome.TOO_SMALL)),
         "too_slow": named(*answer.that(Outcome.TOO_SLOW)),
         "perhaps_in_time": named(*answer.that(Outcome.PERHAPS_IN_TIME)),
-        "cards": [
+        "gpus": [
             {
                 "gpu": card.gpu.name,
                 **_of(card.gpu, "memory_bytes", "budget_bytes"),

@@ -55,7 +55,7 @@ def evidence_from(
             f"nothing of '{model.name}'"
         )
     if target.device == "cpu":
-        raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a card")
+        raise InputError(f"study '{snapshot.name}' ran on a CPU and says nothing of a GPU")
     ran_on = target.emulated_on or target.gpu
     is_same_card = match_product(ran_on) == gpu
     # As everywhere, the last trial of a configuration that came to a conclusion decides.

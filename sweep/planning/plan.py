@@ -88,20 +88,20 @@ class Use(IntEnum):
     FASTER = 0
     LEANER = 1
     FASTER_WHERE_IT_FITS = 2
-    """It would be faster on a card with more memory."""
+    """It would be faster on a GPU with more memory."""
     NONE = 3
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One knob turned."""
+    """One setting turned."""
 
     key: str
-    """The knob."""
+    """The setting."""
     forecast: Forecast
     """Of the configuration with the change."""
     speed_change: float | None
-    """In tokens/s, relative: both are the same card's, so that its error is in neither. None
+    """In tokens/s, relative: both are the same GPU's, so that its error is in neither. None
     where no speed is known."""
     memory_change_bytes: int
     """In the allocated peak."""
@@ -109,13 +109,13 @@ class WhatIf:
 
     @property
     def value(self) -> Any:
-        """What the knob is turned to."""
+        """What the setting is turned to."""
         return getattr(self.forecast.config, self.key)
 
 
 @dataclass(frozen=True)
 class CardPlan:
-    """The plan of one card."""
+    """The plan of one GPU."""
 
     forecaster: Forecaster
     """What was asked about the GPU."""
@@ -231,7 +231,7 @@ def what_ifs(shown: Forecast, *, progress: Progress = silent) -> tuple[WhatIf, .
 def few(changes: Sequence[WhatIf]) -> list[WhatIf]:
     """Return the changes that are worth a line: useful ones that leave the task what it is.
 
-    Of each use a few, every knob before a second value of any.
+    Of each use a few, every setting before a second value of any.
     """
     shown: list[WhatIf] = []
     for use in (Use.FASTER, Use.LEANER, Use.FASTER_WHERE_IT_FITS):
@@ -316,10 +316,10 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
 
 @dataclass(frozen=True)
 class CardComparison:
-    """The same training on several cards: as many tokens, in steps of one effective batch."""
+    """The same training on several GPUs: as many tokens, in steps of one effective batch."""
 
     chosen: Mapping[str, Forecast]
-    """The configuration of each card, by its name."""
+    """The configuration of each GPU, by its name."""
     workload: Workload
     """What each of them does."""
     bills: OfferComparison | None
@@ -327,12 +327,12 @@ class CardComparison:
 
     @property
     def fastest(self) -> str:
-        """The card of most tokens/s, by what is predicted."""
+        """The GPU of most tokens/s, by what is predicted."""
         return max(self.chosen, key=lambda gpu: self.chosen[gpu].tokens_per_second or 0.0)
 
     @property
     def perhaps_fastest(self) -> tuple[str, ...]:
-        """The other cards that the uncertainty of the speeds leaves as fast, the faster first."""
+        """The other GPUs that the uncertainty of the speeds leaves as fast, the faster first."""
         first = self.chosen[self.fastest]
         others = {gpu: forecast for gpu, forecast in self.chosen.items() if forecast is not first}
         tied = [gpu for gpu, other in others.items() if not is_surely_faster(first, other)]
@@ -340,17 +340,17 @@ class CardComparison:
 
     @property
     def effective_batch_size(self) -> int:
-        """Sequences per optimizer step, on every card."""
+        """Sequences per optimizer step, on every GPU."""
         return self.workload.samples_per_step
 
     @property
     def seq_len(self) -> int:
-        """Tokens in every sequence, on every card."""
+        """Tokens in every sequence, on every GPU."""
         return next(iter(self.chosen.values())).config.seq_len
 
 
 Look = Callable[[Forecaster, SearchSpace | TrialConfig], Forecast | None]
-"""Returns what to prefer of a space on the card of a forecaster; a configuration's own forecast."""
+"""Returns what to prefer of a space on the GPU of a forecaster; a configuration's own forecast."""
 
 
 def compare_cards(
@@ -360,10 +360,10 @@ def compare_cards(
     offers: Mapping[str, Sequence[Offer]],
     look: Look,
 ) -> CardComparison | None:
-    """Return what the same training costs on several cards; None where fewer than two can do it.
+    """Return what the same training costs on several GPUs; None where fewer than two can do it.
 
     The same training means the same samples, of one length, in steps of one effective batch, for
-    adapters of one capacity class. Each card does it with its own fastest configuration whose
+    adapters of one capacity class. Each GPU does it with its own fastest configuration whose
     micro-batch goes into that batch, and accumulates the rest.
     """
     able = [plan for plan in plans if plan.fits]
@@ -383,13 +383,13 @@ def compare_cards(
 
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
-    """Return the forecast of each card that can do the same training."""
+    """Return the forecast of each GPU that can do the same training."""
     surveys = {plan.gpu.name: plan.survey for plan in able if plan.survey is not None}
     if len(surveys) < len(able):
         return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
     first, *others = (survey.fastest_by_class for survey in surveys.values())
     common = set(first).intersection(*others)
-    # Of the class nearest to the standard one, the length that is fastest on the first card.
+    # Of the class nearest to the standard one, the length that is fastest on the first GPU.
     model = able[0].forecaster.model
     capacity = nearest_capacity({key[0] for key in common}, model=model)
     best = preferred(first[key] for key in common if key[0] == capacity)
@@ -414,7 +414,7 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
 
 
 def _accumulating(survey: Survey, shared: TrialConfig, whole: int, look: Look) -> Forecast | None:
-    """Return a card's preferred way to make an effective batch, in the class and at the length of
+    """Return a GPU's preferred way to make an effective batch, in the class and at the length of
     ``shared``; None where it has none.
     """
     forecaster = survey.forecaster

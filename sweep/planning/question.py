@@ -38,7 +38,7 @@ STDIN = "-"
 """Name of standard input."""
 
 Predictor = Callable[[ModelSpec, GpuSpec], MemoryPredictor]
-"""Makes what predicts the memory of a model on a card."""
+"""Makes what predicts the memory of a model on a GPU."""
 StudyReader = Callable[[str, str | None], StudySnapshot]
 """Reads a study by its name and the storage that was typed.
 
@@ -51,7 +51,7 @@ class PlanRequest:
     """What was typed."""
 
     space: str | None = None
-    """A preset, a YAML file, or a card."""
+    """A preset, a YAML file, or a GPU."""
     gpus: tuple[str, ...] = ()
     model: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class PlanRequest:
     work: AskedWork = field(default_factory=AskedWork)
     prices: Path | None = None
     typed_prices: tuple[str, ...] = ()
-    """``a10=0.75`` each: dollars an hour that take the place of all other prices of a card."""
+    """``a10=0.75`` each: dollars an hour that take the place of all other prices of a GPU."""
     is_longest: bool = False
     """Whether the longest rows are asked for."""
     is_cheapest: bool = False
-    """Whether the cards for a job are asked for, of the whole catalogue where none is named."""
+    """Whether the GPUs for a job are asked for, of the whole catalogue where none is named."""
     within_seconds: float | None = None
     """The deadline of that job."""
     study: str | None = None
@@ -94,7 +94,7 @@ class Question:
     model: ModelSpec
     gpus: tuple[GpuSpec, ...]
     offers: Mapping[str, tuple[Offer, ...]]
-    """By card."""
+    """By GPU."""
     predictor: Predictor
     read_study: StudyReader
     texts: PreparedTexts | None = None
@@ -102,18 +102,18 @@ class Question:
     shapes: ShapesOnTexts | None = None
     """What configurations come to on them."""
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
-    """By compute capability: cards that share one share all that is traced and read."""
+    """By compute capability: GPUs that share one share all that is traced and read."""
 
     @property
     def held(self) -> Mapping[str, Any]:
-        """Knobs that are the same on every card: what was typed, and what makes a job the same."""
+        """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self.request.configuration
         if not self.request.is_cheapest:
             return typed
         return job(typed, fixed={} if self.space is None else self.space.fixed)
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
-        """Return what is asked of a card: a space, or one configuration.
+        """Return what is asked of a GPU: a space, or one configuration.
 
         Raises:
             InputError: what was typed is no configuration, does not go with the space, or leaves
@@ -131,7 +131,7 @@ class Question:
         return asked
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
-        """Return what the texts make of a card's space, for a person."""
+        """Return what the texts make of a GPU's space, for a person."""
         return () if self.request.is_exact else self._offered(gpu).notes
 
     def _offered(self, gpu: GpuSpec) -> Offered:
@@ -143,7 +143,7 @@ class Question:
         )
 
     def asked(self, gpu: GpuSpec) -> Asked:
-        """Return what was asked of a card, for the answer to say."""
+        """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
             return Asked(held=self.held)
         return Asked(self._space_of(gpu)[1], self.held, run_command=self._run_command(gpu))
@@ -209,7 +209,7 @@ def resolve_request(
     Args:
         request: what was typed.
         predictor: makes what predicts memory.
-        card: reads the card in this machine, for where none is named.
+        GPU: reads the GPU in this machine, for where none is named.
         read_study: reads the study whose trials calibrate, for where one is named.
         read_texts: reads and tokenizes texts, or finds what did so before.
 
@@ -221,7 +221,7 @@ def resolve_request(
     kind, space, named = _space(request.space)
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
-        raise InputError(f"--from-file answers for one card, got {len(gpus)}: name one --gpu")
+        raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
     of_first = space or own_space(gpus[0].name, request.model)[0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
@@ -252,9 +252,9 @@ def _cards(
     named: GpuSpec | None,
     card: Callable[[], Card | None],
 ) -> tuple[GpuSpec, ...]:
-    """Return the cards that are asked about: every one that was named, the positional one first.
+    """Return the GPUs that are asked about: every one that was named, the positional one first.
 
-    The card of a space, or the one that is here, counts where none is; the whole catalogue where
+    The GPU of a space, or the one that is here, counts where none is; the whole catalogue where
     the cheapest is asked for.
     """
     typed = [_gpu(name, card) for name in request.gpus]
@@ -289,9 +289,9 @@ def _check(request: PlanRequest) -> None:
 
 
 def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
-    """Return the space that was named and what it is, and the card where it is one's name.
+    """Return the space that was named and what it is, and the GPU where it is one's name.
 
-    A card by any of its names is the preset that is called like it, if one is: how a name is
+    A GPU by any of its names is the preset that is called like it, if one is: how a name is
     written changes no answer.
     """
     if name is None:
@@ -314,7 +314,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
 
 
 def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
-    """Return the card of that name; ``auto`` is the one in this machine."""
+    """Return the GPU of that name; ``auto`` is the one in this machine."""
     if name == "cpu":
         raise InputError(
             "gpu is cpu, and only GPUs are predicted: name one with --gpu (`sweep gpus`), or "
@@ -327,7 +327,7 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
     if (spec := match_product(here.product)) is None:
         raise InputError(
-            f"the catalogue does not have the {here.product} that is here: name a card with --gpu "
+            f"the catalogue does not have the {here.product} that is here: name a GPU with --gpu "
             "(`sweep gpus`)"
         )
     return spec

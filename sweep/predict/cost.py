@@ -1,8 +1,8 @@
 """Amounts of training, and what they cost: a bill under an offer, and bills beside each other.
 
 A step's time is known within an uncertainty, and no order of two bills is claimed inside it. Two
-offers of one card share its step: it may be longer or shorter than predicted, but for both alike.
-Two cards share nothing that could be relied on: each step may be anywhere in its own interval.
+offers of one GPU share its step: it may be longer or shorter than predicted, but for both alike.
+Two GPUs share nothing that could be relied on: each step may be anywhere in its own interval.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ class Bill:
 
     @property
     def billed_hours(self) -> float:
-        """Hours that are paid for, of each card."""
+        """Hours that are paid for, of each GPU."""
         return self.usd / self.offer.usd_per_hour / self.cards
 
     @property
     def wall_hours(self) -> float:
-        """Hours from asking for the card to the last step, paid for or not."""
+        """Hours from asking for the GPU to the last step, paid for or not."""
         waited = (item.seconds for item in self.items if item.name not in ("rounding", "minimum"))
         return sum(waited) / SECONDS_PER_HOUR
 
@@ -287,7 +287,7 @@ class OfferComparison:
 
     @property
     def perhaps_soonest(self) -> tuple[Bill, ...]:
-        """The other cards' bills that may end as soon; of each card the soonest."""
+        """The other GPUs' bills that may end as soon; of each GPU the soonest."""
         others = {
             bill.offer.gpu: bill
             for bill in sorted(self.bills, key=_hours, reverse=True)
@@ -318,7 +318,7 @@ def is_surely_less(first: Bill, second: Bill, measure: Callable[[Bill], float] =
 
 
 def _corners(first: Bill, second: Bill) -> Iterator[tuple[Bill, Bill]]:
-    """Yield two bills at the ends of what their steps may take; one card's go together."""
+    """Yield two bills at the ends of what their steps may take; one GPU's go together."""
     if first.offer.gpu == second.offer.gpu:
         yield from zip(first.extremes, second.extremes, strict=True)
     else:

@@ -15,10 +15,10 @@ from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 
 Footprint = Mapping[str, tuple[Any, bool]]
-"""A configuration as far as memory goes: of every knob that matters to it, the value (for those
+"""A configuration as far as memory goes: of every setting that matters to it, the value (for those
 with an order, a size) and whether memory grows with it; of the others only equal values compare.
 
-With the knobs that shape the base alone, it is the footprint of that base.
+With the settings that shape the base alone, it is the footprint of that base.
 """
 
 _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
@@ -32,7 +32,7 @@ _SIZES: Mapping[str, Callable[[TrialConfig, ModelSpec], Any]] = {
         -config.data_parallel if config.is_sharded else min(config.data_parallel, 2)
     ),
 }
-"""What memory goes by, of the knobs whose value is not itself that."""
+"""What memory goes by, of the settings whose value is not itself that."""
 
 
 def footprint(config: TrialConfig, *, model: ModelSpec, has_texts: bool = False) -> Footprint:

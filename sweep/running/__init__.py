@@ -1,1 +1,1 @@
-"""Where a configuration runs: the runner seam, the supervised child behind it, and the card."""
+"""Where a configuration runs: the runner seam, the supervised child behind it, and the GPU."""

@@ -39,7 +39,7 @@ from sweep.running.wire import (
 )
 
 _CPU_ENVIRONMENT = {
-    # A study for the CPU never sees a card, whatever library looks for one.
+    # A study for the CPU never sees a GPU, whatever library looks for one.
     "CUDA_VISIBLE_DEVICES": "",
     # Fixed sizes and one arena make the budget repeatable: freed tensors go back at once.
     "MALLOC_ARENA_MAX": "1",

@@ -25,13 +25,13 @@ _INTEGRATED, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 18, 75, 76
 _NAME_BYTES = 256
 ALL = "all"
 _FREE_BYTES_MISSING, _FREE_SHARE_MISSING = 2**30, 0.01
-"""What a card that nobody uses may be short of, and what of that grows with the card: the driver's
+"""What a GPU that nobody uses may be short of, and what of that grows with the GPU: the driver's
 own part of it."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card at one moment; None is what no driver told."""
+    """A GPU at one moment; None is what no driver told."""
 
     product: str
     memory_bytes: int
@@ -42,13 +42,13 @@ class Card:
     """Newest CUDA version that the driver supports."""
     processes: tuple[CardProcess, ...] = ()
     shares_host_memory: bool = False
-    """Whether host and card have one memory, which everything on the machine uses."""
+    """Whether host and GPU have one memory, which everything on the machine uses."""
     uuid: str | None = None
     """What CUDA knows it by, whatever else is visible."""
 
 
 def environment_with(card: Card | None) -> dict[str, Any]:
-    """Return the fingerprint of this machine as the card's host; None: its CPU trains."""
+    """Return the fingerprint of this machine as the GPU's host; None: its CPU trains."""
     if card is None:
         return fingerprint(device="cpu")
     return fingerprint(device="cuda", gpu=card.product, driver=card.driver, cuda_driver=card.cuda)
@@ -89,7 +89,7 @@ def ask_cuda() -> Card | None:
 
 
 def read_card(*, nvml: Any = NVML, ask_cuda: Callable[[], Card | None] = ask_cuda) -> Card | None:
-    """Return the card that CUDA would call 0; None where there is none, or no driver for it."""
+    """Return the GPU that CUDA would call 0; None where there is none, or no driver for it."""
     return next(iter(read_cards(nvml=nvml, ask_cuda=ask_cuda, most=1)), None)
 
 
@@ -99,13 +99,13 @@ def read_cards(
     ask_cuda: Callable[[], Card | None] = ask_cuda,
     most: int | None = None,
 ) -> tuple[Card, ...]:
-    """Return every card that CUDA would see, in its order: what CUDA calls 0 comes first.
+    """Return every GPU that CUDA would see, in its order: what CUDA calls 0 comes first.
 
-    Without memory in all there is no card: nothing can be planned for it.
+    Without memory in all there is no GPU: nothing can be planned for it.
 
     Args:
         nvml: what pynvml is; tests hand in another.
-        ask_cuda: asks CUDA's own library of the first card what NVML does not tell.
+        ask_cuda: asks CUDA's own library of the first GPU what NVML does not tell.
         most: how many are looked at; None for all of them.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
@@ -142,7 +142,7 @@ def _as_nvml_says(card: NvmlCard) -> Card:
 
 @dataclass(frozen=True)
 class ChosenCard:
-    """One card that a study runs on."""
+    """One GPU that a study runs on."""
 
     index: int
     """Among those that CUDA would see."""
@@ -151,7 +151,7 @@ class ChosenCard:
     @property
     def name(self) -> str:
         """What a person calls it."""
-        return f"card {self.index}"
+        return f"GPU {self.index}"
 
     @property
     def cuda_name(self) -> str:
@@ -160,18 +160,18 @@ class ChosenCard:
 
 
 def cards_for(size: int, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
-    """Return the first cards of a machine, as many as one trial trains on together.
+    """Return the first GPUs of a machine, as many as one trial trains on together.
 
     Raises as `choose_cards` does.
     """
     try:
         return choose_cards(str(size), cards)
     except (InputError, EnvironmentFault) as error:
-        raise type(error)(f"data_parallel {size} needs {size} cards for a trial: {error}") from None
+        raise type(error)(f"data_parallel {size} needs {size} GPUs for a trial: {error}") from None
 
 
 def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard, ...]]:
-    """Return cards in groups of so many, which train one configuration at a time; what is left over
+    """Return GPUs in groups of so many, which train one configuration at a time; what is left over
     trains none.
     """
     whole = len(cards) - len(cards) % size
@@ -179,16 +179,16 @@ def teams_of(cards: Sequence[ChosenCard], *, size: int) -> list[tuple[ChosenCard
 
 
 def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
-    """Return the cards that ``--devices`` names: ``all``, how many, or which (``0,2``, or ``2,``).
+    """Return the GPUs that ``--devices`` names: ``all``, how many, or which (``0,2``, or ``2,``).
 
     Args:
         typed: the option's value.
-        cards: every card of the machine, as CUDA counts them.
+        GPUs: every GPU of the machine, as CUDA counts them.
 
     Raises:
-        InputError: it names none, or more than there are, or cards of two products, whose speeds
+        InputError: it names none, or more than there are, or GPUs of two products, whose speeds
             are not one study's.
-        EnvironmentFault: there is no card, or another process has memory on one of them.
+        EnvironmentFault: there is no GPU, or another process has memory on one of them.
     """
     wanted = _indices(typed, len(cards))
     if not cards:
@@ -209,20 +209,20 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
             raise InputError(
                 f"--devices {typed}: {first.name} is a {first.card.product} and {card.name} a "
                 f"{card.card.product}, whose speeds do not compare in one study: "
-                f"choose cards of one product, as --devices {_listed(alike)} does"
+                f"choose GPUs of one product, as --devices {_listed(alike)} does"
             )
     busy = {c.index: words for c in chosen if (words := _in_use(c.card)) is not None}
     for index, words in busy.items():
         free = [c.index for c in chosen if c.index not in busy]
         rest = f", or leave it out with --devices {_listed(free)}" if free else ""
         raise EnvironmentFault(
-            f"--devices {typed}: card {index} is in use: {words}: wait until it is free{rest}"
+            f"--devices {typed}: GPU {index} is in use: {words}: wait until it is free{rest}"
         )
     return chosen
 
 
 def check_spelling(typed: str) -> None:
-    """Raise `InputError` where ``--devices`` names none, whatever cards a machine has."""
+    """Raise `InputError` where ``--devices`` names none, whatever GPUs a machine has."""
     _indices(typed, 0)
 
 
@@ -231,21 +231,21 @@ def _indices(typed: str, count: int) -> list[int]:
         return list(range(count))
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*,?", typed):
         raise InputError(f"--devices {typed}: name all, how many (2), or which of them (0,2)")
-    there_are = f"{count} cards, 0 to {count - 1}" if count != 1 else "one card, 0"
+    there_are = f"{count} GPUs, 0 to {count - 1}" if count != 1 else "one GPU, 0"
     named = [int(index) for index in typed.split(",") if index]
     if "," not in typed:
         if named == [0]:
-            raise InputError("--devices 0: a study needs a card; card 0 alone is --devices 0,")
+            raise InputError("--devices 0: a study needs a GPU; GPU 0 alone is --devices 0,")
         if named[0] > count > 0:
             raise InputError(f"--devices {typed}: this machine has {there_are}")
         return list(range(min(named[0], count)))
     index, times = Counter(named).most_common(1)[0]
     if times > 1:
-        raise InputError(f"--devices {typed}: card {index} is named twice")
+        raise InputError(f"--devices {typed}: GPU {index} is named twice")
     missing = [index for index in named if index >= count > 0]
     if missing:
         raise InputError(
-            f"--devices {typed}: there is no card {missing[0]}; this machine has {there_are}"
+            f"--devices {typed}: there is no GPU {missing[0]}; this machine has {there_are}"
         )
     return named if count else []
 
@@ -255,7 +255,7 @@ def _listed(indices: Sequence[int]) -> str:
 
 
 def _in_use(card: Card) -> str | None:
-    """Return who has memory on a card; None where nobody has."""
+    """Return who has memory on a GPU; None where nobody has."""
     if card.processes:
         first = card.processes[0]
         size = "" if first.used_bytes is None else f" has {units.gib(first.used_bytes)} of it"

@@ -161,7 +161,7 @@ class _Rank:
         until = time.monotonic() + _START_SECONDS
         while not self._ready.wait(_BEAT_SECONDS):
             if time.monotonic() >= until:
-                raise RuntimeError(f"the process of card {self._rank} did not start")
+                raise RuntimeError(f"the process of GPU {self._rank} did not start")
             beat()
 
     def tell(self, command: RunCommand) -> None:
@@ -175,8 +175,8 @@ class _Rank:
         try:
             retire = self._ends.get(timeout=_END_SECONDS).retire
         except queue.Empty:
-            return f"card {self._rank} did not end its trial"
-        return None if retire is None else f"card {self._rank}: {retire}"
+            return f"GPU {self._rank} did not end its trial"
+        return None if retire is None else f"GPU {self._rank}: {retire}"
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -190,11 +190,11 @@ class _Rank:
             try:
                 self._take(read_line(line, worker_message_adapter))
             except UnreadableError as error:
-                said = f"the process of card {self._rank} said {error}"
+                said = f"the process of GPU {self._rank} said {error}"
                 self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))
         status = self._process.wait()
         if self._is_training or not self._ready.is_set():
-            ended = f"the process of card {self._rank} ended with status {status}"
+            ended = f"the process of GPU {self._rank} ended with status {status}"
             self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))
 
     def _take(self, message: object) -> None:
@@ -208,8 +208,8 @@ class _Rank:
                 self._is_training = False
                 self._ends.put(message)
             case Finished(outcome=outcome):
-                detail = f"card {self._rank}: {getattr(outcome, 'detail', '')}"
+                detail = f"GPU {self._rank}: {getattr(outcome, 'detail', '')}"
                 self._on_failure(outcome.model_copy(update={"detail": detail}))
             case Unusable(reason=reason):
-                detail = f"card {self._rank}: {reason}"
+                detail = f"GPU {self._rank}: {reason}"
                 self._on_failure(Crashed(phase="start", cause="exception", detail=detail))

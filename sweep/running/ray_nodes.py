@@ -267,9 +267,7 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
     mixed = next((node.address for node in with_cards if len(node.products) > 1), None)
     if mixed is not None:
         cure += f"; on {mixed} start Ray with CUDA_VISIBLE_DEVICES of one product alone"
-    raise InputError(
-        f"a study's cards must be one product, and the Ray cluster has {found}: {cure}"
-    )
+    raise InputError(f"a study's GPUs must be one product, and the Ray cluster has {found}: {cure}")
 
 
 def refuse_differences(nodes: Sequence[Node], *, here: Mapping[str, str | None]) -> None:
@@ -430,7 +428,7 @@ class Cluster:
         if not begun:
             raise EnvironmentFault(
                 f"none of the {len(runners)} places of the Ray cluster is free: other jobs hold "
-                "its cards or processors, as `ray status` shows"
+                "its GPUs or processors, as `ray status` shows"
             )
         try:
             told = [(asked[reference], *self.ray.get(reference)) for reference in begun]
@@ -445,7 +443,7 @@ class Cluster:
                 "same path, so put it there, or on a disk that all of them share (XDG_CACHE_HOME "
                 "moves what sweep prepares)"
             )
-        of = " card {}" if device == "cuda" else ""
+        of = " GPU {}" if device == "cuda" else ""
         names = {runner: runner.address + of.format(card) for runner, card, _ in told}
         return tuple(Lane(runner, names[runner]) for runner in runners if runner in names)
 

@@ -56,7 +56,7 @@ class Deadlines:
     """Longest silence allowed in each phase, in seconds.
 
     A hang shows as silence alone: a kernel that never ends keeps the worker from answering, and
-    only a kill frees the card.
+    only a kill frees the GPU.
     """
 
     start: float = 300.0
@@ -168,7 +168,7 @@ class SupervisedRunner(Runner):
         process: what the worker is started as; tests put one here that nothing ends.
         fault: says what is wrong with a GPU after a trial that failed; by default, NVML's words of
             those in `settings`.
-        settings: further ones of `WorkerSettings`: weights, seed, texts, cards, neighbours.
+        settings: further ones of `WorkerSettings`: weights, seed, texts, GPUs, neighbours.
     """
 
     def __init__(
@@ -376,12 +376,12 @@ class SupervisedRunner(Runner):
             return End(0), ""
         end, words = worker.close(patience=patience, kill_seconds=self._deadlines.end)
         if end.status is None:
-            held = "the card" if self._settings.device == "cuda" else "its memory"
+            held = "the GPU" if self._settings.device == "cuda" else "its memory"
             self._lost = CardLost(
                 f"the worker (process {worker.process.pid}) did not end within "
                 f"{self._deadlines.end:g} s of SIGKILL: the kernel holds it, and it holds {held}. "
                 "What was measured is stored. Restart the machine, or let its administrator reset "
-                "the card; then run the same command again"
+                "the GPU; then run the same command again"
             )
         return end, words
 
@@ -389,8 +389,8 @@ class SupervisedRunner(Runner):
 def _without_host_memory(outcome: Outcome, phase: Phase) -> Outcome:
     """Return what a trial came to in which the kernel killed processes for want of memory.
 
-    A compiler's process that was killed looks like a knob that takes no effect, which would never
-    be tried again.
+    A compiler's process that was killed looks like a setting without effect, which would never be
+    tried again.
     """
     if not isinstance(outcome, Crashed | Ineffective):
         return outcome

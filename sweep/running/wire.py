@@ -28,7 +28,7 @@ class ChildSettings(Message):
     """What a child process is for, as far as starting it goes."""
 
     device: Literal["cuda", "cpu"]
-    """A child for the CPU never sees a card."""
+    """A child for the CPU never sees a GPU."""
     weights: Weights = "random"
     """Random, or loaded with transformers, who may need the hub's token."""
     cards: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class WorkerSettings(ChildSettings):
     """Of weights, adapters, tokens and what is held out of texts."""
     is_emulated: bool
     peak_flops: dict[ComputeDtype, float] = Field(default={})
-    """Dense FLOP/s of the card that runs, by compute dtype; empty where unknown."""
+    """Dense FLOP/s of the GPU that runs, by compute dtype; empty where unknown."""
     texts: TextsSettings | None = None
     """What trials train on; None for full-length random rows."""
 

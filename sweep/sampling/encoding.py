@@ -108,7 +108,7 @@ class Encoding:
         others of what `leave_out` names where these are left out.
 
         A sampler draws them one by one, and only some of them together are in the space. The
-        micro-batch stays, and so do the cards where any effective batch goes with both.
+        micro-batch stays, and so do the GPUs where any effective batch goes with both.
         """
         if self.space.leaves_out(self.decode(params)):
             others = self.encode(draw.choice(self.space.together))

@@ -35,14 +35,14 @@ def refuse_incomparable(
         is_own: whether they are the study's own, from its spool.
 
     Raises:
-        InputError: model, weights, card, budget or texts differ, or a held-out loss is asked for,
+        InputError: model, weights, GPU, budget or texts differ, or a held-out loss is asked for,
             which only trainings on the same tokens compare in.
     """
     old = source.definition
     pairs = {
         "model": (_model(old), _model(given)),
         "weights": (old.space.weights, given.space.weights),
-        "card": (old.target.gpu, given.target.gpu),
+        "gpu": (old.target.gpu, given.target.gpu),
         "budget": (f"{old.target.budget_bytes:,} bytes", f"{given.target.budget_bytes:,} bytes"),
         "measured on": (
             old.target.emulated_on or old.target.gpu,

@@ -329,7 +329,7 @@ class Driver:
                     # Asked so often that the runner, which is to cancel it, is not waited for.
                     outcomes.append(INTERRUPTED)
                 except EnvironmentFault:
-                    # A neighbour that took the whole card: what was measured beside it is not lost.
+                    # A neighbour that took the whole GPU: what was measured beside it is not lost.
                     if not any(isinstance(each, Measured | PrunedSlow) for each in outcomes):
                         raise
                     break
@@ -359,7 +359,7 @@ class Driver:
             with suppress(EnvironmentFault):
                 if self.lanes.working or isinstance(result, CardLost):
                     # None of its own doing, as far as anybody knows: it is tried again.
-                    lost = Lost(detail=f"the card was lost: {result}", is_interrupted=True)
+                    lost = Lost(detail=f"the GPU was lost: {result}", is_interrupted=True)
                     self._tell(trial, lost, source)
                 else:
                     self._abandon()

@@ -77,7 +77,7 @@ class Prepared:
     model: ModelSpec
     resolved: ResolvedTarget
     card: Card | None
-    """The card in this machine; None on a CPU."""
+    """The GPU in this machine; None on a CPU."""
     cards: tuple[ChosenCard, ...] = ()
     """Those that trials run on at a time, all of one product; none where nobody chose."""
     texts: PreparedTexts | None = None
@@ -105,7 +105,7 @@ class Prepared:
 
     @property
     def cards_per_trial(self) -> int:
-        """Cards that the widest of its trials trains on together; 1 on a CPU, which all share."""
+        """GPUs that the widest of its trials trains on together; 1 on a CPU, which all share."""
         if self.target.device == "cpu":
             return 1
         space = self.space
@@ -153,9 +153,9 @@ def prepare(
         overrides: keys of the space with what was typed instead; None leaves the space's value.
             Under ``confirm`` false, or some keys of the section, which is switched on by them;
             under ``data`` some keys of the section.
-        held: knobs that were typed: fixed, while the rest of the space is searched.
+        held: settings that were typed: fixed, while the rest of the space is searched.
         study: its name; None derives one from the space and the overrides.
-        card: reads the card in this machine.
+        GPU: reads the GPU in this machine.
         read_texts: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts goes on with them where nobody names any.
@@ -163,7 +163,7 @@ def prepare(
 
     Raises:
         InputError: something that was typed, written or named is not right.
-        EnvironmentFault: the card, or the network for a hub id, is not to be had.
+        EnvironmentFault: the GPU, or the network for a hub id, is not to be had.
     """
     known, held = None if study is None else stored(study), held or {}
     space, changed = overridden(space_name, overrides, known)
@@ -216,12 +216,12 @@ def prepare_again(
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
         max_dollars: what it may cost in all; None leaves the space's limit.
-        card: reads the card in this machine.
+        GPU: reads the GPU in this machine.
         read_texts: as for `prepare`.
 
     Raises:
-        InputError: a value that the section does not take, or another card than the study's.
-        EnvironmentFault: the card is not to be had.
+        InputError: a value that the section does not take, or another GPU than the study's.
+        EnvironmentFault: the GPU is not to be had.
     """
     values = {**stored.space.model_dump(), "confirm": with_confirm(stored.space, confirm)}
     if max_dollars is not None:
@@ -242,7 +242,7 @@ def _checked(
     texts: PreparedTexts | None,
     notes: tuple[str, ...] = (),
 ) -> Prepared:
-    """Return a study whose model, card, texts and budget go together."""
+    """Return a study whose model, GPU, texts and budget go together."""
     if space.weights == "pretrained":
         check_weights(model)
     resolved = resolve_target(space, here)
@@ -306,15 +306,15 @@ def supervised_runner(prepared: Prepared) -> Lanes:
 
 
 def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], None]) -> Lanes:
-    """Open a lane on each card of the study's product; on each node where it is for a CPU.
+    """Open a lane on each GPU of the study's product; on each node where it is for a CPU.
 
     Args:
-        prepared: what `prepare` resolved, with the cluster's card.
+        prepared: what `prepare` resolved, with the cluster's GPU.
         cluster: where it runs.
-        warn: told of cards that others hold.
+        warn: told of GPUs that others hold.
 
     Raises:
-        EnvironmentFault: the study's texts or weights are not on every node, or no card is free.
+        EnvironmentFault: the study's texts or weights are not on every node, or no GPU is free.
     """
     texts, model = prepared.texts_settings, prepared.model
     paths = [] if texts is None else [texts.directory]
@@ -477,7 +477,7 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
         budget_bytes=target.budget_bytes,
         violation=rule,
         predictor=memory,
-        # Speed is that of the card that really runs, where it has a data sheet.
+        # Speed is that of the GPU that really runs, where it has a data sheet.
         speed=speed_on(target.emulated_on or target.gpu),
         target_speed=None if target.emulated_on is None else speed_on(target.gpu),
         shapes=shapes,

@@ -382,8 +382,8 @@ def _words_of(failure: Crashed | TimedOut) -> tuple[str, str, str]:
     match failure:
         case Crashed(cause="host_out_of_memory"):
             return (
-                "ran out of this machine's own memory, not the card's",
-                "no configuration is at fault, which are measured by the card's memory",
+                "ran out of this machine's own memory, not the GPU's",
+                "no configuration is at fault, which are measured by the GPU's memory",
                 "end what else uses this machine's memory, `free -h` shows how much is left, or "
                 "raise the limit of its container",
             )

@@ -15,9 +15,9 @@ from storage.definition import Target
 from sweep.running.device_info import Card
 
 UNKNOWN_CARD_RESERVE_BYTES = GIB
-"""Context, libraries and headroom on a card that the catalogue does not have."""
+"""Context, libraries and headroom on a GPU that the catalogue does not have."""
 SHARED_MEMORY_RESERVE = 0.15
-"""Share kept for the host where card and host have one memory: without it processes are ended."""
+"""Share kept for the host where GPU and host have one memory: without it processes are ended."""
 ADVICE = (
     "`sweep doctor` says what is wrong, `sweep plan` answers without a GPU, and "
     "`sweep run cpu-demo` is a study on the CPU"
@@ -26,22 +26,22 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class ResolvedTarget:
-    """A target, and what the rules need to know of the card behind it."""
+    """A target, and what the rules need to know of the GPU behind it."""
 
     target: Target
     compute_capability: tuple[int, int] | None
     """What may be relied on: the least of the target's and its host's; None on a CPU, or where it
     is not known."""
     host_capability: tuple[int, int] | None
-    """Of the card that really runs; None as above."""
+    """Of the GPU that really runs; None as above."""
 
 
 def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
     """Return what the study of ``space`` is for on a machine with ``card``.
 
     Raises:
-        InputError: no such card, or a budget that is missing or more than the card has.
-        EnvironmentFault: there is no card here, or a smaller one than asked for.
+        InputError: no such GPU, or a budget that is missing or more than the GPU has.
+        EnvironmentFault: there is no GPU here, or a smaller one than asked for.
     """
     if space.gpu == "cpu":
         if space.budget_gib is None:
@@ -77,9 +77,9 @@ def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: 
 
     Args:
         space: what is searched.
-        card: that is here.
+        GPU: that is here.
         spec: of the target; None for one that the catalogue does not have.
-        stands_in: whether the card stands in for another target.
+        stands_in: whether the GPU stands in for another target.
     """
     reserve = UNKNOWN_CARD_RESERVE_BYTES
     if card.shares_host_memory:
@@ -91,7 +91,7 @@ def _budget(space: SearchSpace, card: Card, spec: GpuSpec | None, *, stands_in: 
             f"for the {spec.name}, whose trainings may take {units.gib(spec.budget_bytes)}"
         )
     if spec is not None:
-        # A slice of a card, or one with ECC on, has less than the catalogue says.
+        # A slice of a GPU, or one with ECC on, has less than the catalogue says.
         missing = 0 if stands_in else max(0, spec.memory_bytes - card.memory_bytes)
         available = spec.budget_bytes - missing
     if space.budget_gib is None:
@@ -118,7 +118,7 @@ def check_budget(space: SearchSpace, model: ModelSpec, target: Target) -> None:
         raise InputError(
             f"space '{space.name}': model '{model.name}' needs at least {units.gib(least)} for its "
             f"frozen weights and the budget on the {target.gpu} is {budget}: "
-            "name a smaller model, a larger card or a larger budget_gib"
+            "name a smaller model, a larger GPU or a larger budget_gib"
         )
 
 

@@ -120,7 +120,7 @@ class Board:
     """Finished trials of the search, those of earlier runs included."""
     clock: Callable[[], float]
     running: dict[int, Running] = field(default_factory=dict)
-    """What runs, by number: several trials where there are several cards."""
+    """What runs, by number: several trials where there are several GPUs."""
     lanes: int = 1
     """Trials that may run at a time."""
     tracing: SpaceTraced | None = None
@@ -171,7 +171,7 @@ class Board:
                 self._finish(record)
             case ConfirmationStarted():
                 self.confirming = event
-                # It begins where nothing runs; what a lost card left in the middle does not either.
+                # It begins where nothing runs; what a lost GPU left in the middle does not either.
                 self.running.clear()
                 self._counted = None
             case LanesOpened(names=names):

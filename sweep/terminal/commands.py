@@ -98,7 +98,7 @@ def report(
     output: str | None,
     is_forced: bool,
 ) -> int:
-    """Print the report of a study, or of several cards, or write it and print where it is."""
+    """Print the report of a study, or of several GPUs, or write it and print where it is."""
     endings = (".html", ".htm", *images.SUFFIXES)
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:

@@ -1,4 +1,4 @@
-"""Owns what a shell completes where a name is typed: presets, cards, models, studies.
+"""Owns what a shell completes where a name is typed: presets, GPUs, models, studies.
 
 It is asked at every press of a key, so names are read from files and the database as they are: what
 cannot be read completes to nothing. Each imports what it needs when it is asked: help does not.
@@ -30,7 +30,7 @@ def models(incomplete: str) -> list[str]:
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Return the cards of the catalogue that begin so."""
+    """Return the GPUs of the catalogue that begin so."""
     return _beginning(_cards(), incomplete)
 
 

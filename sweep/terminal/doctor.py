@@ -31,7 +31,7 @@ _PROBE_SECONDS = 180.0
 """A cold disk takes most of a minute to import torch."""
 _FREE_DISK_BYTES = GIB
 _BUSY_SHARE = 0.05
-"""More of a card's memory than this in use before a study starts is worth a word."""
+"""More of a GPU's memory than this in use before a study starts is worth a word."""
 _DEMO = "`sweep run cpu-demo` runs on the CPU"
 
 
@@ -49,7 +49,7 @@ class Finding:
 _SMALL_CARD_BYTES = 12.5 * GIB
 _SMALL_CARD = Finding(
     "note",
-    "small card",
+    "small GPU",
     "Unsloth keeps checkpoints in the host's memory: a 7B model in 4.95 GiB at 12,352 tokens/s, "
     "which takes 5.65 GiB at 11,400 here (8 x 512 on an H200)",
     "with 8 GB, or long rows in 12, it may be the better choice: docs/unsloth.md has the figures",
@@ -230,9 +230,9 @@ def _card(machine: Machine) -> Iterator[Finding]:
 
 def _no_card(machine: Machine) -> Finding:
     if machine.libraries["cuda"] is None:
-        advice = f"{_DEMO}; for a card, its driver and a CUDA build of torch are needed"
+        advice = f"{_DEMO}; for a GPU, its driver and a CUDA build of torch are needed"
     else:
-        advice = f"{_DEMO}; for a card, see that `nvidia-smi` finds it and CUDA_VISIBLE_DEVICES"
+        advice = f"{_DEMO}; for a GPU, see that `nvidia-smi` finds it and CUDA_VISIBLE_DEVICES"
     return Finding("note", "GPU", "no NVIDIA GPU that the driver shows", advice)
 
 
@@ -252,7 +252,7 @@ def _catalogue(card: Card) -> Finding:
             "note",
             "catalogue",
             f"'{card.product}' is not in it: budget and speed are then less well known",
-            "`sweep gpus` lists the cards that are",
+            "`sweep gpus` lists the GPUs that are",
         )
     return Finding(
         "ok", "catalogue", f"{spec.name}, trainings may take {units.gib(spec.budget_bytes)}"

@@ -192,7 +192,7 @@ def _question_and_cost(
     spread = course.seconds
     if spread is not None:
         low, high = shared(spread, cards=machine.cards, start=START_SECONDS)
-        # One card measures the winner again.
+        # One GPU measures the winner again.
         spread = low + course.confirming[0], high + course.confirming[1]
     cost = cost_of(
         spread,
@@ -290,7 +290,7 @@ def _tell(
                 "file": str(file),
                 "command": shlex.join(command),
                 "results": results,
-                "gpu": {"name": rental.machine.card.name, "cards": rental.machine.cards},
+                "gpu": {"name": rental.machine.card.name, "count": rental.machine.cards},
                 "volume": rental.volume,
                 "cost": rental.cost.to_json(),
                 "started": is_started,

@@ -1,4 +1,4 @@
-"""Owns what lists things: studies, cards, models and presets, each as a table or as JSON.
+"""Owns what lists things: studies, GPUs, models and presets, each as a table or as JSON.
 
 Knows nothing of how options are spelled or how errors become exit codes.
 """
@@ -50,7 +50,7 @@ def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = _warn) 
 
 
 def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
-    """Return a study with its speeds on the target card."""
+    """Return a study with its speeds on the target GPU."""
     if snapshot.definition.target.emulated_on is None:
         return snapshot
     # Predicting takes longer to import than everything else that a listing needs.
@@ -210,7 +210,7 @@ def _preset_document(space: SearchSpace) -> dict[str, Any]:
 
 
 def gpus(*, as_json: bool) -> int:
-    """Print the cards of the catalogue, and which of them is here."""
+    """Print the GPUs of the catalogue, and which of them is here."""
     from sweep.running.device_info import read_card
 
     card = read_card()
@@ -247,7 +247,7 @@ def _gpu_row(spec: GpuSpec) -> tuple[str, ...]:
 
 
 def _gpu_document(spec: GpuSpec) -> dict[str, Any]:
-    """Return one card of ``sweep gpus --json``; rates by compute dtype.
+    """Return one GPU of ``sweep gpus --json``; rates by compute dtype.
 
     ``{"name", "product", "memory_bytes", "budget_bytes", "bandwidth_bytes_per_second",
     "peak_flops": {...}, "measured_flops": {...}, "speed_uncertainty"}``

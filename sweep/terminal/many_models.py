@@ -1,7 +1,7 @@
 """Owns one command for several models: a study for each, as many of them at a time as there are
-cards.
+GPUs.
 
-Each study is driven by a `sweep run` of its own on one card, so that it is what it would be alone:
+Each study is driven by a `sweep run` of its own on one GPU, so that it is what it would be alone:
 its lease, its log, its resume. Knows nothing of how a study is run.
 """
 
@@ -107,7 +107,7 @@ def plan_studies(
 
     Raises:
         InputError: something that was typed is not right, or two studies would have one name.
-        EnvironmentFault: a card is not to be had.
+        EnvironmentFault: a GPU is not to be had.
     """
     names = [study_name(study, model) for model in models]
     for name in names:
@@ -193,7 +193,7 @@ class _Fleet:
             end = self._next(is_stopping)
             del self._running[end.planned.study]
             if self._is_to_be_tried_elsewhere(end) and not is_stopping():
-                note(f"{end.planned.study}: tried again on another card")
+                note(f"{end.planned.study}: tried again on another GPU")
                 self._waiting.appendleft(replace(end.planned, failed_on=end.place))
                 continue
             self._idle.append(end.place)
@@ -209,19 +209,19 @@ class _Fleet:
                 return self._said.get(timeout=_TURN_SECONDS)
 
     def _is_to_be_tried_elsewhere(self, end: Ended) -> bool:
-        """Whether a study failed of which its card may be the cause."""
+        """Whether a study failed of which its GPU may be the cause."""
         others = len(self._idle) + len(self._running)
         return _is_fault(end) and others > 0 and end.planned.failed_on is None
 
     def _judge(self, end: Ended) -> None:
-        """Take a card in again on which failed what fails on another too; leave others out."""
+        """Take a GPU in again on which failed what fails on another too; leave others out."""
         place = end.planned.failed_on
         if place is None:
             return
         if _is_fault(end):
             self._idle.append(place)
         else:
-            note(f"card {place.rstrip(',')} is left out: what failed on it did not on another")
+            note(f"GPU {place.rstrip(',')} is left out: what failed on it did not on another")
 
     def _ask(self) -> None:
         """Ask each driver to stop, once."""

@@ -203,7 +203,7 @@ GpuOption = Annotated[
     str | None,
     typer.Option(
         "--gpu",
-        help="Card whose budget counts; auto is the one that is here.",
+        help="GPU whose budget counts; auto is the one that is here.",
         autocompletion=completion.run_gpus,
     ),
 ]
@@ -302,7 +302,7 @@ PricesOption = Annotated[
 ]
 PriceOption = Annotated[
     list[str] | None,
-    typer.Option("--price", help="Dollars an hour of a card, a10=0.75; may be repeated."),
+    typer.Option("--price", help="Dollars an hour of a GPU, a10=0.75; may be repeated."),
 ]
 LongestOption = Annotated[
     bool, typer.Option("--longest", help="Ask for the longest rows that fit, by micro-batch.")
@@ -310,7 +310,7 @@ LongestOption = Annotated[
 CheapestOption = Annotated[
     bool,
     typer.Option(
-        "--cheapest", help="Ask which card does the job for least, of all where none is named."
+        "--cheapest", help="Ask which GPU does the job for least, of all where none is named."
     ),
 ]
 WithinOption = Annotated[
@@ -350,7 +350,7 @@ SamplersOption = Annotated[
 SeedsOption = Annotated[int, typer.Option("--seeds", help="Searches of each sampler.")]
 BudgetOption = Annotated[
     float | None,
-    typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's card."),
+    typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's GPU."),
 ]
 
 # Of a training

@@ -33,7 +33,7 @@ class Places(Protocol):
     """Where trials run; left at the end of a ``with``."""
 
     def first(self) -> Card | None:
-        """Return the card that decides what a study is for: all that run its trials are like it."""
+        """Return the GPU that decides what a study is for: all that run its trials are like it."""
         ...
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
@@ -41,7 +41,7 @@ class Places(Protocol):
         return space
 
     def given_to(self, prepared: Prepared) -> Prepared:
-        """Return a study with the cards that it runs on."""
+        """Return a study with the GPUs that it runs on."""
         ...
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
@@ -93,7 +93,7 @@ def places(
 
 @dataclass
 class OnCards(Places):
-    """The cards that were typed, read from this machine when a space asks for one."""
+    """The GPUs that were typed, read from this machine when a space asks for one."""
 
     typed: str | None
     cards: tuple[ChosenCard, ...] = ()
@@ -110,7 +110,7 @@ class OnCards(Places):
 
         Raises:
             InputError: it runs on none, or fewer than one of its trials trains on.
-            EnvironmentFault: nothing was typed, and not so many cards are to be had.
+            EnvironmentFault: nothing was typed, and not so many GPUs are to be had.
         """
         size = prepared.cards_per_trial
         if self.typed is None:
@@ -121,7 +121,7 @@ class OnCards(Places):
             )
         if len(self.cards) < size:
             raise InputError(
-                f"--devices {self.typed}: data_parallel {size} trains on {size} cards at once, and "
+                f"--devices {self.typed}: data_parallel {size} trains on {size} GPUs at once, and "
                 f"{len(self.cards)} {'is' if len(self.cards) == 1 else 'are'} named"
             )
         return replace(prepared, cards=self.cards)
@@ -138,7 +138,7 @@ class OnCards(Places):
 
 
 class OnRay(Places):
-    """A Ray cluster, joined when a space asks for a card, or for what runs its trials."""
+    """A Ray cluster, joined when a space asks for a GPU, or for what runs its trials."""
 
     def __init__(
         self,
@@ -160,10 +160,10 @@ class OnRay(Places):
         return self._cluster().card(self._overrides.get("gpu") or load_space(self._space).gpu)
 
     def given_to(self, prepared: Prepared) -> Prepared:
-        """Return the study as it is: its cards are not this machine's.
+        """Return the study as it is: its GPUs are not this machine's.
 
         Raises:
-            InputError: a trial trains on several cards.
+            InputError: a trial trains on several GPUs.
         """
         if prepared.cards_per_trial > 1:
             raise InputError(

@@ -38,19 +38,19 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
         return DONE
     write_output(path, text.encode())
     typed = shlex.quote(str(path))
-    # What is predicted is a card's memory and speed; a CPU is measured.
+    # What is predicted is a GPU's memory and speed; a CPU is measured.
     planned = "" if card == "cpu" else f"sweep plan {typed}, or "
     say(f"Wrote {path}; next: {planned}sweep run {typed}")
     return DONE
 
 
 def _card_here() -> str:
-    """Return the catalogue's name of the card in this machine; the CPU where there is none."""
+    """Return the catalogue's name of the GPU in this machine; the CPU where there is none."""
     card = read_card()
     if card is None:
-        note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a card.")
+        note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a GPU.")
         return "cpu"
     spec = match_product(card.product)
     if spec is None:
-        raise InputError(f"the catalogue does not know '{card.product}': name a card with --gpu")
+        raise InputError(f"the catalogue does not know '{card.product}': name a GPU with --gpu")
     return spec.name

@@ -188,7 +188,7 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
 
 
 def _where_measured(snapshot: StudySnapshot) -> str:
-    """Return whose speeds a table has, where they are not those of the target card."""
+    """Return whose speeds a table has, where they are not those of the target GPU."""
     other = snapshot.definition.target.emulated_on
     return "" if other is None else f" (speeds measured on {other})"
 
@@ -281,7 +281,7 @@ def _best_of(summary: StudySummary) -> str:
 
 
 def _speed_of(summary: StudySummary, measured: Measurement) -> str:
-    """Return the best's speed on the target card: measured, or predicted where another ran it."""
+    """Return the best's speed on the target GPU: measured, or predicted where another ran it."""
     speed = summary.speed
     if speed is None or speed.basis == "measured":
         return uncertainty.speed(measured)

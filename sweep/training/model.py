@@ -93,7 +93,7 @@ def build_base(
     if config.is_sharded and weights == "pretrained":
         raise InputError(
             "sharding fsdp is measured with random weights alone, on which neither speed nor "
-            "memory depends: a model that no card holds is not loaded as a whole"
+            "memory depends: a model that no GPU holds is not loaded as a whole"
         )
     torch.manual_seed(seed)
     try:

@@ -60,7 +60,7 @@ MICRO_BATCHES = 2
 LOSS_RESOLUTION = torch.finfo(torch.bfloat16).eps
 """A relative difference of the loss that bf16 itself would not show."""
 _SHARE_SLACK = 0.05
-"""Of a share of the weights: rows that the cards do not divide into go to the first of them."""
+"""Of a share of the weights: rows that the GPUs do not divide into go to the first of them."""
 
 
 class KernelWatch(TorchDispatchMode):
@@ -423,18 +423,18 @@ def _parallel(config: TrialConfig, seen: StepEvidence) -> str | None:
     """GPUs that trained on different rows have the same adapters, to the last bit."""
     asked, looks = config.data_parallel, seen.looks
     if max(1, len(looks)) != asked:
-        return f"{max(1, len(looks))} of {asked} cards trained"
+        return f"{max(1, len(looks))} of {asked} GPUs trained"
     if asked == 1:
         return None
     sizes = {look.size for look in looks}
     if sizes != {asked}:
-        return f"a card trained with {min(sizes) - 1} others"
+        return f"a GPU trained with {min(sizes) - 1} others"
     if len({look.tokens for look in looks}) < asked:
-        return "two cards had the same rows"
+        return "two GPUs had the same rows"
     apart = [look.rank for look in looks if look.adapters != looks[0].adapters]
     if config.is_sharded or not apart:
         return None
-    return f"the adapters of card {apart[0]} are others than the first one's"
+    return f"the adapters of GPU {apart[0]} are others than the first one's"
 
 
 def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -448,7 +448,7 @@ def _sharding(config: TrialConfig, seen: StepEvidence) -> str | None:
     wrong = next((share for share in held if abs(share - asked) > _SHARE_SLACK), None)
     if wrong is None:
         return None
-    return f"a card holds {in_percent(wrong)} of the layers' weights, not {in_percent(asked)}"
+    return f"a GPU holds {in_percent(wrong)} of the layers' weights, not {in_percent(asked)}"
 
 
 PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {

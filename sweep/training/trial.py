@@ -263,7 +263,7 @@ class Trial:
         )
         self._looks = gathered(look)
         for look in self._looks:
-            self._check_peak(look.memory, f"card {look.rank}: " if look.rank else "")
+            self._check_peak(look.memory, f"GPU {look.rank}: " if look.rank else "")
 
     def _make_batches(self, texts: Texts) -> None:
         """Make the micro-batches of the texts.

@@ -104,7 +104,7 @@ def record_of_export(typed: str) -> Record:
 
 
 def refuse_several_cards(record: Record) -> None:
-    """Refuse what was measured on several cards at once.
+    """Refuse what was measured on several GPUs at once.
 
     Raises:
         InputError: says how many, and what can be verified.
@@ -112,8 +112,8 @@ def refuse_several_cards(record: Record) -> None:
     cards = record.config.data_parallel
     if cards > 1:
         raise InputError(
-            f"{record.label}: it was measured on {cards} cards at once (data_parallel), and a "
-            "verification runs on one: name a trial of one card with --trial, or run the exported "
+            f"{record.label}: it was measured on {cards} GPUs at once (data_parallel), and a "
+            "verification runs on one: name a trial of one GPU with --trial, or run the exported "
             "script with torchrun, which compares itself"
         )
 
@@ -282,7 +282,7 @@ def _environment(
 ) -> dict[str, Any]:
     """Return a study's environment from what an export tells of it."""
     told = provenance.model_dump(include={"driver", "cuda_driver", "python"})
-    # Of a study on the CPU an export calls that its card.
+    # Of a study on the CPU an export calls that its GPU.
     gpu = None if is_cpu else provenance.card
     return told | {
         "gpu": gpu,

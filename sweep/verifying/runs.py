@@ -87,7 +87,7 @@ def verify(
 def _check_device(record: Record) -> None:
     if record.target.device == "cuda" and read_card() is None:
         raise EnvironmentFault(
-            f"{record.label} was measured on a card, and there is none here; `sweep doctor` says "
+            f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` says "
             "more"
         )
 
@@ -323,7 +323,7 @@ def _trl(
 
 
 def _environment(record: Record) -> dict[str, str]:
-    """Return the variables of a child that trains on one card, with the recorded allocator."""
+    """Return the variables of a child that trains on one GPU, with the recorded allocator."""
     variables = child_environment(with_hub_token=record.model.source == "hub")
     if record.target.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""

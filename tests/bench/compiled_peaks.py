@@ -41,7 +41,7 @@ def read(path: Path) -> list[Row]:
 def measure(rows: list[Row], out: Path, *, deadline: float) -> bool:
     """Append a row for each, model by model; return whether all were measured in time."""
     card = read_card()
-    assert card is not None, "no card is here"
+    assert card is not None, "no GPU is here"
     target = Target(gpu=card.product, device="cuda", budget_bytes=card.memory_bytes)
     for name, of_model in itertools.groupby(rows, key=lambda row: str(row["model"])):
         model, log = load_model_spec(name), out.with_suffix(".log")

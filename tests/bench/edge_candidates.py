@@ -1,4 +1,4 @@
-"""Find configurations at the edge of a card's budget: those of which a prediction can be wrong.
+"""Find configurations at the edge of a GPU's budget: those of which a prediction can be wrong.
 
 Needs no GPU. Structures are drawn at random; of each, the largest micro-batch that is not called
 too large is taken, and the next one. One JSON object per line, of the keys that are not the
@@ -59,7 +59,7 @@ def edge_candidates(forecaster: Forecaster, *, count: int, seed: int) -> list[Tr
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("out", type=Path)
-    arguments.add_argument("--space", default="a10", help="whose card and model")
+    arguments.add_argument("--space", default="a10", help="whose GPU and model")
     arguments.add_argument("--count", type=int, default=30)
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
@@ -69,7 +69,7 @@ def main() -> None:
         model=model,
         gpu=gpu,
         budget_bytes=gpu.budget_bytes,
-        # The card that tries them is not known here; an unknown one needs the most.
+        # The GPU that tries them is not known here; an unknown one needs the most.
         predictor=TracingPredictor(model, cache_dir=cache_directory() / "memory"),
     )
     configs = edge_candidates(forecaster, count=options.count, seed=options.seed)

@@ -1,4 +1,4 @@
-"""Try configurations close to a card's budget, under that budget: which really fit.
+"""Try configurations close to a GPU's budget, under that budget: which really fit.
 
     python tests/bench/edges.py a10 CONFIGS.jsonl OUT.jsonl [--seconds 480]
 

@@ -1,8 +1,8 @@
-"""Owns docs/knobs.md: every knob as it is declared, and what it cost and bought where measured.
+"""Owns docs/knobs.md: every setting as it is declared, and what it cost and bought where measured.
 
 Run as ``python -m tests.bench.knob_effects``; a test holds the page to what this makes of the
 declarations and of the committed measurements. An effect is that of matched pairs: two measured
-configurations of one model in one file that differ in that knob alone.
+configurations of one model in one file that differ in that setting alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measured() -> Iterator[Row]:
 
 
 def pairs(rows: Iterable[Row], key: str) -> Iterator[Pair]:
-    """Yield what a knob changed between rows that differ in nothing else."""
+    """Yield what a setting changed between rows that differ in nothing else."""
     groups: dict[tuple[str, ...], list[tuple[Any, Row]]] = defaultdict(list)
     for row in rows:
         values = _matched(row.config)
@@ -91,7 +91,7 @@ def pairs(rows: Iterable[Row], key: str) -> Iterator[Pair]:
 
 
 def _matched(config: TrialConfig) -> dict[str, Any]:
-    """Return what has to be equal; what follows another knob by default goes with that knob."""
+    """Return what has to be equal; what follows another by default goes with that."""
     values = canonical(config).model_dump(mode="json")
     if values["lora_alpha"] == 2 * values["lora_rank"]:
         values["lora_alpha"] = None
@@ -124,12 +124,12 @@ def _shown(value: Any) -> str:
 
 
 def effects(rows: list[Row], key: str) -> list[str]:
-    """Return the lines of a knob's table; none where no pair differs in it alone."""
+    """Return the lines of a setting's table; none where no pair differs in it alone."""
     found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs(rows, key):
         found[pair.change, pair.model].append(pair)
     if not found:
-        return ["No two committed measurements differ in this knob alone."]
+        return ["No two committed measurements differ in this setting alone."]
     unit = f"GiB per {PER_TOKENS:,} tokens more" if key == PER_DOUBLING else "peak, GiB"
     head = [f"| change | model | pairs | speed | {unit} |", "|---|---|---|---|---|"]
     return head + [
@@ -170,7 +170,7 @@ def _meanings() -> dict[str, str]:
 
 
 def _values(key: str) -> str:
-    """Return the values that a knob takes, in words."""
+    """Return the values that a setting takes, in words."""
     schema = Knobs.model_json_schema()["properties"][key]
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     if "enum" in kinds[0]:
@@ -219,7 +219,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
 
 
 def _searched() -> dict[str, str]:
-    """Return which presets have a knob as a dimension."""
+    """Return which presets have a setting as a dimension."""
     spaces = {space.name: space for space in shipped_presets()}
     found = {
         key: [f"`{name}`" for name, space in spaces.items() if key in space.dimensions]
@@ -233,20 +233,20 @@ def _searched() -> dict[str, str]:
 
 
 INTRODUCTION = """\
-# Every knob
+# Every setting
 
 <!-- Made by `python -m tests.bench.knob_effects`: change the declarations or the measurements. -->
 
-A knob is a key of a configuration: a dimension of a space, a fixed value, or an option of
+A setting is a key of a configuration: a dimension of a space, a fixed value, or an option of
 `sweep plan` and `sweep run`. Each is declared once, in `search_spaces/knobs.py`, and this page is
 made from there.
 
 The tables say what a change was worth **where it was measured**: in pairs of configurations of one
-model that differ in that knob alone, on one NVIDIA H200. Each line has the number of such pairs,
+model that differ in that setting alone, on one NVIDIA H200. Each line has the number of such pairs,
 the median ratio of speeds and the median difference of peak allocated memory, and the lowest and
-highest of each. Wide ranges are no mistake: what a knob is worth depends on the others, which is
+highest of each. Wide ranges are no mistake: what a setting is worth depends on the others, which is
 why a space is searched. A line of one or two pairs is an example. Small micro-batches wait for the
-host, whose pace differs from moment to moment, and another card's ratios are its own.
+host, whose pace differs from moment to moment, and another GPU's ratios are its own.
 
 The rows are in `tests/data`: {files}.
 """

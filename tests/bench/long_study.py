@@ -2,7 +2,7 @@
 
     python -m tests.bench.long_study [--trials 100,1000,10000] [--samplers random,grid] [--more 20]
 
-The card is a formula that answers at once, so that all the time there is is the driver's own. What
+The GPU is a formula that answers at once, so that all the time there is is the driver's own. What
 was tried is stored in bulk, as the driver would have stored it trial by trial. Needs no device.
 """
 
@@ -88,7 +88,7 @@ def a_definition(space: SearchSpace) -> StudyDefinition:
 
 
 def a_forecaster(space: SearchSpace) -> Forecaster:
-    """Return what a study has on an A10, its memory predicted by the card's own formula."""
+    """Return what a study has on an A10, its memory predicted by the GPU's own formula."""
     model, gpu = load_model_spec(space.model), find_gpu("a10")
     capability = gpu.compute_capability
     rules = partial(violation, model=model, compute_capability=capability, device="cuda")
@@ -262,7 +262,7 @@ class Driven:
 def drive(
     url: str, home: Path, sampler: SamplerName, *, name: str = NAME, more: int, profiled: bool
 ) -> Driven:
-    """Resume a study for some further trials, on a card that answers at once."""
+    """Resume a study for some further trials, on a GPU that answers at once."""
     quiet_optuna()
     ends: list[float] = []
     opening = cProfile.Profile()

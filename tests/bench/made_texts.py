@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 SENTENCE = (
-    "the model learns from texts that people wrote about cards memory speed rank batches and how "
+    "the model learns from texts that people wrote about GPUs memory speed rank batches and how "
     "long a row of them is when it is cut or packed"
 )
 SEED = 5

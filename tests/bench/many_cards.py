@@ -1,10 +1,10 @@
-"""What several cards of one machine are worth: trials a minute, and what busy neighbours cost.
+"""What several GPUs of one machine are worth: trials a minute, and what busy neighbours cost.
 
 Trials a minute are those of whole studies, from the command to its end, of as many trials for each
-card, of one grid in one order. Trials differ in length, so what the same mean length would have
+GPU, of one grid in one order. Trials differ in length, so what the same mean length would have
 given stands beside it. Neighbours share power, host cores and the bus: a configuration is measured
-on the first card in turns, while the others idle and while they train. Several models' studies
-are one command on all cards, whose seconds are set against the sum of what each study took.
+on the first GPU in turns, while the others idle and while they train. Several models' studies
+are one command on all GPUs, whose seconds are set against the sum of what each study took.
 
     python -m tests.bench.many_cards OUT.json [--space a10] [--trials 16] [--turns 4] [--model M ..]
 """
@@ -47,7 +47,7 @@ CONFIGS = {"recipe": TrialConfig(micro_batch_size=8), "fast": TrialConfig(**FAST
 
 
 def runner_on(prepared: Prepared, card: ChosenCard) -> Runner:
-    found = supervised_runner(replace(prepared, name=f"card-{card.index}", cards=(card,)))
+    found = supervised_runner(replace(prepared, name=f"GPU-{card.index}", cards=(card,)))
     return found.all[0]
 
 
@@ -59,7 +59,7 @@ def speed(runner: Runner, config: TrialConfig) -> float:
 
 @contextmanager
 def busy(runners: list[Runner], config: TrialConfig) -> Iterator[None]:
-    """Have cards train one trial after another inside the ``with``."""
+    """Have GPUs train one trial after another inside the ``with``."""
     over = threading.Event()
 
     def train(runner: Runner) -> None:
@@ -78,7 +78,7 @@ def busy(runners: list[Runner], config: TrialConfig) -> Iterator[None]:
 
 
 def neighbours(prepared: Prepared, cards: tuple[ChosenCard, ...], turns: int) -> dict[str, Any]:
-    """Return the speed on the first card in turns, alone and beside busy neighbours."""
+    """Return the speed on the first GPU in turns, alone and beside busy neighbours."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         first, *others = (stack.enter_context(runner_on(prepared, card)) for card in cards)
@@ -105,7 +105,7 @@ def timed(home: str, *words: str) -> float:
 
 
 def study(space: str, cards: str, trials: int) -> dict[str, Any]:
-    """Run a study of so many trials on cards; return how long it took."""
+    """Run a study of so many trials on GPUs; return how long it took."""
     with tempfile.TemporaryDirectory() as home:
         options = ["--study", "bench", "--devices", cards, "--trials", str(trials)]
         seconds = timed(home, space, *options, "--sampler", "grid")
@@ -126,7 +126,7 @@ def study(space: str, cards: str, trials: int) -> dict[str, Any]:
 
 
 def models(space: str, names: list[str], trials: int) -> dict[str, Any]:
-    """Tune several models in one command on all cards; return what that took, and each alone."""
+    """Tune several models in one command on all GPUs; return what that took, and each alone."""
     with tempfile.TemporaryDirectory() as home:
         typed = [f"--model={name}" for name in names]
         options = ["--study", "bench", "--devices", "all", "--trials", str(trials)]
@@ -146,7 +146,7 @@ def models(space: str, names: list[str], trials: int) -> dict[str, Any]:
 
 
 def at_equal_length(one: dict[str, Any], many: dict[str, Any]) -> float:
-    """Return how many times one card's trials a minute several have, were trials as long."""
+    """Return how many times one GPU's trials a minute several have, were trials as long."""
     busy = [found["device_seconds"] / found["seconds"] for found in (one, many)]
     return round(busy[1] / busy[0], 3)
 
@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--space", default="a10")
-    parser.add_argument("--trials", type=int, default=16, help="of each card")
+    parser.add_argument("--trials", type=int, default=16, help="of each GPU")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--model", action="append", default=[])
     parser.add_argument("--model-trials", type=int, default=4)

@@ -1,4 +1,4 @@
-"""Measure peak memory and step time of many configurations on the card that is here.
+"""Measure peak memory and step time of many configurations on the GPU that is here.
 
 Writes one JSON document per line: model, configuration, bytes after build and after attaching, peak
 bytes by stage of
@@ -43,7 +43,7 @@ def _sized(batch: int, length: int, **knobs: Any) -> dict[str, Any]:
 
 
 def mistral() -> list[dict[str, Any]]:
-    """Return the configurations tried on Mistral-7B: every value of every knob at least once."""
+    """Return the configurations tried on Mistral-7B: every value of every setting at least once."""
     published = [
         _sized(8, 512),
         _sized(4, 2048),
@@ -166,7 +166,7 @@ SNAPSHOTS = (0, 3, 5, 7, 9, 20, 23, 24, 26, 32, 34, 35, 37, 39, 43, 45)
 
 
 class StagedLoop(TrainingLoop):
-    """A loop that keeps the peak of every stage, waiting for the card at each while watched."""
+    """A loop that keeps the peak of every stage, waiting for the GPU at each while watched."""
 
     is_watched = True
 
@@ -277,7 +277,7 @@ def _origin(event: dict[str, Any]) -> str:
 
 
 class Resident:
-    """The base that is on the card, changed only where the next configuration needs another."""
+    """The base that is on the GPU, changed only where the next configuration needs another."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

@@ -3,7 +3,7 @@
     python -m tests.bench.new_models -o OUT.jsonl [--seconds 230] [--only gemma-3-4b]...
 
 One JSON line for each configuration: what was predicted, what was measured. What an earlier call
-measured is kept; it exits with `OUT_OF_TIME` where some are left. Without a card it trains on the
+measured is kept; it exits with `OUT_OF_TIME` where some are left. Without a GPU it trains on the
 CPU what can be trained there, which says that the script works and nothing else.
 """
 
@@ -160,7 +160,7 @@ def read(path: Path) -> list[Row]:
 
 
 class Bench:
-    """The card, the tracer, and a worker for each model, the next ones started ahead."""
+    """The GPU, the tracer, and a worker for each model, the next ones started ahead."""
 
     def __init__(
         self, models: Sequence[ModelSpec], *, log: Path, deadline: float, stack: ExitStack

@@ -1,6 +1,6 @@
-"""Take one step apart in time: what the card is busy with, and what the host costs on top.
+"""Take one step apart in time: what the GPU is busy with, and what the host costs on top.
 
-The same configuration is stepped by a plain loop, by one that waits for the card at every stage of
+The same configuration is stepped by a plain loop, by one that waits for the GPU at every stage of
 a step, on one core, and as a trial. Writes one JSON document.
 
     python tests/bench/pace.py OUT.json [--model mistral-7b-v0.3] [--steps 12]
@@ -45,7 +45,7 @@ EMPTY_LAUNCHES = 5000
 
 
 class WaitingLoop(TrainingLoop):
-    """A loop that waits for the card at every stage, so that nothing is queued ahead."""
+    """A loop that waits for the GPU at every stage, so that nothing is queued ahead."""
 
     @property
     def stage(self) -> str:
@@ -96,7 +96,7 @@ def loop_times(
 
 
 def card_work(base: BaseModel, values: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Return how many kernels a step launches and for how long the card works on them."""
+    """Return how many kernels a step launches and for how long the GPU works on them."""
     config = parse_config(values)
     with attached(base, config) as attachment:
         loop = TrainingLoop(attachment, config, seed=0)

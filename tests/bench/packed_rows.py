@@ -85,7 +85,7 @@ MODELS = {
     "phi-4-mini": BRIEF,
     "demo": [_sized(2, 64), _sized(1, 128, checkpoint_fraction=0.5, upcast_fp32=False)],
 }
-"""The last one is for trying this without a card."""
+"""The last one is for trying this without a GPU."""
 
 
 def texts_of(length: int, home: Path) -> Texts:

@@ -1,4 +1,4 @@
-"""Race ways of searching on one card: seconds from the command to within 2 % of the best found.
+"""Race ways of searching on one GPU: seconds from the command to within 2 % of the best found.
 
 Each way is a study of its own in a process of its own, with nothing kept from the others, not even
 traced memory. `fresh` is the guided sampler with a new worker for each trial, as tools work that

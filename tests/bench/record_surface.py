@@ -1,6 +1,6 @@
 """Record a surface: many configurations of one model, each measured shortly, as INTERFACE has them.
 
-First the configurations are drawn, which takes no card: a random part of the space below, without
+First the configurations are drawn, which takes no GPU: a random part of the space below, without
 what would take long or is predicted far above the cap. Then they are measured in that order, so
 that a recording that is cut short is still a fair sample.
 
@@ -98,7 +98,7 @@ def record(
     card = read_card()
     gpu = None if card is None else match_product(card.product)
     if card is None or gpu is None:
-        raise SystemExit("no card of the catalogue is here")
+        raise SystemExit("no GPU of the catalogue is here")
     target = Target(gpu=card.product, device="cuda", budget_bytes=cap, emulated_on=card.product)
     header = {"surface": 1, "model": model.name, "model_config": model.config}
     header |= {"gpu": gpu.name, "measured_on": card.product, "budget_bytes": cap}

@@ -1,4 +1,4 @@
-"""Measure one reference configuration before and after others ran out of a card's memory.
+"""Measure one reference configuration before and after others ran out of a GPU's memory.
 
 python tests/bench/reference.py a10 [OUT.jsonl]
 """

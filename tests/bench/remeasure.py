@@ -1,8 +1,8 @@
-"""Measure every committed data file again on the card that is here, and say what moved.
+"""Measure every committed data file again on the GPU that is here, and say what moved.
 
     python -m tests.bench.remeasure OUTDIR [--only NAME]... [--seconds 540]
 
-Beside each file stands ``NAME.meta.json``: command, card, driver, versions, date, and whether the
+Beside each file stands ``NAME.meta.json``: command, GPU, driver, versions, date, and whether the
 file is whole. A second call goes on where the first ran out of time. Nothing committed is changed.
 """
 

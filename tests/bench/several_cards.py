@@ -1,10 +1,10 @@
-"""Measure configurations that several cards train together, each a trial of the supervised runner.
+"""Measure configurations that several GPUs train together, each a trial of the supervised runner.
 
     python -m tests.bench.several_cards OUT.jsonl [--seconds 240] [--only NAME]...
 
 One row per configuration; ``again`` is what other calls came to. What an earlier call measured is
-kept; it exits with `OUT_OF_TIME` where some are left, as all are on a machine of one card. ``--only
-cpu`` tries it without a card.
+kept; it exits with `OUT_OF_TIME` where some are left, as all are on a machine of one GPU. ``--only
+cpu`` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Series:
 
 
 SERIES = {
-    # No card of 44 GiB holds it.
+    # No GPU of 44 GiB holds it.
     "70b": Series(
         "llama-3.1-70b",
         44,
         ({**SHARED, "micro_batch_size": 4}, {**SHARED, "micro_batch_size": 16}),
     ),
-    # Its weights alone take more than one card may have.
+    # Its weights alone take more than one GPU may have.
     "capped": Series("mistral-7b-v0.3", 3.5, ({**SHARED, "micro_batch_size": 1},)),
     "mistral": Series(
         "mistral-7b-v0.3",

@@ -1,4 +1,4 @@
-"""Owns what stands beside a result: the command, the card, its driver, the versions, the date.
+"""Owns what stands beside a result: the command, the GPU, its driver, the versions, the date.
 
 Knows nothing of what was measured.
 """

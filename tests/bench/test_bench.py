@@ -1,4 +1,4 @@
-"""The commands that make the committed data, as far as they need no card."""
+"""The commands that make the committed data, as far as they need no GPU."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def forgetful_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def rig() -> Iterator[object]:
-    # Imported here: collecting the suite on a machine without a card needs none of it.
+    # Imported here: collecting the suite on a machine without a GPU needs none of it.
     import torch
 
     from tests.gpu.rig import Rig

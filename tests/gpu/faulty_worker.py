@@ -1,4 +1,4 @@
-"""The real worker on a real card, which goes wrong where a configuration's `lora_alpha` says so.
+"""The real worker on a real GPU, which goes wrong where a configuration's `lora_alpha` says so.
 
 Run as the real one is: ``python -P -m tests.gpu.faulty_worker FD PARENT``.
 """
@@ -31,7 +31,7 @@ def _abort() -> None:
 
 
 def _poison_context() -> None:
-    """Read out of bounds on the card, after which no call of this process to CUDA succeeds."""
+    """Read out of bounds on the GPU, after which no call of this process to CUDA succeeds."""
     table = torch.zeros(4, device="cuda")
     table[torch.tensor([2**20], device="cuda")].sum().item()
 

@@ -1,4 +1,4 @@
-"""Another process on the card: takes all but so many bytes of what is free, says so, and holds it.
+"""Another process on the GPU: takes all but so many bytes of what is free, says so, and holds it.
 
 Run as ``python -m tests.gpu.neighbour BYTES_LEFT``; it ends when its standard input does.
 """

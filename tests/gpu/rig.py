@@ -1,4 +1,4 @@
-"""What the tests on a card share: a small model with real proportions, and a worker."""
+"""What the tests on a GPU share: a small model with real proportions, and a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ends a real worker on a real card is a typed end, and the next trial measures what it
+"""Whatever ends a real worker on a real GPU is a typed end, and the next trial measures what it
 measured before, to the byte.
 """
 
@@ -213,7 +213,7 @@ def test_two_hundred_trials_in_one_worker_do_not_drift(
 
 
 def _outside_bytes(runner: SupervisedRunner) -> int:
-    """Return what the card holds for a worker between trials: its base and its context."""
+    """Return what the GPU holds for a worker between trials: its base and its context."""
     process_id = _process_id(runner)
     with visible_cards(most=1) as (card,):
         assert card is not None

@@ -1,4 +1,4 @@
-"""Every value of every knob is trained for real, proves that it took effect, and leaves no byte."""
+"""Every value of every setting is trained for real, proves its effect, and leaves no byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.gpu.rig import SMALL, Rig, small_config
 
 pytestmark = [
     pytest.mark.gpu,
-    # What libraries warn of depends on the card.
+    # What libraries warn of depends on the GPU.
     pytest.mark.filterwarnings("default"),
 ]
 LEAN = {"kernels": "liger", "upcast_fp32": False}
@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # The others are of texts.
     "packing": ("none",),
     "learning_rate": (1e-5, 1e-3),
-    # The others take several cards: test_two_cards.py.
+    # The others take several GPUs: test_two_cards.py.
     "data_parallel": (1,),
     "sharding": ("none",),
 }
@@ -213,7 +213,7 @@ def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -
         compiled = plain.model_copy(update={"compile": True, "micro_batch_size": batch})
         assert rig.measure(compiled).compile_seconds
         assert rig.allocated_bytes() == before
-        # What was compiled stays, and holds no memory of the card.
+        # What was compiled stays, and holds no memory of the GPU.
         assert rig.measure(compiled).compile_seconds == 0.0
         assert rig.allocated_bytes() == before
     assert rig.measure(plain).peak_allocated_bytes == reference

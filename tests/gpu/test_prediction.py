@@ -1,4 +1,4 @@
-"""Predicted memory against the card's counters, on structures of every kind."""
+"""Predicted memory against the GPU's counters, on structures of every kind."""
 
 from __future__ import annotations
 

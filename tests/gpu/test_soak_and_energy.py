@@ -1,4 +1,4 @@
-"""On a card a soak evaluates and saves within the budget, and the energy of a token is told."""
+"""On a GPU a soak evaluates and saves within the budget, and the energy of a token is told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.rig import Rig, small_config
 
 pytestmark = [
     pytest.mark.gpu,
-    # What libraries warn of depends on the card.
+    # What libraries warn of depends on the GPU.
     pytest.mark.filterwarnings("default"),
 ]
 LEAN = {"kernels": "liger", "upcast_fp32": False, "checkpoint_fraction": 0.0}
@@ -72,7 +72,7 @@ def test_the_energy_of_a_token_is_that_of_the_power_that_the_card_draws(rig: Rig
         assert card is not None
         started, before = time.perf_counter(), card.energy_joules()
         if before is None:
-            pytest.skip("this card's driver does not count energy")
+            pytest.skip("this GPU's driver does not count energy")
         outcome = rig.worker.run(
             RunCommand(request=TrialRequest(config=config, steps=SOAK, is_soak=True))
         ).outcome

@@ -1,4 +1,4 @@
-"""Texts on a card: batches that nobody waits for, texts kept apart, peaks, held-out loss, and a
+"""Texts on a GPU: batches that nobody waits for, texts kept apart, peaks, held-out loss, and a
 training that goes on where it was stopped.
 """
 
@@ -28,7 +28,7 @@ from tests.sweep.finetuning.trainings import job, run
 
 pytestmark = [
     pytest.mark.gpu,
-    # What libraries warn of depends on the card.
+    # What libraries warn of depends on the GPU.
     pytest.mark.filterwarnings("default"),
 ]
 HELD_OUT = 0.2
@@ -163,6 +163,6 @@ def test_a_training_that_was_stopped_goes_on(
     resumed, _ = run(begun.model_copy(update={"resume_from": newest}))
     assert isinstance(resumed, TrainingResult), resumed
     assert resumed.tokens == whole.tokens
-    # Kernels of a card add up in an order of their own: not to the bit.
+    # Kernels of a GPU add up in an order of their own: not to the bit.
     assert resumed.train_loss == pytest.approx(whole.train_loss, rel=1e-3)
     assert resumed.eval_loss == pytest.approx(whole.eval_loss, rel=1e-3)

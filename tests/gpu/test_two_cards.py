@@ -1,4 +1,4 @@
-"""Two cards that train one configuration: each trains it, holds what it was to hold, and is no
+"""Two GPUs that train one configuration: each trains it, holds what it was to hold, and is no
 slower for it than the link between them explains."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.device_count() < 2,
-        reason="needs two cards in one machine",
+        reason="needs two GPUs in one machine",
     ),
 ]
 STEPS = StepBudget(warmup_min=2, warmup_max=4, measured_min=6, measured_max=12)
@@ -40,12 +40,12 @@ DEEP = ModelSpec(
     source="shipped",
     config={**SMALL.config, "num_hidden_layers": 24, "vocab_size": 2048},
 )
-"""Most of it is in its layers, as of a model that one card cannot hold."""
+"""Most of it is in its layers, as of a model that one GPU cannot hold."""
 CLOSE = 0.015
-"""As predictions of memory state of what one card trains."""
+"""As predictions of memory state of what one GPU trains."""
 CLOSE_SHARDED = 0.15
 SCALES = 1.6
-"""Times the tokens of one card, at least, that two of a host make in the same time."""
+"""Times the tokens of one GPU, at least, that two of a host make in the same time."""
 
 
 def a_runner(

@@ -1,6 +1,6 @@
 """Builds studies that never ran: records by hand, and a whole plausible study from a seed.
 
-The plausible study follows the linear memory and saturating speed of a 7B model on one large card.
+The plausible study follows the linear memory and saturating speed of a 7B model on one large GPU.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def one_of_each() -> tuple[TrialRecord, ...]:
         PredictedOutOfMemory(predicted_bytes=25 * GIB),
         DominatedOutOfMemory(by=2),
         Diverged(step=4),
-        Invalid(rule="bf16 needs Ampere", detail="the card is a T4"),
+        Invalid(rule="bf16 needs Ampere", detail="the GPU is a T4"),
         Ineffective(knob="compile", detail="no graph was compiled"),
         TimedOut(phase="measure"),
         Crashed(phase="build", detail="exit status 1"),

@@ -1,4 +1,4 @@
-"""Several cards beside each other: nothing is claimed inside the uncertainty of the speeds."""
+"""Several GPUs beside each other: nothing is claimed inside the uncertainty of the speeds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _study(
     fingerprint: str = "0123456789abcdef",
     **offer: Any,
 ) -> StudySnapshot:
-    """Return a study of one trial at a speed that is sure to a share, on a card at a price."""
+    """Return a study of one trial at a speed that is sure to a share, on a GPU at a price."""
     step = 4096 / speed
     ends = (step / (1 + width), step / (1 - width))
     trial = fits(0, speed, config, step_seconds=step, step_seconds_ci95=ends)

@@ -309,7 +309,7 @@ def test_what_is_marked_is_said_in_words() -> None:
     flags = ("emulated", "throttled", "neighbour", "something_new")
     marked = fits(1, 16_000.0, OWN.config, flags=flags)
     said = card(decision_of(study(BASE, marked)), CLASS).flags
-    assert said == "slowed by a power or heat limit, another process shared the card, something new"
+    assert said == "slowed by a power or heat limit, another process shared the GPU, something new"
 
 
 def test_recipes_are_whole_and_the_command_is_quoted() -> None:

@@ -1,4 +1,4 @@
-"""What a study tells of its knobs: by matched pairs, by a fit, or not at all."""
+"""What a study tells of its settings: by matched pairs, by a fit, or not at all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _guided(rng: random.Random) -> list[TrialConfig]:
     """Return configurations as a guided search has them: what seems fast comes in company.
 
     With Liger the upcast is seldom left out, and without it nearly always; no two of them differ
-    in a knob of `FACTORS` alone, as each has a micro-batch of its own.
+    in a setting of `FACTORS` alone, as each has a micro-batch of its own.
     """
     configs = []
     for number in range(16):

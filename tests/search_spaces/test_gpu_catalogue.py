@@ -1,4 +1,4 @@
-"""The shipped cards: what they are called, and figures that hang together."""
+"""The shipped GPUs: what they are called, and figures that hang together."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_measured_rates_are_below_the_data_sheet_and_have_a_source(name: str) ->
     spec = find_gpu(name)
     assert set(spec.matrix_flops) <= set(spec.peak_flops)
     for dtype, rate in spec.matrix_flops.items():
-        # GeForce cards boost beyond the clock that their data sheet counts with.
+        # GeForce GPUs boost beyond the clock that their data sheet counts with.
         assert 0.3 < rate / spec.peak_flops[dtype] < 1.15
     measured = spec.copy_bytes_per_second or spec.bandwidth_bytes_per_second
     assert 0.7 < measured / spec.bandwidth_bytes_per_second <= 1.0

@@ -1,4 +1,4 @@
-"""What is declared of each knob agrees with the values that it takes."""
+"""What is declared of each setting agrees with the values that it takes."""
 
 from __future__ import annotations
 

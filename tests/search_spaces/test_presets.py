@@ -124,5 +124,5 @@ def test_the_presets_explain_the_same_things_in_the_same_words() -> None:
         if path.stem != "cpu-demo"
     ]
     said_by_all = set.intersection(*common)
-    # What differs is the card's own: its memory, its batches, its lengths, its baseline.
+    # What differs is the GPU's own: its memory, its batches, its lengths, its baseline.
     assert all(len(lines - said_by_all) <= 8 for lines in common)

@@ -93,9 +93,9 @@ def test_what_is_cheapest_is_not_one_lists_word_alone(gpu: str) -> None:
 
 def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> None:
     (offer,) = [o for o in load_prices()["h100-80gb"] if o.provider == "AWS"]
-    assert (offer.cards, offer.usd_per_hour) == (8, 6.88)
-    file = write(tmp_path, f"offers: [{{{HEAD}, cards: 0, usd_per_hour: {{a10: 1}}}}]\n")
-    with pytest.raises(InputError, match="a10: cards must be at least 1, got 0"):
+    assert (offer.gpus, offer.usd_per_hour) == (8, 6.88)
+    file = write(tmp_path, f"offers: [{{{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}}}]\n")
+    with pytest.raises(InputError, match="a10: gpus must be at least 1, got 0"):
         load_prices(file)
 
 
@@ -108,8 +108,8 @@ def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> 
         (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "a10: usd_per_hour"),
         (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "a10: usd_per_hour must be a number"),
         (f"{HEAD}, usd_per_hour: {{a11: 1}}", "usd_per_hour: unknown GPU 'a11'; did you mean 'a10"),
-        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map cards to prices, got 1.0"),
-        (HEAD, "usd_per_hour must map cards to prices, got null"),
+        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map GPUs to prices, got 1.0"),
+        (HEAD, "usd_per_hour must map GPUs to prices, got null"),
         ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "a10: date is missing"),
         ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "a10: provider is missing"),
         ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "a10: source is missing"),

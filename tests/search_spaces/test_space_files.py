@@ -329,7 +329,7 @@ def test_a_space_survives_its_own_json() -> None:
         pytest.param(SMALL + "objectives: []\n", "objectives must not be empty", id="objectives"),
         pytest.param(
             SMALL + "objectives: [tokens_per_second, cost]\n",
-            "a10.yaml: line 4: objectives cannot hold cost: on one card at one price it is "
+            "a10.yaml: line 4: objectives cannot hold cost: on one GPU at one price it is "
             "1 / speed. Ask for tokens_per_second; plan, report and best show",
             id="cost is a view",
         ),

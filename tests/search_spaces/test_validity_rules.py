@@ -1,4 +1,4 @@
-"""Rules between configuration, model and card, and what follows from a model's config."""
+"""Rules between configuration, model and GPU, and what follows from a model's config."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FSDP = {
 @pytest.mark.parametrize(
     ("values", "model", "card", "rule", "words"),
     [
-        ({}, MISTRAL, TURING, "bf16-needs-ampere", "this card has 7.5: use compute_dtype fp16"),
+        ({}, MISTRAL, TURING, "bf16-needs-ampere", "this GPU has 7.5: use compute_dtype fp16"),
         ({"compute_dtype": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or bf16"),
         ({"compute_dtype": "fp8"}, MISTRAL, TURING, "eight-bit", "7.5: use int8 or fp16"),
         ({"quantization": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or nf4"),
@@ -102,7 +102,7 @@ FSDP = {
             MISTRAL,
             PASCAL,
             "kernels-need-triton",
-            "7.0, this card has 6.0",
+            "7.0, this GPU has 6.0",
         ),
         ({"kernels": "liger"}, UNKNOWN, AMPERE, "kernels-need-liger-model", "'brand_new'"),
         ({"compile": True}, MISTRAL, None, "compile-needs-triton", "not supported on a CPU"),
@@ -132,7 +132,7 @@ FSDP = {
             MISTRAL,
             TURING,
             "bf16-adapters",
-            "8.0 (Ampere), this card has 7.5",
+            "8.0 (Ampere), this GPU has 7.5",
         ),
         (
             {"quantized_fraction": 0.01},
@@ -154,7 +154,7 @@ FSDP = {
             MISTRAL,
             TURING,
             "flash-attention-2",
-            "8.0 (Ampere), this card has 7.5",
+            "8.0 (Ampere), this GPU has 7.5",
         ),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp32"},
@@ -264,7 +264,7 @@ def test_what_cannot_run_is_forbidden_with_a_reason(
 
 def test_every_rule_is_in_the_table_above() -> None:
     table = test_what_cannot_run_is_forbidden_with_a_reason.pytestmark[0].args[1]
-    # What is asked of it is more than a model and a card; it has a test of its own below.
+    # What is asked of it is more than a model and a GPU; it has a test of its own below.
     elsewhere = {"data-parallel-on-texts"}
     assert {row[3] for row in table} | elsewhere == set(RULES)
 

@@ -248,7 +248,7 @@ def test_two_rounds_on_a_quiet_card_tell_a_gain_closely() -> None:
 
 
 def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
-    """The card is half as fast from the third round on."""
+    """The GPU is half as fast from the third round on."""
     runs = Runs().runs(FAST, 200.0, 202.0, 101.0, 100.0).runs(BASE, 100.0, 100.0)
     third, fourth = (r.number for r in runs.records[2:4])
     for number, speed in ((third, 80.0), (fourth, 81.0)):

@@ -174,7 +174,7 @@ def test_a_study_of_which_nothing_was_measured_is_no_surface() -> None:
 
 
 def test_a_study_on_a_card_that_the_catalogue_lacks_is_no_surface() -> None:
-    with pytest.raises(InputError, match="a surface is of a card of the catalogue"):
+    with pytest.raises(InputError, match="a surface is of a GPU of the catalogue"):
         surface_text(a_snapshot(*TRIALS, emulated_on="Voodoo 2"))
 
 

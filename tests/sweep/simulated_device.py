@@ -1,4 +1,4 @@
-"""A card that answers at once: memory and speed as functions, shaped like a real one's."""
+"""A GPU that answers at once: memory and speed as functions, shaped like a real one's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def a_space(**changes: Any) -> SearchSpace:
 
 
 def peak_bytes(config: TrialConfig) -> int:
-    """Linear in tokens for a fixed structure, as it is on a card."""
+    """Linear in tokens for a fixed structure, as it is on a GPU."""
     fused = config.kernels != "hf"
     per_token = (420 if fused else 900) * _KIB
     kept = (3300 if fused else 4000) * (2 if config.upcast_fp32 else 1) * _KIB
@@ -100,7 +100,7 @@ def tokens_per_second(config: TrialConfig) -> float:
 
 
 class Exact(MemoryPredictor):
-    """Predicts the memory that the simulated card will say was taken."""
+    """Predicts the memory that the simulated GPU will say was taken."""
 
     def predict(self, config: TrialConfig) -> MemoryPrediction:
         return imagined(peak_bytes(config), uncertainty=0.01)
@@ -129,7 +129,7 @@ def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any)
 
 
 def train(config: TrialConfig) -> Outcome:
-    """Answer as the card would."""
+    """Answer as the GPU would."""
     peak = peak_bytes(config)
     if peak > BUDGET:
         return OutOfMemory(stage="forward", peak_allocated_bytes=BUDGET, requested_bytes=GIB)

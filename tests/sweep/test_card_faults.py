@@ -1,4 +1,4 @@
-"""What befell a card is told from what a training did."""
+"""What befell a GPU is told from what a training did."""
 
 from __future__ import annotations
 

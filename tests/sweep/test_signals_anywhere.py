@@ -1,6 +1,6 @@
 """A signal at any moment of a short study, from the first line of the command to its last.
 
-The moments are calls of our own functions, counted, so that a failure can be repeated. The card is
+The moments are calls of our own functions, counted, so that a failure can be repeated. The GPU is
 simulated; whatever else the command does it does for real.
 """
 

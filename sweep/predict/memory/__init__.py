@@ -1,1 +1,1 @@
-"""What a configuration takes of a card: real model code traced without data, then replayed."""
+"""What a configuration takes of a GPU: real model code traced without data, then replayed."""

@@ -58,7 +58,7 @@ def grains(size: int) -> int:
 class _Pool:
     """Free blocks of one kind, in grains: small numbers are fast.
 
-    Segments lie apart, so that blocks of two never touch: they could not be merged on a card.
+    Segments lie apart, so that blocks of two never touch: they could not be merged on a GPU.
     """
 
     def __init__(self, unsplit: int) -> None:
@@ -83,7 +83,7 @@ class CachingAllocator:
         allocated_bytes: what is in use from before, and never given back.
         reserved_bytes: what was taken from the driver before.
         holes: free blocks from before, that serve large requests.
-        limit_bytes: the most that may be reserved; None where the card never fills up.
+        limit_bytes: the most that may be reserved; None where the GPU never fills up.
 
     Attributes:
         allocated_bytes: sum of the blocks in use.

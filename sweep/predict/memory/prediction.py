@@ -50,10 +50,10 @@ COMPILED_RECOMPUTED = Uncertainty(allocated=0.24, reserved=0.285)
 """Where all are recomputed: of eight rows, 17.2 % and 20.5 % at worst. The graph that a layer goes
 back through is then all that is alive, and the compiler decides what is alive in it."""
 SHARDED = Uncertainty(allocated=0.02, reserved=0.15)
-"""Of a model that two cards share, in NF4: of seven rows of Mistral-7B and Llama-3.1-70B, 0.7 % and
+"""Of a model that two GPUs share, in NF4: of seven rows of Mistral-7B and Llama-3.1-70B, 0.7 % and
 6.1 % at worst. What is gathered when is derived from FSDP2's code."""
 SHARDED_UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
-"""The same of more cards, of other quantization, and where the head is the embedding: derived alike
+"""The same of more GPUs, of other quantization, and where the head is the embedding: derived alike
 and measured nowhere."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
@@ -61,7 +61,7 @@ CAPPED = 0.015
 1.2 % at worst of the 29 configurations that were tried at the edge of a budget.
 """
 CAPPED_SHARDED = 0.1
-"""The same of a model that several cards share: what is received there is of a stream of its own,
+"""The same of a model that several GPUs share: what is received there is of a stream of its own,
 whose memory the replay never gives back, and no step was tried at the edge."""
 CAPPED_EXPANDABLE = 0.03
 """The same where segments are expandable, whose least cap is the peak in whole pages.
@@ -74,7 +74,7 @@ FRAGMENTATION = 1.4
 1.29 was measured and 1.32 is replayed at most.
 """
 SHARDED_FRAGMENTATION = 2.7
-"""The same of a model that several cards share: what is received comes on top, and is no more than
+"""The same of a model that several GPUs share: what is received comes on top, and is no more than
 the peak has of it."""
 _NEED_GRAIN = 0.01
 """How closely the least cap is looked for."""
@@ -118,7 +118,7 @@ class MemoryPrediction:
     ``loss``.
 
     The libraries' workspaces count as activations, and so does what is gathered of a base that
-    several cards share.
+    several GPUs share.
     """
     moment: str
     """When the peak is reached: ``forward``, ``loss``, ``backward`` or ``optimizer``."""

@@ -98,7 +98,7 @@ class TracingPredictor(MemoryPredictor):
     Args:
         model: the model.
         cache_dir: where structures that were traced once are kept.
-        compute_capability: of the card; None where it is not known, which is taken for the largest
+        compute_capability: of the GPU; None where it is not known, which is taken for the largest
             need.
         workspace_bytes: that libraries take from torch's allocator; None for cuBLAS's.
         tracer: traces structures; by default a child process, started at the first one that is not

@@ -73,7 +73,7 @@ class Structure:
     are recomputed or none; both together give what lies between.
     """
     has_flash: bool
-    """Whether the card has flash attention."""
+    """Whether the GPU has flash attention."""
     is_long: bool = False
     """Whether the sequence passes the attention window, so that a mask has to exist."""
 
@@ -193,7 +193,7 @@ def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen base on the card."""
+    """The frozen base on the GPU."""
 
     allocated_bytes: int
     """What its tensors take, remainders that the allocator does not split off included."""
@@ -429,7 +429,7 @@ class _Gathered:
 
 
 def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
-    """Return a profile whose base is what one of several cards holds of it, and whose segments
+    """Return a profile whose base is what one of several GPUs holds of it, and whose segments
     gather what they need.
 
     Raises:
@@ -439,7 +439,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     if whole is None or shapes is None:
         raise InputError(
             f"model '{model.name}': the layers of model type '{model.model_type}' are not known, "
-            "so what each card holds of them is not predicted"
+            "so what each GPU holds of them is not predicted"
         )
     linears = sum(rows * columns for rows, columns in shapes.values())
     width = _PACKED_BYTES if config.is_quantized else _WIDE_BYTES
@@ -447,7 +447,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
     layer = round(linears * width + adapters * _ADAPTER_BYTES)
     head = model.vocab_size * model.hidden_size * _WIDE_BYTES
-    # A card holds its share of all parameters, and all constants.
+    # A GPU holds its share of all parameters, and all constants.
     in_layers = model.hidden_layers * linears
     movable = in_layers * width + (whole - in_layers) * _WIDE_BYTES
     constants = max(0.0, profile.base.requested_bytes - movable)

@@ -54,7 +54,7 @@ _ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
 _MIN_8BIT_ELEMENTS = 4096
 """bitsandbytes keeps the states of smaller tensors in fp32 (``min_8bit_size``)."""
 _MIN_PAGED_ELEMENTS = 100_000
-"""bitsandbytes keeps smaller states on the card; larger ones are in memory no counter sees."""
+"""bitsandbytes keeps smaller states on the GPU; larger ones are in memory no counter sees."""
 _BLOCK_ELEMENTS = 256
 """Elements that share a scale."""
 
@@ -89,7 +89,7 @@ class Step:
     workspace_bytes: int
     """What the libraries keep for themselves."""
     is_unseen: bool = False
-    """Whether nothing like it was ever measured: several cards share a model whose head is its
+    """Whether nothing like it was ever measured: several GPUs share a model whose head is its
     embedding."""
 
     @property
@@ -101,12 +101,12 @@ class Step:
     def held_gradients(self) -> int:
         """How many times the adapters' gradients are there throughout.
 
-        Once as those of earlier micro-batches; once as the buckets in which several cards send
-        each other theirs, which are never given back. Where cards accumulate, each keeps its own
+        Once as those of earlier micro-batches; once as the buckets in which several GPUs send
+        each other theirs, which are never given back. Where GPUs accumulate, each keeps its own
         beside the buckets until the last micro-batch.
         """
         if self.config.is_sharded:
-            # A card's share of them, and all of them as long as nothing is sent.
+            # A GPU's share of them, and all of them as long as nothing is sent.
             return 1 + self._shares * (self.config.accumulation_steps > 1)
         return (self.config.accumulation_steps > 1) + (self.config.data_parallel > 1)
 
@@ -153,23 +153,23 @@ class Step:
 
     @cached_property
     def states(self) -> list[int]:
-        """Bytes of each of the optimizer's tensors that are on the card."""
+        """Bytes of each of the optimizer's tensors that are on the GPU."""
         sizes = {n: _state_bytes(self.config, n) for n in set(self._trained)}
         return [size for elements in self._trained for size in sizes[elements]]
 
     @cached_property
     def _trained(self) -> list[int]:
-        """Elements of each trained tensor, as far as they are this card's."""
+        """Elements of each trained tensor, as far as they are this GPU's."""
         rank, of_layer = self.config.lora_rank, self.profile.adapters
         whole = (n * rank for position in self.profile.positions for n in of_layer[position])
         return [-(-elements // self._shares) for elements in whole]
 
 
 def _state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
-    """Return the bytes of each tensor that is kept on the card for a trained one."""
+    """Return the bytes of each tensor that is kept on the GPU for a trained one."""
     optimizer = config.optimizer
     if optimizer == "adamw_torch_fused":
-        # Moments of the parameter's own type; the step count is on the card too, always in fp32.
+        # Moments of the parameter's own type; the step count is on the GPU too, always in fp32.
         moment = elements * _ADAPTER_BYTES[config.adapter_dtype]
         return (_FP32_BYTES, moment, moment)
     if elements < _MIN_8BIT_ELEMENTS:

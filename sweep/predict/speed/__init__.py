@@ -1,1 +1,1 @@
-"""How long a step takes on a card, from what it computes, moves and launches."""
+"""How long a step takes on a GPU, from what it computes, moves and launches."""

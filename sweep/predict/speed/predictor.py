@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
 CARD_SPREAD = 0.3
-"""How far a whole card may be from its catalogue entry's rates: clocks, power limit, cooling."""
+"""How far a whole GPU may be from its catalogue entry's rates: clocks, power limit, cooling."""
 EIGHT_BIT_SPREAD = 0.34
 """How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
 
@@ -61,9 +61,9 @@ FACTOR_SPREAD: dict[Factor, float] = {
 STEP_NOISE = 0.02
 """Relative error of one trial: its median's interval, and what the model leaves out."""
 ROUNDS = 30
-"""The maximum of host and card is made straight again around each solution."""
+"""The maximum of host and GPU is made straight again around each solution."""
 DAMPING = 0.5
-"""Share of the way to each solution: going all of it can swing between host and card for ever."""
+"""Share of the way to each solution: going all of it can swing between host and GPU for ever."""
 UNCERTAINTY_AFTER_ONE = SpeedUncertainty(device=0.11, launch=0.45)
 """Nine in ten of a study's other steps are within this much once one trial is known.
 
@@ -82,10 +82,10 @@ most where NVLink joins them; never measured through PCIe."""
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by which a card's terms differ from the prediction."""
+    """Factors by which a GPU's terms differ from the prediction."""
 
     gpu: str
-    """Card that the trials ran on."""
+    """GPU that the trials ran on."""
     trials: int
     """Trials that it was fitted to."""
     factors: dict[Factor, float]
@@ -118,7 +118,7 @@ def calibrate(
     Args:
         observations: configurations that have a prediction, and their measured seconds per step.
         model: the model they were measured with.
-        gpu: the card they were measured on.
+        gpu: the GPU they were measured on.
     """
     assert observations, "calibrating needs trials"
     configs = [config for config, _ in observations]

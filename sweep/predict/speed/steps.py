@@ -150,7 +150,7 @@ class StepPhases:
 
     @cached_property
     def device(self) -> NDArray[np.float64]:
-        """What the card needs, by configuration, stretch and term."""
+        """What the GPU needs, by configuration, stretch and term."""
         return self.compute + self.memory
 
     def seconds(self, factors: NDArray[np.float64]) -> Sizes:
@@ -203,7 +203,7 @@ def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | Non
 
 
 def overlapped(device: NDArray[np.float64], launch: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the seconds of stretches that keep the card and the host busy for so long."""
+    """Return the seconds of stretches that keep the GPU and the host busy for so long."""
     longest = np.maximum(device, launch)
     shorter = np.divide(
         np.minimum(device, launch), longest, out=np.zeros_like(longest), where=longest != 0.0

@@ -114,7 +114,7 @@ def answer(
         progress: told how far it is.
         predictor: makes what predicts memory; by default it traces the model's own code, in
             children that serve all questions of this plan.
-        card: reads the card in this machine, for where none is named.
+        GPU: reads the GPU in this machine, for where none is named.
         tell: told what the dataset made of the space.
 
     Raises:
@@ -141,7 +141,7 @@ def _read_texts(request: TextsRequest, *, progress: Progress) -> PreparedTexts:
 
 
 def _text_notes(question: Question) -> tuple[str, ...]:
-    """Return what texts made of the cards' spaces, each once."""
+    """Return what texts made of the GPUs' spaces, each once."""
     notes = (line for gpu in question.gpus for line in question.text_notes(gpu))
     return tuple(dict.fromkeys(notes))
 
@@ -224,7 +224,7 @@ def _longest(question: Question, progress: Progress) -> Answer:
 
 def _cheapest(question: Question, progress: Progress) -> Answer:
     """Return what a job costs on each GPU."""
-    tell, cards = progress("cards looked at"), []
+    tell, cards = progress("GPUs looked at"), []
     for done, gpu in enumerate(question.gpus):
         tell(done, len(question.gpus))
         cards.append(

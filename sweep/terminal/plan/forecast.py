@@ -93,7 +93,7 @@ def answer_view(forecast: Forecast, *, gpu: GpuSpec, budget_bytes: int) -> Rende
 
     Args:
         forecast: the expectation.
-        gpu: the card.
+        gpu: the GPU.
         budget_bytes: what a training may take of it.
     """
     parts: list[RenderableType] = []

@@ -124,7 +124,7 @@ def _legend_lines(legend: str, table: ShapeTable) -> Iterator[RenderableType]:
     yield Text(legend, style="dim")
     rules = sorted({cell.broken.rule for cell in table.cells.values() if cell.broken is not None})
     if rules:
-        words = f"'{FORBIDDEN}' is forbidden on this model and card: {', '.join(rules)}"
+        words = f"'{FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"
         yield Text(words, style="dim")
 
 

@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def finished_study(home: Path, **space: Any) -> str:
-    """Run a short study on a simulated card and return its name."""
+    """Run a short study on a simulated GPU and return its name."""
     forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(home / "runs", **({"trials": 3} | space)) as study:
         tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))

@@ -21,7 +21,7 @@ from tests.sweep.export.weights import saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
 pytestmark = [
-    # TRL deprecates Liger, and pins nothing in a loader that never has a card.
+    # TRL deprecates Liger, and pins nothing in a loader that never has a GPU.
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -1,4 +1,4 @@
-"""Rentals for tests: a study on one card, and a machine's bill."""
+"""Rentals for tests: a study on one GPU, and a machine's bill."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_everything_that_this_package_needs_is_pinned_but_what_is_not_installed(
     assert {"torch", "transformers", "optuna", "liger-kernel", "tokenizers"} <= needed.keys()
     assert "pytest" not in needed
     assert "qlora-sweep" not in needed
-    # A build for the CPU is none that a card can use.
+    # A build for the CPU is none that a GPU can use.
     assert "+" not in str(needed["torch"].specifier)
     assert str(needed["torch"].specifier).startswith("==")
 

@@ -68,7 +68,7 @@ def test_weights_that_are_fetched_are_paid_for() -> None:
 
 
 def test_all_cards_of_a_machine_are_paid_for_and_no_fewer_rented_than_there_are() -> None:
-    offers = [an_offer(cards=8, usd_per_hour=1.0), an_offer(usd_per_hour=3.0)]
+    offers = [an_offer(gpus=8, usd_per_hour=1.0), an_offer(usd_per_hour=3.0)]
     four = machine_offer(Machine(A10, cards=4), offers)
     one = machine_offer(Machine(A10), offers)
     assert four is not None

@@ -199,7 +199,7 @@ BAD: list[Any] = [
     (["a10", "--devices", "4", "--with", "gpus=2"], "ask for as many"),
     (["cpu-demo", "--with", "partition="], "write it as KEY=VALUE"),
     (["cpu-demo", "--with", "=x"], "write it as KEY=VALUE"),
-    (["cpu-demo", "--devices", "0"], "--devices 0: a study needs a card"),
+    (["cpu-demo", "--devices", "0"], "--devices 0: a study needs a GPU"),
     (["cpu-demo", "--devices", "1"], "is for the CPU, which is one"),
     (["cpu-demo", "--from", "nosuch"], "no studies yet"),
     (["cpu-demo", "--from", "nosuch.jsonl"], "nosuch.jsonl"),

@@ -1,4 +1,4 @@
-"""What answers for a card by a formula, and offers made up for the purpose."""
+"""What answers for a GPU by a formula, and offers made up for the purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviour of the cards for a job: what each does it with, in time or not, and which is named."""
+"""Behaviour of the GPUs for a job: what each does it with, in time or not, and which is named."""
 
 from __future__ import annotations
 

@@ -696,7 +696,7 @@ def _trials_of(told: str) -> tuple[list[float], list[float], list[str]]:
 
 
 def test_the_committed_studys_time_is_within_what_is_foretold() -> None:
-    """On the card that ran it, from the speeds that are predicted for it, without tracing."""
+    """On the GPU that ran it, from the speeds that are predicted for it, without tracing."""
     space = load_space(str(BENCH / "a10_rank16.yaml"))
     found = survey(space, a_forecaster(gpu="h200", budget_gib=21.48, predictor=Peaks()))
     told = (BENCH / "results" / "a10_rank16_study.txt").read_text()
@@ -803,7 +803,7 @@ def test_bills_come_cheapest_first_and_count_the_models_download() -> None:
     assert download.seconds == pytest.approx(2 * 7.248e9 / 1e9, rel=1e-3)
 
 
-# Several cards
+# Several GPUs
 
 OFFERS = {"a10": (an_offer(),), "h100-80gb": (an_offer(gpu="h100-80gb", usd_per_hour=10.0),)}
 

@@ -1,4 +1,4 @@
-"""A study that another card stood in for says how fast its trials are on the card it is for."""
+"""A study that another GPU stood in for says how fast its trials are on the GPU it is for."""
 
 from __future__ import annotations
 

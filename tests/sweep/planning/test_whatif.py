@@ -18,7 +18,7 @@ UNTURNED = {
     *("data_parallel", "sharding"),
 }
 """Some change nothing that is asked about, one is not there to be halved, and what is asked about
-is one card."""
+is one GPU."""
 
 
 def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:

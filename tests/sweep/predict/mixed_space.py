@@ -1,4 +1,4 @@
-"""Configurations drawn over all knobs, for what must hold of each of them."""
+"""Configurations drawn over all settings, for what must hold of each of them."""
 
 from __future__ import annotations
 

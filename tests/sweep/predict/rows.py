@@ -33,7 +33,7 @@ EIGHT_BIT = read_rows("eight_bit_h200.jsonl")
 PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
 SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
-"""Of two cards that train one configuration, and of one beside them."""
+"""Of two GPUs that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
 IS_NEW_MEASURED = (DATA / "new_models_h200.jsonl").exists()

@@ -45,7 +45,7 @@ def twenty_billion() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def predict(tracing_child: TracingChildren, profile_cache: Path) -> Predict:
-    """Predict a configuration of a model, by name, on a card of the catalogue."""
+    """Predict a configuration of a model, by name, on a GPU of the catalogue."""
 
     def predicted(model: str, gpu: str, config: TrialConfig) -> MemoryPrediction:
         predictor = TracingPredictor(
@@ -188,11 +188,11 @@ def test_mlp_targets_triple_the_trainable_parameters_they_are_said_to_double() -
 @pytest.mark.parametrize(
     ("model", "gpu", "keys", "published_seconds", "utilization"),
     [
-        # As an optimizer step, each of these would need more than every FLOP of the card.
+        # As an optimizer step, each of these would need more than every FLOP of the GPU.
         (MISTRAL, "a100-40gb", PUBLISHED, 1.7, 1.862),
         (MISTRAL, "h100-pcie", PUBLISHED, 1.05, 1.244),
         (LLAMA, "a10g", {**PUBLISHED, "target_modules": "qv"}, 3.0, 4.942),
-        # This one the card can do; it was published with a utilization of 45 to 50 %.
+        # This one the GPU can do; it was published with a utilization of 45 to 50 %.
         (MISTRAL, "a10", {}, 8 / 1.46, 0.173),
         (MISTRAL, "a10", {"micro_batch_size": 4, "seq_len": 1024}, 4 / 0.69, 0.166),
     ],

@@ -112,7 +112,7 @@ def test_500_steps_in_25_minutes_for_1_25_is_three_dollars_an_hour_for_an_a10g()
     step_seconds = 25 * 60 / 500
     published = Bill(work, step_seconds=step_seconds, offer=make_offer("a10g", 3.00))
     assert published.usd == pytest.approx(1.25)
-    # At a dollar an hour, which is what the card alone costs, the same 25 minutes are 42 cents.
+    # At a dollar an hour, which is what the GPU alone costs, the same 25 minutes are 42 cents.
     assert Bill(
         work, step_seconds=step_seconds, offer=make_offer("a10g", 1.00)
     ).usd == pytest.approx(0.4167, abs=1e-4)

@@ -156,7 +156,7 @@ def test_a_bill_in_json_adds_up(offer: Offer, step_seconds: float) -> None:
 
 
 def _pair(slow_boot: float) -> tuple[Bill, Bill]:
-    """A slow card that is ready at once, and a fast one at its price that boots for a while."""
+    """A slow GPU that is ready at once, and a fast one at its price that boots for a while."""
     slow = Bill(WORK, step_seconds=2.0, offer=make_offer())
     fast = Bill(WORK, step_seconds=1.0, offer=make_offer(gpu="a100-40gb", boot_seconds=slow_boot))
     return slow, fast

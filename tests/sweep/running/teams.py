@@ -1,4 +1,4 @@
-"""What the tests of trials on several cards share: a runner on the CPU, and what it measured."""
+"""What the tests of trials on several GPUs share: a runner on the CPU, and what it measured."""
 
 from __future__ import annotations
 

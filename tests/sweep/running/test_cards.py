@@ -44,10 +44,10 @@ def test_cards_are_all_so_many_or_those_that_are_named(typed: str, indices: list
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("8", "this machine has 4 cards, 0 to 3"),
-        ("0,7", "there is no card 7"),
-        ("1,1", "card 1 is named twice"),
-        ("0", "card 0 alone is --devices 0,"),
+        ("8", "this machine has 4 GPUs, 0 to 3"),
+        ("0,7", "there is no GPU 7"),
+        ("1,1", "GPU 1 is named twice"),
+        ("0", "GPU 0 alone is --devices 0,"),
         ("every", "name all, how many"),
         ("-1", "name all, how many"),
         ("0;1", "name all, how many"),
@@ -70,8 +70,8 @@ def test_cards_that_differ_are_refused_with_both_products_and_what_would_do() ->
     with pytest.raises(InputError) as raised:
         choose_cards("all", [A10, L4, LAST])
     words = str(raised.value)
-    assert "card 0 is a NVIDIA A10" in words
-    assert "card 1 a NVIDIA L4" in words
+    assert "GPU 0 is a NVIDIA A10" in words
+    assert "GPU 1 a NVIDIA L4" in words
     assert "--devices 0,2" in words
     assert [card.index for card in choose_cards("0,2", [A10, L4, LAST])] == [0, 2]
 
@@ -92,13 +92,13 @@ def test_a_card_that_somebody_uses_is_refused_and_the_others_are_named(
 ) -> None:
     with pytest.raises(EnvironmentFault, match=words) as raised:
         choose_cards("all", [A10, busy, LAST])
-    assert "card 1 is in use" in str(raised.value)
+    assert "GPU 1 is in use" in str(raised.value)
     assert "--devices 0,2" in str(raised.value)
     assert len(choose_cards("0,2", [A10, busy, LAST])) == 2
 
 
 def test_one_card_that_the_environment_names_twice_is_not_two() -> None:
-    with pytest.raises(InputError, match="card 0 and card 1 are one and the same"):
+    with pytest.raises(InputError, match="GPU 0 and GPU 1 are one and the same"):
         choose_cards("all", [A10, A10])
 
 
@@ -118,9 +118,9 @@ def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_
     None
 ):
     assert [card.index for card in cards_for(2, FOUR)] == [0, 1]
-    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 cards for a trial: .*2 cards"):
+    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
         cards_for(4, FOUR[:2])
-    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 cards for a trial"):
+    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
         cards_for(4, [])
 
 

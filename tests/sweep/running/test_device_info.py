@@ -30,7 +30,7 @@ WHOLE = {
 
 
 def pretend_cuda() -> Card:
-    """What CUDA says on a machine whose card has no memory of its own."""
+    """What CUDA says on a machine whose GPU has no memory of its own."""
     return Card(
         product="NVIDIA GB10",
         memory_bytes=120 * GIB,

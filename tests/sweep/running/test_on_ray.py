@@ -272,8 +272,8 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
     wanted: dict[str, Any] = {"study": "cards", "device": "cuda", "gpu": "h200"}
     begun = cluster.places(new_runner(target), **wanted, warn=no_warning)
     assert sorted(place.name for place in begun) == [
-        f"{node.address} card 0",
-        f"{node.address} card 1",
+        f"{node.address} GPU 0",
+        f"{node.address} GPU 1",
     ]
     begun[0].runner.close()
     warnings: list[str] = []

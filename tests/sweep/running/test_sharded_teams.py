@@ -42,7 +42,7 @@ DEEP = ModelSpec(
         "sliding_window": None,
     },
 )
-"""Most of it is in its layers, as of a model that one card cannot hold."""
+"""Most of it is in its layers, as of a model that one GPU cannot hold."""
 SHARED = WHOLE.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
 
 
@@ -62,7 +62,7 @@ def test_two_cards_that_share_a_model_train_it_and_so_does_one_after_them(
     configs = [SHARED, together, WHOLE, SHARED]
     found = [measured(runner.run(TrialRequest(config=config, steps=STEPS))) for config in configs]
     assert [one.cards for one in found] == [2, 2, 1, 2]
-    # What was attached is counted as a whole, whatever a card holds of it.
+    # What was attached is counted as a whole, whatever a GPU holds of it.
     assert len({one.trainable_parameters for one in found}) == 1
     shared, whole, alone, again = (one.peak_allocated_bytes for one in found)
     assert shared < alone < whole

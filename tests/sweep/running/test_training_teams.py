@@ -1,4 +1,4 @@
-"""Processes that train one configuration together, on the CPU, each as on a card of its own."""
+"""Processes that train one configuration together, on the CPU, each as on a GPU of its own."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next
         observe=kill,
     )
     assert isinstance(outcome, Crashed), outcome
-    assert "card 1" in outcome.detail
+    assert "GPU 1" in outcome.detail
     assert measured(runner.run(TrialRequest(config=TOGETHER, steps=STEPS))).cards == 2
     assert killed[0] not in followers()
 

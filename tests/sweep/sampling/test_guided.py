@@ -36,7 +36,7 @@ quiet_optuna()
 
 @dataclass(frozen=True)
 class Foresight:
-    """Knows the simulated card's speed and memory, each off by a function of the configuration."""
+    """Knows the simulated GPU's speed and memory, each off by a function of the configuration."""
 
     speed_off: Callable[[TrialConfig], float] = lambda _: 1.0
     memory_off: float = 1.0
@@ -73,7 +73,7 @@ def step(
     space: SearchSpace,
     answer: Callable[[TrialConfig], Outcome] = train,
 ) -> TrialRecord:
-    """Ask for one trial, run it on the simulated card, and tell how it ended."""
+    """Ask for one trial, run it on the simulated GPU, and tell how it ended."""
     encoding = Encoding(space)
     trial = study.ask(encoding.distributions)
     config = encoding.config(trial.params)

@@ -48,7 +48,7 @@ def asked(
     first_without_parameters: bool = False,
     objectives: int = 1,
 ) -> list[TrialConfig]:
-    """Ask and tell so many trials on the simulated card; return what was asked."""
+    """Ask and tell so many trials on the simulated GPU; return what was asked."""
     encoding = Encoding(space)
     study = optuna.create_study(sampler=sampler, directions=["maximize"] * objectives)
     if first_without_parameters:

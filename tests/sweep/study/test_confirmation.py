@@ -129,7 +129,7 @@ def at_speed(
 def by_batch(
     speeds: dict[int, Iterator[float]], **changes: Any
 ) -> Callable[[TrialConfig], Outcome]:
-    """A card whose speed is a function of the micro-batch and of how often it was asked."""
+    """A GPU whose speed is a function of the micro-batch and of how often it was asked."""
     return lambda config: at_speed(config, next(speeds[config.micro_batch_size]), **changes)
 
 

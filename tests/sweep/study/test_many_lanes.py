@@ -60,7 +60,7 @@ Answer = Callable[[TrialConfig], Outcome]
 
 def lanes(*answers: Answer) -> Lanes:
     runners = [ReplayRunner(otherwise=answer) for answer in answers]
-    return Lanes([Lane(runner, f"card {at}") for at, runner in enumerate(runners)])
+    return Lanes([Lane(runner, f"GPU {at}") for at, runner in enumerate(runners)])
 
 
 def a_grid(home: Path, **changes: Any) -> OpenStudy:
@@ -108,7 +108,7 @@ def test_trials_run_beside_each_other_and_each_configuration_once(tmp_path: Path
         records = study.records()
     assert [record.number for record in records] == list(range(8))
     assert len({record.config for record in records}) == 8
-    assert Counter(record.ran_on for record in records) == {"card 0": 4, "card 1": 4}
+    assert Counter(record.ran_on for record in records) == {"GPU 0": 4, "GPU 1": 4}
 
 
 def test_a_study_is_told_by_the_thread_that_drives_it_whatever_its_lanes_say(
@@ -149,11 +149,11 @@ def test_a_card_that_fails_retires_alone_and_its_trial_is_tried_elsewhere(
         records = study.records()
     (lost,) = [r for r in records if r.verdict is Verdict.LOST]
     assert lost.is_interrupted
-    assert lost.ran_on == "card 0"
-    assert [r.ran_on for r in records if r.config == lost.config] == ["card 0", "card 1"]
+    assert lost.ran_on == "GPU 0"
+    assert [r.ran_on for r in records if r.config == lost.config] == ["GPU 0", "GPU 1"]
     assert concluded(records) == 8
     (said,) = [event for event in events if isinstance(event, LaneLost)]
-    assert (said.name, said.left) == ("card 0", 1)
+    assert (said.name, said.left) == ("GPU 0", 1)
     assert "fell off the bus" in said.reason
 
 
@@ -165,7 +165,7 @@ def test_a_card_on_which_every_trial_fails_retires_while_others_go_on(tmp_path: 
         return Crashed(phase="warmup", detail="nobody knows why")
 
     def slow(config: TrialConfig) -> Outcome:
-        # The other card has had its chance by then.
+        # The other GPU has had its chance by then.
         while crashes[0] < FAILURES_IN_A_ROW:
             pause.wait(0.005)
         return train(config)
@@ -200,7 +200,7 @@ def test_who_asks_to_stop_ends_all_that_runs_and_a_resume_tries_it_again(tmp_pat
         released.wait(SECONDS)
         return train(config)
 
-    where = Lanes([Lane(Waiting(otherwise=wait), name=f"card {at}") for at in range(2)])
+    where = Lanes([Lane(Waiting(otherwise=wait), name=f"GPU {at}") for at in range(2)])
     interruption = Interruption(cancel=where.cancel)
 
     def ask() -> None:
@@ -268,12 +268,12 @@ def test_what_ends_beside_a_trial_is_what_it_has_to_beat_from_then_on(tmp_path: 
     slow = ReplayRunner(otherwise=at_speed, pause=lambda: baseline_ended.wait(SECONDS))
     dimensions = {"micro_batch_size": {"choices": [1, 8]}}
     with a_grid(tmp_path, dimensions=dimensions, trials=2) as study:
-        where = Lanes([Lane(quick, name="card 0"), Lane(slow, name="card 1")])
+        where = Lanes([Lane(quick, name="GPU 0"), Lane(slow, name="GPU 1")])
         drive(study, where, on_event=on_event)
         records = study.records()
     assert [(r.ran_on, r.verdict) for r in records] == [
-        ("card 0", "fits"),
-        ("card 1", "pruned_slow"),
+        ("GPU 0", "fits"),
+        ("GPU 1", "pruned_slow"),
     ]
 
 
@@ -385,7 +385,7 @@ def test_dollars_are_those_of_every_card_that_a_run_had(tmp_path: Path) -> None:
 def test_where_losses_are_asked_for_the_others_wait_for_the_first_speed(tmp_path: Path) -> None:
     runners = [Learning(otherwise=slower_by_rank) for _ in range(2)]
     with opened_for_losses(tmp_path) as study:
-        drive(study, Lanes([Lane(r, name=f"card {at}") for at, r in enumerate(runners)]))
+        drive(study, Lanes([Lane(r, name=f"GPU {at}") for at, r in enumerate(runners)]))
     asked = [command for runner in runners for command in qualities(runner)]
     assert sum(command is None for command in asked) == 1
     assert len({(c.tokens, c.seed) for c in asked if c is not None and c.seed == 0}) == 1
@@ -405,7 +405,7 @@ def test_the_winner_is_measured_again_on_one_card_while_the_others_idle(tmp_path
     with a_grid(tmp_path, trials=8, confirm={"seconds": 30}) as study:
         drive(study, where)
         assert study.confirmations()
-        assert {record.ran_on for record in study.confirmations()} == {"card 0"}
+        assert {record.ran_on for record in study.confirmations()} == {"GPU 0"}
 
 
 def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_path: Path) -> None:
@@ -425,4 +425,4 @@ def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_pat
         drive(study, lanes(dies_in_the_middle, lives))
         again = study.confirmations()
     places = {(r.series, r.ran_on) for r in again if r.verdict not in RETRYABLE}
-    assert places == {(1, "card 0"), (2, "card 1")}
+    assert places == {(1, "GPU 0"), (2, "GPU 1")}

@@ -88,7 +88,7 @@ def test_a_running_trial_ends_with_the_money_and_nothing_of_it_is_told_as_measur
     tmp_path: Path, lanes: int
 ) -> None:
     clock = Clock()
-    where = Lanes([Lane(WaitsForItsEnd(1, clock), name=f"card {at}") for at in range(lanes)])
+    where = Lanes([Lane(WaitsForItsEnd(1, clock), name=f"GPU {at}") for at in range(lanes)])
     with a_study(tmp_path) as study:
         study.cards = lanes
         assert driven(study, where, clock) is StopReason.DOLLARS_SPENT

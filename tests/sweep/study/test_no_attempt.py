@@ -164,7 +164,7 @@ def test_of_a_lost_card_the_trial_says_so_and_what_was_measured_stays(tmp_path: 
     assert first.verdict is Verdict.FITS
     assert isinstance(last.outcome, Lost)
     assert last.is_interrupted
-    assert "the card was lost" in last.outcome.detail
+    assert "the GPU was lost" in last.outcome.detail
 
 
 def test_what_a_silent_database_does_not_hear_of_a_resume_reads_in_the_spool(

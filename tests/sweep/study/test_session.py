@@ -61,19 +61,19 @@ def test_each_chosen_card_has_a_lane_or_as_many_as_a_trial_trains_on_together() 
     alone = replace(prepared("a10", study="lanes"), cards=cards(0, 2))
     assert alone.cards_per_trial == 1
     found = supervised_runner(alone)
-    assert [lane.name for lane in found.all] == ["card 0", "card 2"]
+    assert [lane.name for lane in found.all] == ["GPU 0", "GPU 2"]
 
     both = prepared("a10", study="lanes", held={"data_parallel": 2})
     assert both.cards_per_trial == 2
     teams = supervised_runner(replace(both, cards=cards(0, 1, 2, 3, 4)))
-    assert [lane.name for lane in teams.all] == ["card 0 and card 1", "card 2 and card 3"]
+    assert [lane.name for lane in teams.all] == ["GPU 0 and GPU 1", "GPU 2 and GPU 3"]
     assert [lane.name for lane in supervised_runner(prepared("a10", study="lanes")).all] == [""]
 
 
 def test_a_trial_of_two_cards_takes_two_of_this_machine_or_is_refused() -> None:
     both = prepared("a10", study="lanes", held={"data_parallel": 2})
     where = OnCards("0,", cards(0))
-    with pytest.raises(InputError, match=r"data_parallel 2 trains on 2 cards at once, and 1 is"):
+    with pytest.raises(InputError, match=r"data_parallel 2 trains on 2 GPUs at once, and 1 is"):
         where.given_to(both)
     assert len(OnCards("0,1", cards(0, 1)).given_to(both).cards) == 2
 
@@ -83,7 +83,7 @@ def simulated(_: Prepared) -> Runner:
 
 
 def small(_: Prepared) -> Runner:
-    """A card on which everything fits the demo's budget."""
+    """A GPU on which everything fits the demo's budget."""
     return ReplayRunner(
         otherwise=lambda config: Measured(
             measurement=a_measurement(config, peak_allocated_bytes=2**20)
@@ -112,7 +112,7 @@ def test_with_several_lanes_tpe_shares_what_it_asks_for_with_those_that_run(
     storage = f"sqlite:///{home}/sweep.db"
 
     def lanes(_: Prepared) -> Lanes:
-        return Lanes([Lane(small(_), name=f"card {at}") for at in range(count)])
+        return Lanes([Lane(small(_), name=f"GPU {at}") for at in range(count)])
 
     run(what, storage, new_runner=lanes)
     (study,) = optuna.get_all_study_names(storage)
@@ -280,7 +280,7 @@ def stopping_at_once(_: OpenStudy, interruption: Interruption) -> Iterator[Liste
 
 def test_a_space_for_the_cpu_does_not_look_for_a_card() -> None:
     def read() -> None:
-        raise AssertionError("the card was read")
+        raise AssertionError("the GPU was read")
 
     prepare("cpu-demo", overrides={}, study=None, card=read)
 

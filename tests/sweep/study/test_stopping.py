@@ -48,7 +48,7 @@ RECORDS = [
 
 
 class Physical:
-    """Forecasts the simulated card's speed, but for a factor common to all."""
+    """Forecasts the simulated GPU's speed, but for a factor common to all."""
 
     def predict(self, config: TrialConfig) -> float:
         return tokens_per_second(config)
@@ -83,7 +83,7 @@ def a_forecaster(speed: Physical | None = None) -> Forecaster:
 def run(
     home: Path, answer: Any = train, speed: Physical | None = None, **changes: Any
 ) -> tuple[StopReason, OpenStudy]:
-    """Run a guided study of the simulated card to its end."""
+    """Run a guided study of the simulated GPU to its end."""
     space, forecaster = a_space(**changes), a_forecaster(speed)
     sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
     assert isinstance(sampler, GuidedSampler)

@@ -91,7 +91,7 @@ def run(study: OpenStudy, **changes: Any) -> StopReason:
 
 
 def crashing(*configs: TrialConfig, times: int = 1000) -> Callable[[TrialConfig], Outcome]:
-    """A card on which some configurations (or all) crash so many times before they run."""
+    """A GPU on which some configurations (or all) crash so many times before they run."""
     left: dict[TrialConfig, int] = {}
 
     def answer(config: TrialConfig) -> Outcome:

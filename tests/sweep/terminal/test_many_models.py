@@ -1,4 +1,4 @@
-"""Several models in one command: a study for each, on as many cards as there are."""
+"""Several models in one command: a study for each, on as many GPUs as there are."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
         "request = json.load(open(sys.argv[-1]))\n"
         "study = request['study']\n"
         "if request['devices'] == '0,':\n"
-        "    print('Error: the card was lost', file=sys.stderr); sys.exit(3)\n"
+        "    print('Error: the GPU was lost', file=sys.stderr); sys.exit(3)\n"
         "time.sleep(0.3)\n"
         "print(json.dumps({'study': study, 'best': None}))\n"
     )
@@ -187,7 +187,7 @@ def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
     said = capsys.readouterr()
     assert code == 0
     assert len(said.out.splitlines()) == 2
-    assert "tried again on another card" in said.err
+    assert "tried again on another GPU" in said.err
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ Plan = Callable[..., int]
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's studies, prices and caches, on a machine that shows no card."""
+    """Nobody's studies, prices and caches, on a machine that shows no GPU."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -68,7 +68,7 @@ def stored_study(name: str, storage: str | None) -> StudySnapshot:
 
 @pytest.fixture
 def answer(memory: ImaginedPredictor) -> Plan:
-    """Make a plan with imagined memory, on a machine without a card."""
+    """Make a plan with imagined memory, on a machine without a GPU."""
 
     def made(*, card: Card | None = None, **typed: Any) -> int:
         return plan(
@@ -146,8 +146,8 @@ def test_card_and_model_come_from_what_is_named(
         ({"space": "a10", "configuration": {"lora_rank": 0}}, None, "lora_rank must be at least 1"),
         ({"space": "a10", "storage": "sqlite:///x.db"}, None, "--storage needs --from"),
         ({"space": "a10", "study": "x"}, None, "no studies yet"),
-        ({"gpus": ("t4", "a10"), "from_file": "x"}, None, "--from-file answers for one card"),
-        ({"space": "t4", "gpus": ("a10",), "from_file": "x"}, None, "answers for one card"),
+        ({"gpus": ("t4", "a10"), "from_file": "x"}, None, "--from-file answers for one GPU"),
+        ({"space": "t4", "gpus": ("a10",), "from_file": "x"}, None, "answers for one GPU"),
         ({"is_longest": True, "is_cheapest": True}, None, "--longest and --cheapest are different"),
         ({"is_longest": True, "from_file": "x"}, None, "--from-file and --longest are different"),
         (
@@ -326,7 +326,7 @@ def test_an_answer_is_one_screen_that_names_what_comes_next(
     assert any(line.startswith(asked) for line in lines)
 
 
-# Knobs that are typed
+# Settings that are typed
 
 
 def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(
@@ -866,9 +866,9 @@ def test_the_whole_catalogue_is_asked_for_the_cheapest_card(
     assert "no price: v100-32gb" in words
     answer(**asked, as_json=True)
     document = json.loads(capsys.readouterr().out)
-    cards = {card["gpu"]: card for card in document["cards"]}
+    cards = {card["gpu"]: card for card in document["gpus"]}
     assert set(cards) == set(gpu_catalogue())
-    able = [c for c in document["cards"] if c["outcome"] in ("in_time", "perhaps_late")]
+    able = [c for c in document["gpus"] if c["outcome"] in ("in_time", "perhaps_late")]
     assert able[0]["gpu"] == document["cheapest"]
     costs = [card["bills"][0]["usd"] for card in able]
     assert costs == sorted(costs)
@@ -883,8 +883,8 @@ def test_only_the_cards_that_are_named_are_asked_for_the_cheapest(
     asked: dict[str, Any] = {"is_cheapest": True, "gpus": ("a10", "l4"), "as_json": True}
     answer(**asked, typed_prices=("a10=0.01",))
     document = json.loads(capsys.readouterr().out)
-    assert [card["gpu"] for card in document["cards"]] == ["a10", "l4"]
-    assert document["cards"][0]["bills"][0]["provider"] == "at your price"
+    assert [card["gpu"] for card in document["gpus"]] == ["a10", "l4"]
+    assert document["gpus"][0]["bills"][0]["provider"] == "at your price"
     assert answer(**asked, within_seconds=1.0) == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["cheapest"], document["too_slow"]) == (None, ["a10", "l4"])
@@ -976,7 +976,7 @@ def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
     end = next(number for number, line in enumerate(lines) if line.startswith("  largest"))
     assert {line.split()[-1] for line in lines[begin + 1 : end + 1]} == {"invalid"}
     rule = "seq-len-beyond-positions"
-    assert f"  'invalid' is forbidden on this model and card: {rule}" in lines
+    assert f"  'invalid' is forbidden on this model and GPU: {rule}" in lines
 
 
 def test_a_table_of_what_no_rule_forbids_says_nothing_of_rules(

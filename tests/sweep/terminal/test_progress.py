@@ -242,7 +242,7 @@ def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measure
     board = a_board(confirm={"seconds": 20})
     board.take(ConfirmationStarted(series=1, numbers=(1,)))
     board.take(TrialStarted(number=9, config=CONFIG, is_baseline=False, attempt=1))
-    board.take(LaneLost(name="card 0", reason="it fell off the bus", left=1))
+    board.take(LaneLost(name="GPU 0", reason="it fell off the bus", left=1))
     board.take(ConfirmationStarted(series=2, numbers=(1,)))
     board.take(TrialStarted(number=10, config=CONFIG, is_baseline=False, attempt=1))
     assert list(board.running) == [10]

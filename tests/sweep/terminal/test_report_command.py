@@ -1,4 +1,4 @@
-"""``sweep report``: one study's page, or several cards beside each other."""
+"""``sweep report``: one study's page, or several GPUs beside each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
 
 @pytest.fixture(autouse=True)
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a short study on a simulated card and return its name."""
+    """Run a short study on a simulated GPU and return its name."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
     with a_study(tmp_path / "runs", trials=3) as opened:
@@ -26,7 +26,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _plan_of(study: str, capsys: pytest.CaptureFixture[str], path: Path, *, speed: float) -> Path:
-    """Write the plan of a card on which the study's winner has a speed."""
+    """Write the plan of a GPU on which the study's winner has a speed."""
     assert main(["best", study, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)
     plan = {

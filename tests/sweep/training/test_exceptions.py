@@ -79,7 +79,7 @@ ALL = {"card": CARD, "host": HOST, "kernel": KERNEL, "neither": NEITHER}
 def test_every_failure_is_of_one_kind(kind: str, error: Exception) -> None:
     assert is_card_out_of_memory(error) is (kind == "card")
     assert lacks_kernel_resources(error) is (kind == "kernel")
-    # A process on the CPU has no card, so what a card says is never asked about there.
+    # A process on the CPU has no GPU, so what a GPU says is never asked about there.
     if kind != "card":
         assert is_host_out_of_memory(error) is (kind == "host")
 

@@ -1,4 +1,4 @@
-"""The proof that a knob took effect: what ran is held against what was asked."""
+"""The proof that a setting took effect: what ran is held against what was asked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sweep.training.team import Look, fingerprint
 from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config
 
 FREEZE = "freeze v_proj"
-"""Not a knob: the adapters of one target are left out of the training."""
+"""Not a setting: the adapters of one target are left out of the training."""
 
 
 def verdicts(
@@ -227,9 +227,9 @@ def a_look(**changes: Any) -> Look:
 @pytest.mark.parametrize(
     ("looks", "words"),
     [
-        ([], "1 of 2 cards trained"),
-        ([a_look(rank=0), a_look()], "a card trained with 0 others"),
-        ([a_look(rank=0), a_look(), a_look(rank=2)], "3 of 2 cards trained"),
+        ([], "1 of 2 GPUs trained"),
+        ([a_look(rank=0), a_look()], "a GPU trained with 0 others"),
+        ([a_look(rank=0), a_look(), a_look(rank=2)], "3 of 2 GPUs trained"),
     ],
 )
 def test_a_card_that_did_not_train_with_the_others_is_no_team(
@@ -251,7 +251,7 @@ def test_a_model_that_every_card_holds_is_not_sharded() -> None:
         loop = TrainingLoop(attachment, config, seed=0)
         loop.step()
         detail = PROOFS["sharding"](shared, StepEvidence(loop, looks=(a_look(rank=0), a_look())))
-    assert detail == "a card holds 100 % of the layers' weights, not 50 %"
+    assert detail == "a GPU holds 100 % of the layers' weights, not 50 %"
 
 
 def test_a_fingerprint_tells_a_bit_and_its_place() -> None:

@@ -494,7 +494,7 @@ def test_model_flops_are_four_per_frozen_and_six_per_adapter_weight() -> None:
 
 
 class _LateMark(Mark):
-    """A mark that is passed when somebody has waited for it, as a busy card's."""
+    """A mark that is passed when somebody has waited for it, as a busy GPU's."""
 
     def __init__(self, log: list[str], name: str) -> None:
         super().__init__()

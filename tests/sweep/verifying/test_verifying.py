@@ -187,7 +187,7 @@ def test_what_was_measured_on_a_card_is_not_verified_without_one(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     record = record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3")))
-    with pytest.raises(EnvironmentFault, match="measured on a card, and there is none here"):
+    with pytest.raises(EnvironmentFault, match="measured on a GPU, and there is none here"):
         verify(record)
 
 

@@ -372,7 +372,7 @@ def _base_memory(
 
 
 def _building(modules: Sequence[_LayerModule], width: int) -> Iterator[tuple[Hashable, int]]:
-    """Yield what is put on the card and its bytes, and with 0 bytes what is given back."""
+    """Yield what is put on the GPU and its bytes, and with 0 bytes what is given back."""
     there: set[Hashable] = set()
     twice: list[Hashable] = []
     for layer, module in modules:
@@ -428,7 +428,7 @@ def _built_width(tensor: torch.Tensor, width: int) -> int:
 
 def _packing(layer: Linear4bit, width: int) -> Iterator[tuple[Hashable, int]]:
     """Yield what quantizing one layer's random weights takes and gives back, in the order in which
-    bitsandbytes does it on the card.
+    bitsandbytes does it on the GPU.
 
     The order counts: what is freed last leaves the hole that the next layer's weights go into.
     """

@@ -58,7 +58,7 @@ _autocast_dtype = torch.get_autocast_dtype
 
 
 def _dtype_of_autocast(device_type: str = "cuda") -> torch.dtype:
-    """Return it for the device that stands for the card, too."""
+    """Return it for the device that stands for the GPU, too."""
     return _autocast_dtype("cuda" if device_type == "meta" else device_type)
 
 
@@ -82,7 +82,7 @@ _BF16_ONLY = frozenset({torch._grouped_mm, functional.grouped_mm})
 
 
 class Cuda(TorchFunctionMode):
-    """Makes operators on tensors without data choose as they would on a card.
+    """Makes operators on tensors without data choose as they would on a GPU.
 
     Enter `region` where the real program enters autocast: around the forward pass and around each
     recomputation.
@@ -90,7 +90,7 @@ class Cuda(TorchFunctionMode):
     Args:
         autocast_dtype: the lower precision; None where the training does without autocast.
         padded_length: what stands for a sequence padded to the attention kernel's blocks.
-        has_flash: whether the card has flash attention.
+        has_flash: whether the GPU has flash attention.
 
     Attributes:
         tells_halves_apart: whether anything was run that does another thing in fp16 than in bf16.

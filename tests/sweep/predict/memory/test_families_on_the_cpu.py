@@ -1,8 +1,8 @@
 """What is predicted of the families that are shipped, against what a real training of them takes.
 
 Of each a tiny model trains on the CPU, whose every allocation is followed. What does not grow with
-the batch differs from a card's (workspaces, how its allocator rounds), what a sample adds does not.
-Without quantization: on the CPU bitsandbytes keeps tensors that its kernels for cards do not.
+the batch differs from a GPU's (workspaces, how its allocator rounds), what a sample adds does not.
+Without quantization: on the CPU bitsandbytes keeps tensors that its kernels for GPUs do not.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_sample_more_takes_what_is_predicted_of_it(
 def test_a_packed_sample_more_takes_what_is_predicted_of_it(
     tracing_child: TracingChildren, tmp_path: Path, family: str, attention: str, error: float
 ) -> None:
-    """The kernels of a card keep the same tensors, and two models were measured there."""
+    """The kernels of a GPU keep the same tensors, and two models were measured there."""
     texts = Texts(prepared(tmp_path / "texts", [100, 151] * 9), eval_fraction=0.0, seed=0)
     tiny = spec_of(family)
     spec = ModelSpec(tiny.name, tiny.source, {**tiny.config, **WINDOWED.get(family, {})})

@@ -1,4 +1,4 @@
-"""The memory prediction: its algebra on a profile written by hand, its truth on a card's peaks."""
+"""The memory prediction: its algebra on a profile written by hand, its truth on a GPU's peaks."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_a_compiled_configuration_is_less_certain(
     assert predict(compile=True).uncertainty > predict().uncertainty
 
 
-# What a card measured. No constant of the predictor was fitted to these rows; what it states of its
+# What a GPU measured. No constant of the predictor was fitted to these rows; what it states of its
 # own accuracy is held against them in `test_stated_uncertainty.py`.
 
 MODELS = sorted({row["model"] for row in TABLE})

@@ -21,7 +21,7 @@ from tests.sweep.predict.rows import (
 
 GIB = 2**30
 BUDGETS = tuple(size * GIB for size in (6, 8, 10, 12, 16, 20, 24, 32))
-"""Of cards of many sizes, for rows that were measured without a cap."""
+"""Of GPUs of many sizes, for rows that were measured without a cap."""
 
 
 @pytest.mark.parametrize("key", ["peak_allocated_bytes", "peak_reserved_bytes"])

@@ -1,4 +1,4 @@
-"""What each of several cards needs, beside one alone."""
+"""What each of several GPUs needs, beside one alone."""
 
 from __future__ import annotations
 
@@ -144,5 +144,5 @@ def test_what_surely_fits_runs_in_the_replay_too(
 def test_what_nobody_knows_the_layers_of_has_no_prediction_for_its_shares(tmp_path: Path) -> None:
     unknown = ModelSpec(MODEL.name, MODEL.source, {**MODEL.config, "model_type": "brand_new"})
     predictor = TracingPredictor(unknown, cache_dir=tmp_path, tracer=ImaginedTracer())
-    with pytest.raises(InputError, match="what each card holds of them is not predicted"):
+    with pytest.raises(InputError, match="what each GPU holds of them is not predicted"):
         predict(predictor, **SHARED, data_parallel=2)

@@ -1,6 +1,6 @@
 """Every uncertainty that is stated, derived again from the committed rows that it is claimed for.
 
-Another one (of speed, of a card) is an entry of `STATEMENTS`.
+Another one (of speed, of a GPU) is an entry of `STATEMENTS`.
 """
 
 from __future__ import annotations

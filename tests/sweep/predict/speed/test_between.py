@@ -1,4 +1,4 @@
-"""What cards that train together wait for each other: physics that must hold."""
+"""What GPUs that train together wait for each other: physics that must hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_two_cards_took_is_within_what_is_stated_of_them() -> None:
 
 
 def test_the_host_is_busy_with_what_it_gathers() -> None:
-    # Measured on two H200: 0.65 s a step, of which the card computes a tenth.
+    # Measured on two H200: 0.65 s a step, of which the GPU computes a tenth.
     small = {**SHARDED, "micro_batch_size": 1, "data_parallel": 2}
     assert step(find_gpu("h200"), **small).bottleneck == "launch"
 

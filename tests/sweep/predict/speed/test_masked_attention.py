@@ -1,4 +1,4 @@
-"""The mask that keeps packed texts apart costs what was measured of it on a card."""
+"""The mask that keeps packed texts apart costs what was measured of it on a GPU."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ ELSEWHERE: dict[Factor, float] = {
     "elementwise": 1.25,
     "launch": 0.4,
 }
-"""A made-up card: power-limited, a little slow in memory, in a machine with a quick host."""
+"""A made-up GPU: power-limited, a little slow in memory, in a machine with a quick host."""
 
 
 def measured_elsewhere() -> list[tuple[TrialConfig, float]]:
@@ -284,9 +284,9 @@ def relative_errors(
 
 
 STEADY = 0.05
-"""Half of a row's own steps lie within this of each other: what it says of a card can be trusted.
+"""Half of a row's own steps lie within this of each other: what it says of a GPU can be trusted.
 
-Where steps scatter more, the host was slow or busy, and no figure from them is the card's.
+Where steps scatter more, the host was slow or busy, and no figure from them is the GPU's.
 """
 
 
