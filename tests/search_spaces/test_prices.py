@@ -88,7 +88,7 @@ def test_what_is_cheapest_is_not_one_lists_word_alone(gpu: str) -> None:
     offers = load_prices()[gpu]
     assert len({offer.provider for offer in offers}) >= 3
     assert len({offer.source for offer in offers}) >= 2
-    assert offers[0].cards == 1
+    assert offers[0].gpus == 1
 
 
 def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> None:

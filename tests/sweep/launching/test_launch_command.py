@@ -113,7 +113,7 @@ def test_where_nobody_is_asked_the_file_is_written_and_nothing_started(
     assert (found["provider"], found["started"]) == ("modal", False)
     assert found["file"] == str(file)
     assert found["command"] == f"modal run --detach {file}"
-    assert found["gpu"] == {"name": "a10", "cards": 1}
+    assert found["gpu"] == {"name": "a10", "count": 1}
     cost = found["cost"]
     assert 0 < cost["usd_range"][0] <= cost["usd"] <= cost["usd_max"]
     assert cost["usd_max"] == pytest.approx(2.0, abs=0.01)
