@@ -5,9 +5,12 @@ from importlib.metadata import version as version_of
 project = "qlora-sweep"
 author = "the authors of qlora-sweep"
 version = release = version_of("qlora-sweep")
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
 myst_heading_anchors = 3
 myst_links_external_new_tab = True
+add_module_names = False
 html_theme = "furo"
 html_title = f"qlora-sweep {version}"
 html_copy_source = False

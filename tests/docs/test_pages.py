@@ -2,7 +2,8 @@
 
 A block of commands (``console``) runs in a directory of its page's own, with the studies of all
 pages together. One that cannot run here has a comment in front of it, ``<!-- not run: why -->``:
-what it types is then held against the commands' options alone.
+what it types is then held against the commands' options alone. After ``<!-- printed -->`` the block
+that follows is what the command prints, to the letter.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,12 @@ from tests.sweep.shared_tracing import asked_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FIRST = [DOCS / "quickstart.md"]
+FIRST = [DOCS / "tutorial.md"]
 """Makes the study that other pages go on with; each would make it itself."""
 PAGES = [*FIRST, *sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - set(FIRST))]
-LANGUAGES = {"console", "json", "python", "text", "yaml", "{toctree}"}
+LANGUAGES = {"console", "json", "python", "text", "yaml", "{toctree}", "{eval-rst}"}
 NOT_RUN = "<!-- not run: "
+PRINTED = "<!-- printed -->"
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"`((?:search_spaces|storage|sweep|reports|tests|docs)/[\w/.-]+)`")
 _COMMAND = re.compile(r"`sweep ([a-z]+)[^`]*`")
@@ -57,6 +60,8 @@ class Block:
     language: str
     text: str
     is_run: bool
+    is_printed: bool
+    """Whether the block after it is what it prints."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -77,6 +82,7 @@ def blocks(page: Path) -> Iterator[Block]:
             found[2],
             re.sub(rf"^{found[1]}", "", found[3], flags=re.MULTILINE),
             not before.strip().startswith(NOT_RUN),
+            before.strip() == PRINTED,
         )
 
 
@@ -160,18 +166,22 @@ def test_the_commands_of_a_page_run_one_after_another(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(home))
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     # What commands on the pages read.
-    shutil.copy(DOCS / "examples" / "texts.jsonl", tmp_path)
-    wanted = [block for block in blocks(page) if block.language == "console" and block.is_run]
-    for program, *arguments in (command for block in wanted for command in block.commands):
-        if program != "sweep":
-            continue
-        with nullcontext() if page in FIRST else asked_of(tracing):
-            code = cli.main(arguments)
-        out, err = capsys.readouterr()
-        assert code == 0, f"sweep {shlex.join(arguments)}: {err}"
-        assert out.strip() or "-o" in arguments
+    shutil.copy(DOCS / "examples" / "dataset.jsonl", tmp_path)
+    for block, after in pairwise([*blocks(page), None]):
+        for program, *arguments in block.commands if block and block.is_run else ():
+            if program != "sweep":
+                continue
+            with nullcontext() if page in FIRST else asked_of(tracing):
+                code = cli.main(arguments)
+            out, err = capsys.readouterr()
+            assert code == 0, f"sweep {shlex.join(arguments)}: {err}"
+            assert out.strip() or "-o" in arguments
+            if block and block.is_printed:
+                assert after is not None
+                assert out.rstrip() == after.text.rstrip()
 
 
 @pytest.mark.parametrize("block", of("yaml"))
