@@ -8,6 +8,8 @@ none. It names all that a result names, so that one whose trial is gone can stil
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, words_of
 from storage.files import open_reading, replace
+from storage.identity import read_identity
 from storage.records import Attempt, Outcome
 
 NAME = "outcome.json"
@@ -34,6 +37,25 @@ def outcome_files(directory: Path) -> tuple[OutcomeFile, ...]:
 def beside_log(log: Path) -> OutcomeFile:
     """Return the file of the worker that prints into ``worker.log``, ``worker-1.log``, ..."""
     return OutcomeFile(log.absolute().with_name(log.stem.replace("worker", "outcome") + ".json"))
+
+
+def keep_outcomes(directory: Path, found: Iterable[bytes]) -> None:
+    """Put files that workers of a study left on other machines where `outcome_files` finds them.
+
+    Args:
+        directory: of the study.
+        found: the files' contents; those of another study are left out.
+
+    Raises:
+        EnvironmentFault: one cannot be written.
+    """
+    ours = read_identity(directory)
+    if ours is None:
+        return
+    read = ((data, _parsed(data)) for data in found)
+    kept = (data for data, left in read if left and left.attempt.study == ours.identity)
+    for number, data in enumerate(kept):
+        OutcomeFile(directory / f"outcome-{number}.json").put(data)
 
 
 class Left(BaseModel):
@@ -63,8 +85,12 @@ class OutcomeFile:
             EnvironmentFault: it cannot be written; the last one is then still there.
         """
         left = Left(attempt=attempt, config=config, outcome=outcome)
+        self.put(json.dumps(left.model_dump(mode="json")).encode())
+
+    def put(self, data: bytes) -> None:
+        """Replace all that it holds. Raises as `write`."""
         try:
-            replace(self.path, json.dumps(left.model_dump(mode="json")).encode())
+            replace(self.path, data)
         except OSError as error:
             reason = error.strerror or words_of(error)
             raise EnvironmentFault(f"cannot write the outcome to {self.path}: {reason}") from error
@@ -85,7 +111,12 @@ class OutcomeFile:
         """
         try:
             with open_reading(self.path) as file:
-                data = file.read(BYTES_MAX + 1)
-            return None if len(data) > BYTES_MAX else Left.model_validate_json(data)
-        except (OSError, ValueError):
+                return _parsed(file.read(BYTES_MAX + 1))
+        except OSError:
             return None
+
+
+def _parsed(data: bytes) -> Left | None:
+    with suppress(ValueError):
+        return None if len(data) > BYTES_MAX else Left.model_validate_json(data)
+    return None

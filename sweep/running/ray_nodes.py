@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -367,6 +368,7 @@ class Cluster:
         device: Device,
         gpu: str,
         paths: Sequence[str] = (),
+        keep: Callable[[Iterable[bytes]], None],
         warn: Callable[[str], None],
     ) -> tuple[Lane, ...]:
         """Open a lane on every GPU of the study's product, or one on every node for ``cpu``.
@@ -374,10 +376,11 @@ class Cluster:
         Args:
             new_runner: starts what runs the trials on a node, given the path of its log, its
                 ``cards``, and how many ``neighbours`` share the node's cores.
-            study: names the directory of its logs on each node.
+            study: its name, in that of the directory of its logs on each node.
             device: what its trials run on.
             gpu: as for `card`.
             paths: what each node must have.
+            keep: told what the workers of earlier drivers left there.
             warn: told of GPUs that another job of the cluster holds.
 
         Raises:
@@ -386,7 +389,7 @@ class Cluster:
         """
         # A node may have been lost since it was asked.
         alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
-        runners: list[RayRunner] = []
+        runners, token = list[RayRunner](), secrets.token_hex(4)
         try:
             for node in (node for node in self._chosen(gpu) if node.id in alive):
                 count = len(node.cards) if device == "cuda" else 1
@@ -395,13 +398,14 @@ class Cluster:
                     runner = RayRunner(
                         self.ray,
                         partial(new_runner, neighbours=count - 1),
-                        home=f"{study}/{name}",
+                        # Another database may have a study of this name, and the same nodes.
+                        home=f"{study}-{token}/{name}",
                         device=device,
                         node_id=node.id,
                         address=node.address,
                     )
                     runners.append(runner)
-            lanes = self._begun(runners, paths, device)
+            lanes = self._begun(runners, device, keep, paths=paths, study=study)
         except BaseException:
             for runner in runners:
                 runner.close()
@@ -414,14 +418,18 @@ class Cluster:
         return lanes
 
     def _begun(
-        self, runners: Sequence[RayRunner], paths: Sequence[str], device: Device
+        self,
+        runners: Sequence[RayRunner],
+        device: Device,
+        keep: Callable[[Iterable[bytes]], None],
+        **asked_for: Any,
     ) -> tuple[Lane, ...]:
         """Return the lanes of the runners whose actor could begin: those whose GPU was free."""
         free = len(runners)
         if device == "cuda":
             # No more are waited for than Ray has GPUs for, before the first of these takes one.
             free = max(1, min(free, int(self.ray.available_resources().get("GPU", 0))))
-        asked = {runner.tell(paths): runner for runner in runners}
+        asked = {runner.tell(**asked_for): runner for runner in runners}
         begun, late = self.ray.wait(list(asked), num_returns=free, timeout=_PLACE_SECONDS)
         for reference in late:
             asked[reference].close()
@@ -431,12 +439,12 @@ class Cluster:
                 "its GPUs or processors, as `ray status` shows"
             )
         try:
-            told = [(asked[reference], *self.ray.get(reference)) for reference in begun]
+            told = {asked[reference]: self.ray.get(reference) for reference in begun}
         except self.ray.exceptions.RayError as error:
             raise EnvironmentFault(
                 f"a runner cannot be started on the Ray cluster: {_last_line(error)}"
             ) from error
-        if lacking := {runner.address: missing for runner, _, missing in told if missing}:
+        if lacking := {r.address: said.missing for r, said in told.items() if said.missing}:
             absent = dict.fromkeys(path for missing in lacking.values() for path in missing)
             raise EnvironmentFault(
                 f"{', '.join(absent)} is not on {', '.join(lacking)}: each node reads it under the "
@@ -444,7 +452,8 @@ class Cluster:
                 "moves what sweep prepares)"
             )
         of = " GPU {}" if device == "cuda" else ""
-        names = {runner: runner.address + of.format(card) for runner, card, _ in told}
+        keep({data for said in told.values() for data in said.left})
+        names = {runner: runner.address + of.format(said.gpu) for runner, said in told.items()}
         return tuple(Lane(runner, names[runner]) for runner in runners if runner in names)
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from search_spaces.errors import CardLost, EnvironmentFault
+from storage.outcome_file import NAME as OUTCOME
 from storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from sweep.paths import cache_directory
 from sweep.running.child import AttentiveClock, shown, storable
@@ -42,9 +43,23 @@ _CONTROL = "control"
 """The actor's thread for what interrupts a trial."""
 _THREADS = "OMP_NUM_THREADS"
 
+_LEFT_MAX = 8
+"""Outcomes of earlier drivers of a study that a node returns."""
+
 Device = Literal["cuda", "cpu"]
 NewRunner = Callable[..., Runner]
 """Starts a runner on the node that calls it, which says its ``log_path``."""
+
+
+class Told(NamedTuple):
+    """What an actor says before its first trial."""
+
+    gpu: str
+    """What the driver of this node's GPUs calls the one that Ray gave to it."""
+    missing: tuple[str, ...]
+    """Paths that are not there."""
+    left: tuple[bytes, ...]
+    """The files in which workers of earlier drivers left their last outcome."""
 
 
 class Host:
@@ -73,11 +88,19 @@ class Host:
         self._trials = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sweep-trials")
         self._stopped = threading.Event()
 
-    def tell(self, paths: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:
-        """Return what the driver of this node's GPUs calls the one that Ray handed to this, and
-        which of some paths are not here."""
+    def tell(self, paths: Sequence[str] = (), study: str = "") -> Told:
+        """Return what the driver asks for before the first trial.
+
+        Args:
+            paths: that trials read.
+            study: the name of the study whose earlier drivers' outcomes are returned.
+        """
         missing = tuple(path for path in paths if not Path(path).exists())
-        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), missing
+        homes = cache_directory() / "ray"
+        files = homes.glob(f"{study}-????????/*/{OUTCOME}") if study else ()
+        newest = sorted(files, key=lambda file: file.stat().st_mtime)[-_LEFT_MAX:]
+        left = tuple(file.read_bytes() for file in newest)
+        return Told(os.environ.get("CUDA_VISIBLE_DEVICES", ""), missing, left)
 
     def start(self) -> None:
         """See `runner.Runner.start`."""
@@ -265,9 +288,9 @@ class RayRunner(Runner):
         if not self._is_cancelled and self._lost is None:
             self._actor.start.remote()
 
-    def tell(self, paths: Sequence[str] = ()) -> Any:
+    def tell(self, paths: Sequence[str] = (), study: str = "") -> Any:
         """Return Ray's reference to what `Host.tell` says."""
-        return self._actor.tell.options(concurrency_group=_CONTROL).remote(paths)
+        return self._actor.tell.options(concurrency_group=_CONTROL).remote(paths, study)
 
     def renew(self) -> None:
         """See `runner.Runner.renew`: it is done with the next request."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -26,6 +25,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.opening import open_study
+from storage.outcome_file import keep_outcomes
 from storage.study import OpenStudy
 from storage.surfaces import Surface
 from sweep import stop_signals
@@ -323,11 +323,11 @@ def lanes_on_ray(prepared: Prepared, cluster: Cluster, *, warn: Callable[[str], 
         paths.append(str(model.path.absolute()))
     lanes = cluster.places(
         prepared.new_runner,
-        # Another database may have a study of this name, and its runners the same nodes.
-        study=f"{prepared.name}-{secrets.token_hex(4)}",
+        study=prepared.name,
         device=prepared.target.device,
         gpu=prepared.space.gpu,
         paths=tuple(paths),
+        keep=partial(keep_outcomes, worker_log_path(prepared.name, lane=0).parent),
         warn=warn,
     )
     return Lanes(lanes)

@@ -56,9 +56,9 @@ def main() -> None:
 
     told: dict[str, int] = {}
     with joined(address) as ray:
-        place = Cluster(ray).places(new_runner(), study=study, device="cpu", gpu="cpu", warn=print)[
-            0
-        ]
+        place = Cluster(ray).places(
+            new_runner(), study=study, device="cpu", gpu="cpu", keep=list, warn=print
+        )[0]
         place.runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
 from search_spaces.space import StepBudget
 from storage.definition import Target
+from storage.identity import StudyFile, note_identity
+from storage.outcome_file import keep_outcomes, outcome_files
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
 from sweep.running.ray_nodes import Cluster, Node, checked_address, joined
@@ -77,7 +80,7 @@ def on(ray: Any, node: Node, study: str, **options: Any) -> RayRunner:
 
 
 def places(cluster: Cluster, study: str, **options: Any) -> tuple[Lane, ...]:
-    given = {"device": "cpu", "gpu": "cpu", "warn": no_warning, **options}
+    given = {"device": "cpu", "gpu": "cpu", "keep": list, "warn": no_warning, **options}
     return cluster.places(new_runner(), study=study, **given)
 
 
@@ -222,6 +225,26 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+def test_what_a_killed_drivers_worker_measured_is_there_for_the_next_driver(
+    cluster: Cluster, nodes: list[Node], tmp_path: Path
+) -> None:
+    ours = StudyFile(identity="mine", name="left", database="", definition={}, environment={})
+    note_identity(tmp_path, ours)
+    request = TrialRequest(config=SMALL, steps=STEPS)
+    for study in ("mine", "another"):
+        (place, *others) = places(cluster, "left", keep=partial(keep_outcomes, tmp_path))
+        place.runner.run(request.model_copy(update={"attempt": an_attempt(study)}))
+        for lane in (place, *others):
+            lane.runner.close()
+    for lane in places(cluster, "left", keep=partial(keep_outcomes, tmp_path)):
+        lane.runner.close()
+    (file,) = outcome_files(tmp_path)
+    left = file.read()
+    assert left is not None
+    assert (left.attempt.study, left.config) == ("mine", SMALL)
+    assert isinstance(left.outcome, Measured)
+
+
 def named(places: Sequence[Lane], name: str) -> Lane:
     return next(place for place in places if place.name == name)
 
@@ -269,7 +292,7 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
     cluster = Cluster(ray)
     cluster.nodes = (pretended,)
     target = Target(gpu="h200", device="cuda", budget_bytes=2**30)
-    wanted: dict[str, Any] = {"study": "cards", "device": "cuda", "gpu": "h200"}
+    wanted: dict[str, Any] = {"study": "cards", "device": "cuda", "gpu": "h200", "keep": list}
     begun = cluster.places(new_runner(target), **wanted, warn=no_warning)
     assert sorted(place.name for place in begun) == [
         f"{node.address} GPU 0",
