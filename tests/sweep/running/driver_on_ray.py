@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +38,7 @@ def processes_of(part: str) -> dict[str, int]:
     for process in psutil.process_iter():
         try:
             logs = [file.path for file in process.open_files() if "/ray/" in file.path]
-            if any(f"/{part}/" in path for path in logs):
+            if any(re.search(rf"/{part}(-[0-9a-f]{{8}})?/", path) for path in logs):
                 is_worker = "sweep.running" in process.cmdline()
                 found["worker" if is_worker else "actor"] = process.pid
         except (psutil.NoSuchProcess, psutil.AccessDenied):

@@ -210,7 +210,7 @@ def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
     ("change", "said"),
     [
         ({"model_fingerprint": "other"}, "model: "),
-        ({"target": Target(gpu="l4", device="cuda", budget_bytes=BUDGET)}, "GPU: a10 -> l4"),
+        ({"target": Target(gpu="l4", device="cuda", budget_bytes=BUDGET)}, "gpu: a10 -> l4"),
         ({"target": Target(gpu="a10", device="cuda", budget_bytes=1)}, "budget: "),
         ({"space": a_space(weights="pretrained")}, "weights: random -> pretrained"),
     ],
