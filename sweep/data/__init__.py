@@ -1,1 +1,1 @@
-"""Owns a person's texts: reading, templates, tokens, lengths, batches."""
+"""A person's texts: reading, templates, tokens, lengths, batches."""

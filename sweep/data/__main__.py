@@ -1,7 +1,7 @@
-"""Owns the texts' child: it prepares what it is asked for, and is gone.
+"""The texts' child: it prepares what it is asked for, and is gone.
 
 Run as ``python -P -m sweep.data PARENT``. torch takes seconds to import and is not needed, so it is
-not there for anybody. Knows nothing of how texts are read.
+not there for anybody.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the micro-batches of texts on their way to the device: a trial's few, and a training's all.
+"""The micro-batches of texts on their way to the device: a trial's few, and a training's all.
 
-Runs in a worker alone. Knows nothing of models or steps.
+Runs in a worker alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Owns which token a character lies in, of byte-level tokenizers: told by how long tokens are.
+"""Which token a character lies in, of byte-level tokenizers: told by how long tokens are.
 
 The library tells it too, and then keeps a table of every byte of every text, for a fifth of the
 time that tokens take. Where tokens are a text's bytes, one after another, adding them up says the
-same; where they are not, the sum shows it, and the library is asked. Knows nothing of rows.
+same; where they are not, the sum shows it, and the library is asked.
 """
 
 from __future__ import annotations

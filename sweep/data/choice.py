@@ -1,6 +1,6 @@
-"""Owns the way from a person's choice of texts to prepared ones, and to the space that they make.
+"""The way from a person's choice of texts to prepared ones, and to the space that they make.
 
-What runs, plans and trains on texts comes by here. Knows nothing of how texts are read.
+What runs, plans and trains on texts comes by here.
 """
 
 from __future__ import annotations

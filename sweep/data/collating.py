@@ -1,4 +1,4 @@
-"""Owns how rows of texts become the tensors of a micro-batch, in a trial as in a training.
+"""How rows of texts become the tensors of a micro-batch, in a trial as in a training.
 
 Rows are padded on the right and no attention mask is passed. None is needed: a decoder's attention
 is causal, so that no token sees the pads behind it, and pads carry no loss. Without a mask flash

@@ -1,8 +1,7 @@
-"""Owns how many loss-carrying tokens a cut leaves of each row, to the token.
+"""How many loss-carrying tokens a cut leaves of each row, to the token.
 
 How many a row has says it where they are its last, and not of a chat with several answers: there
-the masks of the rows that are cut are looked at, mapped from the disk by pyarrow. Knows nothing of
-configurations.
+the masks of the rows that are cut are looked at, mapped from the disk by pyarrow.
 """
 
 from __future__ import annotations

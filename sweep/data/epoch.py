@@ -1,4 +1,4 @@
-"""Owns an epoch of texts: which rows are in it, and the micro-batches that a configuration makes.
+"""An epoch of texts: which rows are in it, and the micro-batches that a configuration makes.
 
 The one rule for trials, trainings and predictions, in numpy alone:
 

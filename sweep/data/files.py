@@ -1,6 +1,6 @@
-"""Owns which files are texts, by their names: one, a directory of them, or a data set of the hub.
+"""Which files are texts, by their names: one, a directory of them, or a data set of the hub.
 
-Light to import, as the parent does. Knows nothing of what is in them.
+Light to import, as the parent does.
 """
 
 from __future__ import annotations

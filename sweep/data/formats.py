@@ -1,9 +1,8 @@
-"""Owns what is in a file of texts, row by row: JSON lines, JSON arrays, CSV and Parquet.
+"""What is in a file of texts, row by row: JSON lines, JSON arrays, CSV and Parquet.
 
 Every row comes with the line on which it begins, also one that cannot be read. No more than a row,
 or a thousand of Parquet, is in memory at a time. The readers of datasets refuse a whole block where
-one line of it is wrong, and name none. Knows nothing of which files there are, or of what rows
-mean. pyarrow is imported where it is needed alone.
+one line of it is wrong, and name none. pyarrow is imported where it is needed alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns the kinds of rows: which one columns stand for, and what a row of each kind holds.
+"""The kinds of rows: which one columns stand for, and what a row of each kind holds.
 
-A row that cannot be trained on is a `Broken` with its reason. Knows nothing of files, templates or
-tokenizers.
+A row that cannot be trained on is a `Broken` with its reason.
 """
 
 from __future__ import annotations

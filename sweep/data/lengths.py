@@ -1,7 +1,5 @@
-"""Owns what the lengths of texts say before anything is trained: how they are spread, what a
-sequence length cuts off and wastes, and which lengths are worth searching.
-
-Knows nothing of texts or tokens.
+"""What the lengths of texts say before anything is trained: how they are spread, what a sequence
+length cuts off and wastes, and which lengths are worth searching.
 """
 
 from __future__ import annotations

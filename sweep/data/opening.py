@@ -1,4 +1,4 @@
-"""Owns opening the tokens of prepared texts, in children alone: it is what imports datasets."""
+"""Opening the tokens of prepared texts, in children alone: it is what imports datasets."""
 
 from __future__ import annotations
 

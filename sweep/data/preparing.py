@@ -1,7 +1,6 @@
-"""Owns preparing texts in the child: read, recognised, rendered, tokenized, written, named.
+"""Preparing texts in the child: read, recognised, rendered, tokenized, written, named.
 
-The directory comes to be under a name of its own and is renamed once it is whole. Knows nothing of
-who asked.
+The directory comes to be under a name of its own and is renamed once it is whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns a row as the text that is tokenized, and which characters of it carry loss.
+"""A row as the text that is tokenized, and which characters of it carry loss.
 
 Chats go through the tokenizer's chat template, as transformers renders it. Runs in the texts'
-child, with transformers and without torch. Knows nothing of files.
+child, with transformers and without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns what is asked of the texts' child, and by what the answer is known again.
+"""What is asked of the texts' child, and by what the answer is known again.
 
-Light to import, as the parent does. Knows nothing of how texts are read.
+Light to import, as the parent does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Owns reading texts row by row: JSON lines, JSON arrays, CSV, Parquet, a directory of them, the
-hub.
+"""Reading texts row by row: JSON lines, JSON arrays, CSV, Parquet, a directory of them, the hub.
 
-Every row comes with where it stands, also one that cannot be read. Knows nothing of what rows mean.
-datasets is imported where it is needed alone.
+Every row comes with where it stands, also one that cannot be read. datasets is imported where it is
+needed alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns which rows of texts are held out of training. Knows nothing of what is in them."""
+"""Which rows of texts are held out of training."""
 
 from __future__ import annotations
 

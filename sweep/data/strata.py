@@ -1,8 +1,8 @@
-"""Owns the few micro-batches that stand for a whole epoch in a trial.
+"""The few micro-batches that stand for a whole epoch in a trial.
 
 An epoch's micro-batches are put in order of their size and divided into strata of an equal number;
 one of each is the round that a trial repeats. Of packed rows one that is as the mean stands for
-all. Knows nothing of tokens or tensors.
+all.
 """
 
 from __future__ import annotations

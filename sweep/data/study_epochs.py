@@ -1,7 +1,4 @@
-"""Owns what an epoch of prepared texts is to each configuration of a study, worked out once.
-
-Numbers in, numbers out: knows nothing of tokens, trials or prices.
-"""
+"""What an epoch of prepared texts is to each configuration of a study, worked out once."""
 
 from __future__ import annotations
 

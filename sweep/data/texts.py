@@ -1,7 +1,7 @@
-"""Owns a person's texts as this process knows them: asked for, prepared by a child, read back.
+"""A person's texts as this process knows them: asked for, prepared by a child, read back.
 
 transformers and datasets are imported in the child alone. What was prepared once is found again by
-its fingerprint. Knows nothing of how texts are read.
+its fingerprint.
 """
 
 from __future__ import annotations

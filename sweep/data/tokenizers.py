@@ -1,6 +1,5 @@
-"""Owns finding a tokenizer's files: beside the model, shipped with it, named, or on the hub.
-
-Knows nothing of what is in them, but for what tells two tokenizers apart. Imports no transformers.
+"""Finding a tokenizer's files: beside the model, shipped with it, named, or on the hub. Imports no
+transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns texts as tokens, and which of those carry loss.
+"""Texts as tokens, and which of those carry loss.
 
 Fast tokenizers take a batch at a time on all processors. Runs in the texts' child, with
-transformers and without torch. Knows nothing of files or templates.
+transformers and without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns a recipe as documents for programs: JSON, YAML, and PEFT's own configuration of an adapter.
+"""A recipe as documents for programs: JSON, YAML, and PEFT's own configuration of an adapter.
 
-Values are resolved: no default is left out and no set of layers stands for its names. Knows nothing
-of trainers.
+Values are resolved: no default is left out and no set of layers stands for its names.
 """
 
 from __future__ import annotations

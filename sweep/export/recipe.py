@@ -1,6 +1,5 @@
-"""Owns what every export tells: a study's winner, what it runs on, and what was measured of it.
-
-Knows nothing of any format. Names are people's own text: here they become single printable lines.
+"""What every export tells: a study's winner, what it runs on, and what was measured of it. Names
+are people's own text: here they become single printable lines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Owns how each trainer is told of a study's texts: where they are, what their rows hold, what
-carries loss, what is held out. Knows nothing of files that are written.
+"""How each trainer is told of a study's texts: where they are, what their rows hold, what carries
+loss, what is held out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns what is as recorded: figures that a training reached beside those that were measured of its
+"""What is as recorded: figures that a training reached beside those that were measured of its
 configuration, how far they may be apart, and what may be behind it where they are further.
 
-`sweep train` and `sweep verify` go by it. Pure values; knows nothing of how anything was run.
+`sweep train` and `sweep verify` go by it. Pure values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the model card of an adapter: what it is of, what it was trained on, what was promised of it
-and reached.
+"""The model card of an adapter: what it is of, what it was trained on, what was promised of it and
+reached.
 
-Its header is huggingface_hub's, so that the hub reads it. Knows nothing of files.
+Its header is huggingface_hub's, so that the hub reads it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Owns a training's checkpoints on the disk: a directory has its name once it is whole.
+"""A training's checkpoints on the disk: a directory has its name once it is whole.
 
 A checkpoint is written under a name that begins with a dot, waited for until the disk has it, and
 renamed; so is one that goes, before it is removed. A kill at any moment leaves whole ones, and
 leftovers that the next run removes. What a disk does to one afterwards is told by its digests.
-Knows nothing of what is in them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns the process that trains: the job in, events out, an end in every case.
+"""The process that trains: the job in, events out, an end in every case.
 
-Commands come on stdin, which closes when whoever started this is gone. Knows nothing of steps, of
-what is shown of a training, or of what becomes of its adapter.
+Commands come on stdin, which closes when whoever started this is gone.
 """
 
 from __future__ import annotations

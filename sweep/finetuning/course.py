@@ -1,8 +1,7 @@
-"""Owns the course of a training, step by step: losses, tokens and seconds, read when the device has
+"""The course of a training, step by step: losses, tokens and seconds, read when the device has
 passed them, kept from one run to the next, and what they come to.
 
-Nothing here waits for work that the device still has in front of it. Knows nothing of Trainer or
-files.
+Nothing here waits for work that the device still has in front of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Owns what a training leaves: adapter, tokenizer, model card, figures and loss curve, all or
-none under their names.
+"""What a training leaves: adapter, tokenizer, model card, figures and loss curve, all or none under
+their names.
 
 They are written under a name that begins with a dot, and given their own once the disk has them
-all; `training.json`, which says that it is done, comes last. Knows nothing of how a training runs.
+all; `training.json`, which says that it is done, comes last.
 """
 
 from __future__ import annotations

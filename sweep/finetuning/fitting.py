@@ -1,6 +1,6 @@
-"""Owns whether a training is predicted to fit, and what would be the next smaller one.
+"""Whether a training is predicted to fit, and what would be the next smaller one.
 
-How memory is predicted, for which rows, is handed in. Knows nothing of processes.
+How memory is predicted, for which rows, is handed in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns running a training: its process is started, followed to its end, and ended whatever happens.
+"""Running a training: its process is started, followed to its end, and ended whatever happens.
 
-Satisfied by any module that speaks as `wire` says. Knows nothing of studies, texts or of what
-becomes of the adapter. Nothing here imports torch.
+Satisfied by any module that speaks as `wire` says. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the page of a training's loss: what was trained on, what was held out, the learning rate.
+"""The page of a training's loss: what was trained on, what was held out, the learning rate.
 
-One HTML file that needs nothing else, no network included. Knows nothing of how a training runs.
+One HTML file that needs nothing else, no network included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns a training's output directory: whose it is, who writes there now, and whether there is room.
+"""A training's output directory: whose it is, who writes there now, and whether there is room.
 
-`run.json` says what is trained there, `training.json` that it is done. Knows nothing of how a
-training runs.
+`run.json` says what is trained there, `training.json` that it is done.
 """
 
 from __future__ import annotations

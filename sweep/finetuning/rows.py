@@ -1,8 +1,8 @@
-"""Owns the rows of a training and the order in which they come: prepared texts, or full rows of
-random tokens where only speed and memory are wanted.
+"""The rows of a training and the order in which they come: prepared texts, or full rows of random
+tokens where only speed and memory are wanted.
 
 What a row becomes under a configuration is `sweep.data.batches`' rule, for trials and trainings
-alike. Knows nothing of Trainer.
+alike.
 """
 
 from __future__ import annotations

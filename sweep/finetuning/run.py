@@ -1,7 +1,5 @@
-"""Owns one run of a training, from the model that is built to the last checkpoint: Trainer calls it
-at each step, and it says, judges, evaluates and saves what is due.
-
-Knows nothing of processes, or of how an exception ends a training.
+"""One run of a training, from the model that is built to the last checkpoint: Trainer calls it at
+each step, and it says, judges, evaluates and saves what is due.
 """
 
 from __future__ import annotations

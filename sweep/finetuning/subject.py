@@ -1,7 +1,5 @@
-"""Owns what a training is of: the trial of a study, a configuration in a file, or the recipe on a
+"""What a training is of: the trial of a study, a configuration in a file, or the recipe on a
 shipped model, each with what was measured of it.
-
-Knows nothing of texts, of processes or of where a training is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owns the rows of a training on prepared texts: trained on, held out, left out, and whether the
-model keeps apart what is packed into one.
+"""The rows of a training on prepared texts: trained on, held out, left out, and whether the model
+keeps apart what is packed into one.
 
-Apart from `rows`, as it imports `datasets`. Knows nothing of Trainer.
+Apart from `rows`, as it imports `datasets`.
 """
 
 from __future__ import annotations

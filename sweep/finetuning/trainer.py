@@ -1,10 +1,9 @@
-"""Owns transformers' Trainer as a trial trains: what it is told, what it may leave out, what it is
-asked for on the way.
+"""transformers' Trainer as a trial trains: what it is told, what it may leave out, what it is asked
+for on the way.
 
 Nothing in a step waits for the device: losses are read steps later (`course`), nothing is logged by
 Trainer itself, and what it would work out for each micro-batch and nobody reads is left out.
-Checkpoints have Trainer's own files, under a name that they get when they are whole. Knows nothing
-of processes or messages.
+Checkpoints have Trainer's own files, under a name that they get when they are whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Owns a training from what was typed to what it leaves: resolved, refused where it cannot be,
-run, finished.
-
-Knows nothing of how any of it is shown: progress goes to an observer, notes to a callback.
+"""A training from what was typed to what it leaves: resolved, refused where it cannot be, run,
+finished.
 """
 
 from __future__ import annotations

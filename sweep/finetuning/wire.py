@@ -1,7 +1,7 @@
-"""Owns what a training is and what its process says while it runs, each thing a line of JSON.
+"""What a training is and what its process says while it runs, each thing a line of JSON.
 
 The job goes to the child, events come from it, the last of them an end. Light to import, as both
-sides read it. Knows nothing of processes, files or torch.
+sides read it.
 """
 
 from __future__ import annotations

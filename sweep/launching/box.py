@@ -1,7 +1,5 @@
-"""Owns another machine as a place where sweep runs: a Python that is new enough, an environment
-with this very version in it, and what is done by it there.
-
-Knows nothing of studies, nor of how the machine is reached.
+"""Another machine as a place where sweep runs: a Python that is new enough, an environment with
+this very version in it, and what is done by it there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Owns where a study's job for a rented machine lies here, and what of it goes with the study.
-
-Knows nothing of what is in those files.
-"""
+"""Where a study's job for a rented machine lies here, and what of it goes with the study."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Owns a rented machine's side of a study: it goes on from what a volume keeps, and leaves what
+"""A rented machine's side of a study: it goes on from what a volume keeps, and leaves what
 came of it there, whatever becomes of the machine.
 
 The database is written on the machine's own disk and copied with SQLite's own backup: a bucket's
 mount knows no locks and uploads a file once it is closed, and Modal takes its pictures of a volume
 while others write. Copies take each other's place whole, so the volume holds a study that can be
-resumed at every moment. Knows no provider; runs as ``python -P -m sweep.launching.keeping``.
+resumed at every moment. Runs as ``python -P -m sweep.launching.keeping``.
 """
 
 from __future__ import annotations

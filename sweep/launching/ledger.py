@@ -1,8 +1,7 @@
-"""Owns what a volume says of a study's machines: what was paid for them, and whose the study is.
+"""What a volume says of a study's machines: what was paid for them, and whose the study is.
 
 One machine at a time keeps a study on a volume. It writes down who it is and that it is there; what
-starts beside it gives way, and so does what another has taken over from. Knows no provider, and
-nothing of what else is on the volume.
+starts beside it gives way, and so does what another has taken over from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns how a rental is written for Modal: an app as a Python file, run once.
+"""How a rental is written for Modal: an app as a Python file, run once.
 
-Written for Modal 1.1 and later, and tried with 1.6.4. Knows nothing of what a study costs.
+Written for Modal 1.1 and later, and tried with 1.6.4.
 """
 
 from __future__ import annotations

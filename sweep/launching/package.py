@@ -1,8 +1,8 @@
-"""Owns this very installation as a wheel, to be installed on another machine, and the versions that
-run here beside it.
+"""This very installation as a wheel, to be installed on another machine, and the versions that run
+here beside it.
 
 An installed wheel and a checkout are repacked alike, from the files that run, so that nothing is
-built and nothing is fetched. Knows nothing of how it gets there.
+built and nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Owns what goes along to a rented machine: this package, the versions beside it, a person's files.
-
-Knows no provider, and fetches nothing.
-"""
+"""What goes along to a rented machine: this package, the versions beside it, a person's files."""
 
 from __future__ import annotations
 

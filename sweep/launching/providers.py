@@ -1,7 +1,4 @@
-"""Owns which providers there are, and asking a provider's own tool whether it can start anything.
-
-Knows nothing of what is rented.
-"""
+"""Which providers there are, and asking a provider's own tool whether it can start anything."""
 
 from __future__ import annotations
 

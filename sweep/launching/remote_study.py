@@ -1,7 +1,7 @@
-"""Owns a study that another machine drives: started there, followed from here, asked to stop, and
+"""A study that another machine drives: started there, followed from here, asked to stop, and
 fetched.
 
-It goes on there whatever becomes of the connection. Knows nothing of databases or terminals.
+It goes on there whatever becomes of the connection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns how a rental is written for SkyPilot: a task's YAML, for RunPod, Lambda, AWS and GCP.
+"""How a rental is written for SkyPilot: a task's YAML, for RunPod, Lambda, AWS and GCP.
 
-Written for SkyPilot 0.14. Knows nothing of what a study costs.
+Written for SkyPilot 0.14.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Owns the way to another machine: the system's own ssh with the user's own configuration, one
+"""The way to another machine: the system's own ssh with the user's own configuration, one
 connection for everything, and what its refusals mean.
 
-Never asks anybody anything, and never takes a host key that nobody has looked at. Knows nothing
-of what is run there.
+Never asks anybody anything, and never takes a host key that nobody has looked at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns what is done on the other machine: this file is sent there and run by its Python, so that it
+"""What is done on the other machine: this file is sent there and run by its Python, so that it
 imports nothing but Python's own library (3.11).
 
 ``python -c BOOT LENGTH VERB ARGUMENTS`` reads it from stdin; what is behind it there is the verb's.

@@ -1,6 +1,6 @@
-"""Owns the child that merges: it has torch, and is gone when the merged model is written.
+"""The child that merges: it has torch, and is gone when the merged model is written.
 
-Run as ``python -P -m sweep.merging PARENT``. Knows nothing of what was typed.
+Run as ``python -P -m sweep.merging PARENT``.
 """
 
 from __future__ import annotations

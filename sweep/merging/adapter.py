@@ -1,7 +1,7 @@
-"""Owns reading an adapter's directory: what PEFT's config says of it, and which tensors it holds.
+"""Reading an adapter's directory: what PEFT's config says of it, and which tensors it holds.
 
 Reads JSON and the headers of safetensors files alone, so that what cannot be merged is refused at
-once. Knows nothing of the base, and nothing of torch.
+once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Owns a merge from the parent's side: what is typed checked, a child that merges, and a directory
-that is there whole or not at all.
-
-Knows nothing of torch or of the terminal.
+"""A merge from the parent's side: what is typed checked, a child that merges, and a directory that
+is there whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Owns what a merge does, tensor by tensor, worked out before any weight is read.
+"""What a merge does, tensor by tensor, worked out before any weight is read.
 
-Pure values: an adapter and a base's headers in, a plan out that a child carries out. Knows nothing
-of torch, files that are written, or processes.
+Pure values: an adapter and a base's headers in, a plan out that a child carries out.
 """
 
 from __future__ import annotations

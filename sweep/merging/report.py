@@ -1,4 +1,4 @@
-"""Owns what a merge is asked for and what is told of it: values that both processes read."""
+"""What a merge is asked for and what is told of it: values that both processes read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Owns carrying out a merge plan: each tensor read, added to and written, one shard in memory.
+"""Carrying out a merge plan: each tensor read, added to and written, one shard in memory.
 
-Runs in a child, as it needs torch. Knows nothing of how the plan came about.
+Runs in a child, as it needs torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Owns the child that needs torch for a verification: random weights to load, or TRL's training.
+"""The child that needs torch for a verification: random weights to load, or TRL's training.
 
-Run as ``python -P -m sweep.verifying PARENT``. Knows nothing of what is compared.
+Run as ``python -P -m sweep.verifying PARENT``.
 """
 
 from __future__ import annotations

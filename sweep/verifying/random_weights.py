@@ -1,4 +1,4 @@
-"""Owns random weights in a directory, for scripts that load an architecture with `from_pretrained`.
+"""Random weights in a directory, for scripts that load an architecture with `from_pretrained`.
 
 Speed and memory do not depend on what the weights are. Runs in a child, as it needs torch. Knows
 nothing of what is verified.

@@ -1,7 +1,6 @@
-"""Owns what a verification is held against: a configuration, and what was measured of it.
+"""What a verification is held against: a configuration, and what was measured of it.
 
-It is read from a study, or from an export, each of which has it in one line. Knows nothing of how
-it is verified.
+It is read from a study, or from an export, each of which has it in one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns running what is verified: our training, an exported script or TRL, in a process of its own.
+"""Running what is verified: our training, an exported script or TRL, in a process of its own.
 
 What they need and a study does not have is made for them: weights of an architecture, texts. Knows
 nothing of tolerances, and nothing here imports torch.

@@ -1,4 +1,4 @@
-"""Owns TRL's own training on an exported file, as ``trl sft --config FILE`` runs it, with a clock.
+"""TRL's own training on an exported file, as ``trl sft --config FILE`` runs it, with a clock.
 
 Runs in a child, as it needs torch; its speed and peak are what TRL's own trainer reaches. Knows
 nothing of what is verified.

@@ -1,6 +1,6 @@
-"""Owns the judgement: whether what a run reached is what was recorded, and what differs.
+"""The judgement: whether what a run reached is what was recorded, and what differs.
 
-Pure values. Knows nothing of how anything was run.
+Pure values.
 """
 
 from __future__ import annotations

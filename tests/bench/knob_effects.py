@@ -1,4 +1,4 @@
-"""Owns docs/knobs.md: every setting as it is declared, and what it cost and bought where measured.
+"""docs/knobs.md: every setting as it is declared, and what it cost and bought where measured.
 
 Run as ``python -m tests.bench.knob_effects``; a test holds the page to what this makes of the
 declarations and of the committed measurements. An effect is that of matched pairs: two measured

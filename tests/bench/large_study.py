@@ -1,4 +1,4 @@
-"""Owns how long looking takes: at a study of many trials, and at a database of many studies.
+"""How long looking takes: at a study of many trials, and at a database of many studies.
 
     python -m tests.bench.large_study [--trials 10000] [--studies 200] [--repeats 3]
                                       [--against CHECKOUT]

@@ -1,4 +1,4 @@
-"""Owns how long a driver takes of a study of many trials: to open it, and for each further one.
+"""How long a driver takes of a study of many trials: to open it, and for each further one.
 
     python -m tests.bench.long_study [--trials 100,1000,10000] [--samplers random,grid] [--more 20]
 

@@ -1,7 +1,7 @@
-"""Owns what a new measurement says of an old one: which rows moved by more than their noise.
+"""What a new measurement says of an old one: which rows moved by more than their noise.
 
 Memory repeats to the byte, so any other byte has moved. Speed has moved where the two rows' ranges
-of steps do not meet. Knows nothing of GPUs or commands.
+of steps do not meet.
 """
 
 from __future__ import annotations

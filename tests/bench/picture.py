@@ -1,4 +1,4 @@
-"""Owns docs/images/report.png: the first screen of a real study's report, as a browser draws it.
+"""docs/images/report.png: the first screen of a real study's report, as a browser draws it.
 
 Run as ``python -m tests.bench.picture STUDY``; the study is looked up as by `sweep report`
 (``SWEEP_HOME``, ``--storage``). It needs Chromium, and nothing of a GPU.

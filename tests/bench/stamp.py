@@ -1,7 +1,4 @@
-"""Owns what stands beside a result: the command, the GPU, its driver, the versions, the date.
-
-Knows nothing of what was measured.
-"""
+"""What stands beside a result: the command, the GPU, its driver, the versions, the date."""
 
 from __future__ import annotations
 
