@@ -233,7 +233,7 @@ def plan(
     """
     from sweep.planning.question import PlanRequest
     from sweep.predict.cost import AskedWork
-    from sweep.terminal.plan.command import answer
+    from sweep.terminal.plan import answer
 
     request = PlanRequest(
         space=None if space is None else os.fspath(space),

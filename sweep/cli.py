@@ -271,7 +271,7 @@ def plan(
     """
     from sweep.planning.question import PlanRequest
     from sweep.predict.cost import AskedWork
-    from sweep.terminal.plan import command
+    from sweep.terminal import plan as command
 
     options = {
         "lora_rank": lora_rank,

@@ -1,21 +1,28 @@
-"""Owns that what is drawn with rich shows no secret and nothing that works unseen.
-
-Knows nothing of what is drawn.
-"""
+"""What is drawn with rich: grids, facts and sections, without secrets or control characters."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from search_spaces.redaction import shown
+
+Fact = tuple[str, str]
+"""What something is about, in a word or two, and what is said of it."""
+PLAIN_WIDTH = 100
+"""Columns of a pipe or a file."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Content whose every text is as it may be shown; colours and the cursor's moves stay."""
+    """Content whose every text is as it may be shown; colours and cursor moves stay."""
 
     content: RenderableType
 
@@ -23,3 +30,46 @@ class Shown:
         for segment in console.render(self.content, options):
             text, style, control = segment
             yield segment if control else Segment(shown(text), style)
+
+
+def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
+    """Return content as text: coloured and as wide as the terminal, or plain."""
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=is_terminal,
+        width=width if is_terminal else PLAIN_WIDTH,
+        highlight=False,
+    )
+    with console.capture() as captured:
+        console.print(Shown(content))
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+def grid(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a borderless table; a header that begins with ``>`` is that of a column of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for header in headers:
+        is_number = header.startswith(">")
+        # Where it is narrow, words are folded and numbers are not.
+        justify = "right" if is_number else "left"
+        table.add_column(header.removeprefix(">"), justify=justify, no_wrap=is_number)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """Return what is said, each behind the word for what it is about."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for about, content in rows:
+        table.add_row(about, Text(content) if isinstance(content, str) else content)
+    return table
+
+
+def section(title: str, *content: RenderableType) -> Iterator[RenderableType]:
+    """Yield a title and what is under it, indented."""
+    yield Text(f"\n{title}", style="bold")
+    parts = (Text(part) if isinstance(part, str) else part for part in content)
+    yield Padding(Group(*parts), (0, 0, 0, 2))

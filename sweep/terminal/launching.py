@@ -44,7 +44,7 @@ from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import REQUEST, RunRequest, Where
 from sweep.terminal.commands import DONE
 from sweep.terminal.console import confirmed, folded, note, say, say_json, width_of
-from sweep.terminal.plan.command import tracing
+from sweep.terminal.plan import tracing
 from sweep.terminal.working import working
 
 TOKEN = "HF_TOKEN"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from sweep.data.lengths import (
 )
 from sweep.data.request import BROKEN_KEPT
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from sweep.predict.forecast import Progress
 from sweep.terminal.console import folded, note, say, say_json, table, width_of
 from sweep.terminal.working import working
 
@@ -43,12 +45,12 @@ _BAR = 40
 """Characters of the longest bar of a histogram."""
 
 
-def prepared(request: TextsRequest) -> PreparedTexts:
-    """Return texts as tokens, with progress and what is to be known of them on stderr.
+def prepared(request: TextsRequest, *, progress: Progress | None = None) -> PreparedTexts:
+    """Return a dataset as tokens, with progress and what is to be known of it on stderr.
 
     Raises what `prepare_texts` raises.
     """
-    with working("reading the texts") as part:
+    with working("reading the dataset") if progress is None else nullcontext(progress) as part:
         texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
     tell_notes(texts, request.model)
     return texts

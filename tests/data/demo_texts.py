@@ -1,7 +1,7 @@
 """Makes what is shipped for the demo model: 200 short chats, and a tokenizer trained on them.
 
 Run as ``python -m tests.data.demo_texts`` in the repository's root; it writes
-``docs/examples/texts.jsonl`` and ``search_spaces/tokenizers/demo``. Every sentence is put together
+``docs/examples/dataset.jsonl`` and ``search_spaces/tokenizers/demo``. Every sentence is put together
 from the words below, so nobody else's text is in either.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-TEXTS = Path("docs/examples/texts.jsonl")
+TEXTS = Path("docs/examples/dataset.jsonl")
 TOKENIZER = Path("search_spaces/tokenizers/demo")
 ROWS, SEED, VOCABULARY = 200, 7, 512
 SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

@@ -27,6 +27,6 @@ def asked_of(children: TracingChildren) -> Iterator[None]:
     """Have commands in this process ask children that outlive them."""
     kept = SimpleNamespace(trace_all=children.trace_all, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        for asking in ("sweep.predict.memory.predictor", "sweep.terminal.plan.command"):
+        for asking in ("sweep.predict.memory.predictor", "sweep.terminal.plan"):
             patch.setattr(f"{asking}.TracingChildren", lambda **_: kept)
         yield

@@ -24,7 +24,7 @@ from tests.sweep.shared_tracing import asked_of
 
 REFUSED_WITHOUT_A_CARD = 3
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
-TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "texts.jsonl"
+TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
 ALONE = "sweep plan a10"
 """Starts tracing children of its own and ends them, as commands do; the others share some."""

@@ -27,7 +27,7 @@ from sweep.data.texts import (
 )
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "texts.jsonl"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
 DEMO = load_model_spec("demo")
 SECRET = "hf_" + "x" * 34
 

@@ -41,8 +41,8 @@ from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
-from sweep.terminal.plan.layout import rendered
-from sweep.terminal.plan.view import plan_view
+from sweep.terminal.drawing import rendered
+from sweep.terminal.plan_screen import one_gpu
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,
@@ -477,7 +477,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named_with_what_8_bits_bring(
         ratio, (low, high) = one["times_16_bit"], one["times_16_bit_range"]
         assert ratio == pytest.approx(one["tokens_per_second"] / wide["tokens_per_second"])
         assert low < ratio < high or one is wide
-    shown = " ".join(rendered(plan_view(plan, is_detailed=False), is_terminal=False).split())
+    shown = " ".join(rendered(one_gpu(plan, is_detailed=False), is_terminal=False).split())
     for one in found:
         assert f"{one['numerics']} {one['times_16_bit']:.2f} (" in shown or one is wide
     assert f"times bf16 compute's {wide['tokens_per_second']:,.0f} tokens/s" in shown
@@ -488,7 +488,7 @@ def test_a_space_of_one_class_of_numerics_says_nothing_of_others() -> None:
     plan = plan_card(survey(a_space(), forecaster), work=work, offers=[])
     (one,) = card_document(plan)["fastest_by_numerics"]
     assert (one["numerics"], one["times_16_bit"]) == ("16-bit", 1.0)
-    assert "numerics" not in rendered(plan_view(plan, is_detailed=False), is_terminal=False)
+    assert "numerics" not in rendered(one_gpu(plan, is_detailed=False), is_terminal=False)
 
 
 def test_two_spellings_of_the_same_modules_are_one_capacity_class() -> None:

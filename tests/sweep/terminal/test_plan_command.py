@@ -35,11 +35,10 @@ from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
+from sweep.terminal import plan_screen
+from sweep.terminal.drawing import rendered
 from sweep.terminal.knob_options import configured
-from sweep.terminal.plan.backwards import cheapest_view, longest_views
-from sweep.terminal.plan.command import plan
-from sweep.terminal.plan.layout import rendered
-from sweep.terminal.plan.view import plans_view
+from sweep.terminal.plan import plan
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
 
@@ -617,7 +616,7 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds_in_details(
         "a10 (NVIDIA A10): 21.98 GiB usable",
         "What fits, in tokens/s",
         "trials take about ",
-        "▓ activations 4.00 GiB",
+        "activations 4.00 GiB",
         "bound by ",
         "Fastest of each capacity class",
         "Cost of 1,000 steps (8,000 samples, 4.1 M tokens)",
@@ -772,7 +771,7 @@ def test_no_line_is_wider_than_the_terminal(answer: Plan, columns: int) -> None:
         )
         for gpu in question.gpus
     ]
-    assert_is_whole(plans_view(plans, None, is_detailed=True), columns=columns)
+    assert_is_whole(plan_screen.several_gpus(plans, None, is_detailed=True), columns=columns)
 
 
 def assert_is_whole(view: RenderableType, *, columns: int) -> None:
@@ -804,12 +803,12 @@ def test_the_questions_backwards_are_no_wider_than_the_terminal(columns: int) ->
     workload = cards[0].bill.workload
     answer = Cheapest(question.model, workload, question.held, 50 * 3600.0, ranked(cards))
     assert {card.is_able for card in cards} == {True, False}
-    assert_is_whole(cheapest_view(answer, is_detailed=True), columns=columns)
+    assert_is_whole(plan_screen.cheapest(answer, is_detailed=True), columns=columns)
     longest = [
         longest_rows(question.about(gpu), question.forecaster(gpu), asked=question.asked(gpu))
         for gpu in question.gpus[:2]
     ]
-    assert_is_whole(longest_views(longest, is_detailed=True), columns=columns)
+    assert_is_whole(plan_screen.longest(longest, is_detailed=True), columns=columns)
 
 
 def test_a_pipe_gets_plain_lines(
@@ -1127,7 +1126,7 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
 def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    data = ("--data", str(ROOT / "docs" / "examples" / "texts.jsonl"))
+    data = ("--data", str(ROOT / "docs" / "examples" / "dataset.jsonl"))
     typed = ("--model", "demo", "--set", "kernels=hf", "--set", "compile=false", "--rank", "8")
     answers = []
     for named in (("a10",), ("--gpu", "a10")):

@@ -22,8 +22,7 @@ from storage.reading import read_study
 from storage.records import Crashed, TrialRecord
 from sweep.cli import guarded, main
 from sweep.terminal.console import Guarded, Synchronized, folded, note, say, say_json, table
-from sweep.terminal.drawing import Shown
-from sweep.terminal.plan.layout import rendered
+from sweep.terminal.drawing import Shown, rendered
 from tests.reports.synthetic import fits, record, snapshot
 from tests.storage.builders import open_it, run_one
 

@@ -16,7 +16,7 @@ from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.data.texts import TextsRequest
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "texts.jsonl"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
 Typed = Callable[..., tuple[int, str, str]]
 
 
@@ -104,10 +104,10 @@ def test_run_and_plan_say_which_rows_are_left_out_too(
     typed: Typed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from sweep.terminal import driving
-    from sweep.terminal.plan import command
+    from sweep.terminal import texts as command
 
     document(typed)
-    quiet = partial(command._read_texts, progress=lambda _: lambda _done, _of: None)
+    quiet = partial(command.prepared, progress=lambda _: lambda _done, _of: None)
     for read in (driving.read_texts, quiet):
         texts = read(TextsRequest("texts.jsonl", load_model_spec("demo")))
         assert texts.summary.broken == 2

@@ -1,1 +1,0 @@
-"""What `sweep plan` prints, and the way from its options there."""

@@ -1,0 +1,339 @@
+"""What a plan rests on, for --details, and how configurations and offers are put into words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from reports import units
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import UNMEASURED_COPY_SHARE
+from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS, targets_in_words
+from search_spaces.linears import parameters
+from search_spaces.prices import Offer
+from sweep.planning.plan import CardPlan, few
+from sweep.planning.survey import ShapeTable, Survey
+from sweep.predict.cost import Bill, OfferComparison, Workload, is_surely_less
+from sweep.predict.forecast import Forecast
+from sweep.predict.memory.peaks import PARTS
+from sweep.predict.memory.prediction import Fit
+from sweep.terminal.drawing import grid, section
+
+UNSURE = "'?' is too close to the budget to be sure"
+_FORBIDDEN = "invalid"
+"""What a rule forbids is not a question of memory, and no table may call it too large."""
+_FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
+_TERM_WORDS = {
+    "matmul": "matrix products",
+    "eight_bit": "8-bit matrix products",
+    "lora": "adapters",
+    "dequant": "dequantization",
+    "elementwise": "norms, casts and activations",
+    "loss": "the loss",
+    "optimizer": "the optimizer",
+    "launch": "waiting for launches",
+    "overhead": "fixed work of the host",
+}
+_TERMS_SHOWN = 3
+_ITEM_WORDS = {
+    "boot": "container boot",
+    "download": "model download",
+    "queue": "queueing",
+    "preemptions": "spot preemptions",
+    "rounding": "rounding up to the billing unit",
+    "minimum": "minimum charge",
+}
+
+
+def settings(config: TrialConfig, *, with_capacity: bool = False) -> list[str]:
+    """Return in words what differs from the standard recipe, beside the size."""
+    changed = units.differing(config, TrialConfig())
+    capacity = CAPACITY_KEYS if with_capacity else ()
+    return [units.phrase(key, getattr(config, key)) for key in capacity] + [
+        units.phrase(key, value)
+        for key, value in changed.items()
+        if key not in (*SIZE_KEYS, *CAPACITY_KEYS)
+    ]
+
+
+def shared(words: Sequence[Sequence[str]]) -> list[str]:
+    """Return the words that several configurations have in common, to be said once."""
+    first, *others = words or [()]
+    return [word for word in first if all(word in other for other in others)] if others else []
+
+
+def percent(change: float) -> str:
+    """Return a change in speed: ``+1.3 %``."""
+    return "same" if abs(change) < 0.0005 else f"{100 * change:+.1f} %"
+
+
+def byte_change(change: int) -> str:
+    """Return a change in memory: ``-0.30 GiB``."""
+    return f"{'+' if change > 0 else '-'}{units.gib(abs(change))}" if change else "same memory"
+
+
+def work_words(work: Workload) -> str:
+    """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
+    samples = units.plural(work.samples, "sample")
+    return f"{units.plural(work.steps, 'step')} ({samples}, {work.tokens / 1e6:,.1f} M tokens)"
+
+
+def price_source(offer: Offer) -> str:
+    """Return where a price was read, and when."""
+    return f"{offer.provider}, read on {offer.date}, {offer.source}"
+
+
+def configurations(forecasts: Sequence[Forecast], bills: Sequence[Bill | None]) -> RenderableType:
+    """Return the configurations of a file in their order, each with its cheapest bill."""
+    words = [settings(forecast.config, with_capacity=True) for forecast in forecasts]
+    common, rows = shared(words), []
+    for number, (forecast, bill, own) in enumerate(zip(forecasts, bills, words, strict=True), 1):
+        what = [units.size(forecast.config), *(word for word in own if word not in common)]
+        broken, fit = forecast.broken, {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
+        why = [broken.reason] if broken else list(forecast.notes[:1]) * (forecast.memory is None)
+        known = units.DASH if forecast.fits is None else fit[forecast.fit]
+        rows.append(
+            (
+                f"{number:,}",
+                Text(_FORBIDDEN if broken else known, _FIT_STYLES[forecast.fit]),
+                units.gib(forecast.peak_allocated_bytes),
+                units.rate(forecast.tokens_per_second),
+                units.usd(bill.usd_per_1000_steps if bill else None),
+                forecast.speed.bottleneck if forecast.speed else units.DASH,
+                ": ".join([", ".join(what), *why]),
+            )
+        )
+    header = ("", "fits", ">peak", ">tokens/s", ">1,000 steps", "bound by", "configuration")
+    legend = ([f"all of them: {', '.join(common)}"] if common else []) + [UNSURE]
+    return Group(grid(header, rows), *(Text(line, style="dim") for line in legend))
+
+
+def details(plan: CardPlan) -> Iterator[RenderableType]:
+    """Yield what else could be done, then what the answer rests on."""
+    shown, survey = plan.shown, plan.survey
+    if changes := few(plan.what_ifs):
+        fits = {Fit.YES: "", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
+        rows = [
+            (
+                units.phrase(one.key, one.value),
+                "" if one.speed_change is None else f"{percent(one.speed_change)} speed",
+                byte_change(one.memory_change_bytes),
+                fits[one.forecast.fit],
+            )
+            for one in changes
+        ]
+        table = grid(("", "", "", ""), rows)
+        table.show_header = False
+        more = f"all {units.plural(len(plan.what_ifs), 'change')} of a setting: --json"
+        title = "What if: one change each, against that configuration"
+        yield from section(title, table, Text(more, style="dim"))
+    if shown is not None and shown.broken is None:
+        yield from section("Where its memory and time go", *_memory_and_time(shown))
+    if plan.table is not None:
+        yield from section("What fits, in tokens/s", *_sizes(plan.table, plan))
+    if survey is not None:
+        yield from section("The study", *_study_lines(survey, plan.gpu.name))
+        if shown is not None and len(survey.fastest_by_class) > 1:
+            length = shown.config.seq_len
+            yield from section("Fastest of each capacity class", *_classes(survey, length))
+    if plan.bills:
+        title = f"Cost of {work_words(plan.bills[0].workload)}"
+        yield from section(title, offers(plan.bills), *_bill_lines(plan.bills[0]))
+    yield from section("Grounds", *_grounds(plan))
+
+
+def _memory_and_time(forecast: Forecast) -> Iterator[str]:
+    """Yield where a configuration's memory and time go."""
+    memory, speed = forecast.memory, forecast.speed
+    if memory is not None:
+        parts = (f"{part} {units.gib(memory.breakdown[part])}" for part in PARTS)
+        yield (
+            f"peak {units.gib(memory.peak_allocated_bytes)} allocated, reached in {memory.moment}; "
+            f"{units.gib(memory.peak_reserved_bytes)} reserved"
+        )
+        yield f"of the peak: {', '.join(parts)}"
+    if forecast.step_seconds is not None:
+        yield f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
+    if speed is not None:
+        ranked = sorted(speed.terms.items(), key=lambda term: -term[1])[:_TERMS_SHOWN]
+        shares = (
+            f"{_TERM_WORDS.get(term, term)} {units.percent(seconds / speed.step_seconds)}"
+            for term, seconds in ranked
+        )
+        used, dtype = units.percent(speed.flops_utilization), forecast.config.compute_dtype
+        yield f"bound by {speed.bottleneck}; of a step: {', '.join(shares)}"
+        yield f"{used} of the {forecast.forecaster.gpu.name}'s {dtype} peak is put to use"
+
+
+def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
+    """Yield what fits by micro-batch and sequence length."""
+
+    def cell(forecast: Forecast) -> Text:
+        speed, fit = forecast.tokens_per_second, forecast.fit
+        words = "fits" if speed is None else units.rate(speed)
+        if fit is Fit.NO:
+            words = "-" if forecast.broken is None else _FORBIDDEN
+        return Text(f"{words}?" if fit is Fit.UNCERTAIN else words, _FIT_STYLES[fit])
+
+    def largest(length: int) -> str:
+        if all(table.cells[batch, length].broken is not None for batch in table.batches):
+            return _FORBIDDEN
+        sure, possible = table.largest[length].sure, table.largest[length].possible
+        return f"{sure or '-':,}" + (f" ({possible:,}?)" if possible > sure else "")
+
+    # Up to the first micro-batch from which on nothing fits at any length.
+    most = max((size.possible for size in table.largest.values()), default=0)
+    batches = table.batches[: sum(batch <= most for batch in table.batches) + 1]
+    rows: list[list[str | Text]] = [
+        [f"{batch:,}", *(cell(table.cells[batch, length]) for length in table.lengths)]
+        for batch in batches
+    ]
+    rows.append(["largest", *map(largest, table.lengths)])
+    if table.base is not None:
+        what = ", ".join(settings(table.base, with_capacity=True))
+        yield Text(f"{what}, at other sizes: by micro-batch and sequence length", style="dim")
+    yield grid(("micro-batch", *(f">{length:,}" for length in table.lengths)), rows)
+    legend = f"{UNSURE}, '-' does not fit"
+    if table.base is None:
+        whole = "space's sample" if plan.survey and plan.survey.is_sampled else "space"
+        legend = f"the fastest of the {whole} that fits, of any rank and target modules; {legend}"
+    yield Text(legend, style="dim")
+    if rules := sorted({cell.broken.rule for cell in table.cells.values() if cell.broken}):
+        words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"
+        yield Text(words, style="dim")
+
+
+def _study_lines(survey: Survey, gpu: str) -> Iterator[str]:
+    for rule, number in sorted(survey.found.invalid.items()):
+        yield f"{number:,} configurations are forbidden on this model and GPU: {rule}"
+    for reason, number in sorted(survey.found.unpredicted.items()):
+        yield f"{number:,} configurations are not predicted: {reason}"
+    if (seconds := survey.study_seconds()) is not None:
+        low, high = map(units.duration, seconds)
+        yield f"{units.plural(survey.trials, 'trial')} take about {low} to {high} on the {gpu}"
+
+
+def _classes(survey: Survey, length: int) -> Iterator[RenderableType]:
+    """Yield the fastest of each rank and target modules at one length."""
+    known = [f for f in survey.fastest_by_class.values() if f.config.seq_len == length and f.memory]
+    words = [settings(forecast.config) for forecast in known]
+    common = shared(words)
+    rows = [
+        (
+            str(forecast.config.lora_rank),
+            targets_in_words(forecast.config.target_modules),
+            units.rate(forecast.tokens_per_second) + "?" * (forecast.fit is Fit.UNCERTAIN),
+            units.gib(forecast.peak_allocated_bytes),
+            units.size(forecast.config),
+            ", ".join(word for word in own if word not in common),
+        )
+        for forecast, own in zip(known, words, strict=True)
+    ]
+    yield grid(("rank", "target modules", ">tokens/s", ">peak", ">size", ""), rows)
+    if common:
+        yield Text(f"all of them: {', '.join(common)}", style="dim")
+
+
+def offers(bills: Sequence[Bill]) -> RenderableType:
+    """Return offers in a table, in their order."""
+    rows = []
+    for bill in bills:
+        top = bill.dominant
+        rows.append(
+            (
+                bill.offer.label,
+                units.usd(bill.cards * bill.offer.usd_per_hour),
+                units.usd(bill.usd),
+                units.usd(bill.usd_per_million_tokens),
+                f"{bill.wall_hours:.2f}",
+                f"{_ITEM_WORDS.get(top.name, top.name)} {units.percent(top.usd / bill.usd)}",
+            )
+        )
+    header = ("offer", ">per hour", ">in all", ">1 M tokens", ">hours", "mostly")
+    return grid(header, rows)
+
+
+def _bill_lines(bill: Bill) -> Iterator[str]:
+    yield f"{bill.offer.label}, item by item:"
+    for item in bill.items:
+        if item.seconds > 0:
+            name, took = _ITEM_WORDS.get(item.name, item.name), units.duration(item.seconds)
+            yield f"  {name:<32}{took:>14}  {units.usd(item.usd)}"
+    if bill.usd_per_epoch is not None:
+        samples = f"{bill.workload.dataset_samples:,} samples"
+        yield f"an epoch of {samples}: {units.usd(bill.usd_per_epoch)}"
+
+
+def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
+    """Yield where the cheapest offer changes, as far as the speeds are known well enough."""
+    for point in comparison.break_evens:
+        steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
+        low, high = (f"{round(end):,}" for end in point.samples_range)
+        between = "" if low == high else f", between {low} and {high} for all that is known"
+        yield (
+            f"break-even at {round(point.samples):,} samples{steps}{between}: "
+            f"{point.cheaper_below.label} is cheaper below, {point.cheaper_above.label} above"
+        )
+    cheapest, *others = comparison.bills
+    if others and not comparison.break_evens:
+        is_clear = all(is_surely_less(cheapest, other) for other in others)
+        yield (
+            f"no break-even: {cheapest.offer.label} is the cheapest for any amount of work"
+            if is_clear
+            else "no break-even is claimed: which is the cheapest is within the speeds' uncertainty"
+        )
+
+
+def _grounds(plan: CardPlan) -> Iterator[str]:
+    forecaster, shown, evidence = plan.forecaster, plan.shown, plan.forecaster.evidence
+    model, gpu = forecaster.model, plan.gpu
+    yield (
+        f"{gpu.name} ({gpu.product}): {units.gib(gpu.memory_bytes)} usable, a training may take "
+        f"{units.gib(forecaster.budget_bytes)}"
+    )
+    count = parameters(model)
+    size = "" if count is None else f"{count:,} parameters, "
+    yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
+    if shown is None:
+        return
+    if shown.memory is not None:
+        off = ""
+        if evidence.memory_error is not None:
+            trials = units.plural(len(evidence.memory_errors), "trial")
+            error = f"{100 * evidence.memory_error:.1f} %"
+            off = f"; off by {error} in the median over {trials} of study {evidence.study}"
+        yield (
+            "memory: predicted from the model's own code, within "
+            f"{units.error(shown.memory.uncertainty)} (reserved: "
+            f"{units.error(shown.memory.reserved_uncertainty)}){off}"
+        )
+    if (speed := _speed_ground(plan, shown)) is not None:
+        yield f"speed: {speed}"
+    for bill in plan.bills[:1]:
+        yield f"price: {price_source(bill.offer)}"
+    yield from plan.notes if shown.broken is None else evidence.notes
+
+
+def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
+    evidence, gpu, dtype = plan.forecaster.evidence, plan.gpu, shown.config.compute_dtype
+    if shown.trial is not None:
+        return f"measured by trial {shown.trial.number} of study {evidence.study}"
+    if shown.speed is None:
+        return None
+    if evidence.calibration is not None:
+        trials = units.plural(evidence.calibration.trials, "trial")
+        error = f"{100 * evidence.calibration.relative_error:.1f} %"
+        return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
+    products, copies = "measured matrix products", "measured copies"
+    if dtype not in gpu.matrix_flops:
+        share = (gpu.matrix_rate(dtype) or math.nan) / gpu.peak_flops[dtype]
+        products = f"data sheet ({units.percent(share)} of its FLOP/s)"
+    if gpu.copy_bytes_per_second is None:
+        copies = f"data sheet ({units.percent(UNMEASURED_COPY_SHARE)} of its bandwidth)"
+    return (
+        f"predicted from the {gpu.name}'s {products} and {copies}, within "
+        f"{units.percent(shown.speed.uncertainty)}; --from STUDY calibrates it"
+    )

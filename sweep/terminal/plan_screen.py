@@ -1,0 +1,466 @@
+"""What `sweep plan` shows: one screen that says what to run, and with --details all the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from reports import uncertainty, units
+from reports.texts import cut_in_words
+from search_spaces.config import TrialConfig
+from search_spaces.errors import listed
+from search_spaces.gpus import GIB
+from search_spaces.knobs import CAPACITY_KEYS
+from search_spaces.linears import CapacityClass
+from search_spaces.prices import PRICE_OPTION
+from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
+from sweep.planning.candidates import (
+    BATCHES_MAX,
+    STANDARD,
+    certainty,
+    evenly_spaced,
+    speed_order,
+)
+from sweep.planning.plan import CardComparison, CardPlan, Use, few
+from sweep.planning.survey import Survey
+from sweep.predict.cost import Bill
+from sweep.predict.forecast import Forecast
+from sweep.predict.memory.prediction import Fit
+from sweep.terminal.drawing import Fact, facts, grid, section
+from sweep.terminal.plan_details import (
+    break_even_lines,
+    byte_change,
+    details,
+    offers,
+    percent,
+    price_source,
+    settings,
+    shared,
+    work_words,
+)
+
+_DETAILS = ("details", "add --details for every size, rank, change, price and source")
+_LINES_SHOWN = 4
+"""Micro-batches of all GPUs, or GPUs, that one screen has room for."""
+_FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
+_SPACE_WORDS = {
+    "preset": "preset {}",
+    "file": "file {}",
+    "standard": "the space that `sweep init --gpu {}` writes",
+}
+
+
+def _answer(sentence: str, table: Sequence[RenderableType], said: Sequence[Fact]) -> Group:
+    """Return a sentence that stands alone, a table where there is one, and facts."""
+    return Group(Text(f"{sentence}\n", style="bold"), *table, facts(said))
+
+
+def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
+    """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
+    shown, model, gpu = plan.shown, plan.forecaster.model.name, plan.gpu.name
+    said: list[Fact] = []
+    if shown is None:
+        sentence = f"Nothing fits for {model} on the {gpu}: {_too_small(plan)}"
+    elif shown.broken is not None:
+        what = _what(shown.config)
+        sentence = f"{what} is not possible for {model} on the {gpu}: {shown.broken.reason}"
+    else:
+        bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
+        numbers = _numbers(shown, bill)
+        sentence = f"Recommended for {model} on the {gpu}: {_what(shown.config)}: {numbers}"
+        if plan.survey is None:
+            fit = _FIT_WORDS[shown.fit]
+            sentence = f"{_what(shown.config)} {fit} for {model} on the {gpu}: {numbers}"
+        said += [*_facts(plan, shown, bill)]
+    said += [*_searched([plan]), *_next(plan), _DETAILS]
+    return Group(_answer(sentence, (), said), *(details(plan) if is_detailed else ()))
+
+
+def several_gpus(
+    plans: Sequence[CardPlan], comparison: CardComparison | None, *, is_detailed: bool
+) -> RenderableType:
+    """Return which GPU to take, the same training on each, and what differs."""
+    if comparison is None:
+        chosen = {plan.gpu.name: plan.shown for plan in plans if plan.shown and plan.fits}
+    else:
+        chosen = dict(comparison.chosen)
+    able = [plan for plan in plans if plan.gpu.name in chosen]
+    best = max(able, key=lambda plan: speed_order(chosen[plan.gpu.name]), default=plans[0])
+    bills = None if comparison is None else comparison.bills
+    bill = None if bills is None else bills.cheapest
+    if bill is not None:
+        best = next(plan for plan in able if plan.gpu.name == bill.offer.gpu)
+    model, name = best.forecaster.model.name, best.gpu.name
+    if chosen:
+        which = f"the {name}" if bill is None else _offer_words(bill)
+        why = f"predicted the {'fastest' if bill is None else 'cheapest'}"
+        why = why if len(chosen) > 1 else "which alone has room"
+        what = f"{_what(chosen[name].config)}: {_numbers(chosen[name], bill)}"
+        sentence = f"Recommended for {model}: {which}, {why}: {what}"
+    else:
+        sentence = f"Nothing fits for {model} on the {listed(plan.gpu.name for plan in plans)}"
+    said = [] if comparison is None else [*_compared(comparison)]
+    said += _settings_facts(chosen) if chosen else ()
+    said += [(plan.gpu.name, _why_not(plan)) for plan in plans if plan not in able]
+    said += [*_searched(plans), *_next(best, is_timed=False), _DETAILS]
+    rows = []
+    for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
+        own = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
+        rows.append(
+            (
+                gpu,
+                units.rate(forecast.tokens_per_second),
+                units.rate_interval(forecast.tokens_per_second_range),
+                units.size(forecast.config),
+                units.gib(forecast.peak_allocated_bytes),
+                units.usd(own.usd_per_million_tokens if own else None),
+                "" if forecast.fit is Fit.YES else "may not fit",
+            )
+        )
+    header = ("", ">tokens/s", ">between", ">size", ">peak", ">1M tokens", "")
+    parts: list[RenderableType] = [_answer(sentence, [grid(header, rows)] if rows else (), said)]
+    if is_detailed and bills is not None:
+        parts += section("Prices", offers(bills.bills), *break_even_lines(bills))
+    for plan in plans if is_detailed else ():
+        title = Text(f"\n== {plan.gpu.name}\n", style="bold")
+        parts += [title, one_gpu(plan, is_detailed=True)]
+    return Group(*parts)
+
+
+def _what(config: TrialConfig) -> str:
+    """Return size and capacity: ``micro-batch 10, length 512, rank 16 on q,k,v,o, fp8 compute``."""
+    size = f"micro-batch {config.micro_batch_size:,}, length {config.seq_len:,}"
+    compute = [units.phrase("compute_dtype", config.compute_dtype)] * config.is_8bit_compute
+    return ", ".join([size, uncertainty.capacity(config), *compute])
+
+
+def _numbers(forecast: Forecast, bill: Bill | None) -> str:
+    """Return speed, memory and price, as far as they are known."""
+    parts, ends = [], forecast.tokens_per_second_range
+    if forecast.tokens_per_second is not None:
+        between = "" if ends is None else f", {units.rate(ends[0])} to {units.rate(ends[1])}"
+        speed = units.rate(forecast.tokens_per_second)
+        parts.append(f"{speed} tokens/s ({forecast.speed_basis}{between})")
+    if forecast.memory is not None:
+        peak = units.gib(forecast.memory.peak_allocated_bytes)
+        error = units.error(forecast.memory.uncertainty)
+        budget = units.gib(forecast.forecaster.budget_bytes)
+        doubt = ", too close to be sure" if forecast.fit is Fit.UNCERTAIN else ""
+        parts.append(f"{peak} (within {error}) of the {budget} budget{doubt}")
+    if bill is not None:
+        parts.append(f"{units.usd(bill.usd_per_million_tokens)} per million tokens")
+    return ", ".join(parts)
+
+
+def _offer_words(bill: Bill) -> str:
+    """Return a GPU and who rents it out: ``the l4 at Modal``."""
+    gpu = bill.offer.gpu
+    return f"the {gpu} at {bill.offer.label.removeprefix(gpu).strip()}"
+
+
+def _cost(bill: Bill) -> str:
+    """Return dollars and what they may come to: ``$0.848 ($0.315 to $1.38)``."""
+    return f"{units.usd(bill.usd)} ({' to '.join(units.usd(end.usd) for end in bill.extremes)})"
+
+
+def _took(bill: Bill) -> str:
+    return units.duration(3600 * bill.wall_hours)
+
+
+def _too_small(plan: CardPlan) -> str:
+    assert plan.survey is not None, "of one configuration something is shown"
+    least = plan.survey.found.least_bytes
+    if least is None:
+        what = "every configuration is forbidden for this model and GPU"
+        return ": ".join([what, *plan.obstacles])
+    budget = units.gib(plan.forecaster.budget_bytes)
+    return f"the smallest configuration needs {units.gib(least)}, and the budget is {budget}"
+
+
+def _why_not(plan: CardPlan) -> str:
+    """Return why a GPU does not do what others do."""
+    if plan.shown is None:
+        return _too_small(plan)
+    if plan.shown.broken is not None:
+        return plan.shown.broken.reason
+    return "has no configuration in common" if plan.fits else "does not fit"
+
+
+def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
+    """Yield what a person needs to decide about one GPU."""
+    survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
+    yield "settings", _but(settings(shown.config))
+    if epoch is not None and speed:
+        tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
+        cut = cut_in_words(epoch, shown.config.seq_len)
+        yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
+    if bill is not None:
+        what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
+        yield "cost", f"{work_words(bill.workload)}: {what}"
+    elif not plan.bills and speed is not None:
+        yield "cost", f"no price is known: {PRICE_OPTION} {plan.gpu.name}=DOLLARS an hour gives one"
+    for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
+        useful = [change for change in few(plan.what_ifs) if change.use is use][:most]
+        words = []
+        for change in useful:
+            faster = change.speed_change
+            of = [] if faster is None else [f"{percent(faster)} speed"]
+            of += [byte_change(change.memory_change_bytes)]
+            of += ["may not fit"] * (change.forecast.fit is not Fit.YES)
+            words.append(f"{units.phrase(change.key, change.value)} ({', '.join(of)})")
+        if words:
+            yield label, " or ".join(words)
+    if survey is not None:
+        yield from _choices(survey, shown)
+        yield from _numerics(plan, survey)
+    elif plan.table is not None:
+        sizes = plan.table.largest.items()
+        each = (f"{n:,}: {size.sure:,}" for n, size in sizes if size.possible)
+        yield "largest", f"micro-batch that surely fits, by length: {', '.join(each) or 'none'}"
+
+
+def _but(words: Sequence[str]) -> str:
+    """Return in how far settings are not the standard recipe's."""
+    recipe = "the standard QLoRA recipe"
+    return f"{recipe}, but {', '.join(words)}" if words else recipe
+
+
+def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
+    """Yield what other lengths and capacities come to, and what was passed over."""
+    rivals = survey.fastest_by_class
+    lengths = {n: f for (capacity, n), f in rivals.items() if capacity == survey.capacity}
+    if len(lengths) > 1:
+        speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
+        yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
+    searched = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
+    if searched > 1:
+        why = "the nearest to the standard recipe's of those that fit"
+        if len({capacity for capacity, _ in rivals}) == 1:
+            why = f"the only one of {searched} searched that may fit"
+        elif survey.capacity == CapacityClass.of(STANDARD, survey.model):
+            why = "the standard recipe's"
+        length = best.config.seq_len
+        others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
+        ends = [pick(others, key=speed_order) for pick in (min, max) if others]
+        told = {uncertainty.capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
+        rates = (f"{name}: {speed} tokens/s" for name, speed in told.items())
+        yield "capacity", "; ".join([why, *rates])
+    other = survey.alternative
+    if other is not None and other.memory is not None:
+        change = units.changes(other.config, baseline=best.config)
+        words = f"{change}, {units.rate(other.tokens_per_second)} tokens/s"
+        if certainty(other) > certainty(best):
+            yield "surer fit", f"{words}, slower beyond the uncertainty"
+        else:
+            error = units.error(other.memory.uncertainty)
+            peak = units.gib(other.memory.peak_allocated_bytes)
+            yield "riskier", f"{words}, not surely faster; {peak} (within {error})"
+
+
+def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
+    """Yield what 8 bits are expected to bring, where a space has several classes of numerics."""
+    classes = survey.fastest_by_numerics
+    gains = {n: plan.times_16_bit(f) for n, f in classes.items() if n != "16-bit"}
+    told = [f"{n} {of[0]:.2f} ({of[1]:.2f} to {of[2]:.2f})" for n, of in gains.items() if of]
+    if told:
+        wide = classes["16-bit"]
+        compute = units.phrase("compute_dtype", wide.config.compute_dtype)
+        speed = f"{units.rate(wide.tokens_per_second)} tokens/s, predicted (--numerics 16-bit)"
+        yield "numerics", f"{', '.join(told)} times {compute}'s {speed}"
+
+
+def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
+    """Yield which spaces were searched, which settings are free in them, and which fixed."""
+    looked = [(plan, plan.survey) for plan in plans if plan.survey is not None]
+    if not looked:
+        yield "asked", "this configuration alone; without --exact what you do not fix is searched"
+        return
+    spaces, free = dict[str, None](), dict[str, list[str]]()
+    for plan, survey in looked:
+        found, total = survey.found, survey.total
+        whole = "no end of configurations"
+        if total is not None:
+            whole = units.plural(total, "configuration")
+        if survey.is_sampled:
+            whole = f"{found.looked_at:,} drawn from {whole}"
+        which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
+        fits = ""
+        if len(looked) == 1:
+            cannot = found.looked_at - found.fit - found.uncertain
+            fits = f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
+        spaces[f"{which}, {whole}{fits}"] = None
+        for key in survey.space.dimensions:
+            if len(survey.space.values_of(key)) != 1:
+                free.setdefault(key, []).append(plan.gpu.name)
+    yield "searched", "; ".join(spaces)
+    words = (k if len(on) == len(looked) else f"{k} ({', '.join(on)})" for k, on in free.items())
+    yield "free", f"{', '.join(words)}; all else is fixed"
+    plan, survey = looked[0]
+    if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
+        yield "you fixed", _in_words(held)
+
+
+def _in_words(held: Mapping[str, Any]) -> str:
+    return ", ".join(units.phrase(key, value) for key, value in held.items())
+
+
+def _next(plan: CardPlan, *, is_timed: bool = True) -> Iterator[Fact]:
+    """Yield the command to go on with."""
+    if plan.shown is None:
+        model = plan.forecaster.model.name
+        yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
+    elif plan.survey is not None:
+        seconds = plan.survey.study_seconds() if is_timed else None
+        took = f" ({' to '.join(map(units.duration, seconds))})" if seconds else ""
+        yield "next", f"`{plan.asked.run_command}` measures it{took}"
+
+
+def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
+    """Yield the settings that the GPUs have in common, and what each has of its own."""
+    words = {gpu: settings(forecast.config) for gpu, forecast in chosen.items()}
+    common = next(iter(words.values())) if len(words) == 1 else shared([*words.values()])
+    yield "settings", _but(common)
+    own = {gpu: [word for word in of if word not in common] for gpu, of in words.items()}
+    if more := "; ".join(f"{gpu}: also {', '.join(of)}" for gpu, of in own.items() if of):
+        yield "", more
+
+
+def _compared(comparison: CardComparison) -> Iterator[Fact]:
+    """Yield which GPU is the cheapest and which the fastest, as far as that is known."""
+    size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
+    yield "compared", f"{work_words(comparison.workload)}, {size} a step"
+    costs = comparison.bills
+    if costs is None:
+        yield "cheapest", f"no price is known: give one with {PRICE_OPTION} a10=0.75"
+    else:
+        first, more = costs.cheapest, ""
+        other = next((b for b in costs.bills if b.offer.gpu != first.offer.gpu), None)
+        if other is not None:
+            dearer = other.usd_per_sample / first.usd_per_sample
+            more = f"; {other.offer.label} {dearer:.2f} times that"
+        tied = dict.fromkeys([first.offer.gpu, *(b.offer.gpu for b in costs.perhaps_cheapest)])
+        yield "cheapest", f"{listed(tied)}: {_cost(first)}, {_took(first)}{more}"
+    ranked = sorted(comparison.chosen.items(), key=lambda item: speed_order(item[1]), reverse=True)
+    ends, others = (forecast.tokens_per_second_range for _, forecast in ranked[:2])
+    ratio = ""
+    if ends is not None and others is not None:
+        times = f"{ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f} times"
+        ratio = f" ({times} as fast as the next)"
+    yield "fastest", f"{listed([comparison.fastest, *comparison.perhaps_fastest])}{ratio}"
+
+
+def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
+    """Return the longest sequences on each GPU, by micro-batch."""
+    most = BATCHES_MAX if is_detailed else max(3, _LINES_SHOWN // len(answers))
+    parts: list[RenderableType] = []
+    for answer in answers:
+        best = answer.best
+        where = f"{answer.forecaster.model.name} on the {answer.forecaster.gpu.name}"
+        sentence = f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
+        if best is not None and best.forecast is not None:
+            what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
+            numbers = _numbers(best.forecast, None)
+            sentence = f"The longest sequences that surely fit for {where}: {what}: {numbers}"
+        parts.append(Text(f"{sentence}\n", style="bold"))
+        shown = evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
+        rows = [
+            (
+                f"{row.micro_batch_size:,}",
+                f"{row.seq_len:,}" if row.seq_len else "-",
+                f"{row.possible:,}" if row.possible > row.seq_len else "",
+                units.rate(row.forecast.tokens_per_second if row.forecast else None),
+                units.gib(row.forecast.peak_allocated_bytes if row.forecast else None),
+            )
+            for row in answer.rows
+            if row.micro_batch_size in shown
+        ]
+        header = (">micro-batch", ">longest", ">perhaps", ">tokens/s", ">peak")
+        parts += [grid(header, rows), Text("")] if rows else ()
+    first, rows_of_all = answers[0], [row for answer in answers for row in answer.rows]
+    found = {a.forecaster.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
+    said = [*_settings_facts(found)] if found else []
+    tried = units.plural(first.configurations, "configuration")
+    said += [("searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size")]
+    if first.asked.held:
+        said += [("you fixed", _in_words(first.asked.held))]
+    if any(row.possible > row.seq_len for row in rows_of_all):
+        said += [("perhaps", "is too close to the budget to be sure")]
+    if any(row.possible == first.limit for row in rows_of_all):
+        said += [("limit", f"the model has positions for {first.limit:,} tokens")]
+    if first.best is not None:
+        option = f"--seq-len {first.best.seq_len}"
+        said += [("next", f"{option} in place of --longest plans such a training")]
+    return Group(*parts, facts([*said, *([] if is_detailed else [_DETAILS])]))
+
+
+def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
+    """Return which GPUs do a job, the cheapest first."""
+    model, best = answer.model.name, answer.cheapest
+    shown = answer.able if is_detailed else answer.able[:_LINES_SHOWN]
+    others = [card for card in answer.cards if not card.is_able]
+    sentence, said = f"No GPU of a known price is predicted to do it for {model}", list[Fact]()
+    if best is not None and best.forecast is not None:
+        what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
+        which = f"{_offer_words(best.bill)}, predicted the cheapest"
+        sentence = f"Recommended for {model}: {which}: {what}"
+        said.append(("settings", _but(settings(best.forecast.config))))
+    work = "a training" if answer.workload is None else work_words(answer.workload)
+    limit = answer.deadline_seconds
+    by = "" if limit is None else f" within {units.duration(limit)}"
+    said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
+    if answer.perhaps_cheapest:
+        said.append(("or perhaps", ", ".join(card.gpu.name for card in answer.perhaps_cheapest)))
+    least = answer.smallest
+    if least is not None and least is not best:
+        late = " (perhaps late)" if least.outcome is Outcome.PERHAPS_LATE else ""
+        cost = f"{_cost(least.bill)} in {_took(least.bill)}{late}"
+        said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
+    if is_detailed:
+        said += [(card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}") for card in others]
+        said += [("price", price_source(card.bill.offer)) for card in answer.able[:1]]
+    else:
+        dearer = len(answer.able) - len(shown)
+        words = [f"{dearer} more do it at higher prices"] if dearer else []
+        by_outcome: dict[str, list[str]] = {}
+        for card in others:
+            by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)
+        words += [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
+        said.append(("others", "; ".join(words) or "none"))
+        if best is not None:
+            said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
+        said.append(_DETAILS)
+    return _answer(sentence, _jobs(shown) if shown else (), said)
+
+
+def _jobs(cards: Sequence[JobCard]) -> list[RenderableType]:
+    rows = [
+        (
+            card.gpu.name,
+            card.bill.offer.label.removeprefix(f"{card.gpu.name} "),
+            f"{card.gpu.memory_bytes / GIB:.0f} GiB",
+            units.rate(card.forecast.tokens_per_second if card.forecast else None),
+            f"{card.bill.wall_hours:.2f}" + "?" * (card.outcome is Outcome.PERHAPS_LATE),
+            units.usd(card.bill.usd),
+            units.usd_interval((card.bill.extremes[0].usd, card.bill.extremes[1].usd)),
+        )
+        for card in cards
+    ]
+    is_late = any(card.outcome is Outcome.PERHAPS_LATE for card in cards)
+    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between")
+    legend = [Text("'?' may be late", style="dim")] if is_late else []
+    return [grid(header, rows), *legend, Text("")]
+
+
+def _why_unable(card: JobCard) -> str:
+    if card.outcome is Outcome.TOO_SMALL:
+        need, has = units.gib(card.least_bytes), units.gib(card.gpu.budget_bytes)
+        return f"needs {need} at least, has {has} for a training"
+    if card.outcome in (Outcome.TOO_SLOW, Outcome.PERHAPS_IN_TIME):
+        soonest, latest = map(_took, card.bill.extremes)
+        price = f"{units.usd(card.bill.usd)} at {card.bill.offer.label}"
+        return f"{_took(card.bill)} ({soonest} to {latest}), {price}"
+    return card.reason or f"give one with {PRICE_OPTION} {card.gpu.name}=DOLLARS"
