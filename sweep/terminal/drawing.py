@@ -58,13 +58,13 @@ def grid(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     return table
 
 
-def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+def facts(rows: Iterable[Fact]) -> Table:
     """Return what is said, each behind the word for what it is about."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for about, content in rows:
-        table.add_row(about, Text(content) if isinstance(content, str) else content)
+    for about, words in rows:
+        table.add_row(about, Text(words))
     return table
 
 

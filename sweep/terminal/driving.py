@@ -260,13 +260,8 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
         note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
     for line in (*_carried_words(records), *_opening(definition)):
         note(folded(line, width))
-    board = Board(
-        name=study.study.study_name,
-        definition=definition,
-        records=list(records),
-        confirmations=list(study.confirmations()),
-        clock=time.monotonic,
-    )
+    known = (*records, *study.confirmations())
+    board = Board(study.study.study_name, definition, known, clock=time.monotonic)
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
 

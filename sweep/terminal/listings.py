@@ -88,7 +88,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
         say(studies_text(summaries, width=width_of(sys.stdout)))
         return DONE
     if watch:
-        from sweep.terminal.following import follow
+        from sweep.terminal.live import follow
 
         # Who has seen enough is told how it stands: the study goes on without them.
         with suppress(KeyboardInterrupt):

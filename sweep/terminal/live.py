@@ -1,27 +1,28 @@
-"""Owns how a study is followed on stderr: a live panel on a terminal, lines elsewhere.
+"""A study shown on stderr while it runs: a live panel on a terminal, lines elsewhere.
 
-Neither is ever silent for long: what is being done is said with its seconds. Knows nothing of the
-tuner but its events.
+Neither is silent for long: what is being done is said with its seconds.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from reports import uncertainty, units
 from reports.outcomes import outcome_line, verdict_words
-from storage.records import Phase, Purpose, TrialRecord
+from storage.definition import StudySnapshot
+from storage.gain import compare
+from storage.records import Errand, Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
 from sweep.study.events import (
     ConfirmationStarted,
@@ -36,17 +37,19 @@ from sweep.study.events import (
 )
 from sweep.terminal.board import Board, Running
 from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
-from sweep.terminal.drawing import Shown
+from sweep.terminal.drawing import Shown, facts
 from sweep.terminal.working import Rhythm, progress_words
 
-_BAR_WIDTH = 30
-_LOOK_SECONDS = 0.2
+_TICK_SECONDS = 0.2
 """Between two looks at whether somebody asked to stop."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at a study that another process drives."""
+_SHARE_READING = 0.2
+"""Of the time that may go into reading: a study of thousands of trials is looked at less often."""
 STOPPING = (
     "stopping now: what was measured is kept, and the same command resumes the study; Ctrl-C "
     "again waits for nothing"
 )
-
 _PHASES: dict[Phase, str] = {
     "start": "starting the worker",
     "build": "building the model",
@@ -57,11 +60,11 @@ _PHASES: dict[Phase, str] = {
     "detach": "cleaning up",
     "quality": "training for the loss",
 }
-_ERRANDS: dict[Purpose, str] = {
-    "search": "trial",
-    "confirm": "again trial",
-    "soak": "soak of trial",
-    "quality": "another seed of trial",
+_AGAIN: dict[Purpose, str] = {
+    "search": "trial {}",
+    "confirm": "again trial {}",
+    "soak": "soak of trial {}",
+    "quality": "another seed of trial {}",
 }
 
 
@@ -82,30 +85,17 @@ def watching(
         with _panel(board, is_stopping=is_stopping, console=console) as listener:
             yield listener
         return
-    lines = PlainLines(board, is_stopping=is_stopping)
-    with _every_second(lines.tick, is_stopping=is_stopping):
-        yield lines.listen
+    lines, over = PlainLines(board, is_stopping=is_stopping), threading.Event()
 
+    def tick() -> None:
+        while not over.wait(_TICK_SECONDS):
+            lines.tick()
 
-@contextmanager
-def _every_second(action: Callable[[], None], *, is_stopping: Callable[[], bool]) -> Iterator[None]:
-    """Do something each second, and at once where somebody asks to stop, beside what is in the
-    ``with``, which may be busy for minutes.
-    """
-    over = threading.Event()
-
-    def go_on() -> None:
-        was_stopping, turns = False, 0
-        while not over.wait(_LOOK_SECONDS):
-            turns += 1
-            if turns % round(1 / _LOOK_SECONDS) == 0 or is_stopping() != was_stopping:
-                was_stopping = is_stopping()
-                action()
-
-    thread = threading.Thread(target=go_on, daemon=True)
+    # The thread that drives may be busy for minutes.
+    thread = threading.Thread(target=tick, daemon=True)
     thread.start()
     try:
-        yield
+        yield lines.listen
     finally:
         over.set()
         thread.join()
@@ -121,104 +111,29 @@ class PlainLines:
 
     def listen(self, event: Event) -> None:
         """Take in an event, and say what is worth a line."""
-        board = self._board
-        with board.lock:
-            line = _line_of(board, event)
-            board.take(event)
-            if isinstance(event, TrialFinished):
-                line = trial_line(board, event)
+        with self._board.lock:
+            line = _taken(self._board, event, is_redrawn=False)
         if line:
             self._rhythm.begin()
             self._say(line)
 
     def tick(self) -> None:
         """Say that the study stops, and what is being done where nothing was said for long."""
-        if self._is_stopping() and not self._board.is_stopping:
-            self._board.stop()
+        with self._board.lock:
+            stops_now = self._is_stopping() and not self._board.is_stopping
+            if stops_now:
+                self._board.stop()
+            now = "; ".join(now_lines(self._board)) if self._rhythm.is_due else ""
+        if stops_now:
             self._rhythm.begin()
             self._say(STOPPING)
-        elif self._rhythm.is_due:
+        elif now:
             self._rhythm.go_on()
-            with self._board.lock:
-                now = now_line(self._board)
             self._say(f"... {now}")
 
     def _say(self, line: str) -> None:
-        # A terminal that cannot be drawn on has a width all the same.
         said = f"{datetime.now():%H:%M:%S} {line}"
         note(folded(said, width_of(sys.stderr), indent=2))
-
-
-def _line_of(board: Board, event: Event) -> str:
-    """Return the line that an event is worth before it is taken in; empty for none."""
-    match event:
-        case SpaceTraced(done=done, of=of) if 4 * done // of > 4 * (done - 1) // of:
-            return progress_words(TRACED, done, of)
-        case ConfirmationStarted() | LanesOpened() | LaneLost():
-            return told_line(event)
-        case TrialStarted() if board.is_first and board.starts_a_worker:
-            return f"trial {event.number} starts the worker and builds the model"
-        case _:
-            return ""
-
-
-def told_line(event: Event) -> str:
-    """Return what is told of an event on every kind of terminal; empty where that is nothing."""
-    match event:
-        case ConfirmationStarted():
-            return confirming_line(event)
-        case LanesOpened(names=names):
-            return (
-                f"trials run on {', '.join(names)} at a time; the winner is measured again on one "
-                "of them while the others are idle"
-            )
-        case LaneLost(name=name, reason=reason, left=left):
-            return (
-                f"{name} is lost: {reason.rstrip('.')}. What ran there is tried again elsewhere: "
-                f"{units.plural(left, 'place')} left"
-            )
-        case _:
-            return ""
-
-
-def confirming_line(event: ConfirmationStarted) -> str:
-    """Return what is measured again, in one line."""
-    if not event.numbers:
-        return "the search has ended: measuring its winner again"
-    listed = ", ".join(map(str, event.numbers))
-    noun = "trials" if len(event.numbers) > 1 else "trial"
-    recipe = f" beside {uncertainty.at_capacity(event.recipe)}" if event.recipe else ""
-    return (
-        f"the search has ended: measuring {noun} {listed} again{recipe}, in turns in a fresh worker"
-    )
-
-
-def trial_line(board: Board, event: TrialFinished) -> str:
-    """Return a finished trial in one line: how it ended, and what was searched of it."""
-    record = event.record
-    if record.purpose != "search":
-        return _again_line(board, record)
-    again = f", attempt {record.attempt}" if record.attempt > 1 else ""
-    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
-    count = units.out_of(board.trials_done, board.definition.space.trials)
-    done = "" if board.may_end_sooner else f" ({count})"
-    is_best = board.best is not None and board.best.number == record.number
-    best = " (best so far)" if is_best and len(board.records) > 1 else ""
-    where = f" on {record.ran_on}" if record.ran_on else ""
-    return (
-        f"trial {record.number}{where}{again}{done}: {ended}{best}: {board.describe(record.config)}"
-    )
-
-
-def _again_line(board: Board, record: TrialRecord) -> str:
-    """Return a run that measured a trial again in one line."""
-    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
-    soak = None if record.measurement is None else record.measurement.soak
-    what = _ERRANDS[record.purpose]
-    steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
-    if record.confirms is None:
-        return f"{uncertainty.at_capacity(record.config)}: {ended}"
-    return f"{what} {record.confirms}{steps}: {ended}"
 
 
 @contextmanager
@@ -226,168 +141,233 @@ def _panel(
     board: Board, *, is_stopping: Callable[[], bool], console: Console
 ) -> Iterator[Listener]:
     def render() -> RenderableType:
-        if is_stopping() and not board.is_stopping:
-            board.stop()
         with board.lock:
-            return Shown(panel(board, width=console.width))
-
-    def keep(line: str) -> None:
-        console.print(Text(folded(line, console.width - 1, indent=2)))
+            if is_stopping() and not board.is_stopping:
+                board.stop()
+            return Shown(panel(board))
 
     # Drawn when something happened and once a second: more is flicker and traffic over ssh.
-    live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
-    with live, _every_second(live.refresh, is_stopping=is_stopping):
+    live = Live(get_renderable=render, console=console, refresh_per_second=1, transient=True)
 
-        def listen(event: Event) -> None:
-            with board.lock:
-                board.take(event)
-                line = told_line(event)
-                if isinstance(event, TrialFinished):
-                    line = trial_line(board, event)
-            # Not under the lock, which what is drawn waits for.
-            if line:
-                keep(line)
-            if not isinstance(event, TrialProgress):
-                live.refresh()
+    def listen(event: Event) -> None:
+        with board.lock:
+            line = _taken(board, event, is_redrawn=True)
+        if line:
+            console.print(Text(folded(line, console.width - 1, indent=2)))
+        if not isinstance(event, TrialProgress):
+            live.refresh()
 
+    with live:
         yield listen
 
 
-def panel(board: Board, *, width: int) -> RenderableType:
+def _taken(board: Board, event: Event, *, is_redrawn: bool) -> str:
+    """Take in an event; return the line that stays of it, empty for none."""
+    is_first = board.is_first and board.starts_a_worker
+    board.take(event)
+    match event:
+        case ConfirmationStarted(numbers=()):
+            return "the search has ended: measuring its winner again"
+        case ConfirmationStarted(numbers=numbers, recipe=recipe):
+            noun = "trials" if len(numbers) > 1 else "trial"
+            beside = f" beside {uncertainty.at_capacity(recipe)}" if recipe else ""
+            what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
+            return f"the search has ended: measuring {what}, in turns in a fresh worker"
+        case LanesOpened(names=names):
+            return (
+                f"trials run on {', '.join(names)} at a time; the winner is measured again on one "
+                "of them while the others are idle"
+            )
+        case LaneLost(name=name, reason=reason, left=left):
+            again = f"What ran there is tried again elsewhere: {units.plural(left, 'place')} left"
+            return f"{name} is lost: {reason.rstrip('.')}. {again}"
+        case TrialFinished(record=record):
+            return _trial_line(board, record)
+        case SpaceTraced(done=done, of=of) if (
+            not is_redrawn and 4 * done // of > 4 * (done - 1) // of
+        ):
+            return progress_words(TRACED, done, of)
+        case TrialStarted(number=number) if not is_redrawn and is_first:
+            return f"trial {number} starts the worker and builds the model"
+        case _:
+            return ""
+
+
+def _trial_line(board: Board, record: TrialRecord) -> str:
+    """Return a finished trial in one line: how it ended, and what was searched of it."""
+    ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
+    if record.purpose != "search":
+        if record.confirms is None:
+            return f"{uncertainty.at_capacity(record.config)}: {ended}"
+        soak = record.measurement and record.measurement.soak
+        steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
+        return f"{_AGAIN[record.purpose].format(record.confirms)}{steps}: {ended}"
+    where = f" on {record.ran_on}" if record.ran_on else ""
+    again = f", attempt {record.attempt}" if record.attempt > 1 else ""
+    count = units.out_of(board.trials_done, board.definition.space.trials)
+    done = "" if board.may_end_sooner else f" ({count})"
+    best = board.ranking.winner
+    is_best = best is not None and best.number == record.number and len(board.ledger.records) > 1
+    return (
+        f"trial {record.number}{where}{again}{done}: {ended}"
+        f"{' (best so far)' if is_best else ''}: {board.describe(record.config)}"
+    )
+
+
+def panel(board: Board) -> RenderableType:
     """Return the live view of a study."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, content in _rows(board, width=width):
-        grid.add_row(label, content)
-    lines: list[RenderableType] = [Text(_headline(board), style="bold"), grid]
-    if board.is_stopping:
-        lines.append(Text(STOPPING, style="yellow"))
-    return Group(*lines)
-
-
-def _headline(board: Board) -> str:
-    target = board.definition.target
+    target, best = board.definition.target, board.ranking.winner
     on = f" (on {target.emulated_on})" if target.emulated_on else ""
-    return f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}"
-
-
-def _rows(board: Board, *, width: int) -> Iterator[tuple[str, RenderableType]]:
-    yield "best", Text(_best(board))
-    yield "now", Text("\n".join(now_lines(board)))
+    rows = [
+        ("best", "nothing fits yet" if best is None else _best(board, best)),
+        ("now", "\n".join(now_lines(board))),
+    ]
     if board.is_driven_here:
-        yield "memory", _memory(board, width=width)
-    yield "trials", Text(_trials(board))
-    yield "time", Text(time_line(board))
+        known = [r.progress.allocated_bytes or 0 for r in board.running.values() if r.progress]
+        used = units.gib(max(known, default=0) or None)
+        rows.append(("memory", f"{used} of {units.gib(target.budget_bytes)}"))
+    total, done = board.definition.space.trials, board.trials_done
+    most = "at most " if board.may_end_sooner else ""
+    count = f"{done:,} of {most}{total:,}" if done <= total else units.out_of(done, total)
+    ended = verdict_words(board.ledger.records) or "none finished yet"
+    rows += [("trials", f"{count} trials: {ended}"), ("time", time_line(board))]
+    headline = f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}"
+    stopping = [Text(STOPPING, style="yellow")] if board.is_stopping else []
+    return Group(Text(headline, style="bold"), facts(rows), *stopping)
 
 
-def _trials(board: Board) -> str:
-    total = board.definition.space.trials
-    most = "at most " if board.may_end_sooner and board.trials_done <= total else ""
-    ended = verdict_words(board.records) or "none finished yet"
-    if board.trials_done > total:
-        return f"{units.out_of(board.trials_done, total)} trials: {ended}"
-    return f"{board.trials_done:,} of {most}{total:,} trials: {ended}"
-
-
-def _best(board: Board) -> str:
-    best = board.best
-    if best is None:
-        return "nothing fits yet"
-    budget_bytes = board.definition.target.budget_bytes
-    gain = ""
-    if board.gain is not None and board.gain.value != 1:
-        gain = f", {uncertainty.factor(board.gain)} {board.reference}"
-    ended = outcome_line(best, budget_bytes=budget_bytes)
+def _best(board: Board, best: TrialRecord) -> str:
+    comparison, gain = compare(board.ranking), ""
+    if comparison is not None and comparison.gain is not None and comparison.gain.value != 1:
+        over = uncertainty.reference_of(board.ranking, best.config)
+        gain = f", {uncertainty.factor(comparison.gain)} {over}"
+    ended = outcome_line(best, budget_bytes=board.definition.target.budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
-
-
-def now_line(board: Board) -> str:
-    """Return what is being done, since when, and of what trials."""
-    return "; ".join(now_lines(board))
 
 
 def now_lines(board: Board) -> list[str]:
     """Return what is being done, a line for each trial that runs."""
+    seconds = f"{board.clock() - board.since_seconds:,.0f} s"
     if board.is_stopping:
-        what = ", ".join(f"trial {number}" for number in tuple(board.running)) or "the study"
-        return [f"stopping {what}, {board.doing_seconds:,.0f} s"]
-    if board.tracing is not None or not board.running:
-        seconds = f"{board.doing_seconds:,.0f} s"
-        if board.tracing is None:
-            return [f"choosing the next configuration, {seconds}"]
+        what = ", ".join(f"trial {number}" for number in board.running) or "the study"
+        return [f"stopping {what}, {seconds}"]
+    if board.tracing is not None:
         return [f"{progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"]
+    if not board.running:
+        return [f"choosing the next configuration, {seconds}"]
     return [_running_line(board, running) for running in board.running.values()]
 
 
 def _running_line(board: Board, running: Running) -> str:
-    errand, config = running.started.errand, running.started.config
-    what = {
-        "search": f"trial {running.started.number}",
-        "confirm": uncertainty.at_capacity(config)
-        if errand.confirms is None
-        else f"trial {errand.confirms} again",
-        "soak": f"trial {errand.confirms}, soak",
-        "quality": f"trial {errand.confirms}, another seed",
-    }[errand.purpose]
-    seconds = f"{board.clock() - running.since_seconds:,.0f} s"
-    return f"{what}, {_phase(board, running)}, {seconds}: {board.describe(config)}"
-
-
-def _phase(board: Board, running: Running) -> str:
+    started, progress = running.started, running.progress
+    what = _AGAIN[started.errand.purpose].format(started.errand.confirms)
+    if started.errand.purpose == "search":
+        what = f"trial {started.number}"
+    elif started.errand.confirms is None:
+        what = uncertainty.at_capacity(started.config)
     if not board.is_driven_here:
-        return "running"
-    progress = running.progress
-    if progress is None:
-        is_fresh = board.is_first or (board.confirming is not None and not board.confirmations)
-        return "starting the worker" if is_fresh else "getting ready"
-    step = f" step {progress.step}" if progress.step else ""
-    return f"{_PHASES[progress.phase]}{step}"
+        phase = "running"
+    elif progress is None:
+        phase = "starting the worker" if board.starts_a_worker else "getting ready"
+    else:
+        phase = _PHASES[progress.phase] + (f" step {progress.step}" if progress.step else "")
+    seconds = f"{board.clock() - running.since_seconds:,.0f} s"
+    return f"{what}, {phase}, {seconds}: {board.describe(started.config)}"
 
 
 def time_line(board: Board) -> str:
     """Return how long it took so far, and what is known of the time that is left."""
-    left, done = board.remaining, f"{units.duration(board.elapsed_seconds)} so far"
-    confirm, again = left.confirm_seconds, "to measure the winner again"
+    done = f"{units.duration(board.elapsed_seconds)} so far"
     if board.is_stopping:
         return done
+    search, confirm = board.search_seconds, board.confirm_seconds
     if board.confirming is not None:
-        return done if confirm is None else f"{done}, about {roughly(confirm)} left"
-    if left.search_seconds is None:
-        return done if confirm is None else f"{done}, then some {roughly(confirm)} {again}"
-    whole = roughly(left.search_seconds + (confirm or 0.0))
-    of_it = "" if confirm is None else f", {roughly(confirm)} of it {again}"
-    if not left.may_end_sooner:
+        return done if confirm is None else f"{done}, about {_roughly(confirm)} left"
+    again = None if confirm is None else f"{_roughly(confirm)} to measure the winner again"
+    if search is None:
+        return done if again is None else f"{done}, then some {again}"
+    whole = _roughly(search + (confirm or 0.0))
+    of_it = "" if again is None else f", {again.replace(' to ', ' of it to ', 1)}"
+    if not board.may_end_sooner:
         return f"{done}, about {whole} left{of_it}"
-    return f"{done}, at most some {whole} more{of_it}{_sooner(board)}"
+    least = units.error(board.definition.space.stop_below_gain)
+    sooner = f"the search ends once less than {least} is expected to be gained"
+    if board.foreseen is not None and board.foreseen.gain != float("inf"):
+        gain = units.share(board.foreseen.gain)
+        sooner = f"{gain} expected of the next trial, the search ends below {least}"
+    return f"{done}, at most some {whole} more{of_it}: {sooner}"
 
 
-def _sooner(board: Board) -> str:
-    """Return when a search ends that ends when it knows, and how near it is to that."""
-    least = board.definition.space.stop_below_gain
-    if board.foreseen is None or board.foreseen.gain == float("inf"):
-        return f": the search ends once less than {units.error(least)} is expected to be gained"
-    gain = units.share(board.foreseen.gain)
-    return f": {gain} expected of the next trial, the search ends below {units.error(least)}"
-
-
-def roughly(seconds: float) -> str:
+def _roughly(seconds: float) -> str:
     """Return a time that is not known to the second: ``25 s``, ``4 min``, ``1 h 10 min``."""
     if seconds < 55:
         return f"{max(5, 5 * round(seconds / 5))} s"
-    minutes = max(1, round(seconds / 60))
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    hours, minutes = divmod(max(1, round(seconds / 60)), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _memory(board: Board, *, width: int) -> RenderableType:
-    """Return the running trial's memory against the budget: the most of several trials'."""
-    budget = board.definition.target.budget_bytes
-    known = [r.progress.allocated_bytes for r in board.running.values() if r.progress]
-    used = max((bytes_ for bytes_ in known if bytes_ is not None), default=None)
-    row = Table.grid(padding=(0, 1))
-    bar = max(10, min(_BAR_WIDTH, width - 50))
-    row.add_row(
-        ProgressBar(total=budget, completed=used or 0, width=bar),
-        Text(f"{units.gib(used)} of {units.gib(budget)}"),
+def follow(
+    read: Callable[[], StudySnapshot],
+    *,
+    stream: TextIO,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> StudySnapshot:
+    """Show a study that another process drives until nobody does; return how it then stands.
+
+    Args:
+        read: returns the study as it stands.
+        stream: where it is shown.
+        clock: seconds; only differences count.
+        sleep: waits between two looks.
+    """
+    snapshot = read()
+    if snapshot.holder is None:
+        return snapshot
+    board = Board(
+        snapshot.name,
+        snapshot.definition,
+        (*snapshot.records, *snapshot.confirmations),
+        clock=clock,
+        is_driven_here=False,
+        earlier_seconds=snapshot.wall_seconds,
     )
-    return row
+    with watching(board, is_stopping=lambda: False, stream=stream) as listener:
+        while snapshot.holder is not None:
+            for event in _changes(board, snapshot):
+                listener(event)
+            with board.lock:
+                board.keep_running({t.number: _age(t.started_at) for t in snapshot.running})
+            before = clock()
+            snapshot = read()
+            sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
+        # The driver may have ended the last trial between the two halves of that look.
+        snapshot = read()
+        for event in _changes(board, snapshot):
+            listener(event)
+    return snapshot
+
+
+def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
+    """Yield what happened since the board was fed last, in the order in which it did."""
+    known, by_number = board.ledger, attrgetter("number")
+    new = [r for r in snapshot.records if known.record(r.number) is None]
+    again = [r for r in snapshot.confirmations if known.record(r.number) is None]
+    yield from map(TrialFinished, sorted(new, key=by_number))
+    is_confirming = any(trial.purpose != "search" for trial in snapshot.running)
+    if board.confirming is None and (is_confirming or again):
+        series = max((record.series for record in snapshot.confirmations), default=1)
+        yield ConfirmationStarted(series=series, numbers=())
+    yield from map(TrialFinished, sorted(again, key=by_number))
+    for trial in sorted(snapshot.running, key=by_number):
+        if trial.config is not None and trial.number not in board.running:
+            errand = Errand(purpose=trial.purpose, confirms=trial.confirms)
+            yield TrialStarted(trial.number, trial.config, False, 1, errand)
+
+
+def _age(began: str | None) -> float:
+    """Return the seconds since a time of this machine's clock; 0 for what is no time."""
+    try:
+        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(began or "")).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

@@ -1,8 +1,8 @@
 """Makes what is shipped for the demo model: 200 short chats, and a tokenizer trained on them.
 
 Run as ``python -m tests.data.demo_texts`` in the repository's root; it writes
-``docs/examples/dataset.jsonl`` and ``search_spaces/tokenizers/demo``. Every sentence is put together
-from the words below, so nobody else's text is in either.
+``docs/examples/dataset.jsonl`` and ``search_spaces/tokenizers/demo``. Every sentence is put
+together from the words below, so nobody else's text is in either.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import sys
@@ -14,6 +15,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
+from optuna.storages import BaseStorage
 
 from search_spaces.config import TrialConfig
 from storage.definition import RunningTrial, StudySnapshot
@@ -23,7 +25,7 @@ from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver
 from sweep.study.tuner import tune
-from sweep.terminal.following import follow
+from sweep.terminal.live import follow
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_study, train
 from tests.sweep.terminal.screen import Screen
@@ -144,3 +146,26 @@ def test_a_study_is_followed_while_another_thread_drives_it(
     assert len(last.records) == 4
     assert last.holder is None
     assert "trial 3" in capsys.readouterr().err
+
+
+def test_a_study_that_is_followed_for_hours_takes_no_more_memory_at_every_look(
+    tmp_path: Path,
+) -> None:
+    study = a_study(tmp_path / "runs", trials=4)
+    url = f"sqlite:///{tmp_path}/runs/sweep.db"
+    alive: list[tuple[int, int]] = []
+
+    def read() -> StudySnapshot:
+        kinds = (TrialRecord, StudySnapshot, BaseStorage)
+        gc.collect()
+        alive.append(
+            (sum(isinstance(one, kinds) for one in gc.get_objects()), gc.get_freeze_count())
+        )
+        found = read_study("study", url=url, home=tmp_path / "runs")
+        return found if len(alive) < 12 else replace(found, holder=None)
+
+    with study:
+        forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
+        follow(read, stream=io.StringIO(), sleep=lambda _: None)
+    assert len(set(alive[3:])) == 1

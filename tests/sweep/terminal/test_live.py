@@ -55,7 +55,7 @@ def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
         PROGRESS,
     ):
         board.take(event)
-    text = shown(panel(board, width=120))
+    text = shown(panel(board))
     assert "night: a10, 21.50 GiB" in text
     assert re.search(r"trials +2 of at most 40 trials: 1 fits, 1 ran out of memory", text)
     assert re.search(r"best +trial 0: fits, [\d,]+ tokens/s", text)
@@ -72,7 +72,7 @@ def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
     clock.seconds = 60.0
     board.stop()
     clock.seconds = 62.0
-    text = shown(panel(board, width=120))
+    text = shown(panel(board))
     assert "Ctrl-C again waits for nothing" in text
     assert "stopping trial 1, 2 s" in text
     assert " left" not in text
@@ -81,9 +81,9 @@ def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
 def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
     board = a_board()
     board.take(SpaceTraced(done=12, of=36))
-    assert "12 of 36 structures traced" in shown(panel(board, width=120))
+    assert "12 of 36 structures traced" in shown(panel(board))
     board.take(SpaceTraced(done=36, of=36))
-    assert "choosing the next configuration" in shown(panel(board, width=120))
+    assert "choosing the next configuration" in shown(panel(board))
 
 
 def test_without_a_terminal_tracing_is_said_in_some_lines(
@@ -98,7 +98,7 @@ def test_without_a_terminal_tracing_is_said_in_some_lines(
 
 
 def test_an_empty_board_can_be_shown() -> None:
-    assert "nothing fits yet" in shown(panel(a_board(), width=120))
+    assert "nothing fits yet" in shown(panel(a_board()))
 
 
 def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
@@ -178,8 +178,8 @@ def test_the_panel_shows_what_is_measured_again() -> None:
     measuring = replace(PROGRESS, number=RUNNING_AGAIN.number)
     for event in (finished(1), AGAIN, RUNNING_AGAIN, measuring):
         board.take(event)
-    text = shown(panel(board, width=120))
-    assert "trial 1 again, measuring step 4" in text
+    text = shown(panel(board))
+    assert "again trial 1, measuring step 4" in text
     assert "1 of at most 9 trials" in text
 
 
@@ -337,7 +337,7 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
     # Every look at the clock is ten seconds later, so that each tick has something to say.
     seconds = count(step=10)
     made = a_board()
-    board = Slow(made.name, made.definition, made.records, clock=lambda: float(next(seconds)))
+    board = Slow(made.name, made.definition, clock=lambda: float(next(seconds)))
     lines = PlainLines(board, is_stopping=lambda: False)
     failed: list[Exception] = []
 

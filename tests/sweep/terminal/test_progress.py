@@ -22,8 +22,9 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.board import Board, Remaining, fixed_words, search_words
-from sweep.terminal.live import time_line
+from sweep.terminal.board import Board, fixed_words, search_words
+from sweep.terminal.drawing import rendered
+from sweep.terminal.live import now_lines, panel, time_line
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
@@ -47,13 +48,11 @@ def a_board(
         model_fingerprint="f00d",
         target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
     )
-    return Board(
-        name="night",
-        definition=definition,
-        records=list(records),
-        confirmations=list(confirmations),
-        clock=clock or Clock(),
-    )
+    return Board("night", definition, (*records, *confirmations), clock=clock or Clock())
+
+
+def drawn(board: Board) -> str:
+    return rendered(panel(board), is_terminal=False)
 
 
 def finished(number: int, batch: int = 4, **changes: Any) -> TrialFinished:
@@ -65,11 +64,9 @@ def test_the_board_follows_a_trial_from_start_to_end() -> None:
     board = a_board()
     board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
     board.take(TrialProgress(number=3, progress=Progress(phase="measure", step=2)))
-    assert board.current is not None
-    assert board.current.number == 3
-    assert board.progress == Progress(phase="measure", step=2)
+    assert board.running[3].progress == Progress(phase="measure", step=2)
     board.take(finished(3))
-    assert board.current is None
+    assert not board.running
     assert board.trials_done == 1
 
 
@@ -77,19 +74,19 @@ def test_the_best_so_far_includes_earlier_runs() -> None:
     earlier: TrialRecord = finished(0, batch=8).record
     board = a_board(records=[earlier])
     board.take(finished(1, batch=2))
-    assert board.best == earlier
+    assert board.ranking.winner == earlier
 
 
 def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
     board = a_board(objectives=["peak_memory"], fixed={"lora_rank": 64})
     outside = a_record(TrialConfig(lora_rank=1, micro_batch_size=1), is_baseline=True)
     board.take(TrialFinished(record=outside))
-    assert board.best is None
+    assert board.ranking.winner is None
     for number, batch in ((1, 2), (2, 1), (3, 4)):
         config = TrialConfig(lora_rank=64, micro_batch_size=batch)
         board.take(TrialFinished(record=a_record(config, number=number)))
-    assert board.best is not None
-    assert board.best.number == 2
+    assert board.ranking.winner is not None
+    assert board.ranking.winner.number == 2
 
 
 def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one() -> None:
@@ -100,10 +97,8 @@ def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one() -> Non
         faster = finished(1, batch=8, outcome=outcome).record
         return a_board(records=[baseline, faster])
 
-    gain = board(0.01).gain
-    assert gain is not None
-    assert gain.value > 1
-    assert board(0.9).gain is None
+    assert "x the baseline" in drawn(board(0.01))
+    assert "x the baseline" not in drawn(board(0.9))
 
 
 def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
@@ -111,18 +106,19 @@ def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
     fast, small = finished(1, batch=8), finished(2, batch=4)
     for event in (small, fast, ConfirmationStarted(series=1, numbers=(1, 2))):
         board.take(event)
-    assert board.best is not None
-    assert board.best.number == 1
-    for run in (*confirmed(fast.record), *confirmed(small.record)):
+    assert board.ranking.winner is not None
+    assert board.ranking.winner.number == 1
+    again = (*confirmed(fast.record), *confirmed(small.record))
+    for number, run in enumerate(again, start=3):
         faster = run.confirms == 2
         changes = {"tokens_per_second": 1e6, "step_seconds": 1e-3, "step_seconds_ci95": None}
         measured = a_measurement(run.config, **(changes if faster else {}))
-        board.take(
-            TrialFinished(record=run.model_copy(update={"outcome": Measured(measurement=measured)}))
-        )
+        outcome = Measured(measurement=measured)
+        changed = run.model_copy(update={"number": number, "outcome": outcome})
+        board.take(TrialFinished(record=changed))
     assert board.trials_done == 2
-    assert board.remaining.search_seconds is None
-    assert board.best.number == 2
+    assert "to measure the winner again" not in time_line(board)
+    assert board.ranking.winner.number == 2
 
 
 def lasting(number: int, seconds: float = 10.0) -> TrialFinished:
@@ -132,11 +128,11 @@ def lasting(number: int, seconds: float = 10.0) -> TrialFinished:
 
 def test_what_is_left_follows_the_pace_of_the_newest_trials() -> None:
     board = a_board(trials=30, sampler="random")
-    assert board.remaining == Remaining(None, may_end_sooner=False, confirm_seconds=None)
+    assert (board.search_seconds, board.confirm_seconds) == (None, None)
     board.take(lasting(0, seconds=500.0))
     for number in range(1, 11):
         board.take(lasting(number))
-    assert board.remaining.search_seconds == pytest.approx((30 - 11) * 10.0)
+    assert board.search_seconds == pytest.approx((30 - 11) * 10.0)
     assert "about 3 min left" in time_line(board)
 
 
@@ -183,10 +179,10 @@ def test_a_confirmation_that_takes_longer_than_expected_is_not_said_to_end_soon(
 def test_a_time_budget_bounds_what_is_left() -> None:
     clock = Clock()
     board = a_board(clock=clock, trials=1000, time_budget_seconds=60)
-    assert board.remaining.search_seconds == 60.0
+    assert board.search_seconds == 60.0
     clock.seconds = 50.0
     board.take(lasting(0))
-    assert board.remaining.search_seconds == 10.0
+    assert board.search_seconds == 10.0
 
 
 def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
@@ -205,23 +201,21 @@ def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
     budget = {"seconds": 20, "soak_seconds": 10}
     board = a_board(clock=clock, trials=9, confirm=budget)
     board.take(TrialStarted(number=1, config=CONFIG, is_baseline=False, attempt=1))
-    clock.seconds = 25.0
-    board.take(TrialProgress(number=1, progress=Progress(phase="warmup")))
     first = lasting(1).record
     board.take(TrialFinished(record=first))
-    assert board.remaining.confirm_seconds == 25.0 + 20.0 + 10.0
+    assert board.confirm_seconds == 20.0 + 10.0
     # Eight trials of 10 s are to come.
-    assert "some 2 min more, 1 min of it to measure the winner again" in time_line(board)
+    assert "some 2 min more, 30 s of it to measure the winner again" in time_line(board)
     board.take(ConfirmationStarted(series=1, numbers=(1,)))
-    assert board.remaining.search_seconds is None
+    assert "about 30 s left" in time_line(board)
     *runs, soak = confirmed(first)
     for run in runs:
         board.take(TrialFinished(record=run))
     spent = Confirmations(tuple(runs)).repeat_seconds(series=1)
     assert spent > 0
-    assert board.remaining.confirm_seconds == pytest.approx(20.0 - spent + 10.0)
+    assert board.confirm_seconds == pytest.approx(20.0 - spent + 10.0)
     board.take(TrialFinished(record=soak))
-    assert board.remaining.confirm_seconds == pytest.approx(20.0 - spent)
+    assert board.confirm_seconds == pytest.approx(20.0 - spent)
 
 
 def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its_budget() -> None:
@@ -232,10 +226,10 @@ def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its
     assert measured is not None
     each = measured.setup_seconds + measured.measured_seconds
     assert 2 * each > 2.0
-    assert board.remaining.confirm_seconds == pytest.approx(2 * each + 10.0)
+    assert board.confirm_seconds == pytest.approx(2 * each + 10.0)
     board.take(ConfirmationStarted(series=1, numbers=(1,)))
     board.take(TrialFinished(record=confirmed(first)[0]))
-    assert board.remaining.confirm_seconds == pytest.approx(each + 10.0)
+    assert board.confirm_seconds == pytest.approx(each + 10.0)
 
 
 def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
@@ -275,15 +269,15 @@ def test_how_long_something_is_done_begins_anew_with_each_phase() -> None:
     board = a_board(clock=clock)
     board.take(TrialStarted(number=1, config=CONFIG, is_baseline=False, attempt=1))
     clock.seconds = 7.0
-    assert board.doing_seconds == 7.0
+    assert ", 7 s: " in now_lines(board)[0]
     board.take(TrialProgress(number=1, progress=Progress(phase="measure")))
     clock.seconds = 9.0
     board.take(TrialProgress(number=1, progress=Progress(phase="measure", step=3)))
-    assert board.doing_seconds == 2.0
+    assert ", measuring step 3, 2 s: " in now_lines(board)[0]
 
 
 def test_after_the_study_nothing_runs() -> None:
     board = a_board()
     board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
     board.take(StudyFinished(reason=StopReason.INTERRUPTED))
-    assert board.current is None
+    assert not board.running
