@@ -1,9 +1,8 @@
-"""Owns that what is imported under our names is ours.
+"""Whether what is imported under our packages' names is ours.
 
-The packages are named for what they hold, and land in site-packages under those names. Another
-distribution, a file of the user's or a directory in PYTHONPATH may have one of them too: that is
-told here, with its path and what to do, before anything fails for a reason that nobody can read.
-It imports nothing of ours, and nothing heavy; looking costs less than a millisecond.
+Another distribution, a file of the user's or a directory in PYTHONPATH may have one of those names
+too: that is told here, with its path and what to do, before anything fails for a reason that nobody
+can read. It imports nothing of ours, and nothing heavy; looking costs less than a millisecond.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ APART = f"{_OWN_ENVIRONMENT}, or remove the other and: {_AGAIN}"
 def refuse_namesakes() -> None:
     """End the process where one of our names is somebody else's, and say whose and what to do.
 
-    An exit and no exception: whoever gets here has asked for `sweep` by some way, ``python -m``
-    among them, which would print a traceback of any exception.
+    An exit and no exception, of which ``python -m`` would print a traceback.
     """
     words = next(namesakes(), None)
     if words is not None:
@@ -48,59 +46,31 @@ def namesakes() -> Iterator[str]:
             yield f"'{name}' is incomplete: {own} is missing\n  -> {_AGAIN}"
             continue
         spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            yield f"'{name}' cannot be found, although {own} is there\n  -> {_AGAIN}"
-        elif os.path.realpath(spec.origin) != os.path.realpath(own):
-            yield _elsewhere(name, _shown(spec.origin), own)
-        elif not _begins_as_ours(own):
-            yield _replaced(name, own)
-
-
-def _begins_as_ours(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(_BEGINNING)) == _BEGINNING
-
-
-def _shown(origin: str) -> str:
-    """Return the file of a module, or the directory of a package."""
-    return os.path.dirname(origin) if os.path.basename(origin) == "__init__.py" else origin
-
-
-def _elsewhere(name: str, found: str, own: str) -> str:
-    return (
-        f"'{name}' is not ours: Python finds {found} first, and sweep needs {_shown(own)}\n"
-        f"  -> {_cure(found)}"
-    )
+        found = None if spec is None else spec.origin
+        if found is None or os.path.realpath(found) != os.path.realpath(own):
+            found = (found or "another place").removesuffix(f"{os.sep}__init__.py")
+            yield (
+                f"'{name}' is not ours: Python finds {found} first, and sweep needs "
+                f"{os.path.dirname(own)}\n  -> {_cure(found)}"
+            )
+            continue
+        with open(own, "rb") as file:
+            is_replaced = file.read(len(_BEGINNING)) != _BEGINNING
+        if is_replaced:
+            owners = " and ".join(owners_of({f"{name}/__init__.py"})) or "something else"
+            yield f"'{name}' is not ours any more: {owners} has replaced {own}\n  -> {APART}"
 
 
 def _cure(found: str) -> str:
     """Return what to do about a module that stands before ours on Python's path."""
-    directory = os.path.dirname(found)
-    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if any(entry and _is_same(entry, directory) for entry in listed):
-        return f"take {directory} out of PYTHONPATH: env -u PYTHONPATH sweep ..."
-    if _is_same(os.getcwd(), directory):
+    directory = os.path.realpath(os.path.dirname(found))
+    listed = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if directory in map(os.path.realpath, listed):
+        return f"take {os.path.dirname(found)} out of PYTHONPATH: env -u PYTHONPATH sweep ..."
+    if directory == os.path.realpath(os.getcwd()):
         return "start it by the command `sweep`, which does not look in this directory; or rename"
-    owners = owners_of({os.path.basename(found)})
-    return (
-        f"uninstall {' and '.join(owners)}, or {_OWN_ENVIRONMENT}"
-        if owners
-        else (f"rename it, or {_OWN_ENVIRONMENT}")
-    )
-
-
-def _is_same(entry: str, directory: str) -> bool:
-    return os.path.realpath(entry) == os.path.realpath(directory)
-
-
-def _replaced(name: str, own: str) -> str:
-    owners = owners_of({f"{name}/__init__.py"})
-    who = " and ".join(owners) or "something else"
-    removal = f"pip uninstall {' '.join(one.split()[0] for one in owners)} && " if owners else ""
-    return (
-        f"'{name}' is not ours any more: {who} has replaced {own}\n"
-        f"  -> {_OWN_ENVIRONMENT}, or {removal}{_AGAIN}"
-    )
+    owners = " and ".join(owners_of({os.path.basename(found)}))
+    return f"{f'uninstall {owners}' if owners else 'rename it'}, or {_OWN_ENVIRONMENT}"
 
 
 def owners_of(beginnings: Iterable[str]) -> list[str]:
@@ -129,28 +99,20 @@ def changed_files() -> list[str]:
 
     Empty for a checkout, whose files are meant to change.
     """
+    from base64 import urlsafe_b64encode
+    from hashlib import sha256
     from importlib.metadata import PackageNotFoundError, distribution
+
+    def digest(path: str) -> str:
+        try:
+            with open(path, "rb") as file:
+                return urlsafe_b64encode(sha256(file.read()).digest()).rstrip(b"=").decode()
+        except OSError:
+            return ""
 
     try:
         files = distribution(DISTRIBUTION).files or ()
     except PackageNotFoundError:
         return []
-    return [
-        str(file)
-        for file in files
-        if file.parts[0] in NAMES
-        and file.hash is not None
-        and not _is_as_installed(str(file.locate()), file.hash.value)
-    ]
-
-
-def _is_as_installed(path: str, digest: str) -> bool:
-    from base64 import urlsafe_b64encode
-    from hashlib import sha256
-
-    try:
-        with open(path, "rb") as file:
-            found = sha256(file.read()).digest()
-    except OSError:
-        return False
-    return urlsafe_b64encode(found).rstrip(b"=").decode() == digest
+    ours = (file for file in files if file.parts[0] in NAMES and file.hash is not None)
+    return [str(f) for f in ours if f.hash and digest(str(f.locate())) != f.hash.value]

@@ -35,15 +35,6 @@ class CardProcess:
     """None where the driver does not tell, as inside most containers."""
 
 
-@dataclass(frozen=True)
-class CardMemory:
-    """A GPU's memory, in bytes of all processes together."""
-
-    total: int
-    free: int
-    used: int
-
-
 @contextmanager
 def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list[NvmlCard]]:
     """Yield the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible, in its order.
@@ -57,38 +48,28 @@ def visible_cards(nvml: Any = NVML, *, most: int | None = None) -> Iterator[list
     except pynvml.NVMLError:
         yield []
         return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        names = [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
+    else:
+        first, *others = (name.strip() for name in named.split(","))
+        names = [first or "0", *takewhile(bool, others)]
+    handles = (
+        _ask(nvml.nvmlDeviceGetHandleByIndex, int(name))
+        if name.isdigit()
+        else _ask(nvml.nvmlDeviceGetHandleByUUID, name)
+        for name in names[:most]
+    )
     try:
-        handles = (_handle(nvml, name) for name in _visible_names(nvml)[:most])
         # CUDA shows none of what comes after one that is not there.
-        yield [NvmlCard(handle, nvml) for handle in takewhile(_is_there, handles)]
+        yield [NvmlCard(handle, nvml) for handle in takewhile(lambda h: h is not None, handles)]
     finally:
         _ask(nvml.nvmlShutdown)
 
 
-def _visible_names(nvml: Any) -> list[str]:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(index) for index in range(_ask(nvml.nvmlDeviceGetCount) or 1)]
-    first, *others = (name.strip() for name in named.split(","))
-    return [first, *takewhile(bool, others)]
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    if not name or name.isdigit():
-        return _ask(nvml.nvmlDeviceGetHandleByIndex, int(name or 0))
-    return _ask(nvml.nvmlDeviceGetHandleByUUID, name)
-
-
-def _is_there(handle: Any) -> bool:
-    return handle is not None
-
-
 def card_at(pci_bus_id: str, nvml: Any = NVML) -> NvmlCard | None:
     """Return the GPU on that bus, to be asked as long as this process lives; None without NVML."""
-    try:
-        nvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    _ask(nvml.nvmlInit)
     handle = _ask(nvml.nvmlDeviceGetHandleByPciBusId, pci_bus_id)
     return None if handle is None else NvmlCard(handle, nvml)
 
@@ -104,9 +85,9 @@ class NvmlCard:
         self._handle = handle
         self._nvml = nvml
 
-    def ask(self, question: str) -> Any:
+    def ask(self, question: str, *more: Any) -> Any:
         """Return what one of NVML's functions says of the GPU; None where it refuses."""
-        return _ask(getattr(self._nvml, question), self._handle)
+        return _ask(getattr(self._nvml, question), self._handle, *more)
 
     def versions(self) -> tuple[str | None, str | None]:
         """Return the driver's version and the newest CUDA that it supports, as in ``12.8``."""
@@ -114,12 +95,9 @@ class NvmlCard:
         newest = None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}"
         return _ask(self._nvml.nvmlSystemGetDriverVersion), newest
 
-    def memory(self) -> CardMemory | None:
-        """Return its memory."""
-        memory = self.ask("nvmlDeviceGetMemoryInfo")
-        if memory is None:
-            return None
-        return CardMemory(int(memory.total), int(memory.free), int(memory.used))
+    def memory(self) -> Any:
+        """Return its ``total``, ``free`` and ``used`` bytes, of all processes together, or None."""
+        return self.ask("nvmlDeviceGetMemoryInfo")
 
     def processes(self) -> tuple[CardProcess, ...]:
         """Return who has memory on it; nobody where the driver does not say, as in containers."""
@@ -128,9 +106,7 @@ class NvmlCard:
 
     def sm_clock_mhz(self) -> int | None:
         """Return the clock of its multiprocessors."""
-        clock: int | None = _ask(
-            self._nvml.nvmlDeviceGetClockInfo, self._handle, pynvml.NVML_CLOCK_SM
-        )
+        clock: int | None = self.ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM)
         return clock
 
     def throttle_reasons(self) -> tuple[str, ...]:
@@ -148,23 +124,25 @@ class FaultWatch:
     """What befell one GPU since the watch began, by NVML; called, it says so in a few words.
 
     Args:
-        uuid: of the GPU.
+        uuid: of the GPU. Of one that is not found by that name nothing is ever said.
         nvml: what pynvml is; tests hand in another.
     """
 
     def __init__(self, uuid: str, nvml: Any = NVML) -> None:
-        self._uuid = uuid
-        self._nvml = nvml
+        self._uuid, self._nvml = uuid, nvml
         self._events: Any = None
         self._found: str | None = None
         # For as long as this process lives, like `card_at`.
         _ask(nvml.nvmlInit)
         handle = _ask(nvml.nvmlDeviceGetHandleByUUID, uuid)
         self._is_known = handle is not None
-        """Of a GPU that was never found by that name nothing is ever said."""
-        self._ecc_errors = self._uncorrected(handle) if self._is_known else 0
         if self._is_known:
-            self._listen(handle)
+            self._ecc_errors = self._uncorrected(handle)
+            if (events := _ask(nvml.nvmlEventSetCreate)) is not None:
+                with suppress(pynvml.NVMLError):
+                    kind = pynvml.nvmlEventTypeXidCriticalError
+                    nvml.nvmlDeviceRegisterEvents(handle, kind, events)
+                    self._events = events
 
     def __call__(self) -> str | None:
         """Return what is wrong with the GPU; None where it is well, or nobody can tell."""
@@ -183,28 +161,17 @@ class FaultWatch:
         errors = self._uncorrected(handle) - self._ecc_errors
         if errors > 0:
             return f"{errors} uncorrectable memory error{'s' if errors > 1 else ''} (ECC)"
-        xid = next((code for code in self._xids() if code in _HARDWARE_XIDS), None)
-        return None if xid is None else f"the driver reported Xid {xid}, a fault of the GPU"
+        while self._events is not None:
+            event = _ask(self._nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:
+                return None
+            if event.eventData in _HARDWARE_XIDS:
+                return f"the driver reported Xid {event.eventData}, a fault of the GPU"
+        return None
 
     def _uncorrected(self, handle: Any) -> int:
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         return int(_ask(self._nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds) or 0)
-
-    def _listen(self, handle: Any) -> None:
-        events = _ask(self._nvml.nvmlEventSetCreate)
-        kind = pynvml.nvmlEventTypeXidCriticalError
-        if events is not None:
-            with suppress(pynvml.NVMLError):
-                self._nvml.nvmlDeviceRegisterEvents(handle, kind, events)
-                self._events = events
-
-    def _xids(self) -> Iterator[int]:
-        """Yield the errors that came since the last look."""
-        while self._events is not None:
-            event = _ask(self._nvml.nvmlEventSetWait_v2, self._events, 0)
-            if event is None:
-                return
-            yield int(event.eventData)
 
 
 def _ask(question: Any, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Owns the life of a child process: started apart, bound to its parent, ended with all it started.
+"""Child processes: started in a session of their own, bound to their parent, ended with all they
+started.
 
-Both halves are here, the parent's (`Child`) and the child's first lines (`bind_to_parent`), for the
-worker and the tracing children alike. Light to import, as a child does so before anything else.
-Knows nothing of what is said to a child, or why.
+Both halves are here, the parent's (`Child`, `process_pool`) and the child's first lines
+(`bind_to_parent`, `leave_a_guard`). Light to import, as a child does so before anything else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """From the keyboard; from a scheduler or a spot market that wants the machine back; from a terminal
@@ -62,16 +66,11 @@ class End:
             return "no end, not even by SIGKILL: the kernel holds it"
         if self.is_host_out_of_memory:
             return "signal SIGKILL from the kernel, as the host's memory ran out"
-        return f"signal {_name(-self.status)}" if self.status < 0 else f"exit status {self.status}"
-
-
-def _name(number: int) -> str:
-    """Return a signal's name; real-time signals have none of their own, some not even a number
-    that Python knows."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-self.status).name}"
+        return f"signal {-self.status}"
 
 
 class Child:
@@ -199,29 +198,18 @@ def _kill_marked(mark: str) -> None:
     """
     variable = f"{_MARK}={mark}".encode()
     for _ in range(_SWEEPS_MAX):
-        found = [
-            number
-            for number in _processes()
-            if number != os.getpid() and variable in _environment_of(number)
-        ]
-        for number in found:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            # Gone, ending, or somebody else's.
+            with contextlib.suppress(OSError):
+                if variable in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        others = [number for number in found if number != os.getpid()]
+        for number in others:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
-        if not found:
+        if not others:
             return
-
-
-def _processes() -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        yield from (int(name) for name in os.listdir("/proc") if name.isdecimal())
-
-
-def _environment_of(number: int) -> list[bytes]:
-    """Return a process's variables; nothing of one that is gone, ending, or somebody else's."""
-    try:
-        return Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def bind_to_parent(parent: int) -> None:
@@ -240,19 +228,15 @@ def bind_to_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    _hear_of_the_end_of_time()
+    # SIGXCPU, which tells why, is to come before the SIGKILL at the limit of processor time.
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard > 1 and soft in (resource.RLIM_INFINITY, hard):
+        resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))
     # Without /proc, or where it is not to be written, the kernel chooses as it likes.
     with contextlib.suppress(OSError, ValueError):
         file = Path("/proc/self/oom_score_adj")
         score = min(1000, int(file.read_text(encoding="ascii")) + _OOM_SCORE)
         file.write_text(str(score), encoding="ascii")
-
-
-def _hear_of_the_end_of_time() -> None:
-    """Let SIGXCPU, which tells why, come before the SIGKILL at the limit of processor time."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard > 1 and soft in (resource.RLIM_INFINITY, hard):
-        resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))
 
 
 def leave_a_guard(*descriptors: int) -> None:
@@ -293,28 +277,59 @@ def oom_kills() -> int | None:
 
     Those of this process's control group, or of the whole machine where the group does not count.
     """
-    for path, pattern in (
-        *((path, r"^oom_kill (\d+)$") for path in _group_files()),
-        (Path("/proc/vmstat"), r"^oom_kill (\d+)$"),
-    ):
+    group = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        group = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    # A container may see the host's path, and its own group at the top.
+    places = (f"/sys/fs/cgroup/{group}/memory.events", "/sys/fs/cgroup/memory.events")
+    for place in (*places, "/proc/vmstat"):
         with contextlib.suppress(OSError):
-            found = re.search(pattern, path.read_text(encoding="ascii"), re.MULTILINE)
-            if found is not None:
+            text = Path(place).read_text(encoding="ascii")
+            if (found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)) is not None:
                 return int(found[1])
     return None
 
 
-def _group_files() -> Iterator[Path]:
-    """Yield where this process's control group may count: version 2, then version 1."""
+@contextmanager
+def process_pool(
+    count: int, *, settle_in: Callable[[], None] | None = None
+) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool; what it still does where the ``with`` is left by an exception is given up.
+
+    Args:
+        count: of processes. They are not forked: this one may have threads, of which a child would
+            have the locks alone.
+        settle_in: called in each before it works; a function of a module.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    arguments = (os.getpid(), settle_in)
+    with ProcessPoolExecutor(count, context, _settle_in, arguments) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def unheard_by_new_processes() -> Iterator[None]:
+    """Have processes that are started inside the ``with`` hear no signal until they ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        # A container may see the host's path, and its own group at the top.
-        for below in (group.lstrip("/"), ""):
-            if not controllers:
-                yield Path("/sys/fs/cgroup", below, "memory.events")
-            elif "memory" in controllers.split(","):
-                yield Path("/sys/fs/cgroup/memory", below, "memory.oom_control")
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settle_in(parent: int, further: Callable[[], None] | None) -> None:
+    bind_to_parent(parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if further is not None:
+        further()

@@ -1,9 +1,8 @@
-"""Owns the signals that ask a command to stop, from its first line to its last: Ctrl-C, SIGTERM of
-a scheduler, SIGUSR1 of a queue whose time limit is near and SIGHUP of a terminal that is gone are
-one and the same.
+"""The signals that ask a command to stop: Ctrl-C, a scheduler's SIGTERM, SIGUSR1 of a queue whose
+time limit is near and SIGHUP of a terminal that is gone are one and the same.
 
 Each cuts a command short by a `KeyboardInterrupt`; the driver of a study takes them as requests
-instead (`sweep.study.events`). Knows no command.
+instead (`sweep.study.events`).
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ _MOMENT_SECONDS = 0.05
 _SHOW_CURSOR = "\x1b[?25h"
 
 _asked = 0
+_newest = signal.SIGINT.value
 
 
 def asked() -> int:
@@ -70,13 +70,13 @@ def _heard_in_finalizers() -> Iterator[None]:
     """Ask again, a moment later, where a `KeyboardInterrupt` was raised while an object was being
     freed: there Python prints it, with a traceback, and goes on.
     """
-    before, again = sys.unraisablehook, list[threading.Timer]()
+    before, again, main = sys.unraisablehook, list[threading.Timer](), threading.get_ident()
 
     def hear(unraisable: Any) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
             before(unraisable)
             return
-        again.append(threading.Timer(_MOMENT_SECONDS, _ask_again))
+        again.append(threading.Timer(_MOMENT_SECONDS, signal.pthread_kill, (main, _newest)))
         again[-1].daemon = True
         again[-1].start()
 
@@ -89,16 +89,9 @@ def _heard_in_finalizers() -> Iterator[None]:
             timer.cancel()
 
 
-def _ask_again() -> None:
-    heard_now = (n for n in STOP_SIGNALS if callable(signal.getsignal(n)))
-    main = threading.main_thread().ident
-    if main is not None and (number := next(heard_now, None)) is not None:
-        signal.pthread_kill(main, number)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    global _asked
-    _asked += 1
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    global _asked, _newest
+    _asked, _newest = _asked + 1, number
     if _asked >= _PATIENCE:
         if sys.stderr.isatty():
             os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())
@@ -109,11 +102,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def ignore_at_exit() -> None:
     """Ignore the signals while the interpreter ends: the exit code is decided by then."""
     if threading.current_thread() is threading.main_thread():
-        atexit.register(_end_soon)
-
-
-def _end_soon() -> None:
-    # To look through a million objects once more takes seconds, and nothing is left to be freed.
-    gc.freeze()
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            atexit.register(signal.signal, number, signal.SIG_IGN)
+        # To look through a million objects once more takes seconds, and nothing is left to free.
+        atexit.register(gc.freeze)

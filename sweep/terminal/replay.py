@@ -19,9 +19,9 @@ from search_spaces.errors import InputError, NothingFits, SweepError, did_you_me
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
-from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
+from sweep.processes import process_pool, unheard_by_new_processes
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import (
     SAMPLERS,

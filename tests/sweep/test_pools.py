@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.pools import process_pool, unheard_by_new_processes
-from sweep.processes import STOP_SIGNALS
+from sweep.processes import STOP_SIGNALS, process_pool, unheard_by_new_processes
 from tests.sweep.test_processes import ends_soon, is_running
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ def test_what_a_pool_does_is_given_up_at_once_where_it_is_cut_short() -> None:
 
 PROGRAM = """
 import os, sys, time
-from sweep.pools import process_pool, unheard_by_new_processes
+from sweep.processes import process_pool, unheard_by_new_processes
 from tests.sweep.test_pools import sleep_long
 
 if __name__ == "__main__":

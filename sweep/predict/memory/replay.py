@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from sweep.pools import process_pool, unheard_by_new_processes
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -40,6 +39,7 @@ from sweep.predict.memory.profiles import (
     Segment,
     Values,
 )
+from sweep.processes import process_pool, unheard_by_new_processes
 
 WORTH_PROCESSES = 300
 """Steps whose replays take longer than starting processes for them: one or two seconds."""

@@ -1035,7 +1035,6 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
         "namesakes",
         "processes",
         "paths",
-        "pools",
         "child_environment",
         "errands",
     }
