@@ -100,7 +100,7 @@ class _PriceFile(BaseModel):
 def load_prices(
     user_file: Path | None = None, *, typed: Iterable[str] = ()
 ) -> dict[str, tuple[Offer, ...]]:
-    """Return the offers by catalogue name, the cheapest hour first.
+    """Return the offers by catalogue name, the cheapest hour of a whole machine first.
 
     Args:
         user_file: a file of the user's in the shipped one's format. An offer with the same GPU,
@@ -178,7 +178,9 @@ def _merged(
             for offer in _offers(document, ("offers", index), {**assumptions, **terms}):
                 offers[offer.gpu, offer.provider.lower(), offer.is_spot] = offer
     grouped: dict[str, list[Offer]] = {}
-    for offer in sorted(offers.values(), key=lambda offer: (offer.usd_per_hour, offer.gpus)):
+    for offer in sorted(
+        offers.values(), key=lambda offer: (offer.usd_per_hour * offer.gpus, offer.gpus)
+    ):
         grouped.setdefault(offer.gpu, []).append(offer)
     return {gpu: tuple(grouped[gpu]) for gpu in sorted(grouped)}
 

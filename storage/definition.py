@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import usd_per_training_second
 from search_spaces.prices import Offer
 from search_spaces.space import Objective, SearchSpace
 from search_spaces.texts import TextsSummary
@@ -256,8 +257,8 @@ class StudySnapshot:
     def _usd(self, tokens_per_second: float, config: TrialConfig) -> float | None:
         if self.offer is None:
             return None
-        hour = config.data_parallel * self.offer.usd_per_hour
-        return hour / 3600 / tokens_per_second * 1e6
+        second = usd_per_training_second(self.offer, config.data_parallel)
+        return second / tokens_per_second * 1e6
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from search_spaces.costs import usd_per_training_second
 from storage.definition import StudySnapshot
 from storage.records import EpochRecord, TrialRecord
 
@@ -24,7 +25,7 @@ class EpochCost:
     seconds_low: float | None
     seconds_high: float | None
     """By the ends of the speed's interval."""
-    usd_per_hour: float | None
+    usd_per_second: float | None
 
     @property
     def dollars(self) -> float | None:
@@ -32,9 +33,9 @@ class EpochCost:
         return self._usd(self.seconds)
 
     def _usd(self, seconds: float | None) -> float | None:
-        if seconds is None or self.usd_per_hour is None:
+        if seconds is None or self.usd_per_second is None:
             return None
-        return seconds / 3600 * self.usd_per_hour
+        return seconds * self.usd_per_second
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``sweep best --json``."""
@@ -56,13 +57,15 @@ def epoch_cost(snapshot: StudySnapshot, record: TrialRecord) -> EpochCost | None
     if epoch is None:
         return None
     speed = snapshot.target_speed(record)
-    hour = None if snapshot.offer is None else snapshot.offer.usd_per_hour
+    price = None
+    if snapshot.offer is not None:
+        price = usd_per_training_second(snapshot.offer, record.config.data_parallel)
     if speed is None:
-        return EpochCost(epoch, None, None, None, hour)
+        return EpochCost(epoch, None, None, None, price)
 
     def seconds(rate: float | None) -> float | None:
         return epoch.loss_tokens / rate if rate else None
 
     return EpochCost(
-        epoch, seconds(speed.tokens_per_second), seconds(speed.high), seconds(speed.low), hour
+        epoch, seconds(speed.tokens_per_second), seconds(speed.high), seconds(speed.low), price
     )

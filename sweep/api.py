@@ -231,8 +231,8 @@ def plan(
         InputError: something that is named is not right.
         EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
     """
+    from search_spaces.costs import AskedWork
     from sweep.planning.question import PlanRequest
-    from sweep.predict.cost import AskedWork
     from sweep.terminal.plan import answer
 
     request = PlanRequest(

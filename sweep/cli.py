@@ -269,8 +269,8 @@ def plan(
     configuration is asked about: what is not typed is the standard recipe's. A GPU that is named
     first and those of --gpu are all asked about, and compared.
     """
+    from search_spaces.costs import AskedWork
     from sweep.planning.question import PlanRequest
-    from sweep.predict.cost import AskedWork
     from sweep.terminal import plan as command
 
     options = {

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import checkpoint_bytes
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.gpus import GpuSpec
-from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from storage.confirmations import RUNS_TO_CONFIRM
@@ -24,7 +24,6 @@ from sweep.planning.survey import (
     Survey,
     survey,
 )
-from sweep.predict.cost import CHECKPOINT_BYTES
 from sweep.predict.forecast import Progress
 
 LIMITS = ("trials", "time_budget_seconds")
@@ -128,4 +127,4 @@ def _download_bytes(space: SearchSpace, model: ModelSpec) -> float:
     """Return the size of weights that have to be fetched from the hub."""
     if space.weights != "pretrained" or model.source != "hub":
         return 0.0
-    return float((parameters(model) or 0) * CHECKPOINT_BYTES)
+    return checkpoint_bytes(model)

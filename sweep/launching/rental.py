@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from search_spaces.costs import SECONDS_PER_HOUR, Bill, Workload, usd_per_hour
 from search_spaces.errors import InputError, listed
 from search_spaces.gpus import GpuSpec
 from search_spaces.prices import Offer
 from sweep.launching.parcel import Parcel
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill, Workload
 from sweep.request import REQUEST
 
 HOURS_MAX = 24.0
@@ -172,7 +172,8 @@ def machine_offer(
     whole = [
         offer.model_copy(
             update={
-                "usd_per_hour": offer.usd_per_hour * machine.cards,
+                "usd_per_hour": usd_per_hour(offer, machine.cards),
+                "gpus": 1,
                 "boot_seconds": offer.boot_seconds + idle_seconds,
             }
         )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, is_surely_less
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
@@ -28,7 +29,6 @@ from sweep.planning.candidates import (
     rows,
 )
 from sweep.planning.plan import BATCHES, bill_offers, goes_into, reshaped
-from sweep.predict.cost import SECONDS_PER_HOUR, AskedWork, Bill, Workload, is_surely_less
 from sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
 from sweep.predict.memory.prediction import Fit
 

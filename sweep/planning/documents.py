@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from search_spaces.costs import Bill, OfferComparison, usd_per_training_second
 from search_spaces.linears import CapacityClass
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
 from sweep.planning.candidates import STANDARD
 from sweep.planning.plan import CardComparison, CardPlan, WhatIf
 from sweep.planning.survey import ShapeTable, Survey
-from sweep.predict.cost import SECONDS_PER_HOUR, Bill, OfferComparison
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
@@ -35,10 +35,10 @@ def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     low, high = forecast.tokens_per_second_range or (speed, speed)
     rates = {"": speed, "_low": high, "_high": low}
     seconds = {end: epoch.loss_tokens / rate for end, rate in rates.items()}
-    hour = None
+    price = None
     if bills:
-        hour = forecast.config.data_parallel * bills[0].offer.usd_per_hour / SECONDS_PER_HOUR
-    dollars = {f"dollars{end}": hour and hour * time for end, time in seconds.items()}
+        price = usd_per_training_second(bills[0].offer, forecast.config.data_parallel)
+    dollars = {f"dollars{end}": price and price * time for end, time in seconds.items()}
     took = {f"seconds{end}": time for end, time in seconds.items()}
     return {"epoch": epoch.model_dump(mode="json") | took | dollars}
 
@@ -254,11 +254,11 @@ def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]
         "bills": _bills(costs.bills),
         "break_evens": [
             {
-                "samples": point.samples,
-                "samples_range": list(point.samples_range),
+                "samples": point.samples.value,
+                "samples_range": list(point.samples[1:]),
                 "steps": point.steps,
-                "cheaper_below": point.cheaper_below.label,
-                "cheaper_above": point.cheaper_above.label,
+                "cheaper_below": point.below.offer.label,
+                "cheaper_above": point.above.offer.label,
             }
             for point in costs.break_evens
         ],

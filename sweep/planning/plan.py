@@ -10,6 +10,15 @@ from enum import IntEnum
 from typing import Any
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import (
+    SHORTEST_SHARE,
+    AskedWork,
+    Bill,
+    OfferComparison,
+    Workload,
+    checkpoint_bytes,
+    compare_offers,
+)
 from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
@@ -33,7 +42,6 @@ from sweep.planning.survey import (
     class_of,
     fitting,
 )
-from sweep.predict.cost import AskedWork, Bill, OfferComparison, Workload, compare_offers
 from sweep.predict.forecast import (
     UNBUILDABLE,
     Forecast,
@@ -64,22 +72,29 @@ def bill_offers(
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
-    config, asked, uncertainty = forecast.config, forecast.forecaster, forecast.speed_uncertainty
-    workload = work.workload(config, model=asked.model, shapes=asked.shapes)
+    step, uncertainty = forecast.step_seconds, forecast.speed_uncertainty
     if uncertainty is None:
         # A step measured too few times for an interval is no surer than its prediction.
         uncertainty = 0.0 if forecast.speed is None else forecast.speed.uncertainty
-    bills = [
-        Bill(
-            workload,
-            step_seconds=forecast.step_seconds,
-            offer=offer,
-            uncertainty=uncertainty,
-            cards=config.data_parallel,
-        )
-        for offer in offers
-    ]
+    ends = step * max(SHORTEST_SHARE, 1.0 - uncertainty), step * (1.0 + uncertainty)
+    workload = workload_of(forecast, work)
+    bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
+
+
+def workload_of(forecast: Forecast, work: AskedWork) -> Workload:
+    """Return the work as a configuration does it; of texts a sample is a row as it is trained."""
+    config, shapes = forecast.config, forecast.forecaster.shapes
+    size = checkpoint_bytes(forecast.forecaster.model)
+    if shapes is None:
+        return work.workload(config, download_bytes=size)
+    epoch = shapes.epochs.record(config)
+    return work.workload(
+        config,
+        tokens_per_sample=shapes.loss_tokens_per_step(config) / config.samples_per_step,
+        epoch_steps=None if epoch is None else epoch.steps,
+        download_bytes=size,
+    )
 
 
 class Use(IntEnum):
@@ -375,10 +390,7 @@ def compare_cards(
         for gpu, forecast in chosen.items()
         for bill in bill_offers(forecast, work=work, offers=offers.get(gpu, ()))
     ]
-    first = next(iter(chosen.values())).config
-    workload = work.workload(
-        first, model=able[0].forecaster.model, shapes=able[0].forecaster.shapes
-    )
+    workload = workload_of(next(iter(chosen.values())), work)
     return CardComparison(chosen, workload, compare_offers(bills) if bills else None)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from search_spaces.config import TrialConfig, parse_config
+from search_spaces.costs import AskedWork
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.feasibility import refuse_impossible
@@ -28,7 +29,6 @@ from sweep.paths import own_price_file
 from sweep.planning.backwards import job
 from sweep.planning.candidates import Asked, SpaceKind, own_space
 from sweep.planning.evidence import evidence_from
-from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import NO_EVIDENCE, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts

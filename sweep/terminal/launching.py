@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
+from search_spaces.costs import SECONDS_PER_HOUR
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
@@ -38,7 +39,6 @@ from sweep.launching.rental import (
 from sweep.paths import cache_directory, runs_directory
 from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
 from sweep.planning.survey import START_SECONDS
-from sweep.predict.cost import SECONDS_PER_HOUR
 from sweep.predict.forecast import Progress
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import REQUEST, RunRequest, Where

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
+from search_spaces.costs import Bill, OfferComparison, Workload, is_surely_less
 from search_spaces.gpus import UNMEASURED_COPY_SHARE
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS, targets_in_words
 from search_spaces.linears import parameters
 from search_spaces.prices import Offer
 from sweep.planning.plan import CardPlan, few
 from sweep.planning.survey import ShapeTable, Survey
-from sweep.predict.cost import Bill, OfferComparison, Workload, is_surely_less
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.prediction import Fit
@@ -245,7 +245,7 @@ def offers(bills: Sequence[Bill]) -> RenderableType:
         rows.append(
             (
                 bill.offer.label,
-                units.usd(bill.cards * bill.offer.usd_per_hour),
+                units.usd(bill.usd_per_hour),
                 units.usd(bill.usd),
                 units.usd(bill.usd_per_million_tokens),
                 f"{bill.wall_hours:.2f}",
@@ -271,11 +271,11 @@ def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
     """Yield where the cheapest offer changes, as far as the speeds are known well enough."""
     for point in comparison.break_evens:
         steps = "" if point.steps is None else f" ({units.plural(round(point.steps), 'step')})"
-        low, high = (f"{round(end):,}" for end in point.samples_range)
+        low, high = (f"{round(end):,}" for end in point.samples[1:])
         between = "" if low == high else f", between {low} and {high} for all that is known"
         yield (
-            f"break-even at {round(point.samples):,} samples{steps}{between}: "
-            f"{point.cheaper_below.label} is cheaper below, {point.cheaper_above.label} above"
+            f"break-even at {round(point.samples.value):,} samples{steps}{between}: "
+            f"{point.below.offer.label} is cheaper below, {point.above.offer.label} above"
         )
     cheapest, *others = comparison.bills
     if others and not comparison.break_evens:

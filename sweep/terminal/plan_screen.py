@@ -12,6 +12,7 @@ from rich.text import Text
 from reports import uncertainty, units
 from reports.texts import cut_in_words
 from search_spaces.config import TrialConfig
+from search_spaces.costs import Bill
 from search_spaces.errors import listed
 from search_spaces.gpus import GIB
 from search_spaces.knobs import CAPACITY_KEYS
@@ -27,7 +28,6 @@ from sweep.planning.candidates import (
 )
 from sweep.planning.plan import CardComparison, CardPlan, Use, few
 from sweep.planning.survey import Survey
-from sweep.predict.cost import Bill
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
 from sweep.terminal.drawing import Fact, facts, grid, section
@@ -340,7 +340,7 @@ def _compared(comparison: CardComparison) -> Iterator[Fact]:
         first, more = costs.cheapest, ""
         other = next((b for b in costs.bills if b.offer.gpu != first.offer.gpu), None)
         if other is not None:
-            dearer = other.usd_per_sample / first.usd_per_sample
+            dearer = other.usd_per_million_tokens / first.usd_per_million_tokens
             more = f"; {other.offer.label} {dearer:.2f} times that"
         tied = dict.fromkeys([first.offer.gpu, *(b.offer.gpu for b in costs.perhaps_cheapest)])
         yield "cheapest", f"{listed(tied)}: {_cost(first)}, {_took(first)}{more}"

@@ -24,7 +24,7 @@ def test_every_shipped_offer_names_a_card_a_day_and_a_place() -> None:
     prices = load_prices()
     assert set(prices) <= set(gpu_catalogue())
     for gpu, offers in prices.items():
-        assert list(offers) == sorted(offers, key=lambda offer: offer.usd_per_hour)
+        assert list(offers) == sorted(offers, key=lambda offer: offer.usd_per_hour * offer.gpus)
         for offer in offers:
             assert offer.gpu == gpu
             assert offer.source.startswith("https://")

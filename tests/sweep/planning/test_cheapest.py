@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
@@ -17,7 +18,6 @@ from sweep.planning.backwards import Cheapest, JobCard, Outcome, job, on_card, r
 from sweep.planning.candidates import own_space
 from sweep.planning.documents import cheapest_document
 from sweep.planning.survey import survey
-from sweep.predict.cost import AskedWork
 from sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL

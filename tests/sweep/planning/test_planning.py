@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import CapacityClass
@@ -37,7 +38,6 @@ from sweep.planning.plan import (
     shape_table,
 )
 from sweep.planning.survey import survey
-from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
@@ -774,7 +774,7 @@ def planned(space: SearchSpace, forecaster: Forecaster, **asked: Any) -> Any:
 )
 def test_work_is_the_fewest_whole_steps(asked: Mapping[str, Any], steps: int) -> None:
     config = TrialConfig(micro_batch_size=4, effective_batch_size=8)
-    assert AskedWork(**asked).workload(config, model=MISTRAL).steps == steps
+    assert AskedWork(**asked).workload(config).steps == steps
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.space import SearchSpace
@@ -17,10 +18,9 @@ from storage.definition import StudySnapshot
 from sweep.data.study_epochs import StudyEpochs
 from sweep.planning.documents import card_document
 from sweep.planning.evidence import evidence_from
-from sweep.planning.plan import plan_card
+from sweep.planning.plan import plan_card, workload_of
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
-from sweep.predict.cost import AskedWork
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
@@ -92,9 +92,9 @@ def test_a_plan_prices_an_epoch_and_says_what_it_takes() -> None:
 
 
 def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
+    forecast = a_forecaster().expect(CONFIG)
     once, twice = (
-        AskedWork(epochs=epochs, has_texts=True).workload(CONFIG, model=MISTRAL, shapes=shapes())
-        for epochs in (1.0, 2.0)
+        workload_of(forecast, AskedWork(epochs=epochs, has_texts=True)) for epochs in (1.0, 2.0)
     )
     assert twice.steps == 2 * once.steps
     with pytest.raises(InputError, match="--epochs is of the texts"):

@@ -1,6 +1,6 @@
 """Published advice held against the predictors, case by case (`docs/claims.md` has the prose).
 
-What a published step or sample rate costs is in `test_claims_cost.py`.
+What a published step or sample rate costs is in `test_claims_costs.py`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import pytest
 from rich.console import RenderableType
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
 from search_spaces.loading import shipped_presets
@@ -30,7 +31,6 @@ from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
 from sweep.planning.plan import plan_card
 from sweep.planning.question import PlanRequest, read_configurations, resolve_request
 from sweep.planning.survey import SURVEYED_BY, survey
-from sweep.predict.cost import AskedWork
 from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card

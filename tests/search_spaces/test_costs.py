@@ -13,18 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
-from search_spaces.prices import Offer
-from sweep.predict.cost import (
+from search_spaces.costs import (
     AskedWork,
     Bill,
-    CostLine,
     Workload,
+    break_evens,
     compare_offers,
-    crossings,
+    usd_per_training_second,
 )
+from search_spaces.errors import InputError
+from search_spaces.prices import Offer
 
-MODEL = load_model_spec("tinyllama-1.1b")
 WORK = Workload(steps=1000, samples_per_step=16, tokens_per_sample=512.0)
 
 
@@ -106,7 +105,7 @@ def test_a_queue_costs_only_where_it_is_billed() -> None:
 
 def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
     config = TrialConfig(effective_batch_size=16)
-    work = AskedWork(dataset_samples=10_000, epochs=3).workload(config, model=MODEL)
+    work = AskedWork(dataset_samples=10_000, epochs=3).workload(config)
     result = Bill(work, step_seconds=1.0, offer=make_offer())
     assert work.steps == 1875
     assert result.usd_per_epoch == pytest.approx(result.usd / 3)
@@ -115,8 +114,8 @@ def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
 
 def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
     config = TrialConfig(micro_batch_size=1, effective_batch_size=16, seq_len=200)
-    by_samples = AskedWork(samples=100).workload(config, model=MODEL)
-    by_tokens = AskedWork(tokens=20_000).workload(config, model=MODEL)
+    by_samples = AskedWork(samples=100).workload(config)
+    by_tokens = AskedWork(tokens=20_000).workload(config)
     assert by_samples == by_tokens
     assert by_samples.steps == 7
     assert by_samples.samples == 112
@@ -169,8 +168,8 @@ def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> No
     assert comparison.soonest is fast
     (point,) = comparison.break_evens
     assert point.steps == pytest.approx(300)
-    assert point.samples == pytest.approx(4800)
-    assert (point.cheaper_below.gpu, point.cheaper_above.gpu) == ("a10", "a100-40gb")
+    assert point.samples.value == pytest.approx(4800)
+    assert (point.below.offer.gpu, point.above.offer.gpu) == ("a10", "a100-40gb")
 
 
 def test_offers_that_never_swap_have_no_break_even() -> None:
@@ -179,28 +178,41 @@ def test_offers_that_never_swap_have_no_break_even() -> None:
     assert compare_offers([slow]).break_evens == ()
 
 
+def _line(fixed: float, per_token: float, least: float = 0.0) -> Bill:
+    """Return a bill that costs a fixed part and so much a token, and at least something."""
+    rate = 0.1
+    offer = make_offer(
+        usd_per_hour=3600 * rate, boot_seconds=fixed / rate, minimum_seconds=least / rate
+    )
+    return Bill(Workload(1, 1, 1.0), offer, per_token / rate)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "amounts", "is_first_below"),
     [
-        # Free to start against cheap per unit.
-        (CostLine(0.0, 2.0), CostLine(10.0, 1.0), [10.0], [True]),
+        # Free to start against cheap per token.
+        ((0.0, 2.0), (10.0, 1.0), [10.0], [True]),
         # A least charge that is soon exceeded anyway.
-        (CostLine(0.0, 1.0, least=40.0), CostLine(10.0, 2.0), [15.0], [False]),
+        ((0.0, 1.0, 40.0), (10.0, 2.0), [15.0], [False]),
         # A least charge loses to small amounts, a high rate to large ones.
-        (CostLine(0.0, 3.0, least=40.0), CostLine(20.0, 1.9), [20 / 1.9, 20 / 1.1], [False, True]),
+        ((0.0, 3.0, 40.0), (20.0, 1.9), [20 / 1.9, 20 / 1.1], [False, True]),
         # Two least charges.
-        (CostLine(0.0, 1.0, least=5.0), CostLine(0.0, 0.5, least=8.0), [8.0], [True]),
+        ((0.0, 1.0, 5.0), (0.0, 0.5, 8.0), [8.0], [True]),
         # The same from some amount on, but never the other way round.
-        (CostLine(0.0, 1.0, least=5.0), CostLine(0.0, 1.0), [], []),
-        (CostLine(1.0, 2.0), CostLine(0.0, 1.0), [], []),
+        ((0.0, 1.0, 5.0), (0.0, 1.0), [], []),
+        ((1.0, 2.0), (0.0, 1.0), [], []),
     ],
 )
 def test_costs_cross_where_they_are_equal_and_change_places(
-    first: CostLine, second: CostLine, amounts: list[float], is_first_below: list[bool]
+    first: tuple[float, ...],
+    second: tuple[float, ...],
+    amounts: list[float],
+    is_first_below: list[bool],
 ) -> None:
-    points = crossings(first, second)
-    assert [point.amount for point in points] == pytest.approx(amounts)
-    assert [point.is_first_below for point in points] == is_first_below
+    one, other = _line(*first), _line(*second)
+    points = break_evens(one, other)
+    assert [point.tokens.value for point in points] == pytest.approx(amounts)
+    assert [point.below is one for point in points] == is_first_below
 
 
 def test_the_order_of_the_bills_does_swap_at_the_break_even() -> None:
@@ -224,7 +236,7 @@ def test_different_effective_batches_are_compared_by_the_sample() -> None:
     assert comparison.cheapest is large
     (point,) = comparison.break_evens
     assert point.steps is None
-    assert point.samples == pytest.approx(50 / (1 / 16 - 1.8 / 32))
+    assert point.samples.value == pytest.approx(50 / (1 / 16 - 1.8 / 32))
 
 
 @unhurried
@@ -239,24 +251,21 @@ def test_break_evens_alternate_between_two_offers(
     points = compare_offers(bills).break_evens
     assert len(points) <= 2
     for before, after in pairwise(points):
-        assert before.samples < after.samples
-        assert before.cheaper_above is after.cheaper_below
+        assert before.tokens.value < after.tokens.value
+        assert before.above.offer is after.below.offer
 
 
 # Inside the uncertainty of the steps
 
 
-def _uncertain(bill_: Bill, uncertainty: float) -> Bill:
-    return Bill(
-        bill_.workload,
-        step_seconds=bill_.step_seconds,
-        offer=bill_.offer,
-        uncertainty=uncertainty,
+def _uncertain(bill: Bill, error: float) -> Bill:
+    return replace(
+        bill, step_ends=(bill.step_seconds * (1 - error), bill.step_seconds * (1 + error))
     )
 
 
 def test_a_bills_extremes_are_those_of_the_shortest_and_longest_step() -> None:
-    result = Bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8), uncertainty=0.25)
+    result = _uncertain(Bill(WORK, make_offer(usd_per_hour=1.8), 2.0), 0.25)
     assert [end.usd for end in result.extremes] == pytest.approx([0.75, 1.25])
     assert result.to_json()["usd_range"] == pytest.approx([0.75, 1.25])
     assert [end.step_seconds for end in result.extremes] == pytest.approx([1.5, 2.5])
@@ -269,14 +278,14 @@ def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_cards() -> None:
         for error in (0.0, 0.05, 0.5)
     ]
     (exact,), (near,), none = claimed
-    assert exact.samples_range == pytest.approx((exact.samples, exact.samples))
-    assert near.samples_range[0] < near.samples < near.samples_range[1]
+    assert exact.samples[1:] == pytest.approx([exact.samples.value] * 2)
+    assert near.samples.low < near.samples.value < near.samples.high
     assert none == ()
 
 
 def test_two_cards_that_overlap_are_not_told_apart() -> None:
-    near = Bill(WORK, step_seconds=2.0, offer=make_offer(), uncertainty=0.2)
-    far = Bill(WORK, step_seconds=2.5, offer=make_offer(gpu="l4"), uncertainty=0.2)
+    near = _uncertain(Bill(WORK, make_offer(), 2.0), 0.2)
+    far = _uncertain(Bill(WORK, make_offer(gpu="l4"), 2.5), 0.2)
     comparison = compare_offers([near, far])
     assert comparison.perhaps_cheapest == (far,)
     assert comparison.perhaps_soonest == (far,)
@@ -286,21 +295,16 @@ def test_two_cards_that_overlap_are_not_told_apart() -> None:
 
 def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
     """The dearer hour is dearer whatever the speed; the break-even is there at any of them."""
-    cheap = Bill(WORK, step_seconds=2.0, offer=make_offer(provider="A"), uncertainty=0.5)
-    dear = Bill(
-        WORK, step_seconds=2.0, offer=make_offer(provider="B", usd_per_hour=3.7), uncertainty=0.5
-    )
+    cheap = _uncertain(Bill(WORK, make_offer(provider="A"), 2.0), 0.5)
+    dear = _uncertain(Bill(WORK, make_offer(provider="B", usd_per_hour=3.7), 2.0), 0.5)
     assert compare_offers([dear, cheap]).perhaps_cheapest == ()
-    late = Bill(
-        WORK,
-        step_seconds=2.0,
-        offer=make_offer(provider="C", usd_per_hour=1.8, boot_seconds=600.0),
-        uncertainty=0.5,
+    late = _uncertain(
+        Bill(WORK, make_offer(provider="C", usd_per_hour=1.8, boot_seconds=600.0), 2.0), 0.5
     )
     (point,) = compare_offers([cheap, late]).break_evens
     # 600 s of boot at half the rate are paid back by as many of training: 300 steps of 2 s.
     assert point.steps == pytest.approx(300)
-    assert point.samples_range == pytest.approx((16 * 200, 16 * 600))
+    assert point.samples[1:] == pytest.approx((16 * 200, 16 * 600))
 
 
 @unhurried
@@ -327,7 +331,7 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
     else:
         offers[1] = offers[1].model_copy(update={"gpu": "l4"})
     bills = [
-        Bill(WORK, step_seconds=step, offer=offer, uncertainty=error)
+        _uncertain(Bill(WORK, offer, step), error)
         for step, offer, error in zip(steps, offers, errors, strict=True)
     ]
     comparison = compare_offers(bills)
@@ -344,19 +348,52 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
         cheap, dear = (b.offer for b in comparison.bills)
         assert true_usd(cheap, WORK.samples) <= true_usd(dear, WORK.samples) * (1 + 1e-9)
     for point in comparison.break_evens[-1:]:
-        above = 4 * point.samples_range[1] + 1e6 * WORK.samples_per_step
-        assert true_usd(point.cheaper_above, above) <= true_usd(point.cheaper_below, above)
+        above = 4 * point.samples.high + 1e6 * WORK.samples_per_step
+        assert true_usd(point.above.offer, above) <= true_usd(point.below.offer, above)
 
 
 @given(OFFERS, STEP_SECONDS, st.integers(2, 8))
 @unhurried
-def test_every_card_of_several_is_paid_for_as_long_as_one(
-    offer: Offer, step_seconds: float, cards: int
+def test_every_gpu_of_several_is_paid_for_as_long_as_one(
+    offer: Offer, step_seconds: float, gpus: int
 ) -> None:
-    one = Bill(WORK, step_seconds=step_seconds, offer=offer)
-    several = Bill(WORK, step_seconds=step_seconds, offer=offer, cards=cards)
-    assert several.usd == pytest.approx(cards * one.usd)
+    one, several = Bill(WORK, offer, step_seconds), Bill(WORK, offer, step_seconds, gpus=gpus)
+    assert several.usd == pytest.approx(gpus * one.usd)
     assert several.wall_hours == one.wall_hours
     assert several.billed_hours == pytest.approx(one.billed_hours)
     assert several.extremes[0].usd == several.usd
-    assert several.to_json()["cards"] == cards
+    assert several.to_json()["cards"] == gpus
+
+
+@pytest.mark.parametrize(("gpus", "paid"), [(1, 8), (2, 8), (8, 8), (9, 16)])
+def test_all_gpus_of_a_machine_are_paid_for_however_many_train(gpus: int, paid: int) -> None:
+    alone, machine = make_offer(), make_offer(gpus=8)
+    bill = Bill(WORK, machine, 2.0, gpus=gpus)
+    assert bill.usd == pytest.approx(paid * Bill(WORK, alone, 2.0).usd)
+    assert bill.usd_per_hour == pytest.approx(3.6 * paid)
+    assert usd_per_training_second(machine, gpus) == pytest.approx(paid * 0.001)
+    # A GPU of its own at twice the price of one of eight is the cheaper one for one GPU.
+    dearer = Bill(WORK, make_offer(usd_per_hour=7.2), 2.0)
+    assert compare_offers([bill, dearer]).cheapest is dearer
+
+
+def test_a_second_of_training_costs_its_interruptions_too() -> None:
+    spot = make_offer(preemptions_per_hour=2.0, restart_seconds=180.0)
+    assert usd_per_training_second(spot) == pytest.approx(0.001 * 1.1)
+
+
+def test_the_price_of_work_is_of_tokens_where_samples_are_not_alike() -> None:
+    """Packed rows hold more tokens each: per row they look dear, per token they are cheap."""
+    packed = Bill(replace(WORK, tokens_per_sample=512.0), make_offer(), 1.0)
+    padded = Bill(replace(WORK, tokens_per_sample=200.0), make_offer(), 0.8)
+    assert compare_offers([padded, packed]).cheapest is packed
+
+
+def test_epochs_are_of_the_tokens_that_are_given_and_of_nothing_else() -> None:
+    config = TrialConfig(micro_batch_size=8)
+    three = AskedWork(tokens=1e6, epochs=3).workload(config)
+    assert three == AskedWork(tokens=3e6).workload(config)
+    with pytest.raises(InputError, match="--epochs needs --dataset-samples"):
+        AskedWork(samples=10, epochs=2)
+    with pytest.raises(InputError, match="--dataset-samples must be greater than 0"):
+        AskedWork(dataset_samples=0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from search_spaces.costs import Bill, Workload, compare_offers
 from search_spaces.prices import Offer
-from sweep.predict.cost import Bill, Workload, compare_offers
 
 FIVE_THOUSAND_STEPS = Workload(steps=5000, samples_per_step=16, tokens_per_sample=2048.0)
 H100_STEP_SECONDS = 1.05
@@ -91,7 +91,7 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
     assert billed.cheapest.offer.gpu == "a100-40gb"
     (point,) = billed.break_evens
     assert point.steps == pytest.approx(5178, abs=1)
-    assert point.cheaper_above.gpu == "h100-pcie"
+    assert point.above.offer.gpu == "h100-pcie"
 
 
 def test_on_demand_at_2_60_per_thousand_steps_would_be_an_h100_at_almost_nine_dollars() -> None:

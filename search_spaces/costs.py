@@ -1,0 +1,432 @@
+"""What a training costs: an amount of work, its bill under an offer, and several bills compared.
+
+A step's time lies between two ends, and no order of two bills is claimed inside them. Two offers
+of one GPU share its step: it may be longer or shorter than predicted, but for both alike. Two GPUs
+share nothing that could be relied on: each step may be anywhere between its own ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError, quote
+from search_spaces.linears import parameters
+from search_spaces.models import ModelSpec
+from search_spaces.prices import Offer
+
+ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]
+SECONDS_PER_HOUR = 3600.0
+SHORTEST_SHARE = 0.01
+"""A step takes some time, however uncertain its prediction is."""
+STEPS = 1000
+"""Optimizer steps where nothing else is asked."""
+AMOUNT_MAX = 1e15
+"""More steps, samples or tokens than this is a slip."""
+
+
+def checkpoint_bytes(model: ModelSpec) -> float:
+    """Return the size of a model as it is published, in 16 bits a parameter."""
+    return 2.0 * (parameters(model) or 0)
+
+
+def usd_per_hour(offer: Offer, gpus: int = 1) -> float:
+    """Return dollars an hour of the whole machines that ``gpus`` GPUs take."""
+    return -(-gpus // offer.gpus) * offer.gpus * offer.usd_per_hour
+
+
+def usd_per_training_second(offer: Offer, gpus: int = 1) -> float:
+    """Return dollars of one more second of training, with the interruptions that it brings."""
+    interrupted = offer.preemptions_per_hour * offer.restart_seconds / SECONDS_PER_HOUR
+    return usd_per_hour(offer, gpus) / SECONDS_PER_HOUR * (1.0 + interrupted)
+
+
+class Range(NamedTuple):
+    """A number with the least and the most that it may be."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An amount of training."""
+
+    steps: int
+    """Optimizer steps."""
+    samples_per_step: int
+    """Sequences per optimizer step: the effective batch."""
+    tokens_per_sample: float
+    """Tokens of a sequence that carry loss; padding is not among them."""
+    dataset_samples: float | None = None
+    """Sequences of one epoch; None where no dataset is named."""
+    download_bytes: float = 0.0
+    """Size of the model that has to arrive before the first step."""
+
+    @property
+    def samples(self) -> int:
+        """Sequences seen."""
+        return self.steps * self.samples_per_step
+
+    @property
+    def tokens(self) -> float:
+        """Tokens seen that carry loss."""
+        return self.samples * self.tokens_per_sample
+
+
+@dataclass(frozen=True)
+class AskedWork:
+    """How much training is asked about, in one of four ways; 1,000 steps where in none.
+
+    A sample, of a dataset too, is one sequence of the length that a configuration trains at.
+
+    Raises:
+        InputError: in more than one way, an amount out of range, or epochs of nothing.
+    """
+
+    train_steps: int | None = None
+    samples: float | None = None
+    tokens: float | None = None
+    dataset_samples: float | None = None
+    epochs: float | None = None
+    """Of the dataset, or of the tokens where those are given."""
+    has_texts: bool = False
+    """Whether there are texts, of which an epoch is asked about where nothing else is."""
+
+    def __post_init__(self) -> None:
+        keys = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
+        typed = {f"--{key.replace('_', '-')}": getattr(self, key) for key in keys}
+        for option, value in typed.items():
+            if value is not None and not 0 < value <= AMOUNT_MAX:
+                raise InputError(
+                    f"{option} must be greater than 0 and at most {AMOUNT_MAX:g}, "
+                    f"got {quote(value)}"
+                )
+        amounts = [option for option, value in typed.items() if value is not None]
+        given = [option for option in amounts if option != "--epochs"]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
+        if self.epochs is not None and self.has_texts and given:
+            raise InputError(f"--epochs is of the texts, and {given[0]} says how much to train")
+        sized = self.has_texts or self.tokens is not None or self.dataset_samples is not None
+        if self.epochs is not None and not sized:
+            raise InputError(
+                "--epochs needs --dataset-samples, how many samples an epoch has, or --data"
+            )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an amount was given."""
+        return any((self.train_steps, self.samples, self.tokens, self.dataset_samples))
+
+    def workload(
+        self,
+        config: TrialConfig,
+        *,
+        tokens_per_sample: float | None = None,
+        epoch_steps: float | None = None,
+        download_bytes: float = 0.0,
+    ) -> Workload:
+        """Return the work for ``config``: the fewest whole steps of its effective batch.
+
+        Args:
+            config: what trains.
+            tokens_per_sample: those that carry loss; None where all of a sequence do.
+            epoch_steps: steps of an epoch of the texts; None where there are none.
+            download_bytes: of the model that has to arrive.
+        """
+        per_step, per_sample = config.samples_per_step, tokens_per_sample or float(config.seq_len)
+        epochs = 1.0 if self.epochs is None else self.epochs
+        steps = float(self.train_steps or STEPS)
+        if self.samples is not None:
+            steps = self.samples / per_step
+        elif self.tokens is not None:
+            steps = epochs * self.tokens / per_sample / per_step
+        elif self.dataset_samples is not None:
+            steps = epochs * self.dataset_samples / per_step
+        elif epoch_steps is not None and self.train_steps is None:
+            steps = epochs * epoch_steps
+        # A product of floats a hair above a whole number of steps is that number.
+        whole = max(1, math.ceil(steps * (1 - 1e-12)))
+        return Workload(whole, per_step, per_sample, self.dataset_samples, download_bytes)
+
+
+@dataclass(frozen=True)
+class BillItem:
+    """One line of a bill."""
+
+    name: ItemName
+    seconds: float
+    usd: float
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a workload costs under an offer, as one billed session."""
+
+    workload: Workload
+    offer: Offer
+    step_seconds: float
+    step_ends: tuple[float, float] | None = None
+    """The shortest and the longest that a step may be; None where it is known exactly."""
+    gpus: int = 1
+    """That take each step together; all of the machines that have them are paid for."""
+
+    @cached_property
+    def usd_per_hour(self) -> float:
+        """Dollars an hour of all that is rented."""
+        return usd_per_hour(self.offer, self.gpus)
+
+    @cached_property
+    def items(self) -> tuple[BillItem, ...]:
+        """What it is made of; the items' dollars add up to the total.
+
+        Interruptions are expected values: their rate times the training's hours, each costing the
+        offer's restart time. Rounding up to the billing unit and the minimum are items of their
+        own.
+        """
+        offer, training = self.offer, self.workload.steps * self.step_seconds
+        download = offer.download_seconds
+        if download is None:
+            rate = offer.download_bytes_per_second
+            download = 0.0 if rate is None else self.workload.download_bytes / rate
+        hours = training / SECONDS_PER_HOUR
+        seconds: dict[ItemName, float] = {
+            "training": training,
+            "boot": offer.boot_seconds,
+            "download": download,
+            "queue": offer.queue_seconds,
+            "preemptions": hours * offer.preemptions_per_hour * offer.restart_seconds,
+        }
+        used = sum(seconds.values()) - (0.0 if offer.is_queue_billed else offer.queue_seconds)
+        # A sum of floats a hair above a whole number of units is that number of units.
+        units = math.ceil(used / offer.billing_seconds - 1e-9)
+        rounded = max(units * offer.billing_seconds, used)
+        seconds["rounding"] = rounded - used
+        seconds["minimum"] = max(0.0, offer.minimum_seconds - rounded)
+        usd = self.usd_per_hour / SECONDS_PER_HOUR
+        unpaid = () if offer.is_queue_billed else ("queue",)
+        return tuple(BillItem(n, s, 0.0 if n in unpaid else s * usd) for n, s in seconds.items())
+
+    @cached_property
+    def extremes(self) -> tuple[Bill, Bill]:
+        """The bills of the shortest and of the longest step."""
+        low, high = self.step_ends or (self.step_seconds, self.step_seconds)
+        known = replace(self, step_ends=None)
+        return replace(known, step_seconds=low), replace(known, step_seconds=high)
+
+    def range_of(self, measure: Callable[[Bill], float]) -> Range:
+        """Return a number of this bill with its ends."""
+        return Range(measure(self), *map(measure, self.extremes))
+
+    @property
+    def usd(self) -> float:
+        """Total in dollars."""
+        return sum(item.usd for item in self.items)
+
+    @property
+    def billed_hours(self) -> float:
+        """Hours that are paid for."""
+        return self.usd / self.usd_per_hour
+
+    @property
+    def wall_hours(self) -> float:
+        """Hours from asking for the GPU to the last step, paid for or not."""
+        waited = (item.seconds for item in self.items if item.name not in ("rounding", "minimum"))
+        return sum(waited) / SECONDS_PER_HOUR
+
+    @property
+    def usd_per_1000_steps(self) -> float:
+        """Dollars per 1,000 optimizer steps, everything included."""
+        return self.usd / self.workload.steps * 1000.0
+
+    @property
+    def usd_per_million_tokens(self) -> float:
+        """Dollars per million tokens that carry loss, everything included."""
+        return self.usd / self.workload.tokens * 1e6
+
+    @property
+    def usd_per_sample(self) -> float:
+        """Dollars per sequence, everything included."""
+        return self.usd / self.workload.samples
+
+    @property
+    def usd_per_epoch(self) -> float | None:
+        """Dollars per pass over the dataset; None where no dataset is named."""
+        size = self.workload.dataset_samples
+        return None if size is None else self.usd_per_sample * size
+
+    @property
+    def dominant(self) -> BillItem:
+        """The largest item."""
+        return max(self.items, key=lambda item: item.usd)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        offer = ("gpu", "provider", "is_spot", "usd_per_hour", "source")
+        time = ("step_seconds", "billed_hours", "wall_hours")
+        price = ("1000_steps", "million_tokens", "sample", "epoch")
+        return {
+            **{key: getattr(self.offer, key) for key in offer},
+            **{key: getattr(self, key) for key in time},
+            **{key: getattr(self, key) for key in (f"usd_per_{unit}" for unit in price)},
+            "cards": self.gpus,
+            "usd": self.usd,
+            "date": self.offer.date.isoformat(),
+            "steps": self.workload.steps,
+            "usd_range": [end.usd for end in self.extremes],
+            "wall_hours_range": [end.wall_hours for end in self.extremes],
+            "dominant": self.dominant.name,
+            "items": [{"name": i.name, "seconds": i.seconds, "usd": i.usd} for i in self.items],
+        }
+
+
+def usd_per_token(bill: Bill) -> float:
+    """Return dollars per token that carries loss, everything included."""
+    return bill.usd / bill.workload.tokens
+
+
+def hours_per_token(bill: Bill) -> float:
+    """Return hours per token that carries loss, waiting included."""
+    return bill.wall_hours / bill.workload.tokens
+
+
+def is_surely_less(
+    first: Bill, second: Bill, measure: Callable[[Bill], float] = usd_per_token
+) -> bool:
+    """Whether a bill is less than another by ``measure`` wherever their steps are."""
+    return all(measure(one) < measure(other) for one, other in _corners(first, second))
+
+
+def ratio(bill: Bill, to: Bill, measure: Callable[[Bill], float] = usd_per_token) -> Range:
+    """Return how many times as much a bill is as another, with the ends of that."""
+    ends = [measure(one) / measure(other) for one, other in _corners(bill, to)]
+    return Range(measure(bill) / measure(to), min(ends), max(ends))
+
+
+def _corners(first: Bill, second: Bill) -> Iterable[tuple[Bill, Bill]]:
+    """Return two bills at the ends of what their steps may take; one forecast's go together."""
+
+    def forecast(bill: Bill) -> tuple[object, ...]:
+        return bill.offer.gpu, bill.workload, bill.step_seconds, bill.step_ends
+
+    if forecast(first) == forecast(second):
+        return zip(first.extremes, second.extremes, strict=True)
+    return itertools.product(first.extremes, second.extremes)
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """An amount of work at which the cheaper of two bills changes, wherever their steps are."""
+
+    tokens: Range
+    below: Bill
+    """The cheaper one for less work."""
+    above: Bill
+
+    @property
+    def samples(self) -> Range:
+        """The same in sequences."""
+        return Range(*(one / self.below.workload.tokens_per_sample for one in self.tokens))
+
+    @property
+    def steps(self) -> float | None:
+        """The same in optimizer steps; None where the two have different effective batches."""
+        work, other = self.below.workload, self.above.workload
+        is_one = work.samples_per_step == other.samples_per_step
+        return self.samples.value / work.samples_per_step if is_one else None
+
+
+def break_evens(first: Bill, second: Bill) -> list[BreakEven]:
+    """Return where two bills change places; nothing where any corner knows of other changes.
+
+    They are of exact costs, minimum charges included; rounding up to billing units blurs each by
+    about a unit's worth of training.
+    """
+    known, *corners = (
+        _crossings(one, other) for one, other in ((first, second), *_corners(first, second))
+    )
+    if any([is_below for _, is_below in c] != [is_below for _, is_below in known] for c in corners):
+        return []
+    points = []
+    for (amount, is_first_below), *ends in zip(known, *corners, strict=True):
+        tokens = Range(amount, min(end[0] for end in ends), max(end[0] for end in ends))
+        pair = (first, second) if is_first_below else (second, first)
+        points.append(BreakEven(tokens, *pair))
+    return points
+
+
+def _crossings(first: Bill, second: Bill) -> list[tuple[float, bool]]:
+    """Return the tokens at which two costs change places, and whether the first is less below.
+
+    A cost is a fixed part and so much a token, and never less than the minimum charge: as each
+    bends once, there may be two.
+    """
+    terms = []
+    for bill in (first, second):
+        usd = {item.name: item.usd for item in bill.items}
+        fixed = usd["boot"] + usd["download"] + usd["queue"]
+        per_token = (usd["training"] + usd["preemptions"]) / bill.workload.tokens
+        least = bill.offer.minimum_seconds * bill.usd_per_hour / SECONDS_PER_HOUR
+        terms.append((fixed, per_token, least))
+    bends = [max(0.0, (least - fixed) / per_token) for fixed, per_token, least in terms]
+    gaps = []
+    for tokens in sorted({0.0, *bends, AMOUNT_MAX}):
+        one, other = (max(least, fixed + each * tokens) for fixed, each, least in terms)
+        gaps.append((tokens, one - other))
+    found, before = [], 0.0
+    # Between the bends the gap is straight. Two costs may touch and part without changing places.
+    for (start, gap), (end, gap_at_end) in itertools.pairwise(gaps):
+        before = gap or before
+        if before * gap_at_end < 0.0:
+            found.append((start + (end - start) * gap / (gap - gap_at_end), before < 0.0))
+    return found
+
+
+@dataclass(frozen=True)
+class OfferComparison:
+    """Bills of the same work under several offers."""
+
+    bills: tuple[Bill, ...]
+    """The cheapest per token first."""
+    break_evens: tuple[BreakEven, ...]
+    """Where the cheapest and another one change places for sure, by amount of work."""
+
+    @property
+    def cheapest(self) -> Bill:
+        """The bill with the least dollars per token, by the predicted steps."""
+        return self.bills[0]
+
+    @property
+    def soonest(self) -> Bill:
+        """The bill of the run that ends first, waiting included, by the predicted steps."""
+        return min(self.bills, key=hours_per_token)
+
+    @property
+    def perhaps_cheapest(self) -> tuple[Bill, ...]:
+        """The other bills that may be as cheap as the cheapest."""
+        others = (bill for bill in self.bills if bill is not self.cheapest)
+        return tuple(bill for bill in others if not is_surely_less(self.cheapest, bill))
+
+    @property
+    def perhaps_soonest(self) -> tuple[Bill, ...]:
+        """The other GPUs' bills that may end as soon; of each GPU the soonest."""
+        first = self.soonest
+        ranked = sorted(self.bills, key=hours_per_token, reverse=True)
+        others = {bill.offer.gpu: bill for bill in ranked if bill.offer.gpu != first.offer.gpu}
+        return tuple(b for b in others.values() if not is_surely_less(first, b, hours_per_token))
+
+
+def compare_offers(bills: Sequence[Bill]) -> OfferComparison:
+    """Return the bills from cheap to dear, and where the cheapest one would surely not be that."""
+    cheapest, *others = sorted(bills, key=usd_per_token)
+    points = [point for other in others for point in break_evens(cheapest, other)]
+    return OfferComparison(
+        (cheapest, *others), tuple(sorted(points, key=lambda point: point.tokens.value))
+    )
