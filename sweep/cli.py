@@ -466,9 +466,11 @@ def merge(
     The merged model's logits are compared with those of base and adapter. Merging into
     quantized weights would make another model, and is not offered.
     """
-    from sweep.terminal import merging
+    from sweep.terminal import finishing
 
-    return merging.run(adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json)
+    return finishing.merge(
+        adapter, output=output, model=model, dtype=dtype, rows=rows, as_json=as_json
+    )
 
 
 @app.command(epilog=opt.examples("sweep verify a10 --steps 20"))
@@ -485,9 +487,9 @@ def verify(
     Tokens/s of the median step are to be within 5 %, peak allocated memory within 2 %; else the
     exit code is 1, and it says what differs.
     """
-    from sweep.terminal import verifying
+    from sweep.terminal import finishing
 
-    return verifying.run(
+    return finishing.verify(
         what, steps=steps, trial=trial, model=model, storage=storage, as_json=as_json
     )
 
@@ -525,7 +527,7 @@ def train(
     `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
     what was promised.
     """
-    from sweep.terminal import training as command
+    from sweep.terminal import finishing
 
     texts = {
         "texts": data,
@@ -535,7 +537,7 @@ def train(
         "tokenizer": tokenizer,
         "eval_fraction": eval_fraction,
     }
-    return command.train(
+    return finishing.train(
         subject,
         output=Path(output),
         texts=texts,

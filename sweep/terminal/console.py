@@ -72,6 +72,14 @@ def say_json(document: Mapping[str, Any]) -> None:
     say_as_is(json.dumps(redacted(document)))
 
 
+def say_result(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print a result for a program or for a person. Raises what `say_as_is` raises."""
+    if as_json:
+        say_json(document)
+    else:
+        say(text)
+
+
 def say_as_is(text: str) -> None:
     """Print a document on stdout: nothing in it is changed.
 

@@ -29,16 +29,17 @@ from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 DONE, NOTHING_FITS = 0, 1
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
     note(f"warning: {text}")
 
 
-def read(study: str, *, url: str, warn: Callable[[str], None] = _warn) -> StudySnapshot:
+def read(study: str, *, url: str, warn: Callable[[str], None] = warn) -> StudySnapshot:
     """Return a study, with its speeds on the target GPU and that GPU's cheapest offer."""
     return with_offer(_on_target(read_study(study, url=url, home=runs_directory())), warn=warn)
 
 
-def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = _warn) -> StudySnapshot:
+def with_offer(snapshot: StudySnapshot, *, warn: Callable[[str], None] = warn) -> StudySnapshot:
     """Return a study with its GPU's cheapest offer, where a price is known."""
     try:
         offers = load_prices(own_price_file()).get(snapshot.definition.target.gpu)
@@ -73,7 +74,7 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
 def warn_of_unreadable(snapshot: StudySnapshot) -> None:
     """Say of which trials nothing is known, where a result does not say it itself."""
     for words in unreadable_in_words(snapshot.unreadable):
-        _warn(words)
+        warn(words)
 
 
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:

@@ -24,7 +24,7 @@ from sweep.merging.comparing import Models, compare
 from sweep.merging.job import MergeRequest, _base_tensors, merge
 from sweep.merging.plan import natural_dtype, plan_merge
 from sweep.merging.streaming import Sources, write_merged
-from sweep.terminal.merging import _comparison_lines
+from sweep.terminal.finishing import comparison_lines
 from tests.sweep.merging.made import make_adapter, make_base
 
 GPT2 = {
@@ -360,7 +360,7 @@ def test_an_adapter_of_an_8_bit_base_is_compared_on_that_base(
     assert in_4_bits is not None
     assert compared.trained.quantization == kind
     assert compared.mean_abs < compared.trained.mean_abs < in_4_bits.mean_abs
-    assert f"quantized base ({kind})" in _comparison_lines(compared, None)[-1]
+    assert f"quantized base ({kind})" in [*comparison_lines(compared)][-1]
 
 
 def test_a_4_bit_base_that_cannot_be_looked_at_costs_no_proof(
@@ -377,4 +377,4 @@ def test_a_4_bit_base_that_cannot_be_looked_at_costs_no_proof(
     compared = compare(Models(base, adapter, base, dtype=torch.bfloat16, nbytes=1), rows=1)
     assert compared.trained is None
     assert compared.trained_failed == "shape '[64, 1]' is invalid for input of size 96"
-    assert "could not be looked at: shape '[64, 1]'" in _comparison_lines(compared, None)[-1]
+    assert "could not be looked at: shape '[64, 1]'" in [*comparison_lines(compared)][-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.models import load_model_spec
-from sweep.terminal.verifying import lines
+from sweep.terminal.finishing import verification_text
 from sweep.verifying.record import record_of_study
 from sweep.verifying.verdict import Reached, judge
 from tests.sweep.export.studies import a_measurement, a_study
@@ -120,7 +120,7 @@ def test_a_record_that_was_doubtful_says_so() -> None:
 
 
 def test_a_person_reads_both_figures_beside_each_other() -> None:
-    found = lines(judge(RECORD, reached(0.9), environment=HERE))
+    found = verification_text(judge(RECORD, reached(0.9), environment=HERE)).splitlines()
     assert found[0].startswith("Not as recorded: trial 17 of study 'a10-mistral', 40 steps of")
     assert found[1].endswith("16,800 recorded, 15,120 reached: -10.0 % (within 5 % is as recorded)")
     assert found[2].endswith("20.00 GiB reached: +0.0 % (within 2 % is as recorded)")

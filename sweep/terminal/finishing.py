@@ -1,0 +1,370 @@
+"""`sweep train`, `verify` and `merge`: progress on stderr, then what came of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TextIO, assert_never, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from reports import units
+from search_spaces.documents import exists, read_json
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
+from sweep.finetuning import checkpoints
+from sweep.finetuning import output as directories
+from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
+from sweep.finetuning.training import (
+    PreparedTraining,
+    TrainingRequest,
+    finished,
+    prepare_training,
+    smaller_than,
+)
+from sweep.finetuning.training import train as run_training
+from sweep.finetuning.wire import (
+    Alive,
+    End,
+    Evaluated,
+    Event,
+    NotFinite,
+    NotSaved,
+    Progressed,
+    RanOut,
+    Refused,
+    Saved,
+    Started,
+    Stopped,
+    TrainingResult,
+    Unable,
+)
+from sweep.merging.job import MergeRequest
+from sweep.merging.job import merge as run_merge
+from sweep.merging.report import Comparison, Trained
+from sweep.paths import storage_url
+from sweep.running.device_info import read_card
+from sweep.stop_signals import INTERRUPTED
+from sweep.terminal.console import (
+    Synchronized,
+    folded,
+    note,
+    say_json,
+    say_result,
+    table,
+    width_of,
+)
+from sweep.terminal.listings import read, warn
+from sweep.terminal.texts import prepared as read_texts
+from sweep.terminal.working import Rhythm, working
+from sweep.verifying.record import record_of_export, record_of_study
+from sweep.verifying.runs import verify as run_verify
+from sweep.verifying.verdict import Verification
+
+DONE, NOT_AS_RECORDED, NOT_NEAR = 0, 1, 1
+_RESUMED = "the same command with --resume resumes it"
+_RUNS = {
+    "training": "our training",
+    "script": "the exported script (transformers' Trainer)",
+    "trl": "TRL's SFTTrainer on the exported file",
+}
+_MERGED = ("bf16", "fp16")
+
+
+def train(
+    name: str,
+    *,
+    output: Path,
+    texts: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    storage: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> int:
+    """Train, and print what came of it beside what was promised."""
+    known = {**numbers, **texts}
+    limits: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+        ("max_steps", "at least 1", lambda steps: steps >= 1),
+        ("checkpoint_every", "at least 1", lambda steps: steps >= 1),
+        ("epochs", "a finite number above 0", lambda epochs: 0 < epochs < float("inf")),
+        ("seed", f"from 0 to {2**32 - 1:,}", lambda seed: 0 <= seed < 2**32),
+        ("eval_fraction", "at least 0 and below 1", lambda share: 0 <= share < 1),
+        ("weights", "pretrained or random", lambda kind: kind in ("pretrained", "random")),
+    )
+    for key, words, is_right in limits:
+        value = {**known, **asked}[key]
+        if value is not None and not is_right(value):
+            told = f"{value:g}" if isinstance(value, float) else quote(value)
+            raise InputError(f"--{key.replace('_', '-')} must be {words}, got {told}")
+    request = TrainingRequest(name=name, output=output, texts=dict(texts), **asked, **numbers)
+    is_begun = directories.known_run(output) is not None
+    # A directory that is refused is not made, and one that is held is not again.
+    with directories.held(output) if is_begun else nullcontext():
+        return _train(request, is_held=is_begun, storage=storage, as_json=as_json)
+
+
+def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_json: bool) -> int:
+    prepared = prepare_training(
+        request,
+        read_study=lambda name: read(name, url=storage_url(storage)),
+        read_texts=read_texts,
+        card=read_card,
+        warn=warn,
+    )
+    output, summary = request.output, prepared.texts.summary
+    if request.is_resumed and directories.is_done(output):
+        checkpoints.remove_all(output)
+        note(f"{output} holds a training that is done: there is nothing left to do.")
+        if as_json:
+            say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
+        return DONE
+    dataset = f"{summary.source} ({units.plural(summary.rows, 'row')}, {summary.tokens:,} tokens)"
+    what = f"Training {prepared.subject.words} on {dataset}, {units.size(prepared.job.config)}."
+    for text in (what, *prepared.notes):
+        note(folded(text, width_of(sys.stderr)))
+    resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
+    if request.is_resumed and resume_from is None:
+        note("No checkpoint had been written yet: it begins at the first step.")
+    with _watching() as observe, nullcontext() if is_held else directories.held(output):
+        end = run_training(
+            prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
+        )
+    return _conclude(prepared, end, as_json=as_json)
+
+
+def _conclude(prepared: PreparedTraining, end: End, *, as_json: bool) -> int:
+    """Finish what came to its end, and say of anything else what it was and what to do."""
+    match end:
+        case TrainingResult() as result:
+            document = finished(prepared, result)
+            here = {**document["environment"], "versions": document["versions"]}
+            words = _result_text(prepared, result, environment=here)
+            say_result(document, words, as_json=as_json)
+            return DONE
+        case Stopped(step=step, checkpoint_step=kept):
+            note(f"Interrupted at step {step:,}; {_kept(kept, _RESUMED)}.")
+            return INTERRUPTED
+        case RanOut(doing=doing, step=step, detail=detail, checkpoint_step=kept):
+            smaller = smaller_than(prepared)
+            then = "" if smaller is None else smaller.words(prepared.job.config)
+            raise NothingFits(
+                f"out of memory in {doing}, after step {step:,} ({detail}); "
+                f"{_kept(kept, 'and usable')}{then and f'. The next smaller one: {then}'}"
+            )
+        case NotFinite(what=what, step=step, checkpoint_step=kept):
+            raise NothingFits(
+                f"{what} at step {step:,}: the training stopped there; "
+                f"{_kept(kept, 'it is sound')}. A lower --learning-rate may help"
+            )
+        case Refused(reason=reason):
+            raise InputError(reason)
+        case Unable(reason=reason, checkpoint_step=kept):
+            raise EnvironmentFault(f"{reason}; {_kept(kept, _RESUMED)}")
+        case _:
+            assert_never(end)
+
+
+def _kept(step: int | None, then: str) -> str:
+    if step is None:
+        return "there is no checkpoint yet"
+    return f"the checkpoint of step {step:,} is kept, {then}"
+
+
+def _result_text(
+    prepared: PreparedTraining, result: TrainingResult, *, environment: Mapping[str, Any]
+) -> str:
+    job, width, held = prepared.job, width_of(sys.stdout), result.eval_loss
+    lines = [
+        f"{units.plural(result.steps, 'step')}, {result.tokens:,} loss tokens, in "
+        f"{units.duration(result.seconds)}",
+        f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average"
+        + ("" if held is None else f"; held out {held:.4f}"),
+        table(("", "promised", "reached", "ratio"), promised_and_reached(job, result), width=width),
+    ]
+    if (why_not := incomparable(job, result)) is not None:
+        lines.append(folded(f"Not comparable: {why_not}.", width))
+    if (different := deviation(job, result, environment=environment)) is not None:
+        lines.append(folded(different.words, width))
+    if result.rows_left_out:
+        lines.append(f"{units.plural(result.rows_left_out, 'row')} had no loss token.")
+    return "\n".join([*lines, f"Adapter: {job.output}"])
+
+
+@contextmanager
+def _watching() -> Iterator[Callable[[Event], None]]:
+    """Show a training on stderr: a bar in a terminal, a line now and then elsewhere."""
+    console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
+        yield _Shown(None)
+        return
+    words, doing = TextColumn("{task.fields[words]}"), TextColumn("{task.description}")
+    bar = BarColumn(bar_width=None)
+    with Progress(doing, bar, words, console=console, expand=True, transient=True) as progress:
+        yield _Shown(progress)
+
+
+class _Shown:
+    """A line for what happens once, and the steps: in a bar, else in a line now and then."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        if progress is not None:
+            self._task = progress.add_task("starting", total=None, words="")
+        self._rhythm = Rhythm()
+        self._steps = 0
+
+    def __call__(self, event: Event) -> None:
+        """Show what happened."""
+        match event:
+            case Started(steps=steps, steps_done=done, documents_apart=is_apart):
+                self._steps = steps
+                self._say(_started(event))
+                self._draw(total=steps, completed=done)
+                if is_apart is False:
+                    self._say(f"warning: {TOGETHER}")
+            case Progressed(step=step, loss=loss, tokens_per_second=rate, seconds_left=left):
+                words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s, {units.duration(left)} left"
+                self._draw(completed=step, description=f"step {step:,}", words=words)
+                if self._progress is None and self._rhythm.is_due:
+                    self._rhythm.go_on()
+                    note(f"step {units.out_of(step, self._steps)}: {words}")
+            case Alive(doing=doing) if doing != "a training step" or not self._steps:
+                self._draw(description=doing)
+            case Evaluated(step=step, loss=loss):
+                self._say(f"step {step:,}: held-out loss {loss:.4f}")
+            case Saved(step=step):
+                self._say(f"step {step:,}: checkpoint written")
+            case NotSaved(step=step, reason=reason):
+                self._say(
+                    f"warning: step {step:,}: no checkpoint, as the disk does not take it "
+                    f"({reason}); the training continues, and the one before is kept"
+                )
+
+    def _draw(self, **changes: Any) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, **changes)
+
+    def _say(self, line: str) -> None:
+        if self._progress is None:
+            note(line)
+        else:
+            self._progress.console.print(line, markup=False, highlight=False)
+
+
+def _started(started: Started) -> str:
+    begun = f"from step {started.steps_done:,} " if started.steps_done else ""
+    rows = units.plural(started.rows, "row")
+    if started.texts_rows not in (None, started.rows):
+        rows = f"{units.plural(started.texts_rows, 'row')} packed into {started.rows:,}"
+    return (
+        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over {rows}, "
+        f"{units.plural(started.rows_held_out, 'row')} held out; "
+        f"{units.count(started.trainable_parameters)} trainable parameters"
+    )
+
+
+def verify(
+    what: str,
+    *,
+    steps: int,
+    trial: int | None,
+    model: str | None,
+    storage: str | None,
+    as_json: bool,
+) -> int:
+    """Run a study's winner or an export, and print how it compares with what was recorded."""
+    if exists(Path(what), label=what):
+        if trial is not None:
+            raise InputError("--trial: an export is of one trial; leave it out")
+        record = record_of_export(what)
+    elif what.endswith((".py", ".yaml", ".yml", ".json")) or "/" in what:
+        raise InputError(f"{what}: no such file")
+    else:
+        record = record_of_study(read(what, url=storage_url(storage)), number=trial)
+    with working(f"running {record.label} for {steps} steps") as part:
+        found = run_verify(
+            record, steps=steps, model=model, tell=lambda name, done, of: part(name)(done, of)
+        )
+    say_result(found.to_json(), verification_text(found), as_json=as_json)
+    return DONE if found.ok else NOT_AS_RECORDED
+
+
+def verification_text(found: Verification) -> str:
+    """Return both figures beside each other, and what differs."""
+    verdict = "As recorded" if found.ok else "Not as recorded"
+    figures = (("tokens/s", found.speed, units.rate), ("peak allocated", found.memory, units.gib))
+    lines = [f"{verdict}: {found.label}, {found.steps} steps of {_RUNS[found.kind]}."]
+    for name, figure, words in figures:
+        beside = "not compared"
+        if figure.ratio is not None:
+            within = units.percent(figure.tolerance)
+            beside = f"{100 * (figure.ratio - 1.0):+.1f} % (within {within} is as recorded)"
+        both = f"{words(figure.promised)} recorded, {words(figure.reached)} reached"
+        lines.append(f"{name:<14}  {both}: {beside}")
+    return "\n".join([*lines, *(f"- {difference}" for difference in found.differences)])
+
+
+def merge(
+    adapter: str, *, output: str, model: str | None, dtype: str | None, rows: int, as_json: bool
+) -> int:
+    """Merge an adapter into its base, and print what came of it and how near it is."""
+    if dtype is not None and dtype not in _MERGED:
+        raise InputError(f"--dtype: unknown type {quote(dtype)}{did_you_mean(dtype, _MERGED)}")
+    with working("reading the adapter and its base") as part:
+
+        def tell(news: Mapping[str, Any]) -> None:
+            if "merged" in news:
+                part("MiB merged")(news["merged"] // 2**20, news["of"] // 2**20)
+            else:
+                part("models compared")(news["compared"], news["of"])
+
+        request = MergeRequest(adapter, output, model, cast(Any, dtype), rows)
+        report = run_merge(request, on_news=tell)
+    whole, compared = report.weights_replaced, report.comparison
+    replaced = f", {units.plural(whole, 'tensor')} replaced" if whole else ""
+    lines = [
+        f"Merged {report.adapter} into {report.base}: {report.output}",
+        f"{units.plural(report.weights_merged, 'weight')} merged{replaced}; "
+        f"{units.gib(report.weights_bytes)} of {report.dtype} in "
+        f"{units.plural(report.shards, 'file')}, {report.merge_seconds:.0f} s, "
+        f"host memory up to {units.gib(report.peak_host_bytes)}.",
+        f"Tokenizer: {f'that of the {report.tokenizer}' if report.tokenizer else 'none'}.",
+    ]
+    if compared is None:
+        lines.append(f"Not compared with base and adapter: {report.not_compared}.")
+    else:
+        lines += comparison_lines(compared)
+    say_result(report.model_dump(mode="json"), "\n".join(lines), as_json=as_json)
+    if compared is None or compared.is_near:
+        return DONE
+    note(
+        "error: the merged model's logits are further from base and adapter than rounding explains:"
+        " is this the base that the adapter was trained on?"
+    )
+    return NOT_NEAR
+
+
+def comparison_lines(compared: Comparison) -> Iterator[str]:
+    """Yield how far a merged model's logits are from those of base and adapter."""
+
+    def difference(found: Comparison | Trained) -> str:
+        return (
+            f"{found.mean_abs:.2g} apart on average, {found.max_abs:.2g} at most, the likeliest "
+            f"token is the same at {units.share(found.argmax_agreement)}"
+        )
+
+    yield (
+        f"Logits beside base and adapter, {compared.rows} rows of {compared.tokens_per_row} random "
+        f"tokens ({compared.device}): {difference(compared)}; the adapter itself moves them by "
+        f"{compared.adapter_mean_abs:.2g} on average."
+    )
+    words = "An adapter trained on a quantized base knows that base: this is near it, not the same"
+    if (trained := compared.trained) is not None:
+        kind = f"{trained.quantization}{', double-quantized' if trained.double_quant else ''}"
+        yield f"{words}. Beside the quantized base ({kind}) and adapter: {difference(trained)}."
+    elif compared.trained_failed:
+        yield f"{words}. The quantized base could not be looked at: {compared.trained_failed}."
+    else:
+        yield f"{words}."
