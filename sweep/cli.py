@@ -78,7 +78,7 @@ def front_door(version: opt.VersionOption = False) -> int:
         "sweep run a10",
         "sweep run cpu-demo --trials 3 --no-confirm",
         "sweep run a10 --rank 64 --target-modules all-linear --set compile=true",
-        "sweep run a10 --data texts.jsonl",
+        "sweep run a10 --data dataset.jsonl",
         "sweep run wider.yaml --from a10",
         "sweep run a10 --devices all --model mistral-7b-v0.3 --model llama-3.1-8b",
         "sweep run a10 --on slurm --with time=4h --with partition=gpu --dry-run",
@@ -224,7 +224,7 @@ def _soak(typed: str | None) -> dict[str, float] | None:
         "sweep plan a10 --rank 64 --target-modules all-linear --seq-len 1024 --gpu a100-40gb",
         "sweep plan a10 --exact --micro-batch-size 8 --seq-len 512 --set checkpoint_fraction=0.5",
         "sweep plan a10 --longest",
-        "sweep plan a10 --data texts.jsonl --tokenizer models/mine",
+        "sweep plan a10 --data dataset.jsonl --tokenizer models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --samples 10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
     )
@@ -308,8 +308,8 @@ def plan(
 
 @app.command(
     epilog=opt.examples(
-        "sweep data texts.jsonl --model demo",
-        "sweep data texts.jsonl --model demo --completions-only --json",
+        "sweep data dataset.jsonl --model demo",
+        "sweep data dataset.jsonl --model demo --completions-only --json",
     )
 )
 def data(
@@ -496,8 +496,8 @@ def verify(
 
 @app.command(
     epilog=opt.examples(
-        "sweep train a10 --data texts.jsonl --output adapter --max-steps 200",
-        "sweep train demo --data texts.jsonl --output adapter --max-steps 10",
+        "sweep train a10 --data dataset.jsonl --output adapter --max-steps 200",
+        "sweep train demo --data dataset.jsonl --output adapter --max-steps 10",
     )
 )
 def train(

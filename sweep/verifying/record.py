@@ -228,7 +228,7 @@ class _ToldProvenance(_Part):
     driver: str | None = None
     cuda_driver: str | None = None
     python: str | None = None
-    card: str | None = None
+    gpu: str | None = None
     sweep: dict[str, str | None] = Field(default_factory=dict)
     texts: _ToldTexts | None = None
 
@@ -282,7 +282,7 @@ def _environment(
     """Return a study's environment from what an export tells of it."""
     told = provenance.model_dump(include={"driver", "cuda_driver", "python"})
     # Of a study on the CPU an export calls that its GPU.
-    gpu = None if is_cpu else provenance.card
+    gpu = None if is_cpu else provenance.gpu
     return told | {
         "gpu": gpu,
         "commit": provenance.sweep.get("commit"),
