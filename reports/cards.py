@@ -17,8 +17,7 @@ from search_spaces.linears import CapacityClass, parameters
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.objectives import measured_of
-from storage.ranking import rank_study
+from storage.ranking import measured_of, rank_study
 
 _BYTES_PER_PARAMETER = 2
 """Of the weights that arrive: 16 bits each."""

@@ -1,10 +1,8 @@
-"""Owns what a report is decided by: which configuration to take for speed, money, memory or
-capacity, how sure that is, and what to do where it is not.
+"""What a report is decided by: the answer, what to take instead for memory or money, and how sure
+that is.
 
-Each question has one card; where two have the same answer, the second says so in a line. Speeds are
-those on the target GPU, and money follows from them. Which trial is the fastest goes by what was
-measured, as one GPU ran them all. Pure: a study's snapshot in, frozen values of finished text out;
-knows nothing of HTML.
+Speeds are those on the target GPU, and money follows from them. Which trial is the fastest goes by
+what was measured, as one GPU ran them all.
 """
 
 from __future__ import annotations
@@ -12,39 +10,25 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import yaml
 
-from reports import confirmation, objectives, uncertainty, units
+from reports import sentences, units, words
 from reports.advice import how_to_go_faster
-from reports.summary import answer, in_words, notes, offer_words
-from reports.texts import epoch_words
+from reports.view import StudyView, view_of
 from search_spaces.errors import InputError
-from search_spaces.prices import Offer
-from storage.definition import StudySnapshot, TargetSpeed
-from storage.gain import compare, gain_of
-from storage.objectives import measured_of
-from storage.ranking import Ranking, rank_study
-from storage.records import TrialRecord, Verdict
+from storage.definition import StudySnapshot
+from storage.ranking import measured_of
+from storage.records import TrialRecord
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
 ALIKE = 0.02
-"""Predicted speeds that are closer than this do not say which of two is the cheaper."""
+"""Prices of a token that are closer than this do not say which of two is the cheaper."""
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
-
-CLASS, CHEAPEST, MEMORY, CAPACITY = (
-    "Fastest in your capacity class",
-    "Cheapest per token",
-    "Most memory left",
-    "Largest capacity",
-)
-"""The questions, in the order of the page."""
-COMPROMISE, LEAST = "Best compromise", "Least memory"
-"""What comes before them where speed alone was not what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -92,44 +76,27 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Card:
-    """The answer to one question, as text; what is not known of it is empty."""
+    """The configuration to take, as text."""
 
-    title: str
-    meaning: str
-    """What the question means, and of what the answer was chosen."""
     number: int
-    capacity: str
-    configuration: str
-    speed: str
-    unit: str
-    """Of the speed, with the GPU that it is on."""
-    basis: str
-    """On what ground the speed is known, and how surely."""
-    measured: str
-    """What the GPU that stood in reached; empty where the target ran itself."""
-    gain: str
-    gain_detail: str
-    dollars: str
-    dollars_detail: str
-    usd_per_million_tokens: tuple[float, float | None, float | None] | None
-    """The same with its least and its most, to compute with."""
+    what: str
+    """The configuration in words, and what was odd about its measurement."""
+    facts: tuple[tuple[str, str], ...]
+    """Names and sentences, the terminal's own."""
     tokens_per_second: float | None
     """On the target GPU, to compute with."""
-    epoch: str
-    """What one epoch of the study's texts takes; empty without texts."""
+    usd_per_million_tokens: tuple[float, ...]
+    """With its least and its most, to compute with; empty where it is not known."""
     job: str
-    """What the training that is asked about costs and takes."""
-    peak: str
-    margin: str
+    """What the training that is asked about costs and takes; empty where it is not known."""
     memory_share: float
     """Of the budget, 0 to 1."""
-    flags: str
     recipes: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True)
 class Line:
-    """The answer to a question that needs no card: another has it, or there is none."""
+    """What to take instead, for a reason, as text."""
 
     title: str
     text: str
@@ -140,14 +107,11 @@ class Decision:
     """The first screen of a report."""
 
     headline: str
-    alike: str
-    """What is as good as the recommendation; empty where nothing is."""
     command: str
     """What to type to be surer; empty where nothing would help."""
-    cards: tuple[Card, ...]
+    card: Card | None
+    """None where nothing fits."""
     lines: tuple[Line, ...]
-    price: str
-    """At what the target is rented, where and when that was read; empty where it is not known."""
     price_source: str
     job_tokens: float
     notes: tuple[str, ...]
@@ -157,227 +121,95 @@ class Decision:
 
 def decision_of(snapshot: StudySnapshot) -> Decision:
     """Return what a report is decided by."""
-    ranking = rank_study(snapshot)
-    cards, lines = _answers(snapshot, ranking)
-    headline = answer(snapshot, ranking)
-    advice = () if cards else how_to_go_faster(snapshot)
-    is_sure = ranking.winner is None or ranking.is_settled
+    view = view_of(snapshot)
+    epoch = None if view.winner is None else view.winner.epoch
+    tokens = snapshot.job_tokens or (JOB_TOKENS if epoch is None else float(epoch.loss_tokens))
+    is_sure = view.winner is None or view.ranking.is_settled
     return Decision(
-        headline=headline,
-        alike=confirmation.as_fast(ranking),
-        command="" if is_sure else confirmation.measure_again(snapshot.name),
-        cards=tuple(cards),
-        lines=tuple(lines),
-        price="" if snapshot.offer is None else offer_words(snapshot.offer),
+        headline=sentences.headline(view),
+        command="" if is_sure else sentences.commands(view)[0],
+        card=None if view.winner is None else _card(view, view.winner, tokens),
+        lines=tuple(_instead(view)),
         price_source="" if snapshot.offer is None else snapshot.offer.source,
-        job_tokens=_job_tokens(snapshot),
-        notes=notes(snapshot),
-        advice=tuple(sentence for sentence in advice if sentence != headline),
+        job_tokens=tokens,
+        notes=tuple(sentences.notes(view)),
+        advice=() if view.winner else tuple(how_to_go_faster(view)),
     )
 
 
-def _answers(snapshot: StudySnapshot, ranking: Ranking) -> tuple[list[Card], list[Line]]:
-    """Return each question's answer: a card, or a line where an earlier card has it."""
-    cards: list[Card] = []
-    lines: list[Line] = []
-    for title, meaning, found in _questions(snapshot, ranking):
-        shown = next((card for card in cards if found and card.number == found.number), None)
-        if found is None:
-            lines.append(Line(title, meaning))
-        elif shown is not None:
-            lines.append(Line(title, f"trial {found.number} as well; {meaning}"))
-        else:
-            cards.append(_card(title, meaning, found, snapshot, ranking))
-    return cards, lines
+def _card(view: StudyView, record: TrialRecord, tokens: float) -> Card:
+    measured, baseline = measured_of(record), view.ranking.definition.space.baseline_config()
+    configuration = sentences.in_words(record.config, baseline)
+    speed, dollars = view.target_tokens_per_second, view.snapshot.usd_per_million_tokens(record)
+    usd = () if dollars is None else (dollars, *(view.snapshot.usd_interval(record) or ()))
+    return Card(
+        number=record.number,
+        what="; ".join(filter(None, (configuration, words.flags_in_words(measured)))),
+        facts=tuple(f for f in sentences.facts(view) if f[0] not in ("trials", "warning")),
+        tokens_per_second=None if speed is None else speed.value,
+        usd_per_million_tokens=usd,
+        job="" if speed is None else _job(tokens / speed.value, [d * tokens / 1e6 for d in usd]),
+        memory_share=min(1.0, measured.peak_allocated_bytes / view.gpu.budget_bytes),
+        recipes=tuple(_recipes(view, record)),
+    )
 
 
-def _questions(
-    snapshot: StudySnapshot, ranking: Ranking
-) -> Iterator[tuple[str, str, TrialRecord | None]]:
-    """Yield each question's title, what it means, and its trial; without one, why there is none."""
-    fastest = _fastest_first(ranking)
-    if not fastest:
+def _job(seconds: float, usd: list[float]) -> str:
+    """Return what a training costs and takes; the page's script says the same."""
+    took = f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
+    took = took if seconds >= 60 else f"{seconds:.0f} s"
+    if not usd:
+        return took
+    within = f" ({units.usd_interval((usd[1], usd[2]))})" if len(usd) > 1 else ""
+    return f"{units.usd(usd[0])}{within}, {took}"
+
+
+def _recipes(view: StudyView, record: TrialRecord) -> Iterator[Recipe]:
+    """Yield what there is to copy: the command that writes a script of it, and its values."""
+    if sentences.commands(view):
+        script = f"sweep export {shlex.quote(view.study)} --format script"
+        yield Recipe("command", f"{script} --trial {record.number}")
+    values = record.config.model_dump(mode="json")
+    yield Recipe("JSON", json.dumps(values, indent=2))
+    yield Recipe("YAML", yaml.safe_dump(values, sort_keys=False))
+
+
+def _instead(view: StudyView) -> Iterator[Line]:
+    """Yield what answers another question than the study's, where that is another trial."""
+    ranking, snapshot = view.ranking, view.snapshot
+    known = {record.number for record in ranking.ranked}
+    fastest = [record for record in ranking.by_speed if record.number in known]
+    if view.winner is None:
         return
-    if ranking.objectives not in (("tokens_per_second",), ("trainable_parameters",)):
-        meaning = f"by {objectives.names(ranking.objectives)}, as the study was asked for"
-        yield COMPROMISE if len(ranking.objectives) > 1 else LEAST, meaning, ranking.winner
-    yield CLASS, *_of_class(ranking, fastest)
-    if snapshot.offer is not None:
-        yield CHEAPEST, *_cheapest(snapshot, fastest, snapshot.offer)
+    own = ranking.fastest_of_baselines_class or ranking.baseline
     compared = ranking.compared(fastest)
     limit = (1.0 - SPEED_LOSS) * measured_of(compared[0]).tokens_per_second
     quick = {r.number for r in compared if measured_of(r).tokens_per_second >= limit}
-    alike = (r for r in fastest if r.number in quick)
-    frugal = min(alike, key=lambda r: measured_of(r).peak_allocated_bytes)
-    yield MEMORY, f"at most {units.percent(SPEED_LOSS)} slower than the fastest", frugal
-    yield CAPACITY, *_largest(ranking, fastest)
-
-
-def _fastest_first(ranking: Ranking) -> Sequence[TrialRecord]:
-    """Return what fits in the order of the answer where speed is what was asked for."""
-    if ranking.objectives == ("tokens_per_second",):
-        return ranking.ranked
-    known = {record.number for record in ranking.ranked}
-    return [record for record in ranking.by_speed if record.number in known]
-
-
-def _of_class(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, TrialRecord | None]:
-    own = uncertainty.capacity(ranking.definition.space.baseline_config())
-    found = next((r for r in fastest if ranking.is_of_baselines_class(r.config)), None)
-    if found is not None:
-        return f"{own}, as the baseline", found
-    if ranking.baseline is not None:
-        return f"{own}: only the baseline was measured", ranking.baseline
-    return f"{own}, as the baseline: nothing of it was measured to fit", None
-
-
-def _largest(ranking: Ranking, fastest: Sequence[TrialRecord]) -> tuple[str, TrialRecord]:
-    """Return who trains the most: what was stopped as slow, and the baseline, fitted as well."""
-    slow = [r for r in ranking.of_space if r.verdict is Verdict.PRUNED_SLOW and r.measurement]
-    own = [] if ranking.baseline is None else [ranking.baseline]
-    largest = max([*fastest, *own, *slow], key=lambda r: measured_of(r).trainable_parameters)
-    count = units.count(measured_of(largest).trainable_parameters)
-    stopped = ", stopped as too slow" if largest.verdict is Verdict.PRUNED_SLOW else ""
-    return f"{count} trainable parameters, the most that fitted{stopped}", largest
-
-
-def _cheapest(
-    snapshot: StudySnapshot, fastest: Sequence[TrialRecord], offer: Offer
-) -> tuple[str, TrialRecord | None]:
-    """Return the fastest on the target: at one price that is the cheapest."""
-    gpu = snapshot.definition.target.gpu
-    hour = f"${offer.usd_per_hour:,.2f} an hour"
-    # Of what several GPUs make each has to be paid for.
-    speeds = {
-        r.number: s.tokens_per_second / r.config.data_parallel
-        for r in fastest
-        if (s := snapshot.target_speed(r))
+    usd = {r.number: dollars for r in fastest if (dollars := snapshot.usd_per_million_tokens(r))}
+    saved = usd.get(view.winner.number, 0.0) * (1.0 - ALIKE)
+    cheaper = [record for record in fastest if usd.get(record.number, saved) < saved]
+    of_class = words.capacity(ranking.definition.space.baseline_config())
+    questions = {
+        "Fastest": fastest[0],
+        f"Fastest at {of_class}, as the baseline": own,
+        "Cheapest per token": min(cheaper, key=lambda r: usd[r.number], default=None),
+        f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(
+            (record for record in fastest if record.number in quick),
+            key=lambda record: measured_of(record).peak_allocated_bytes,
+        ),
     }
-    if not speeds:
-        return f"the speed on {gpu}, and with it the cost, is not predicted", None
-    if len({record.config.data_parallel for record in fastest}) > 1:
-        cheapest = max((r for r in fastest if r.number in speeds), key=lambda r: speeds[r.number])
-        count = units.plural(cheapest.config.data_parallel, "GPU")
-        return f"the most tokens of each GPU, with {count} at {hour} each", cheapest
-    if snapshot.definition.target.emulated_on is None:
-        return f"the fastest of all, at {hour}", fastest[0]
-    enough = (1.0 - ALIKE) * max(speeds.values())
-    found = next(r for r in fastest if speeds.get(r.number, 0.0) >= enough)
-    return f"by the speed predicted for {gpu}, at {hour}", found
+    for title, record in questions.items():
+        if record is not None and record.number != view.winner.number:
+            yield Line(title, _in_a_line(view, record))
 
 
-def _card(
-    title: str, meaning: str, record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking
-) -> Card:
-    measured, target = measured_of(record), snapshot.definition.target
-    speed, dollars = snapshot.target_speed(record), snapshot.usd_per_million_tokens(record)
-    ends = snapshot.usd_interval(record)
-    left = target.budget_bytes - measured.peak_allocated_bytes
-    gain, gain_detail = _gain(ranking, record)
-    is_searched = bool(ranking.searched) and not ranking.is_measured_again(record)
-    where = ", scaled from the search" if is_searched else ""
-    beside = uncertainty.measured_beside(measured, target)
-    baseline = ranking.definition.space.baseline_config()
-    return Card(
-        title=title,
-        meaning=meaning,
-        number=record.number,
-        capacity=uncertainty.capacity(record.config),
-        configuration=in_words(record.config, baseline, has_capacity=False),
-        speed=units.DASH if speed is None else units.rate(speed.tokens_per_second),
-        unit=f"tokens/s on {target.gpu}",
-        basis=_basis(speed) + (where if target.emulated_on is None else ""),
-        measured=beside and beside + where,
-        gain=gain,
-        gain_detail=gain_detail,
-        dollars="" if dollars is None else units.usd(dollars),
-        dollars_detail="" if ends is None else units.usd_interval(ends),
-        usd_per_million_tokens=None if dollars is None else (dollars, *(ends or (None, None))),
-        tokens_per_second=None if speed is None else speed.tokens_per_second,
-        epoch=epoch_words(snapshot, record) or "",
-        job=_job(speed, dollars, ends, _job_tokens(snapshot)),
-        peak=units.gib(measured.peak_allocated_bytes),
-        margin=f"of {units.gib(target.budget_bytes)}, {units.gib(left)} left",
-        memory_share=min(1.0, measured.peak_allocated_bytes / target.budget_bytes),
-        flags=uncertainty.flags_in_words(measured),
-        recipes=recipes(snapshot, record),
+def _in_a_line(view: StudyView, record: TrialRecord) -> str:
+    baseline = view.ranking.definition.space.baseline_config()
+    factor, over = sentences.gain_of(view.ranking, record)
+    known = (
+        sentences.speed_on_target(view.snapshot, record),
+        units.gib(measured_of(record).peak_allocated_bytes),
+        f"{factor} {over}" if factor else f"no gain stated: {over}",
+        sentences.in_words(record.config, baseline),
     )
-
-
-def _basis(speed: TargetSpeed | None) -> str:
-    if speed is None:
-        return "not predicted"
-    if speed.low is None or speed.high is None:
-        return speed.basis
-    return f"{speed.basis} {units.rate_interval((speed.low, speed.high))}"
-
-
-def _gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
-    """Return a trial's gain and what that is over; that this is faster and no answer, if so."""
-    gain, detail = _own_gain(ranking, record)
-    faster = uncertainty.faster_and_no_answer(ranking, record)
-    end = "." if detail.endswith(".") else ""
-    return gain, f"{detail.removesuffix('.')}; {faster}{end}" if faster else detail
-
-
-def _own_gain(ranking: Ranking, record: TrialRecord) -> tuple[str, str]:
-    """Return a trial's gain and what it is over; nothing and why where none is stated."""
-    over = uncertainty.reference_of(ranking, record.config)
-    baseline = ranking.baseline
-    if baseline is not None and record.number == baseline.number:
-        return "1x", "the baseline itself"
-    comparison = compare(ranking)
-    if comparison is None:
-        return "", "The baseline was not measured."
-    gain, reason = gain_of(ranking, record)
-    if gain is None:
-        why = uncertainty.why_no_gain(reason, over)
-        return "", f"{why[0].upper()}{why[1:]}."
-    ends = uncertainty.factor_interval(gain)
-    return uncertainty.factor(gain), f"{over} ({ends})" if ends else over
-
-
-def _job_tokens(snapshot: StudySnapshot) -> float:
-    """Return the tokens that are priced: as asked, an epoch of the texts, or a round number."""
-    winner = rank_study(snapshot).winner
-    epoch = None if winner is None else winner.epoch
-    return snapshot.job_tokens or (JOB_TOKENS if epoch is None else float(epoch.loss_tokens))
-
-
-def _job(
-    speed: TargetSpeed | None,
-    dollars: float | None,
-    ends: tuple[float, float] | None,
-    tokens: float,
-) -> str:
-    """Return what a training of so many tokens costs and takes; the page's script says the same."""
-    if speed is None:
-        return ""
-    took = job_duration(tokens / speed.tokens_per_second)
-    if dollars is None:
-        return took
-    millions = tokens / 1e6
-    within = (
-        "" if ends is None else f" ({units.usd_interval((ends[0] * millions, ends[1] * millions))})"
-    )
-    return f"{units.usd(dollars * millions)}{within}, {took}"
-
-
-def job_duration(seconds: float) -> str:
-    """Return how long a training takes, as roughly as it is known: ``27 min``, ``3.4 h``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
-
-
-def recipes(snapshot: StudySnapshot, record: TrialRecord) -> tuple[Recipe, ...]:
-    """Return what there is to copy of a trial: the command that writes its script, its values."""
-    values, name = record.config.model_dump(mode="json"), shlex.quote(snapshot.name)
-    export = f"sweep export {name} --format script --trial {record.number}"
-    # A surface is no study, and nothing exports from it.
-    is_surface = snapshot.definition.target.recorded is not None and not snapshot.identity
-    return (
-        *(() if is_surface else (Recipe("command", export),)),
-        Recipe("JSON", json.dumps(values, indent=2)),
-        Recipe("YAML", yaml.safe_dump(values, sort_keys=False)),
-    )
+    return f"trial {record.number}: {'; '.join(known)}"

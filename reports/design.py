@@ -17,7 +17,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
-from storage.objectives import rankable
+from storage.ranking import rankable
 from storage.records import OUT_OF_MEMORY, TrialRecord
 
 TRIALS_PER_VALUE = 5

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from reports import uncertainty, units
-from reports.outcomes import VERDICT_LABELS, reason
+from reports import units, words
+from reports.words import VERDICT_LABELS, reason
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.knobs import KNOBS
@@ -178,7 +178,7 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
     classes = {r.number: ranking.capacity_class(r.config) for r in snapshot.records}
     # The first trial of a class names it.
     first = {classes[r.number]: r.config for r in reversed(snapshot.records)}
-    names = {known: shown(uncertainty.capacity(config)) for known, config in first.items()}
+    names = {known: shown(words.capacity(config)) for known, config in first.items()}
     return {number: names[known] for number, known in classes.items()}
 
 
@@ -233,7 +233,7 @@ def _measured(
         "final_loss": measured.final_loss if is_real else None,
         **_quality(measured),
         "joules_per_token": measured.joules_per_token,
-        "doubts": uncertainty.doubts(measured) or None,
+        "doubts": words.doubts(measured) or None,
         "faithful": close
         and f"gradients within {units.share(close.gradient_error)} of 16-bit compute "
         f"(cosine {close.gradient_cosine:.4f})",

@@ -11,8 +11,7 @@ from reports.document import document_of
 from reports.figures.figure import DataTable, PageFigure
 from reports.figures.front import front_controls, front_drawing, front_names
 from storage.definition import StudySnapshot
-from storage.objectives import fitting
-from storage.ranking import rank_study
+from storage.ranking import fitting, rank_study
 from storage.records import Verdict
 
 _QUESTION = "What do I give up for less memory, money or rank?"

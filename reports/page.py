@@ -37,9 +37,7 @@ from reports.figures.search import search_of
 from reports.figures.style import themes
 from reports.figures.trust import trust_section
 from reports.front import front_of
-from reports.next_steps import next_steps_of
-from reports.texts import texts_of
-from reports.trials import trials_of
+from reports.sections import next_steps_of, texts_of, trials_of
 from reports.wall import wall_of
 from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redacted, shown

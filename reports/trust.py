@@ -12,8 +12,7 @@ from statistics import median
 from typing import Literal
 
 from storage.definition import StudySnapshot
-from storage.objectives import measured_of, rankable
-from storage.ranking import Ranking, rank_study
+from storage.ranking import Ranking, measured_of, rank_study, rankable
 from storage.records import OUT_OF_MEMORY, Measurement, PredictionRecord, TrialRecord, Verdict
 
 TOP_SHOWN = 5

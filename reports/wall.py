@@ -12,15 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reports import uncertainty, units
+from reports import units, words
 from reports.document import memory_unit, sort_place
-from reports.outcomes import VERDICT_LABELS
+from reports.words import VERDICT_LABELS
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
 from storage.definition import MemoryForecast, StudySnapshot
-from storage.objectives import fitting, measured_of
-from storage.ranking import rank_study
+from storage.ranking import fitting, measured_of, rank_study
 from storage.records import (
     OUT_OF_MEMORY,
     Need,
@@ -389,7 +388,7 @@ class _Cells:
             "✕" if real else "△",
             f"{sign}{self._size(need.allocated_bytes)}",
             f"trial {nearest.number}: {VERDICT_LABELS[nearest.verdict]}, needs "
-            f"{uncertainty.need(need, self.unit)}; {units.plural(tried, 'trial')} here",
+            f"{words.need(need, self.unit)}; {units.plural(tried, 'trial')} here",
             0.0,
             nearest.number,
         )
@@ -417,7 +416,7 @@ def _miss(record: TrialRecord, snapshot: StudySnapshot) -> Nearest:
     return Nearest(
         record.number,
         units.changes(record.config, baseline=baseline),
-        uncertainty.need(need, memory_unit(snapshot)),
-        uncertainty.excess(need, budget_bytes=budget_bytes),
+        words.need(need, memory_unit(snapshot)),
+        words.excess(need, budget_bytes=budget_bytes),
         units.rate(expected),
     )

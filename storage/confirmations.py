@@ -1,4 +1,5 @@
-"""What measuring a winner again comes to: its pooled speed, ratios between runs in turns, its soak.
+"""What measuring a winner again comes to: its pooled speed, ratios between runs in turns, its soak,
+and its loss over several seeds.
 
 The speed that made a trial the winner is the luckiest of many, so it does not count any more once
 the configuration was run again: only the runs that confirm it are pooled, and they are those of one
@@ -12,7 +13,7 @@ logarithms, as what disturbs a step takes a share of it. A configuration has few
 next to nothing of how far runs spread; all of a series were run alike, so their spreads are pooled:
 of one speed as in a one-way layout, of a ratio about the rounds as well (Box, Hunter and Hunter,
 "Statistics for experimenters", ch. 4). What spread more than that keeps its own spread, and no
-interval is narrower than what is left of the runs' own.
+interval is narrower than what is left of the runs' own. Losses over seeds are pooled the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from storage.records import (
     RETRYABLE,
     Measured,
     Measurement,
-    OutOfMemory,
+    QualityReport,
     TrialRecord,
     Verdict,
 )
@@ -59,6 +60,29 @@ class Ratio:
     def is_open(self) -> bool:
         """Whether either may be the faster one: the interval holds 1."""
         return self.low is not None and self.high is not None and self.low <= 1 <= self.high
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far runs of one series spread."""
+
+    deviation: float
+    """Standard deviation, of speeds that of the logarithm of a run's median step."""
+    degrees: int
+    """Degrees of freedom: runs less the means about which they spread."""
+
+    @property
+    def t(self) -> float:
+        """Student's t, 97.5 %."""
+        return T_975[min(self.degrees, len(T_975)) - 1]
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[float]]) -> Spread:
+        """Return the spread that several groups have in common, each about the mean of its own."""
+        several = [group for group in groups if len(group) > 1]
+        degrees = sum(len(group) - 1 for group in several)
+        squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
+        return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
 
 
 @dataclass(frozen=True)
@@ -98,14 +122,15 @@ class Confirmations:
     def soak(self, config: TrialConfig, *, series: int) -> TrialRecord | None:
         """Return the longest soak of a configuration that it stood, in one series."""
         stood = [
-            record
+            (record.measurement.soak.seconds if record.measurement.soak else 0.0, record)
             for record in self.records
             if record.series == series
             and record.purpose == "soak"
             and record.verdict is Verdict.FITS
+            and record.measurement is not None
             and canonical(record.config) == canonical(config)
         ]
-        return max(stood, key=_soaked_seconds, default=None)
+        return max(stood, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def seconds(self, *, series: int) -> float:
         """Return the device's seconds that a series took so far, soaks and start as well."""
@@ -119,13 +144,20 @@ class Confirmations:
             series: that is asked about.
             besides: canonical configurations whose runs do not count.
         """
-        return sum(
-            _run_seconds(record)
+        runs = (
+            record
             for record in self.records
             if record.series == series
             and record.purpose == "confirm"
             and not record.is_interrupted
             and canonical(record.config) not in besides
+        )
+        # By the worker's clock where a run came to a measurement.
+        return sum(
+            record.device_seconds
+            if record.measurement is None
+            else record.measurement.setup_seconds + record.measurement.measured_seconds
+            for record in runs
         )
 
     def pooled(self, config: TrialConfig) -> Measurement | None:
@@ -200,9 +232,8 @@ class Confirmations:
 
     @cached_property
     def _spread(self) -> Spread:
-        return Spread.of(
-            logarithms(runs) for (series, _), runs in self._runs.items() if series == self.series
-        )
+        known = self._runs.items()
+        return Spread.of(logarithms(runs) for (series, _), runs in known if series == self.series)
 
     @cached_property
     def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
@@ -220,29 +251,6 @@ class Confirmations:
             for record in self.records
             if record.purpose == "confirm" and isinstance(record.outcome, Measured)
         ]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How far runs of one series spread."""
-
-    deviation: float
-    """Standard deviation, of speeds that of the logarithm of a run's median step."""
-    degrees: int
-    """Degrees of freedom: runs less the means about which they spread."""
-
-    @property
-    def t(self) -> float:
-        """Student's t, 97.5 %."""
-        return T_975[min(self.degrees, len(T_975)) - 1]
-
-    @classmethod
-    def of(cls, groups: Iterable[Sequence[float]]) -> Spread:
-        """Return the spread that several groups have in common, each about the mean of its own."""
-        several = [group for group in groups if len(group) > 1]
-        degrees = sum(len(group) - 1 for group in several)
-        squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
-        return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
 
 
 def pool(
@@ -263,29 +271,31 @@ def pool(
         level: the logarithm of the step where that is known better than by their mean.
         soak: of the same configuration; what its allocator did counts as well.
     """
-    last, steps = runs[-1], logarithms(runs)
+
+    def known(key: str) -> list[Any]:
+        return [value for run in runs if (value := getattr(run, key)) is not None]
+
+    steps, energies = logarithms(runs), known("joules_per_token")
     center = statistics.fmean(steps) if level is None else level
     between = spread.t * max(spread.deviation, statistics.stdev(steps)) / math.sqrt(len(runs))
     half = max(between, _within(runs))
-    step = math.exp(center)
-    faster = last.step_seconds / step
     retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
-    energies = _known(runs, "joules_per_token")
-    return scaled(last, faster).model_copy(
+    # That the steps of one run were uneven is in the spread.
+    flags = dict.fromkeys(flag for run in runs for flag in run.flags if flag != "noisy")
+    flags |= {"allocator_retries": None} if retries else {}
+    flags |= {"noisy": None} if half > math.log1p(UNSURE_FROM) else {}
+    spent = ("steps_measured", "steps_warmup", "setup_seconds", "measured_seconds")
+    unsure = ("training_seconds", "compile_seconds")
+    most = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
+    return scaled(runs[-1], runs[-1].step_seconds / math.exp(center)).model_copy(
         update={
             "step_seconds_ci95": (math.exp(center - half), math.exp(center + half)),
-            "steps_measured": sum(m.steps_measured for m in runs),
-            "steps_warmup": sum(m.steps_warmup for m in runs),
-            "peak_allocated_bytes": max(m.peak_allocated_bytes for m in runs),
-            "peak_reserved_bytes": max(_known(runs, "peak_reserved_bytes"), default=None),
-            "peak_device_bytes": max(_known(runs, "peak_device_bytes"), default=None),
-            "setup_seconds": sum(m.setup_seconds for m in runs),
-            "measured_seconds": sum(m.measured_seconds for m in runs),
-            "training_seconds": sum(_known(runs, "training_seconds")) or None,
-            "compile_seconds": sum(_known(runs, "compile_seconds")) or None,
+            **{key: sum(known(key)) for key in spent},
+            **{key: sum(known(key)) or None for key in unsure},
+            **{key: max(known(key), default=None) for key in most},
             "allocator_retries": retries,
             "joules_per_token": statistics.fmean(energies) if energies else None,
-            "flags": _flags(runs, is_noisy=half > math.log1p(UNSURE_FROM), retries=retries),
+            "flags": tuple(flags),
         }
     )
 
@@ -304,9 +314,16 @@ def scaled(measured: Measurement, faster: float) -> Measurement:
     )
 
 
+def logarithms(runs: Sequence[Measurement]) -> list[float]:
+    """Return the logarithm of each run's median step."""
+    return [math.log(run.step_seconds) for run in runs]
+
+
 def _within(runs: Sequence[Measurement]) -> float:
     """Return what is left of the runs' own intervals in their middle, in logarithms."""
-    return math.sqrt(sum(_own_half_width(run) ** 2 for run in runs)) / len(runs)
+    ends = [(run.step_seconds, *run.step_seconds_ci95) for run in runs if run.step_seconds_ci95]
+    halves = (math.log(max(high / step, step / low)) for step, low, high in ends)
+    return math.sqrt(sum(half**2 for half in halves)) / len(runs)
 
 
 def _residual(blocks: Sequence[Sequence[float]]) -> Spread:
@@ -326,47 +343,6 @@ def _residual(blocks: Sequence[Sequence[float]]) -> Spread:
     return Spread(math.sqrt(squares / degrees), degrees)
 
 
-def _own_half_width(run: Measurement) -> float:
-    """Return half the interval of one run's median, in logarithms; 0 where it has none."""
-    if run.step_seconds_ci95 is None:
-        return 0.0
-    low, high = run.step_seconds_ci95
-    return math.log(max(high / run.step_seconds, run.step_seconds / low))
-
-
-def _flags(runs: Sequence[Measurement], *, is_noisy: bool, retries: int) -> tuple[str, ...]:
-    """Return what any run was marked with; that the steps of one were uneven is in the spread."""
-    seen = dict.fromkeys(flag for run in runs for flag in run.flags if flag != "noisy")
-    if retries:
-        seen["allocator_retries"] = None
-    return (*seen, *(("noisy",) if is_noisy else ()))
-
-
-def logarithms(runs: Sequence[Measurement]) -> list[float]:
-    """Return the logarithm of each run's median step."""
-    return [math.log(run.step_seconds) for run in runs]
-
-
-def _known(runs: Sequence[Measurement], key: str) -> list[Any]:
-    """Return what the runs say of something, where they say anything."""
-    return [value for run in runs if (value := getattr(run, key)) is not None]
-
-
-def _run_seconds(record: TrialRecord) -> float:
-    """Return the seconds of a run, by the worker's clock where it came to a measurement."""
-    measured = record.measurement
-    if measured is None:
-        return record.device_seconds
-    return measured.setup_seconds + measured.measured_seconds
-
-
-def _soaked_seconds(record: TrialRecord) -> float:
-    measured = record.measurement
-    if measured is None:
-        return 0.0
-    return measured.measured_seconds if measured.soak is None else measured.soak.seconds
-
-
 def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bool:
     """Whether a soak that ended lasted as long as is asked for now, in seconds or in steps."""
     measured = record.measurement
@@ -375,8 +351,38 @@ def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bo
     return measured.soak.seconds >= seconds or measured.soak.steps >= steps
 
 
-def fell_in_words(record: TrialRecord) -> str:
-    """Return how a configuration lost in the run that ruled it out, in a few words."""
-    where = "its soak" if record.purpose == "soak" else "a run that was to confirm it"
-    what = "ran out of memory" if isinstance(record.outcome, OutOfMemory) else record.verdict
-    return f"{what} in {where}"
+def pooled_qualities(
+    records: Iterable[TrialRecord], confirmations: Iterable[TrialRecord]
+) -> Mapping[TrialConfig, QualityReport]:
+    """Return what each canonical configuration learned, over all seeds that it was trained with.
+
+    A loss depends on the adapters that a training began with and on the order of the examples, and
+    so on its seed; of several it is the mean, with Student's 95 % interval.
+
+    Args:
+        records: trials of the search, each trained with the study's own seed.
+        confirmations: what trained some of them with further ones.
+    """
+    known: dict[TrialConfig, dict[int, QualityReport]] = {}
+    for record in (*records, *(r for r in confirmations if r.purpose == "quality")):
+        if isinstance(record.outcome, Measured) and (report := record.outcome.measurement.quality):
+            known.setdefault(canonical(record.config), {})[report.seed] = report
+    losses = {config: [r.eval_loss for r in runs.values()] for config, runs in known.items()}
+    spread = Spread.of(losses.values())
+
+    def pooled(runs: Sequence[QualityReport], losses: Sequence[float]) -> QualityReport:
+        if len(runs) == 1:
+            return runs[0]
+        mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
+        half = spread.t * max(spread.deviation, deviation) / math.sqrt(len(runs))
+        return runs[0].model_copy(
+            update={
+                "eval_loss": mean,
+                "train_loss": statistics.fmean(run.train_loss for run in runs),
+                "seconds": sum(run.seconds for run in runs),
+                "seeds": tuple(run.seed for run in runs),
+                "eval_loss_ci95": (mean - half, mean + half),
+            }
+        )
+
+    return {config: pooled(list(runs.values()), losses[config]) for config, runs in known.items()}

@@ -38,7 +38,7 @@ from storage.keys import PURPOSE as PURPOSE
 from storage.keys import RECORD as RECORD
 from storage.keys import STARTED_AT as STARTED_AT
 from storage.keys import VERDICT as VERDICT
-from storage.objectives import LESS_IS_BETTER, objective_value
+from storage.ranking import LESS_IS_BETTER, objective_value
 from storage.records import (
     RETRYABLE,
     Errand,

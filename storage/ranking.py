@@ -1,16 +1,15 @@
-"""Owns the order of a study's trials by what the study was asked for. Pure.
+"""The order of a study's trials by what the study asks for, and what each gained over the baseline.
 
 Every place that names a best trial (`best`, the terminal, the report, an export) reads it here.
-Knows nothing of words or figures.
 
 A configuration counts once: by the last trial of it that came to a conclusion (fits, out of memory,
 diverged, ineffective). Running out of memory later retracts a fit. Only what the study's space
 holds is ranked: its baseline may lie outside, and is then a reference and never an answer.
 
-Several objectives have no one order. Their front is every trial that no other beats in one and
-matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the trial
-nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as near,
-the objective that was named first decides.
+Several objectives have no one order. Their Pareto front is every trial that no other beats in one
+and matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the
+trial nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as
+near, the objective that was named first decides.
 
 A configuration that was measured again is ranked by those runs (`confirmations`), and one that did
 not hold in them does not fit. What was not measured again comes after them, unless it was the
@@ -23,10 +22,16 @@ target, where that is known of all: no two GPUs have units for 8 bits that are a
 
 The fastest is recommended; of a tie, one that never made the allocator give memory back. Only what
 was measured side by side is a tie: where the interval of the ratio of the two holds 1.
+
+Rank and target modules cost speed and buy capacity, so a gain is stated within one capacity class:
+over the baseline, and in another class than its own over the baseline's recipe in that class. Noise
+widens its interval; only where that holds 1 is no gain stated.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,32 +39,132 @@ from types import MappingProxyType
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+from pydantic import BaseModel, ConfigDict
+
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.knobs import Numerics
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
-from storage.confirmations import Confirmations, Ratio, scaled
+from storage.confirmations import Confirmations, Ratio, pooled_qualities, scaled
 from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
-from storage.objectives import (
-    by_number,
-    distance_to_the_corner,
-    fastest_first,
-    fitting,
-    is_judged,
-    is_tied,
-    measured_of,
-    merits_of,
-    pareto_front,
-    rankable,
+from storage.records import Measurement, TrialRecord, Verdict
+
+CONCLUSIVE = frozenset({Verdict.FITS, Verdict.OOM, Verdict.DIVERGED, Verdict.INEFFECTIVE})
+"""How a trial ends that says what becomes of its configuration: the last of them counts."""
+LESS_IS_BETTER: frozenset[Objective] = frozenset({"peak_memory", "eval_loss"})
+NoGain = Literal["no_winner", "not_measured", "did_not_fit", "not_shown"]
+"""Why a gain is not stated: nothing fits, what it would be over was not measured or did not fit,
+or the interval of the ratio holds 1."""
+CLAIMED_RANK = 16
+"""What articles about QLoRA recommend, as a rule without a loss beside it."""
+
+_VALUES: Mapping[Objective, Callable[[Measurement], float]] = {
+    "tokens_per_second": lambda measured: measured.tokens_per_second,
+    "peak_memory": lambda measured: measured.peak_allocated_bytes,
+    "trainable_parameters": lambda measured: measured.trainable_parameters,
+    "eval_loss": lambda m: math.inf if m.quality is None else m.quality.eval_loss,
+}
+_LEARNED_BY = (
+    *("learning_rate", "target_modules", "lora_dropout", "samples_per_step", "seq_len", "packing"),
+    *("optimizer", "compute_dtype", "adapter_dtype", "upcast_fp32"),
+    *("quantization", "double_quant", "quantized_fraction"),
 )
-from storage.qualities import pooled_qualities
-from storage.records import Measured, Measurement, TrialRecord, Verdict
+"""Besides the rank, what decides what is learned."""
 
 
-@dataclass(frozen=True)
-class ClassBest:
+def objective_value(objective: Objective, measured: Measurement) -> float:
+    """Return what was measured of an objective: tokens/s, bytes, a count, or a loss per token.
+
+    A held-out loss that was not measured is infinite.
+    """
+    return _VALUES[objective](measured)
+
+
+def measured_of(record: TrialRecord) -> Measurement:
+    """Return the measurement of a trial that has one, as every ranked trial does."""
+    assert record.measurement is not None, "only measured trials are ranked"
+    return record.measurement
+
+
+def rankable(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return the trials less those whose measured speed or interval is not finite and positive.
+
+    Such numbers come from a broken clock or a damaged record; nothing can be ranked by them.
+    """
+    return tuple(r for r in records if r.measurement is None or r.measurement.is_sound)
+
+
+def fitting(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return the trials that fit, each configuration once, fastest first.
+
+    Equal speeds are ordered by less memory, then by number.
+    """
+    concluded = (record for record in _by_number(records) if record.verdict in CONCLUSIVE)
+    last = {canonical(record.config): record for record in concluded}
+    return _fastest_first(record for record in last.values() if record.verdict is Verdict.FITS)
+
+
+def pareto_front(
+    records: Iterable[TrialRecord], objectives: Sequence[Objective]
+) -> tuple[TrialRecord, ...]:
+    """Return the fitting trials that no other beats in one and matches in every objective.
+
+    Fastest first, as `fitting` orders them.
+    """
+    fit = fitting(records)
+    points = {r.number: merits_of(r, objectives) for r in fit if _is_judged(r, objectives)}
+    front: set[tuple[float, ...]] = set()
+    # In falling order whatever dominates a point comes before it, and what dominates that as well.
+    for point in sorted(set(points.values()), reverse=True):
+        if not any(all(map(float.__ge__, other, point)) for other in front):
+            front.add(point)
+    return tuple(record for record in fit if points.get(record.number) in front)
+
+
+def merits_of(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[float, ...]:
+    """Return the value of each objective, turned so that larger is better."""
+    measured = measured_of(record)
+    values = ((o, float(objective_value(o, measured))) for o in objectives)
+    return tuple(-value if o in LESS_IS_BETTER else value for o, value in values)
+
+
+def claimed_pair(ranked: Iterable[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
+    """Return the trials over which it is judged whether `CLAIMED_RANK` is the best: the lowest loss
+    of that rank, and of the others the lowest that differs from it in nothing else.
+
+    Where no two are alike, the lowest losses of both; None where only one of them was trained.
+    """
+    judged = [record for record in ranked if _is_judged(record, ("eval_loss",))]
+    own = [record for record in judged if record.config.lora_rank == CLAIMED_RANK]
+    others = [record for record in judged if record.config.lora_rank != CLAIMED_RANK]
+
+    def order(pair: tuple[TrialRecord, TrialRecord]) -> tuple[float, ...]:
+        losses = (objective_value("eval_loss", measured_of(record)) for record in pair)
+        return (bool(learned_apart(*pair)), *losses)
+
+    return min(itertools.product(own, others), key=order, default=None)
+
+
+def learned_apart(one: TrialRecord, other: TrialRecord) -> tuple[str, ...]:
+    """Return the settings besides the rank in which two trials differ and that decide what is
+    learned."""
+    first, second = canonical(one.config), canonical(other.config)
+    apart = [key for key in _LEARNED_BY if getattr(first, key) != getattr(second, key)]
+    scales = {(config.lora_alpha or 0.0) / config.lora_rank for config in (first, second)}
+    return (*apart, *(["lora_alpha"] if len(scales) > 1 else []))
+
+
+def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
+    """Return the number of trials of every verdict, zero included."""
+    verdicts = [record.verdict for record in records]
+    return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+
+
+class ClassBest(BaseModel):
     """The fastest trial of one capacity class and one class of numerics at one length."""
+
+    model_config = ConfigDict(frozen=True)
 
     lora_rank: int
     target_modules: str | tuple[str, ...]
@@ -69,6 +174,18 @@ class ClassBest:
     tokens_per_second: float
     is_partial: bool
     """Stopped early as slow, in a class where nothing was measured to the end."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast a trial is as the baseline in its capacity class."""
+
+    ratio: Ratio | None = None
+    """None where `reason` says why."""
+    reason: NoGain | None = None
+    over: TrialRecord | None = None
+    """What it is over: the baseline, or its recipe in the trial's class; None where that was not
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +222,10 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, the recommended one first."""
-        if not self._by_merit:
-            return ()
-        best = self._by_merit[0]
-        alike = (best, *(r for r in self._by_merit[1:] if self._is_tied(best, r)))
-        recommended = min(alike, key=lambda r: measured_of(r).allocator_retries > 0)
-        others = (r for r in self._by_merit if r.number != recommended.number)
-        return (recommended, *others)
+        ordered = self._by_merit
+        alike = (r for r in ordered if r is ordered[0] or self._is_tied(ordered[0], r))
+        recommended = min(alike, key=lambda r: measured_of(r).allocator_retries > 0, default=None)
+        return tuple(sorted(ordered, key=lambda record: record is not recommended))
 
     @cached_property
     def _by_merit(self) -> tuple[TrialRecord, ...]:
@@ -121,22 +235,26 @@ class Ranking:
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
         if self.objectives == ("tokens_per_second",):
-            # The front is whatever is as fast as the first.
             return self.by_speed
         # A fit without the held-out loss that was asked for says nothing of that.
-        judged = (r for r in self.by_speed if is_judged(measured_of(r), self.objectives))
-        candidates = self.compared(judged)
+        candidates = self.compared(r for r in self.by_speed if _is_judged(r, self.objectives))
         front = pareto_front(candidates, self.objectives)
-        distance = distance_to_the_corner(front, self.objectives)
+        columns = zip(*(merits_of(record, self.objectives) for record in front), strict=True)
+        scales = [(max(column), max(column) - min(column)) for column in columns]
         on_front = {record.number for record in front}
 
         def order(record: TrialRecord) -> tuple[bool, float, tuple[float, ...]]:
-            merits = tuple(-merit for merit in merits_of(record, self.objectives))
-            return record.number not in on_front, distance(record), merits
+            merits = merits_of(record, self.objectives)
+            # An objective in which all of the front are equal says nothing.
+            away = [
+                (best - merit) / extent
+                for merit, (best, extent) in zip(merits, scales, strict=True)
+                if extent > 0
+            ]
+            return record.number not in on_front, math.hypot(*away), tuple(-m for m in merits)
 
-        ordered = sorted(candidates, key=order)
         measured = {record.number: record for record in self.by_speed}
-        return tuple(measured[record.number] for record in ordered)
+        return tuple(measured[record.number] for record in sorted(candidates, key=order))
 
     @cached_property
     def by_speed(self) -> tuple[TrialRecord, ...]:
@@ -152,7 +270,7 @@ class Ranking:
         factors = self._class_factors
         if not factors:
             return tuple(records)
-        return fastest_first(
+        return _fastest_first(
             _with(r, scaled(measured_of(r), factors[r.config.numerics])) for r in records
         )
 
@@ -168,15 +286,14 @@ class Ranking:
     def _class_factors(self) -> Mapping[Numerics, float]:
         """By class of numerics, what is predicted of its fastest on the target over what the GPU
         that stood in reached; nothing where measured speeds compare as they are."""
-        factors: dict[Numerics, float] = {}
-        if self.definition.target.emulated_on is None or len(self._fastest) == 1:
-            return factors
-        for numerics, record in self._fastest.items():
-            speed = self.target_speeds.get(record.number)
-            if speed is None:
-                return {}
-            factors[numerics] = speed.tokens_per_second / measured_of(record).tokens_per_second
-        return factors
+        known = {n: self.target_speeds.get(record.number) for n, record in self._fastest.items()}
+        if self.definition.target.emulated_on is None or len(known) == 1 or None in known.values():
+            return {}
+        return {
+            n: speed.tokens_per_second / measured_of(self._fastest[n]).tokens_per_second
+            for n, speed in known.items()
+            if speed is not None
+        }
 
     @property
     def numerics_choice(self) -> Literal["measured", "predicted"]:
@@ -184,7 +301,7 @@ class Ranking:
         another GPU stood in and several classes fit."""
         return "predicted" if self._class_factors else "measured"
 
-    @cached_property
+    @property
     def fastest_with_16_bits(self) -> TrialRecord | None:
         """The fastest trial with 16-bit compute, where the winner computes in 8 bits."""
         is_8bit = self.winner is not None and self.winner.config.is_8bit_compute
@@ -205,11 +322,11 @@ class Ranking:
         ]
         if not searched or self.objectives != ("tokens_per_second",):
             return lambda _: 1
+        limit = self.scale * max(searched)
 
         def place(record: TrialRecord) -> int:
             if self.is_measured_again(record):
                 return 1
-            limit = self.scale * max(searched)
             return 0 if measured_of(record).tokens_per_second > limit else 2
 
         return place
@@ -243,7 +360,7 @@ class Ranking:
             both = self.is_measured_again(best) and self.is_measured_again(record)
             if not (both and self.compares(best, record) and self.ratio(best, record).is_open):
                 return False
-        return all(is_tied(o, measured_of(best), measured_of(record)) for o in others)
+        return all(_overlap(o, measured_of(best), measured_of(record)) for o in others)
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
@@ -256,7 +373,7 @@ class Ranking:
             record
             for record in self.ranked[1:]
             if self.compares(self.winner, record)
-            and all(is_tied(o, best, self._as_searched(record)) for o in self.objectives)
+            and all(_overlap(o, best, self._as_searched(record)) for o in self.objectives)
         )
 
     def compares(self, one: TrialRecord, other: TrialRecord) -> bool:
@@ -287,7 +404,7 @@ class Ranking:
         """Whether a trial's speed is that of several runs which confirm it."""
         return record.number in self.searched
 
-    @cached_property
+    @property
     def is_confirmed(self) -> bool:
         """Whether the winner was measured again, and soaked where asked."""
         if self.winner is None or not self.is_measured_again(self.winner):
@@ -303,18 +420,14 @@ class Ranking:
     @cached_property
     def soak(self) -> TrialRecord | None:
         """The soak that the winner stood; None where it stood none."""
-        if self.winner is None:
-            return None
         known = self.confirmations
-        return known.soak(self.winner.config, series=known.series)
+        return self.winner and known.soak(self.winner.config, series=known.series)
 
     @property
     def runs(self) -> int:
         """How often the winner was measured again."""
         known = self.confirmations
-        return (
-            0 if self.winner is None else len(known.runs(self.winner.config, series=known.series))
-        )
+        return len(known.runs(self.winner.config, series=known.series)) if self.winner else 0
 
     @cached_property
     def baseline(self) -> TrialRecord | None:
@@ -322,29 +435,31 @@ class Ranking:
         measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
         return measured[-1] if measured else None
 
+    @cached_property
+    def _recipe(self) -> TrialConfig:
+        return self.definition.space.baseline_config()
+
+    @property
+    def is_baseline_in_space(self) -> bool:
+        """Whether the space holds the measured baseline."""
+        return self.baseline is not None and self.holds(self.baseline.config)
+
     def is_of_baselines_class(self, config: TrialConfig) -> bool:
         """Whether a configuration can learn as much as the baseline, be that measured or not."""
         return self.capacity_class(config) == self.capacity_class(self._recipe)
 
     @cached_property
-    def _recipe(self) -> TrialConfig:
-        return self.definition.space.baseline_config()
-
-    @cached_property
-    def recipe(self) -> TrialConfig | None:
-        """The baseline in the winner's capacity class, over which a gain compares; None for none.
-
-        It is the baseline itself where the winner is in its class, however that spells its modules.
-        """
-        return None if self.winner is None else self.recipe_for(self.winner.config)
+    def fastest_of_baselines_class(self) -> TrialRecord | None:
+        """The fastest trial of the space in the baseline's capacity class."""
+        return next((r for r in self.by_speed if self.is_of_baselines_class(r.config)), None)
 
     def recipe_for(self, config: TrialConfig) -> TrialConfig:
-        """Return the baseline in the capacity class of ``config``."""
+        """Return the baseline in the capacity class of ``config``: itself in its own, however that
+        spells its modules."""
         if self.is_of_baselines_class(config):
             return self._recipe
-        return self._recipe.model_copy(
-            update={"lora_rank": config.lora_rank, "target_modules": config.target_modules}
-        )
+        shared = {"lora_rank": config.lora_rank, "target_modules": config.target_modules}
+        return self._recipe.model_copy(update=shared)
 
     def reference_for(self, config: TrialConfig) -> TrialRecord | None:
         """Return what the gain of ``config`` is stated over: the measured baseline, in another
@@ -358,30 +473,31 @@ class Ranking:
         if wanted in self._fitting or pooled is None:
             return self._fitting.get(wanted)
         runs = (r for r in known.records if r.series == known.series and r.purpose == "confirm")
-        found = next(r for r in runs if canonical(r.config) == wanted)
-        return found.model_copy(update={"outcome": Measured(measurement=pooled)})
+        return _with(next(r for r in runs if canonical(r.config) == wanted), pooled)
 
     @cached_property
     def _fitting(self) -> Mapping[TrialConfig, TrialRecord]:
         """What fits, in the space or not, by canonical configuration."""
         return {canonical(record.config): record for record in fitting(self.records)}
 
-    @property
-    def is_baseline_in_space(self) -> bool:
-        """Whether the space holds the measured baseline."""
-        return self.baseline is not None and self.holds(self.baseline.config)
-
-    def is_in_baselines_class(self, record: TrialRecord) -> bool:
-        """Whether a trial's speed compares with that of the measured baseline."""
-        base = self.baseline
-        return base is not None and self.capacity_class(record.config) == self.capacity_class(
-            base.config
-        )
-
     @cached_property
-    def fastest_of_baselines_class(self) -> TrialRecord | None:
-        """The fastest trial of the space whose speed compares with that of the baseline."""
-        return next(filter(self.is_in_baselines_class, self.by_speed), None)
+    def gain(self) -> Gain:
+        """What the winner gained within its capacity class."""
+        if self.baseline is None:
+            return Gain(reason="not_measured")
+        return Gain(reason="no_winner") if self.winner is None else self.gain_of(self.winner)
+
+    def gain_of(self, trial: TrialRecord) -> Gain:
+        """Return what a trial gained within its capacity class, or why that is not stated."""
+        over = self.reference_for(trial.config)
+        if over is None:
+            fell = canonical(self.recipe_for(trial.config)) in self.confirmations.fallen
+            return Gain(reason="did_not_fit" if fell else "not_measured")
+        ratio = self.ratio(trial, over)
+        is_itself = canonical(trial.config) == canonical(over.config)
+        if ratio.is_open and not is_itself:
+            return Gain(reason="not_shown", over=over)
+        return Gain(ratio, over=over)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
@@ -392,25 +508,25 @@ class Ranking:
         it, marked as such.
         """
         stopped = (r for r in self.of_space if r.verdict is Verdict.PRUNED_SLOW)
-        best: dict[tuple[CapacityClass, Numerics, int], ClassBest] = {}
-        for record in (*fitting(self.of_space), *fastest_first(stopped)):
+        best: dict[tuple[CapacityClass, Numerics, int], TrialRecord] = {}
+        for record in (*fitting(self.of_space), *_fastest_first(stopped)):
             config = record.config
-            key = self.capacity_class(config), config.numerics, config.seq_len
-            found = ClassBest(
-                config.lora_rank,
-                config.target_modules,
-                config.numerics,
-                config.seq_len,
-                record.number,
-                measured_of(record).tokens_per_second,
+            best.setdefault((self.capacity_class(config), config.numerics, config.seq_len), record)
+        known = [
+            ClassBest(
+                lora_rank=record.config.lora_rank,
+                target_modules=record.config.target_modules,
+                numerics=record.config.numerics,
+                seq_len=record.config.seq_len,
+                number=record.number,
+                tokens_per_second=measured_of(record).tokens_per_second,
                 is_partial=record.verdict is Verdict.PRUNED_SLOW,
             )
-            best.setdefault(key, found)
-
-        def order(known: ClassBest) -> tuple[int, str, str, int]:
-            return known.lora_rank, str(known.target_modules), known.numerics, known.seq_len
-
-        return tuple(sorted(best.values(), key=order))
+            for record in best.values()
+        ]
+        return tuple(
+            sorted(known, key=lambda b: (b.lora_rank, str(b.target_modules), b.numerics, b.seq_len))
+        )
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""
@@ -421,7 +537,7 @@ class Ranking:
 
     @cached_property
     def _classes(self) -> dict[tuple[int, str | tuple[str, ...]], CapacityClass]:
-        """Those that were asked for: a study has few, and thousands of trials."""
+        """By rank and spelling of the modules."""
         return {}
 
     @cached_property
@@ -434,12 +550,8 @@ class Ranking:
         if space.holds(config):
             return True
         wanted = self.capacity_class(config)
-        spellings = (
-            config.model_copy(update={"target_modules": spelling})
-            for spelling in self._spellings
-            if spelling != config.target_modules
-        )
-        return any(self.capacity_class(same) == wanted and space.holds(same) for same in spellings)
+        same = (config.model_copy(update={"target_modules": s}) for s in self._spellings)
+        return any(self.capacity_class(one) == wanted and space.holds(one) for one in same)
 
     @cached_property
     def _spellings(self) -> tuple[str | tuple[str, ...], ...]:
@@ -464,69 +576,42 @@ def rank(
         confirmations: what measured some of them again.
         target_speeds: what is predicted of the target by number, where another GPU stands in.
     """
-    records = tuple(records)
-    known = Confirmations(tuple(by_number(rankable(confirmations))))
+    known = Confirmations(tuple(_by_number(rankable(confirmations))))
+    found = _by_number(rankable(records))
     if not known.records:
-        found = tuple(by_number(rankable(records)))
-        return Ranking(definition, found, known, {}, {}, target_speeds)
-    if "eval_loss" in definition.space.objectives:
-        records = _with_qualities(records, known.records)
+        return Ranking(definition, tuple(found), known, target_speeds=target_speeds)
+    is_judged = "eval_loss" in definition.space.objectives
+    qualities = pooled_qualities(found, known.records) if is_judged else {}
     effective: list[TrialRecord] = []
     searched: dict[int, Measurement] = {}
     fallen: dict[int, TrialRecord] = {}
-    for record in by_number(rankable(records)):
-        fell, pooled = known.fallen.get(canonical(record.config)), known.pooled(record.config)
-        if record.verdict is not Verdict.FITS or (fell is None and pooled is None):
-            effective.append(record)
-        elif fell is not None:
-            fallen[record.number] = fell
-            effective.append(record.model_copy(update={"outcome": fell.outcome}))
-        elif pooled is not None:
-            mine = searched[record.number] = measured_of(record)
-            effective.append(_with(record, pooled.model_copy(update={"quality": mine.quality})))
-    return _on_one_scale(
-        Ranking(definition, tuple(effective), known, searched, fallen, target_speeds)
-    )
-
-
-def _on_one_scale(ranking: Ranking) -> Ranking:
-    """Return the ranking with every speed of the search times `Ranking.scale`."""
-    again = [r for r in ranking.records if ranking.is_measured_again(r)]
+    for record in found:
+        config = canonical(record.config)
+        if record.verdict is Verdict.FITS and config in known.fallen:
+            fell = fallen[record.number] = known.fallen[config]
+            record = record.model_copy(update={"outcome": fell.outcome})
+        elif record.verdict is Verdict.FITS:
+            mine, pooled = measured_of(record), known.pooled(config)
+            quality = {"quality": qualities.get(config, mine.quality)}
+            if pooled is not None:
+                searched[record.number] = mine.model_copy(update=quality)
+            record = _with(record, (pooled or mine).model_copy(update=quality))
+        effective.append(record)
+    ranking = Ranking(definition, tuple(effective), known, searched, fallen, target_speeds)
+    again = [record for record in effective if record.number in searched]
     if not again:
         return ranking
-    searched = {r.number: ranking.searched[r.number].tokens_per_second for r in again}
     # The fastest of the space: what the search saw slower than it stays slower.
-    fastest = max(again, key=lambda r: (ranking.holds(r.config), searched[r.number]))
-    scale = measured_of(fastest).tokens_per_second / searched[fastest.number]
-    records = (
+    speeds = {number: measured.tokens_per_second for number, measured in searched.items()}
+    fastest = max(again, key=lambda r: (ranking.holds(r.config), speeds[r.number]))
+    scale = measured_of(fastest).tokens_per_second / speeds[fastest.number]
+    on_one_scale = (
         record
-        if record.measurement is None or ranking.is_measured_again(record)
+        if record.measurement is None or record.number in searched
         else _with(record, scaled(record.measurement, scale))
-        for record in ranking.records
+        for record in effective
     )
-    return replace(ranking, records=tuple(records), scale=scale)
-
-
-def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:
-    outcome = record.outcome.model_copy(update={"measurement": measured})
-    return record.model_copy(update={"outcome": outcome})
-
-
-def _with_qualities(
-    records: Iterable[TrialRecord], confirmations: Iterable[TrialRecord]
-) -> tuple[TrialRecord, ...]:
-    """Return the trials, each with the loss of all seeds that it was trained with."""
-    records = tuple(records)
-    known = pooled_qualities(records, confirmations)
-
-    def judged(record: TrialRecord) -> TrialRecord:
-        quality = known.get(canonical(record.config))
-        if record.verdict is not Verdict.FITS or quality is None:
-            return record
-        measured = measured_of(record).model_copy(update={"quality": quality})
-        return record.model_copy(update={"outcome": Measured(measurement=measured)})
-
-    return tuple(map(judged, records))
+    return replace(ranking, records=tuple(on_one_scale), scale=scale)
 
 
 _RANKINGS: WeakKeyDictionary[StudySnapshot, Ranking] = WeakKeyDictionary()
@@ -541,7 +626,39 @@ def rank_study(snapshot: StudySnapshot) -> Ranking:
     return _RANKINGS[snapshot]
 
 
-def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
-    """Return the number of trials of every verdict, zero included."""
-    verdicts = [record.verdict for record in records]
-    return {str(verdict): verdicts.count(verdict) for verdict in Verdict}
+def _is_judged(record: TrialRecord, objectives: Sequence[Objective]) -> bool:
+    """Whether everything that is asked for was measured: a held-out loss takes a training."""
+    return all(math.isfinite(objective_value(o, measured_of(record))) for o in objectives)
+
+
+def _overlap(objective: Objective, best: Measurement, other: Measurement) -> bool:
+    """Whether two are alike in an objective: speeds and losses where 95 % intervals overlap."""
+    if objective == "tokens_per_second":
+        ends, others = best.speed_interval, other.speed_interval
+        # What seems faster and comes after it was measured in another process, not beside it.
+        return ends is not None and others is not None and ends[0] <= others[1]
+    if objective == "eval_loss" and best.quality and other.quality:
+        mine, theirs = best.quality.eval_loss_ci95, other.quality.eval_loss_ci95
+        if mine is not None and theirs is not None:
+            return mine[0] <= theirs[1] and theirs[0] <= mine[1]
+    return objective_value(objective, best) == objective_value(objective, other)
+
+
+def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:
+    outcome = record.outcome.model_copy(update={"measurement": measured})
+    return record.model_copy(update={"outcome": outcome})
+
+
+def _by_number(records: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Return trials in the order in which they were asked for."""
+    return sorted(records, key=lambda record: record.number)
+
+
+def _fastest_first(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
+    """Return measured trials by falling speed; equals by less memory, then by number."""
+
+    def order(record: TrialRecord) -> tuple[float, int, int]:
+        measured = measured_of(record)
+        return -measured.tokens_per_second, measured.peak_allocated_bytes, record.number
+
+    return tuple(sorted(records, key=order))

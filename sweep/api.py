@@ -357,12 +357,12 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
 
 
 def _study(name: str, storage: str | None) -> tuple[Study, StudySnapshot]:
-    from storage.best import best_document
+    from reports.view import view_of
     from sweep.paths import storage_url
     from sweep.terminal.listings import read
 
     snapshot = read(name, url=storage_url(storage), warn=_warn)
-    document = redacted(best_document(snapshot))
+    document = redacted(view_of(snapshot).document())
     study = Study.model_validate({**document, "storage": storage, "document": document})
     return study, snapshot
 

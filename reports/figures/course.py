@@ -9,7 +9,7 @@ from typing import Any
 
 from reports import units
 from reports.figures.style import MARGIN, MARKS, lanes_of, panels
-from reports.outcomes import VERDICT_LABELS
+from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.records import TrialRecord, Verdict
 

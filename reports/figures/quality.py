@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports import units
+from reports import units, words
 from reports.document import document_of
 from reports.figures.figure import DataTable, PageFigure, trace_of
 from reports.figures.style import MARKS, WINNER_COLOUR, framed, whiskers
-from reports.quality import loss_words, rank_claim
+from reports.sentences import rank_claim
 from storage.definition import StudySnapshot
-from storage.objectives import measured_of
-from storage.ranking import Ranking, rank_study
+from storage.ranking import Ranking, measured_of, rank_study
 from storage.records import TrialRecord, Verdict
 
 LOSS = "eval_loss"
@@ -118,7 +117,7 @@ def _table(judged: Sequence[TrialRecord]) -> DataTable:
             str(record.number),
             str(record.config.lora_rank),
             f"{record.config.learning_rate:g}",
-            loss_words(measured_of(record)),
+            words.loss(measured_of(record)),
             units.rate(measured_of(record).tokens_per_second),
         )
         for record in judged

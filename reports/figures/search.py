@@ -12,7 +12,7 @@ from reports import units
 from reports.document import document_of
 from reports.figures.figure import PageFigure, trace_of
 from reports.figures.style import FADED_COLOUR, FRONT_COLOUR, MARKS, WINNER_COLOUR, framed
-from reports.outcomes import VERDICT_LABELS
+from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.ranking import rank_study
 from storage.records import Verdict

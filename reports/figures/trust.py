@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports import tables, units
+from reports import units
 from reports.document import document_of, memory_unit
 from reports.figures.course import course_drawing
 from reports.figures.figure import DataTable, PageFigure, trace_of
 from reports.figures.style import LIMIT_COLOUR, MARKS, framed
-from reports.outcomes import VERDICT_LABELS
+from reports.sections import FactRow, environment_rows
 from reports.trust import Accuracy, Course, Steps, Trust, WinnerMemory, trust_of
+from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
-from storage.objectives import measured_of
+from storage.ranking import measured_of
 from storage.records import Measurement, TrialRecord, Verdict
 
 _WORST_SHOWN = 10
@@ -67,7 +68,7 @@ class TrustSection:
     parts: tuple[PartRow, ...]
     changes: tuple[str, ...]
     """Versions that changed between runs, and what else is to be known."""
-    facts: tuple[tables.FactRow, ...]
+    facts: tuple[FactRow, ...]
 
     @property
     def figures(self) -> tuple[PageFigure, ...]:
@@ -92,7 +93,7 @@ def trust_section(snapshot: StudySnapshot) -> TrustSection:
         else tuple(_memory_words(known.winner, memory_unit(snapshot))),
         parts=() if known.winner is None else _part_rows(known.winner),
         changes=snapshot.warnings,
-        facts=tables.environment_rows(snapshot),
+        facts=environment_rows(snapshot),
     )
 
 

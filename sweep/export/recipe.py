@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reports import objectives, uncertainty, units
-from reports.confirmation import status_words
-from reports.summary import emulation_note
+from reports import units, words
+from reports.sentences import status_words
+from reports.words import emulation_note
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
@@ -26,10 +26,8 @@ from search_spaces.space import Objective
 from search_spaces.texts import TextsChoice, TextsSummary
 from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
-from storage.gain import NoGain, gain_of
-from storage.objectives import measured_of
 from storage.outputs import WRITTEN_BY
-from storage.ranking import Ranking, rank_study
+from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
 WEIGHT_DECAY = 0.01
@@ -99,8 +97,8 @@ class GainOver:
             "tokens/s; gain "
         )
         if self.gain is None:
-            return f"{beside}not stated: {uncertainty.why_no_gain(self.reason, 'it')}."
-        return f"{beside}{uncertainty.gain(self.gain)}."
+            return f"{beside}not stated: {words.why_no_gain(self.reason, 'it')}."
+        return f"{beside}{words.gain(self.gain)}."
 
     def provenance(self, model: ModelSpec) -> dict[str, Any]:
         """Return that in plain JSON values."""
@@ -220,7 +218,7 @@ class Recipe:
         ]
         role = "One of the configurations that fit, not the best"
         if self.is_best:
-            role = objectives.best(self.objectives, is_confirmed=self.is_confirmed)
+            role = words.best_by(self.objectives, is_confirmed=self.is_confirmed)
         return (
             f"{WRITTEN_BY}.",
             f"{role}, of study {quote(self.study)}: "
@@ -303,7 +301,7 @@ def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
         )
     is_best = best is not None and chosen.number == best.number
     again = ranking.is_measured_again(chosen)
-    gain, reason = gain_of(ranking, chosen)
+    gain = ranking.gain_of(chosen)
     baseline = ranking.reference_for(chosen.config) or ranking.baseline
     is_baseline = baseline is not None and baseline.number == chosen.number
     return Recipe(
@@ -321,7 +319,7 @@ def recipe_of(snapshot: StudySnapshot, *, number: int | None = None) -> Recipe:
         else f"{'' if again else 'not '}measured again",
         is_best=is_best,
         date=chosen.started_at,
-        comparison=GainOver(baseline, gain, reason, is_baseline),
+        comparison=GainOver(baseline, gain.ratio, gain.reason, is_baseline),
         texts=_texts(snapshot),
     )
 
@@ -380,7 +378,7 @@ def _numbers(measured: Measurement) -> str:
     speed, step = units.rate(measured.tokens_per_second), units.step_time(measured.step_seconds)
     doubt = " It may be more or less: the measurement is noisy." if measured.is_noisy else ""
     return (
-        f"{speed} tokens/s ({uncertainty.interval_words(measured)}) at the median step of {step}, "
+        f"{speed} tokens/s ({words.interval_words(measured)}) at the median step of {step}, "
         f"peak {units.gib(measured.peak_allocated_bytes)} allocated{also}, "
         f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}{doubt}"
     )

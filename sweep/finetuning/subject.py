@@ -15,8 +15,7 @@ from search_spaces.documents import exists, home_expanded, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.objectives import measured_of
-from storage.ranking import rank_study
+from storage.ranking import measured_of, rank_study
 from storage.records import TrialRecord, Verdict
 from sweep.finetuning.wire import Promise
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reports.summary import emulation_note
+from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError

@@ -14,7 +14,7 @@ from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
 from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
-from storage.objectives import fitting, rankable
+from storage.ranking import fitting, rankable
 from storage.records import Measurement, OutOfMemory, TrialRecord
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
 from sweep.predict.memory.predictor import TracingPredictor

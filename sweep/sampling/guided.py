@@ -21,7 +21,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.knobs import KNOBS
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
-from storage.objectives import merits_of
+from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.predict.forecast import Forecaster
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity

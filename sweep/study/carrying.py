@@ -12,8 +12,7 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.objectives import CONCLUSIVE
-from storage.ranking import rank_study
+from storage.ranking import CONCLUSIVE, rank_study
 from storage.reading import changed_versions
 from storage.records import RETRYABLE, Carried, TrialRecord, Verdict
 from storage.study import OpenStudy

@@ -13,9 +13,7 @@ from functools import cached_property
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
-from storage.objectives import measured_of
-from storage.qualities import claimed_pair
-from storage.ranking import Ranking, rank
+from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord
 from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
@@ -153,15 +151,14 @@ class Plan:
         ranking, winner = self.ranking, self.ranking.winner
         if winner is None or ranking.baseline is None:
             return ()
-        if ranking.is_in_baselines_class(winner):
+        if ranking.is_of_baselines_class(winner.config):
             return (Contender.of(ranking.baseline),)
         found: list[Contender] = []
-        if ranking.recipe is not None:
-            recipe = canonical(ranking.recipe)
+        config = ranking.recipe_for(winner.config)
+        recipe = canonical(config)
+        if recipe not in ranking.confirmations.fallen:
             tried = [r for r in ranking.records if canonical(r.config) == recipe]
-            if recipe not in ranking.confirmations.fallen:
-                known = Contender.of(tried[-1]) if tried else Contender(recipe, ranking.recipe)
-                found.append(known)
+            found.append(Contender.of(tried[-1]) if tried else Contender(recipe, config))
         if ranking.fastest_of_baselines_class is not None:
             found += map(Contender.of, (ranking.fastest_of_baselines_class, ranking.baseline))
         return tuple(found)

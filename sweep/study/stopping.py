@@ -19,8 +19,7 @@ from search_spaces.knobs import EIGHT_BIT
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
 from storage.definition import StudyDefinition
-from storage.objectives import CONCLUSIVE
-from storage.ranking import Ranking, rank
+from storage.ranking import CONCLUSIVE, Ranking, rank
 from storage.records import (
     NEIGHBOUR,
     RETRYABLE,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from reports import uncertainty, units
+from reports import units, words
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS
 from search_spaces.space import SearchSpace
@@ -45,17 +45,17 @@ def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
     """
     baseline = space.baseline_config()
     if config == baseline:
-        return f"the baseline, {units.size(config)}, {uncertainty.capacity(config)}"
+        return f"the baseline, {units.size(config)}, {words.capacity(config)}"
     is_class_free = any(key in space.dimensions for key in CAPACITY_KEYS)
     said = {*SIZE_KEYS, *(CAPACITY_KEYS if is_class_free else ())}
     changed = units.differing(config, baseline)
-    words = [
+    phrases = [
         units.phrase(key, changed[key])
         for key in KNOBS
         if key in changed and key in space.dimensions and key not in said
     ]
-    capacity = [uncertainty.capacity(config)] if is_class_free else []
-    return ", ".join([units.size(config), *capacity, *words])
+    capacity = [words.capacity(config)] if is_class_free else []
+    return ", ".join([units.size(config), *capacity, *phrases])
 
 
 def fixed_words(space: SearchSpace) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reports import units
-from reports.outcomes import verdict_words
-from reports.summary import gain_words
+from reports.sentences import gain_words
+from reports.view import view_of
+from reports.words import verdict_words
 from search_spaces.documents import parse_object, read_text
 from search_spaces.loading import load_space
 from storage.definition import StudySnapshot
-from storage.objectives import measured_of
-from storage.ranking import rank_study
+from storage.ranking import measured_of, rank_study
 from storage.surfaces import Surface, read_surface
 from sweep.paths import report_path, storage_url
 from sweep.request import Where
@@ -78,7 +78,7 @@ def _found(snapshot: StudySnapshot) -> Iterator[str]:
             units.phrase("compute_dtype", winner.config.compute_dtype),
             f"{units.rate(measured.tokens_per_second)} tokens/s",
             units.gib(measured.peak_allocated_bytes),
-            gain_words(rank_study(snapshot)).partition(" (")[0],
+            gain_words(view_of(snapshot)).partition(" (")[0],
         )
         yield f"  fastest: {units.size(winner.config)}, {', '.join(filter(None, known))}"
 

@@ -18,11 +18,12 @@ from reports import units
 from reports.page import (
     write_report,
 )
-from reports.summary import emulation_note
+from reports.sentences import stopped_words
+from reports.view import view_of
+from reports.words import emulation_note
 from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.redaction import redact
-from storage.best import best_document
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import read_spooled_study, read_study
 from storage.records import TrialRecord
@@ -54,7 +55,6 @@ from sweep.terminal.places import OnCards, places
 from sweep.terminal.summary import (
     has_fit,
     last_screen,
-    not_ruled_out,
     why_invalid,
 )
 from sweep.terminal.texts import prepared as read_texts
@@ -64,7 +64,6 @@ _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
     StopReason.DOLLARS_SPENT: "The dollars of the study are spent; a higher --max-dollars goes on.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
-    StopReason.GAIN_SPENT: "No further trial is expected to gain enough to be worth it.",
     StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
 }
 
@@ -212,10 +211,10 @@ def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_jso
     if reason in _REASONS:
         note(_REASONS[reason])
     snapshot, report, fault = reported(prepared.name, url=url)
-    if reason is not StopReason.INTERRUPTED and (left := not_ruled_out(snapshot)) is not None:
-        _note(left)
+    if reason is not StopReason.INTERRUPTED and (expected := stopped_words(snapshot)):
+        _note(expected)
     if as_json:
-        say_json(best_document(snapshot))
+        say_json(view_of(snapshot).document())
     else:
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
         width = width_of(sys.stdout)

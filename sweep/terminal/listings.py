@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from reports import units
+from reports.view import view_of
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, gpu_catalogue
 from search_spaces.linears import parameters
@@ -19,7 +20,6 @@ from search_spaces.loading import shipped_presets
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.prices import load_prices
 from search_spaces.space import SearchSpace
-from storage.best import best_document
 from storage.definition import StudySnapshot, StudySummary, TargetSpeed, UnreadableStudy
 from storage.reading import list_studies, read_study, unreadable_in_words
 from sweep.paths import own_price_file, runs_directory, storage_url
@@ -65,7 +65,7 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     snapshot = read(study, url=storage_url(storage))
     if as_json:
         warn_of_unreadable(snapshot)
-        say_json(best_document(snapshot))
+        say_json(view_of(snapshot).document())
     else:
         say(best_text(snapshot, width=width_of(sys.stdout)))
     return DONE if has_fit(snapshot) else NOTHING_FITS
@@ -174,7 +174,7 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
         for trial in snapshot.running
     ]
     return {
-        **best_document(snapshot),
+        **view_of(snapshot).document(),
         "driven_by": snapshot.holder,
         "driven_since": snapshot.driven_since,
         "running": running,

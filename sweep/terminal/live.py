@@ -18,10 +18,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from reports import uncertainty, units
-from reports.outcomes import outcome_line, verdict_words
+from reports import units, words
+from reports.words import outcome_line, verdict_words
 from storage.definition import StudySnapshot
-from storage.gain import compare
 from storage.records import Errand, Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
 from sweep.study.events import (
@@ -170,7 +169,7 @@ def _taken(board: Board, event: Event, *, is_redrawn: bool) -> str:
             return "the search has ended: measuring its winner again"
         case ConfirmationStarted(numbers=numbers, recipe=recipe):
             noun = "trials" if len(numbers) > 1 else "trial"
-            beside = f" beside {uncertainty.at_capacity(recipe)}" if recipe else ""
+            beside = f" beside {words.at_capacity(recipe)}" if recipe else ""
             what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
             return f"the search has ended: measuring {what}, in turns in a fresh worker"
         case LanesOpened(names=names):
@@ -198,7 +197,7 @@ def _trial_line(board: Board, record: TrialRecord) -> str:
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
     if record.purpose != "search":
         if record.confirms is None:
-            return f"{uncertainty.at_capacity(record.config)}: {ended}"
+            return f"{words.at_capacity(record.config)}: {ended}"
         soak = record.measurement and record.measurement.soak
         steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
         return f"{_AGAIN[record.purpose].format(record.confirms)}{steps}: {ended}"
@@ -237,10 +236,9 @@ def panel(board: Board) -> RenderableType:
 
 
 def _best(board: Board, best: TrialRecord) -> str:
-    comparison, gain = compare(board.ranking), ""
-    if comparison is not None and comparison.gain is not None and comparison.gain.value != 1:
-        over = uncertainty.reference_of(board.ranking, best.config)
-        gain = f", {uncertainty.factor(comparison.gain)} {over}"
+    ratio, gain = board.ranking.gain.ratio, ""
+    if ratio is not None and ratio.value != 1:
+        gain = f", {words.factor(ratio)} {words.reference_of(board.ranking, best.config)}"
     ended = outcome_line(best, budget_bytes=board.definition.target.budget_bytes)
     return f"trial {best.number}: {ended}{gain}: {board.describe(best.config)}"
 
@@ -264,7 +262,7 @@ def _running_line(board: Board, running: Running) -> str:
     if started.errand.purpose == "search":
         what = f"trial {started.number}"
     elif started.errand.confirms is None:
-        what = uncertainty.at_capacity(started.config)
+        what = words.at_capacity(started.config)
     if not board.is_driven_here:
         phase = "running"
     elif progress is None:

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from reports import uncertainty, units
-from reports.texts import cut_in_words
+from reports import units
+from reports.words import capacity, cut_in_words
 from search_spaces.config import TrialConfig
 from search_spaces.costs import Bill
 from search_spaces.errors import listed
@@ -135,7 +135,7 @@ def _what(config: TrialConfig) -> str:
     """Return size and capacity: ``micro-batch 10, length 512, rank 16 on q,k,v,o, fp8 compute``."""
     size = f"micro-batch {config.micro_batch_size:,}, length {config.seq_len:,}"
     compute = [units.phrase("compute_dtype", config.compute_dtype)] * config.is_8bit_compute
-    return ", ".join([size, uncertainty.capacity(config), *compute])
+    return ", ".join([size, capacity(config), *compute])
 
 
 def _numbers(forecast: Forecast, bill: Bill | None) -> str:
@@ -246,7 +246,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         length = best.config.seq_len
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
         ends = [pick(others, key=speed_order) for pick in (min, max) if others]
-        told = {uncertainty.capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
+        told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
         rates = (f"{name}: {speed} tokens/s" for name, speed in told.items())
         yield "capacity", "; ".join([why, *rates])
     other = survey.alternative

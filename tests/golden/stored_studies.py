@@ -13,13 +13,11 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from storage import records as ended
 from storage.definition import StudySnapshot
-from storage.objectives import measured_of
-from storage.ranking import rank_study
+from storage.ranking import measured_of, rank_study
 from storage.records import TrialRecord
 from sweep.sampling.encoding import Encoding
+from tests.reports.on_texts import LONG, SOAKED, about_loss, learned
 from tests.reports.synthetic import definition, fits, plausible_study, record, snapshot
-from tests.reports.test_confirmation_words import SOAKED
-from tests.reports.test_texts_and_losses import LONG, about_loss, learned
 from tests.storage.builders import confirmed, open_it
 from tests.sweep.export.studies import some_texts
 from tests.sweep.predict.rows import EIGHT_BIT

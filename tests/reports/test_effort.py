@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reports.page import render
+from reports.view import view_of
 from search_spaces.config import canonical
-from storage.best import best_document
 from storage.definition import StudySnapshot
 from tests.bench.long_study import a_definition, a_space, records
 
@@ -40,7 +40,7 @@ def a_study(trials: int) -> StudySnapshot:
     return StudySnapshot("long", a_definition(space), {}, known)
 
 
-@pytest.mark.parametrize("made", [best_document, render])
+@pytest.mark.parametrize("made", [view_of, render])
 def test_twice_the_trials_take_at_most_a_little_more_than_twice_the_work(
     made: Callable[[StudySnapshot], object],
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 from reports.figures.course import course_drawing, spans_of
 from reports.figures.figure import PageFigure
 from reports.figures.style import MARKS
-from reports.outcomes import VERDICT_LABELS
 from reports.page import SECTIONS
+from reports.words import VERDICT_LABELS
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot

@@ -176,7 +176,7 @@ def test_the_answer_comes_first() -> None:
         "2.1x",
         "confirmed (2 runs)",
         "2.08–2.12x",
-        "20.00 GiB of 21.50 GiB, 1.50 GiB left",
+        "20.00 GiB of 21.50 GiB (93 %)",
         "the fit is real; where it says measured, the speed is that of NVIDIA H200",
     ):
         assert said in opening
@@ -207,7 +207,7 @@ def test_warnings_and_a_study_that_is_still_driven_are_said_at_the_top() -> None
     study = snapshot([fits(0, 8_000.0)], warnings=("torch changed",), holder="host:1")
     text = Page(render(study)).visible
     assert "torch changed" in text[: text.index("The configuration")]
-    assert "still being driven" in text
+    assert "The study is running" in text
 
 
 def test_a_study_s_name_is_quoted_for_the_shell() -> None:

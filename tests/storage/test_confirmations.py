@@ -13,9 +13,7 @@ from scipy.special import stdtrit
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.confirmations import T_975, Confirmations, Ratio, Spread, logarithms, pool, scaled
-from storage.gain import compare
-from storage.objectives import measured_of
-from storage.ranking import Ranking, rank
+from storage.ranking import Ranking, measured_of, rank
 from storage.records import (
     Crashed,
     Measured,
@@ -269,11 +267,10 @@ def test_noise_takes_no_gain_away_that_is_sure() -> None:
     ranking = ranked(BASE, FAST, runs=runs)
     assert measured_of(ranking.ranked[0]).is_noisy
     assert ranking.is_confirmed
-    found = compare(ranking)
-    assert found is not None
-    assert found.gain is not None
-    assert found.gain.low is not None
-    assert 5.0 < found.gain.low < 10.0 < found.gain.value
+    ratio = ranking.gain.ratio
+    assert ratio is not None
+    assert ratio.low is not None
+    assert 5.0 < ratio.low < 10.0 < ratio.value
 
 
 def test_what_may_be_as_fast_as_the_baseline_has_no_gain() -> None:
@@ -281,9 +278,7 @@ def test_what_may_be_as_fast_as_the_baseline_has_no_gain() -> None:
     ranking = ranked(BASE, FAST, runs=runs)
     assert ranking.is_confirmed
     assert ranking.tied == (BASE.number,)
-    found = compare(ranking)
-    assert found is not None
-    assert (found.gain, found.reason) == (None, "not_shown")
+    assert (ranking.gain.ratio, ranking.gain.reason) == (None, "not_shown")
 
 
 def test_the_fastest_is_recommended_and_what_is_as_fast_is_a_tie() -> None:

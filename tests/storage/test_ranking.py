@@ -13,8 +13,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.objectives import pareto_front
-from storage.ranking import Ranking, rank, rank_study, verdict_counts
+from storage.ranking import Ranking, pareto_front, rank, rank_study, verdict_counts
 from storage.records import (
     Crashed,
     Diverged,
@@ -363,15 +362,14 @@ def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
     base = classed(0, fits(100.0), lora_rank=16).model_copy(update={"is_baseline": True})
     own = classed(1, fits(200.0), lora_rank=16, micro_batch_size=8)
     space = {"dimensions": CLASSES}
-    assert ranked(base, own, **space).recipe == TrialConfig()
     other = classed(2, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
     ranking = ranked(base, own, other, **space)
-    assert ranking.recipe == TrialConfig(lora_rank=64, target_modules="qv")
+    assert ranking.recipe_for(own.config) == TrialConfig()
+    assert ranking.recipe_for(other.config) == TrialConfig(lora_rank=64, target_modules="qv")
     assert ranking.reference_for(own.config) == base
     assert ranking.reference_for(other.config) is None
     own_recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
     assert ranked(base, other, own_recipe, **space).reference_for(other.config) == own_recipe
-    assert ranked(**space).recipe is None
 
 
 NUMERICS = {

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reports.view import view_of
 from search_spaces.errors import InputError
-from storage.best import best_document
 from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
 from storage.reading import list_studies, read_study
 from tests.storage.builders import DISTRIBUTIONS, fits, open_it, run_one
@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_trial_that_cannot_be_read_is_named_and_left_out_and_all_else_stays(
     what: str, path: Path
 ) -> None:
-    before, other = the_study(path), best_document(the_study(path, "other"))
+    before, other = the_study(path), view_of(the_study(path, "other")).document()
     damage, words = DAMAGES[what]
     damage(path)
     after = the_study(path)
@@ -136,8 +136,8 @@ def test_a_trial_that_cannot_be_read_is_named_and_left_out_and_all_else_stays(
     (warning,) = after.warnings
     assert "trial 2 cannot be read" in warning
     assert re.search(words, unreadable.reason), unreadable.reason
-    assert best_document(the_study(path, "other")) == other
-    best = best_document(after)["best"]
+    assert view_of(the_study(path, "other")).document() == other
+    best = view_of(after).document()["best"]
     assert best["number"] == 1, "the fastest of those that are known"
     mine, another = list_studies(f"sqlite:///{path}", path.parent)
     assert isinstance(mine, StudySummary)
@@ -216,10 +216,10 @@ def test_a_study_that_cannot_be_read_is_a_line_of_the_list_and_others_stay(
     what: str, path: Path
 ) -> None:
     how, words = DEFINITIONS[what]
-    other = best_document(the_study(path, "other"))
+    other = view_of(the_study(path, "other")).document()
     of_study("definition", json.dumps(how(definition(path))))(path)
     assert_only_mine_is_unreadable(path, words)
-    assert best_document(the_study(path, "other")) == other
+    assert view_of(the_study(path, "other")).document() == other
 
 
 @pytest.mark.parametrize("text", ["NaN", '"a"', "7"])
@@ -295,7 +295,7 @@ def test_no_value_anywhere_stops_the_reading_and_ranking_of_the_others(
     assert isinstance(other, StudySummary)
     assert (other.best_number, other.trials) == (DAMAGED, 4)
     if isinstance(mine, StudySummary):
-        best_document(the_study(path))
+        view_of(the_study(path)).document()
 
 
 # Going on

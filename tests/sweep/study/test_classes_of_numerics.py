@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
-from storage.best import best_document
 from storage.definition import StudyDefinition, Target
 from storage.opening import open_study
 from storage.ranking import rank, rank_study
@@ -124,13 +124,13 @@ def test_int8_that_is_slow_on_the_stand_in_is_tried_wins_and_is_confirmed(tmp_pa
     assert ranking.is_confirmed
     assert {r.config for r in found.confirmations if r.purpose == "soak"} == {winner.config}
 
-    document = best_document(found)
+    document = view_of(found).document()
     assert document["numerics_choice"] == "predicted"
     assert {row["numerics"] for row in document["fastest_by_class"]} == {"16-bit", "int8"}
     for text in (last_screen(found), best_text(found)):
         assert "int8 compute" in text
-        assert f"Of 16-bit compute the fastest is trial {other.number}: " in text
-        assert "is predicted, not measured: a run on an A10 decides it." in text
+        assert f"The fastest with 16-bit compute is trial {other.number}: " in text
+        assert "is predicted; only a run on an A10 can measure it." in text
 
 
 def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
@@ -138,15 +138,15 @@ def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
     ranking = rank_study(found)
     assert ranking.winner is not None
     assert ranking.winner.config.numerics == "16-bit"
-    assert best_document(found)["numerics_choice"] == "measured"
+    assert view_of(found).document()["numerics_choice"] == "measured"
     assert "bf16 compute" in last_screen(found)
-    assert "predicted, not measured" not in last_screen(found)
+    assert "is predicted;" not in last_screen(found)
 
 
 def test_numerics_16_bit_keeps_int8_out_of_a_study(tmp_path: Path) -> None:
     found = study_of(tmp_path, emulated_on="NVIDIA H200", numerics="16-bit")
     assert {r.config.numerics for r in found.records} == {"16-bit"}
-    assert "fastest is trial" not in last_screen(found)
+    assert "The fastest with 16-bit" not in last_screen(found)
 
 
 def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> None:

@@ -17,7 +17,6 @@ import pytest
 from optuna.samplers import TPESampler
 
 from search_spaces.config import TrialConfig
-from storage.gain import compare
 from storage.ranking import Ranking, rank
 from storage.records import (
     Crashed,
@@ -149,9 +148,8 @@ def test_the_winner_and_the_baseline_are_run_again_in_turns_and_the_winner_is_so
     assert runner.renewals == 1
     assert ranking.is_confirmed
     assert ranking.runs == 2
-    comparison = compare(ranking)
-    assert comparison is not None
-    assert comparison.gain is not None
+    gain = ranking.gain
+    assert gain.ratio is not None
 
 
 def test_it_is_no_trial_of_the_search(tmp_path: Path) -> None:
@@ -398,10 +396,9 @@ def test_a_card_that_slows_down_slows_down_for_all_and_the_better_still_wins(
         ranking = ranking_of(study)
     assert ranking.winner is not None
     assert ranking.winner.config.micro_batch_size == 10
-    comparison = compare(ranking)
-    assert comparison is not None
-    assert comparison.gain is not None
-    assert comparison.gain.low <= 2.08 <= comparison.gain.high
+    gain = ranking.gain
+    assert gain.ratio is not None
+    assert gain.ratio.low <= 2.08 <= gain.ratio.high
 
 
 @pytest.mark.parametrize(("noise", "runs"), [(0.01, 2), (0.06, 4)])
@@ -587,15 +584,16 @@ def test_in_another_class_the_fastest_of_the_baselines_own_is_confirmed_too(
     space |= {"baseline": {"lora_rank": 16, "micro_batch_size": 4}}
     with opened(tmp_path, **space) as study:
         drive(study, a_runner(card))
-        comparison = compare(ranking_of(study))
-    assert comparison is not None
-    assert comparison.class_gain is not None
-    assert comparison.class_gain.value == pytest.approx(2.0)
+        ranking = ranking_of(study)
+    assert ranking.fastest_of_baselines_class is not None
+    of_class, gain = ranking.gain_of(ranking.fastest_of_baselines_class), ranking.gain
+    assert of_class.ratio is not None
+    assert of_class.ratio.value == pytest.approx(2.0)
     # The winner's own gain is over what the recipe reaches at its rank.
-    assert comparison.gain is not None
-    assert comparison.gain.value == pytest.approx(2.0)
-    assert comparison.over is not None
-    assert comparison.over.config.lora_rank == 8
+    assert gain.ratio is not None
+    assert gain.ratio.value == pytest.approx(2.0)
+    assert gain.over is not None
+    assert gain.over.config.lora_rank == 8
 
 
 LARGER: dict[str, Any] = SPACE | {
@@ -622,13 +620,12 @@ def test_the_recipe_in_the_winners_class_is_run_in_turns_with_it_and_is_no_trial
         assert [r.confirms for r in runs] == [1, None, 1, None]
         assert {r.config for r in runs[1::2]} == {RECIPE}
         assert len(study.records()) == 2
-        comparison = compare(ranking_of(study))
+        gain = ranking_of(study).gain
         # Nothing more is to be run.
         assert drive(study, a_runner(half)) is StopReason.EXHAUSTED
         assert len(study.confirmations()) == 5
-    assert comparison is not None
-    assert comparison.gain is not None
-    assert comparison.gain.value == pytest.approx(2.5)
+    assert gain.ratio is not None
+    assert gain.ratio.value == pytest.approx(2.5)
     (begun,) = [event for event in events if isinstance(event, ConfirmationStarted)]
     assert (begun.numbers, begun.recipe) == ((1,), RECIPE)
 
@@ -641,10 +638,9 @@ def test_a_recipe_that_does_not_fit_in_the_winners_class_is_run_once(tmp_path: P
         drive(study, a_runner(card))
         assert batches(study.confirmations()) == [10, 4, 10]
         ranking = ranking_of(study)
-        comparison = compare(ranking)
+        gain = ranking.gain
     assert ranking.is_confirmed
-    assert comparison is not None
-    assert (comparison.gain, comparison.reason) == (None, "did_not_fit")
+    assert (gain.ratio, gain.reason) == (None, "did_not_fit")
 
 
 def test_a_recipe_that_crashes_is_given_up_for_this_run_and_keeps_nothing_from_an_end(
@@ -660,7 +656,7 @@ def test_a_recipe_that_crashes_is_given_up_for_this_run_and_keeps_nothing_from_a
     with opened(tmp_path, **LARGER) as study:
         drive(study, a_runner(half))
         assert {r.series for r in study.confirmations()} == {1}
-        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
+        assert ranking_of(study).gain.ratio is not None
 
 
 @pytest.mark.parametrize("killed_at", range(6))
@@ -682,7 +678,7 @@ def test_a_confirmation_with_a_recipe_goes_on_wherever_it_was_killed(
         fitted = tuple(r for r in study.confirmations() if r.measurement is not None)
         assert {r.series for r in fitted} == {1}
         assert sorted(batches(fitted)) == [4, 4, 10, 10]
-        assert compare(ranking_of(study)).gain is not None  # type: ignore[union-attr]
+        assert ranking_of(study).gain.ratio is not None
 
 
 def test_of_several_objectives_the_knee_is_confirmed(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
-from storage.qualities import claimed_pair, pooled_qualities
-from storage.ranking import Ranking, rank
+from storage.confirmations import pooled_qualities
+from storage.ranking import Ranking, claimed_pair, rank
 from storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.best import best_document
 from storage.definition import StudyDefinition
 from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory
@@ -160,7 +160,7 @@ def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, home: Path) -> 
         assert record.epoch is not None
         assert record.epoch.rows + record.epoch.rows_left_out == 190
         assert 0 < record.epoch.loss_tokens < record.epoch.tokens < tokens
-    best = best_document(snapshot)
+    best = view_of(snapshot).document()
     assert best["texts"]["fingerprint"] == "cafe"
     speed = best["target_tokens_per_second"]["value"]
     assert best["epoch"]["seconds"] == pytest.approx(best["epoch"]["loss_tokens"] / speed)

@@ -1,11 +1,16 @@
-"""How a trial ended is said in the same words everywhere."""
+"""Speeds, gains, needs and the ends of trials are said in the same words everywhere."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from reports.outcomes import VERDICT_LABELS, VERDICT_MEANINGS, outcome_line, verdict_words
+from reports import words
+from reports.words import VERDICT_LABELS, VERDICT_MEANINGS, outcome_line, verdict_words
 from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
+from storage.confirmations import Ratio
 from storage.records import (
     Crashed,
     Diverged,
@@ -14,6 +19,7 @@ from storage.records import (
     Invalid,
     Lost,
     Measured,
+    Need,
     Outcome,
     OutOfMemory,
     PredictedOutOfMemory,
@@ -21,9 +27,83 @@ from storage.records import (
     TimedOut,
     Verdict,
 )
+from tests.reports.synthetic import BUDGET_BYTES, measurement
 from tests.sweep.simulated_device import BUDGET, a_measurement, a_record, train
 
 CONFIG = TrialConfig()
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "said"),
+    [
+        (2.122, 2.115, 2.13, "2.12x (2.12–2.13x)"),
+        (2.122, 2.06, 2.17, "2.1x (2.06–2.17x)"),
+        (2.122, 1.9, 2.4, "2x (1.9–2.4x)"),
+        (13.82, 9.09, 19.0, "at least 9.0x (13.8x, 9.0–19.0x)"),
+        (1.8, 1.049, 3.1, "at least 1.04x (1.8x, 1.04–3.10x)"),
+        (0.42, 0.2, 0.7, "0.4x (0.20–0.70x)"),
+        (0.04, 0.01, 0.5, "0.04x (0.01–0.50x)"),
+        (1.0, 1.0, 1.0, "1.00x"),
+        (2.31, 2.13, 2.58, "2.3x (2.13–2.58x)"),
+        (2.31, None, None, "2.3x"),
+    ],
+)
+def test_a_gain_has_no_more_digits_than_its_interval_supports(
+    value: float, low: float | None, high: float | None, said: str
+) -> None:
+    assert words.gain(Ratio(value, low, high, is_paired=True)) == said
+
+
+def test_a_gain_of_single_runs_says_so() -> None:
+    assert words.gain(Ratio(2.1, 2.05, 2.15)) == "2.1x (2.05–2.15x, by single runs)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "8,000 tokens/s"),
+        ({"flags": ("emulated", "throttled")}, "8,000 tokens/s"),
+        ({"flags": ("emulated", "noisy")}, "8,000 tokens/s (7,921–8,081, noisy)"),
+        ({"flags": ("neighbour",)}, "8,000 tokens/s (7,921–8,081, neighbour)"),
+        ({"step_seconds_ci95": None}, "8,000 tokens/s (no interval)"),
+    ],
+)
+def test_a_noisy_speed_is_never_said_without_its_interval(
+    changes: dict[str, Any], said: str
+) -> None:
+    assert words.speed(measurement(8_000.0, **changes)) == said
+
+
+@pytest.mark.parametrize(
+    ("need", "said", "excess"),
+    [
+        (
+            Need(23 * GIB, is_lower_bound=True, is_predicted=True),
+            "at least 23.00 GiB by prediction",
+            "it needs at least 1.50 GiB more than the budget by prediction",
+        ),
+        (
+            Need(22 * GIB, is_lower_bound=True, is_predicted=False),
+            "at least 22.00 GiB",
+            "it needs at least 0.50 GiB more than the budget",
+        ),
+        (
+            Need(BUDGET_BYTES, is_lower_bound=True, is_predicted=False),
+            "at least 21.50 GiB",
+            "it needs more than the budget, by how much is not known",
+        ),
+        (
+            Need(25 * GIB, is_lower_bound=False, is_predicted=True),
+            "25.00 GiB by prediction",
+            "it is predicted to need 3.50 GiB more than the budget",
+        ),
+    ],
+)
+def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
+    need: Need, said: str, excess: str
+) -> None:
+    assert words.need(need) == said
+    assert words.excess(need, budget_bytes=BUDGET_BYTES) == excess
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.prices import Offer, load_prices
-from storage.best import best_document
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.records import OutOfMemory, PredictedOutOfMemory, TrialRecord, Verdict
 from tests.storage.builders import a_definition, a_record, confirmed, fits
@@ -30,7 +30,7 @@ def document(
         wall_seconds=12.5,
         offer=offer,
     )
-    found = best_document(snapshot)
+    found = view_of(snapshot).document()
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -175,7 +175,7 @@ def test_the_gain_of_another_class_is_over_the_baseline_in_that_class() -> None:
         (base, won),
         confirmations=(*confirmed(base, won), *runs),
     )
-    found = best_document(snapshot)
+    found = view_of(snapshot).document()
     gain = found["gain"]
     assert gain["ratio"] == pytest.approx(5.0)
     assert gain["low"] < 5.0 < gain["high"]
@@ -246,13 +246,13 @@ def on_another_card(**values: Any) -> StudySnapshot:
 
 
 def test_another_cards_speed_has_no_cost_at_the_targets_price() -> None:
-    found = best_document(on_another_card())
+    found = view_of(on_another_card()).document()
     assert (found["cost"], found["target_tokens_per_second"]) == (None, None)
 
 
 def test_the_speed_on_the_target_is_predicted_where_another_card_stood_in() -> None:
     known = {0: TargetSpeed(20.0, 16.0, 25.0, "predicted")}
-    found = best_document(on_another_card(target_speeds=known))
+    found = view_of(on_another_card(target_speeds=known)).document()
     speed = {"value": 20.0, "low": 16.0, "high": 25.0, "basis": "predicted"}
     assert found["target_tokens_per_second"] == found["best"]["target_tokens_per_second"] == speed
     assert found["best"]["measurement"]["tokens_per_second"] == 100.0

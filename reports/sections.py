@@ -1,0 +1,157 @@
+"""The page's sections of words and tables alone: what next, the dataset, all trials, versions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reports import advice, sentences, units, words
+from reports.view import StudyView, epoch_of, view_of
+from storage.definition import StudySnapshot
+from storage.ranking import measured_of, verdict_counts
+from storage.records import TrialRecord
+
+
+@dataclass(frozen=True)
+class NextSteps:
+    """What a report says of its winner once it is decided for."""
+
+    commands: tuple[str, ...]
+    configuration: str
+    """As JSON, every key."""
+    advice_title: str
+    advice: tuple[str, ...]
+    value_columns: tuple[str, ...]
+    front: tuple[sentences.Row, ...]
+    """Of several objectives, what none of them beats, the knee first."""
+    confirmations: tuple[sentences.Row, ...]
+
+
+def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
+    """Return what is to be done with a winner; None without one, as the decision says it then."""
+    view = view_of(snapshot)
+    if view.winner is None:
+        return None
+    return NextSteps(
+        commands=sentences.commands(view),
+        configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
+        advice_title=advice.title(view),
+        advice=tuple(advice.how_to_go_faster(view)),
+        value_columns=words.columns_of(view.objectives),
+        front=sentences.best_rows(view) if view.front else (),
+        confirmations=sentences.confirmed_rows(view),
+    )
+
+
+@dataclass(frozen=True)
+class TextsSection:
+    """The dataset of a study."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    """Name and value of each."""
+    cuts: tuple[tuple[str, str, str, str, str], ...]
+    """Of each length that was measured: length, trial, tokens/s, share of the tokens that it cuts
+    off or leaves out, epoch."""
+
+
+def texts_of(snapshot: StudySnapshot) -> TextsSection | None:
+    """Return what the report says of a study's dataset; None of a study without."""
+    view, texts = view_of(snapshot), snapshot.definition.texts
+    if texts is None:
+        return None
+    choice, q = snapshot.definition.space.data, texts.quantiles
+    counted = "loss on completions alone" if texts.completions_only else "loss on every token"
+    broken = f", and {texts.broken:,} that cannot be trained on" if texts.broken else ""
+    held_out = units.share(0.0 if choice is None else choice.eval_fraction)
+    facts = {
+        "dataset": f"{texts.source}: {texts.kind}, {counted}",
+        "rows": f"{texts.rows:,}{broken}",
+        "tokens": f"{texts.tokens:,}, of which {texts.loss_tokens:,} are supervised",
+        "lengths": f"half of the rows up to {q.p50:,} tokens, 95 % up to {q.p95:,}, 99 % up to "
+        f"{q.p99:,}, the longest {q.max:,}",
+        "held out": f"{held_out} of the rows; none of them is part of an epoch",
+        "tokenizer": texts.tokenizer,
+        "fingerprint": texts.fingerprint,
+    }
+    if view.winner is not None and view.winner.epoch is not None:
+        cut = words.cut_in_words(view.winner.epoch, view.winner.config.seq_len)
+        facts["cut by the winner"] = cut
+    name = Path(texts.source).name
+    return TextsSection(f"Dataset: {name}", tuple(facts.items()), tuple(_by_length(view)))
+
+
+def _by_length(view: StudyView) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield the fastest of each length, with what that length cuts off."""
+    fastest: dict[int, TrialRecord] = {}
+    for record in sorted(view.ranking.ranked, key=lambda r: -measured_of(r).tokens_per_second):
+        fastest.setdefault(record.config.seq_len, record)
+    for length, record in sorted(fastest.items()):
+        epoch, rate = epoch_of(view.snapshot, record), measured_of(record).tokens_per_second
+        if epoch is None:
+            continue
+        money = "" if epoch.dollars is None else f", {units.usd(epoch.dollars)}"
+        lost = units.share(epoch.tokens_cut + epoch.tokens_left_out)
+        took = units.DASH if epoch.seconds is None else f"{units.duration(epoch.seconds)}{money}"
+        yield units.count(length), str(record.number), units.rate(rate), lost, took
+
+
+@dataclass(frozen=True)
+class TrialsSection:
+    """What the table of all trials, which the page draws, may be filtered by."""
+
+    total: int
+    verdicts: Mapping[str, str]
+    """Of the trials that there are, each with its words and their count."""
+    meanings: Mapping[str, str]
+    """What each of these means, by its words."""
+
+
+def trials_of(snapshot: StudySnapshot) -> TrialsSection | None:
+    """Return what the table of all trials may be filtered by; None where there are none."""
+    counts = verdict_counts(snapshot.records)
+    ended = [verdict for verdict in words.VERDICT_LABELS if counts[verdict]]
+    if not ended:
+        return None
+    return TrialsSection(
+        total=len(snapshot.records),
+        verdicts={str(v): f"{words.VERDICT_LABELS[v]} ({counts[v]:,})" for v in ended},
+        meanings={words.VERDICT_LABELS[v]: words.VERDICT_MEANINGS[v] for v in ended},
+    )
+
+
+class FactRow(NamedTuple):
+    """A name and what it is."""
+
+    name: str
+    value: str
+
+
+def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
+    """Return what the study ran on and with: the target first, then the stored fingerprint."""
+    target, space = snapshot.definition.target, snapshot.definition.space
+    return (
+        FactRow("model", str(snapshot.definition.model.get("name", units.DASH))),
+        FactRow("weights", space.weights),
+        FactRow("target GPU", target.gpu),
+        FactRow("memory budget", units.gib(target.budget_bytes)),
+        FactRow("measured on", target.emulated_on or target.gpu),
+        FactRow("search space", f"{space.name} (sampler {space.sampler}, seed {space.seed})"),
+        FactRow("driver time", units.duration(snapshot.wall_seconds)),
+        *(FactRow(*known) for known in _flat(snapshot.environment)),
+    )
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested mappings under their own names, as text."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        elif isinstance(value, list | tuple):
+            yield key.replace("_", " "), ", ".join(map(str, value))
+        else:
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            yield key.replace("_", " "), units.DASH if value is None else shown
