@@ -326,7 +326,7 @@ def data(
 
     They are counted in tokens of the model, or of a tokenizer that is named.
     """
-    from sweep.terminal import texts as command
+    from sweep.terminal import dataset as command
 
     return command.data(
         texts,

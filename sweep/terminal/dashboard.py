@@ -1,7 +1,4 @@
-"""Owns Optuna's dashboard of a study: served to this machine alone, and only to be looked at.
-
-Knows nothing of how a study is stored.
-"""
+"""`sweep dashboard`: Optuna's dashboard of a study, served to this machine alone and read-only."""
 
 from __future__ import annotations
 
@@ -9,12 +6,10 @@ import json
 import threading
 import warnings
 import webbrowser
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
-
-from optuna.storages import BaseStorage
 
 from search_spaces.errors import EnvironmentFault, install_extra
 from storage.reading import count_trials
@@ -28,63 +23,44 @@ _NAMES = frozenset({LOOPBACK, "localhost"})
 
 
 def dashboard(study: str, *, storage: str | None, port: int, is_opened: bool) -> int:
-    """Serve a study until somebody interrupts; print where it is."""
-    url = storage_url(storage)
-    count_trials(study, url=url)
-    application = _dashboard_of()
-    with shown_storage(study, url=url) as shown:
-        number = shown.get_study_id_from_name(study)
-        try:
-            server = make_server(
-                LOOPBACK, port, only_to_look_at(application(shown)), handler_class=_Quiet
-            )
-        except OSError as error:
-            raise EnvironmentFault(
-                f"port {port}: {error.strerror}: choose another with --port"
-            ) from error
-        with server:
-            address = f"http://{LOOPBACK}:{server.server_port}/dashboard/studies/{number}"
-            say(address)
-            note("Ctrl-C ends it. It shows the study as it goes on, and changes nothing.")
-            if is_opened:
-                webbrowser.open(address)
-            _serve(server)
-    return DONE
-
-
-def _serve(server: WSGIServer) -> None:
-    """Serve until somebody asks to stop.
-
-    In a thread, as a signal is heard in the main one alone: it never ends up in a request, whose
-    errors the server takes for the request's.
-    """
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    try:
-        with warnings.catch_warnings():
-            # Of few trials, how little they say: it is drawn as well.
-            warnings.simplefilter("ignore")
-            thread.start()
-            thread.join()
-    except KeyboardInterrupt:
-        # How a person ends what has no other end.
-        note("")
-        server.shutdown()
-
-
-def _dashboard_of() -> Callable[[BaseStorage], WSGIApplication]:
-    """Return what makes the dashboard of a storage.
+    """Serve a study until somebody interrupts; print where it is.
 
     Raises:
-        EnvironmentFault: it is not installed.
+        EnvironmentFault: the dashboard is not installed, or the port is taken.
     """
+    url = storage_url(storage)
+    count_trials(study, url=url)
     try:
         from optuna_dashboard import wsgi
     except ImportError as error:
-        raise EnvironmentFault(
-            f"Optuna's dashboard is not installed: {install_extra('dashboard')}"
-        ) from error
-    made: Callable[[BaseStorage], WSGIApplication] = wsgi
-    return made
+        advice = install_extra("dashboard")
+        raise EnvironmentFault(f"Optuna's dashboard is not installed: {advice}") from error
+    with shown_storage(study, url=url) as shown:
+        number = shown.get_study_id_from_name(study)
+        application = only_to_look_at(wsgi(shown))
+        try:
+            server = make_server(LOOPBACK, port, application, handler_class=_Quiet)
+        except OSError as error:
+            reason = f"{error.strerror}: choose another with --port"
+            raise EnvironmentFault(f"port {port}: {reason}") from error
+        with server, warnings.catch_warnings():
+            # Of few trials, how little they say: it is drawn as well.
+            warnings.simplefilter("ignore")
+            address = f"http://{LOOPBACK}:{server.server_port}/dashboard/studies/{number}"
+            say(address)
+            note("Ctrl-C stops it. It shows the study while that runs, and changes nothing.")
+            if is_opened:
+                webbrowser.open(address)
+            # In a thread, as a signal is heard in the main one alone: it never ends up in a
+            # request, whose errors the server takes for the request's.
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            try:
+                thread.start()
+                thread.join()
+            except KeyboardInterrupt:
+                note("")
+                server.shutdown()
+    return DONE
 
 
 def only_to_look_at(application: WSGIApplication) -> WSGIApplication:

@@ -50,6 +50,7 @@ from sweep.terminal.console import (
     say_json,
     width_of,
 )
+from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.live import watching
 from sweep.terminal.places import OnCards, places
 from sweep.terminal.summary import (
@@ -57,7 +58,6 @@ from sweep.terminal.summary import (
     last_screen,
     why_invalid,
 )
-from sweep.terminal.texts import prepared as read_texts
 from sweep.terminal.working import working
 
 _REASONS = {

@@ -56,8 +56,8 @@ from sweep.terminal.console import (
     table,
     width_of,
 )
+from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
-from sweep.terminal.texts import prepared as read_texts
 from sweep.terminal.working import Rhythm, working
 from sweep.verifying.record import record_of_export, record_of_study
 from sweep.verifying.runs import verify as run_verify

@@ -1,15 +1,13 @@
-"""Owns ``sweep replay``: a surface and samplers in, a table or a JSON document out.
-
-The searches are `sweep.study.recorded`'s; here they are spread over the machine's cores and
-put into words. Knows nothing of how a sampler chooses.
-"""
+"""`sweep replay`: samplers search recorded trials on all cores, and each is summed up."""
 
 from __future__ import annotations
 
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,15 +21,9 @@ from sweep.predict.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.processes import process_pool, unheard_by_new_processes
 from sweep.sampling.encoding import identity
-from sweep.study.recorded import (
-    SAMPLERS,
-    Recorded,
-    SamplerName,
-    Search,
-    recorded_peaks,
-    search,
-)
-from sweep.terminal.console import note, say, say_json, table
+from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
+from sweep.terminal.console import note, say_result, table, width_of
+from sweep.terminal.listings import warn
 from sweep.terminal.working import working
 
 SEEDS_MAX = 1000
@@ -39,6 +31,12 @@ ALONE_SECONDS = 5.0
 """Work that one process does in about this long is not worth starting others for."""
 _SECONDS_OF_SEARCH = {"guided": 0.3, "tpe": 1.0, "gp": 6.0, "random": 0.1}
 """What one search takes, roughly."""
+_WORDS: Mapping[str, Callable[[float], str]] = {
+    "trials": "{:g}".format,
+    "oom": "{:g}".format,
+    "device_seconds": "{:,.0f} s".format,
+    "ask_seconds": lambda seconds: f"{1e3 * seconds:,.0f} ms",
+}
 
 
 def replay(
@@ -55,49 +53,48 @@ def replay(
         InputError: the surface, a sampler's name, the seeds or the budget is not right.
         NothingFits: no configuration of the surface fits the budget.
     """
-    names = _samplers(samplers)
+    names = list(dict.fromkeys(map(str.strip, samplers.split(",")))) if samplers else SAMPLERS
+    for name in names:
+        if name not in SAMPLERS:
+            mistake = f"unknown sampler {quote(name)}{did_you_mean(name, SAMPLERS)}"
+            raise InputError(f"--samplers: {mistake}")
     if not 1 <= seeds <= SEEDS_MAX:
         raise InputError(f"--seeds must be from 1 to {SEEDS_MAX:,}, got {seeds}")
-    recorded = read_surface(surface)
-    budget_bytes = _budget(recorded, budget_gib)
-    if recorded.repeated:
-        note(
-            f"{surface}: {units.plural(recorded.repeated, 'row')} said again what an earlier one "
-            "had said; each configuration counts once."
-        )
-    _check_fits(recorded, budget_bytes)
+    if budget_gib is not None and not 0 < budget_gib < math.inf:
+        raise InputError(f"--budget-gib must be greater than 0, got {budget_gib:g}")
+    read = read_surface(surface)
+    if read.repeated:
+        again = units.plural(read.repeated, "row")
+        note(f"{surface}: {again} repeated an earlier one; each configuration counts once.")
+    budget_bytes = find_gpu(read.gpu).budget_bytes if budget_gib is None else int(budget_gib * GIB)
+    if not read.fitting(budget_bytes):
+        raise NothingFits(_nothing_fits(read, budget_bytes))
     with working("replaying") as progress:
-        predicted = Recorded(recorded, budget_bytes, predicted_peaks(recorded, progress=progress))
-        searches = run_searches(predicted, names, seeds=seeds, progress=progress)
-    document = document_of(predicted, searches)
-    if as_json:
-        say_json(document)
-    else:
-        say(_text(document, predicted))
+        recorded = Recorded(read, budget_bytes, predicted_peaks(read, progress=progress))
+        chosen = cast(Sequence[SamplerName], names)
+        searches = run_searches(recorded, chosen, seeds=seeds, progress=progress)
+    document = document_of(recorded, searches)
+    rows = [
+        (
+            name,
+            *(f"{say(of[key]['median'])} ({say(of[key]['p95'])})" for key, say in _WORDS.items()),
+        )
+        for name, of in document["samplers"].items()
+    ]
+    header = ("sampler", "trials until within 2 %", "out of memory", "device time", "asking")
+    whole = units.plural(document["configurations"], "configuration")
+    text = (
+        f"{read.name}: {read.model.name} on {read.card.product}, {document['fitting']} of {whole} "
+        f"fit {units.gib(budget_bytes)}.\n"
+        f"Best: {recorded.best.tokens_per_second:,.0f} tokens/s, "
+        f"{units.shape(recorded.best.config)}.\n\n"
+        f"Median (95th percentile):\n{table(header, rows, width=width_of(sys.stdout))}"
+    )
+    say_result(document, text, as_json=as_json)
     return 0
 
 
-def _samplers(typed: str | None) -> tuple[SamplerName, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in typed.split(","))) if typed else SAMPLERS
-    for name in names:
-        if name not in SAMPLERS:
-            raise InputError(
-                f"--samplers: unknown sampler {quote(name)}{did_you_mean(name, SAMPLERS)}"
-            )
-    return cast(tuple[SamplerName, ...], names)
-
-
-def _budget(surface: Surface, gib: float | None) -> int:
-    if gib is None:
-        return find_gpu(surface.gpu).budget_bytes
-    if not 0 < gib < math.inf:
-        raise InputError(f"--budget-gib must be greater than 0, got {gib:g}")
-    return int(gib * GIB)
-
-
-def _check_fits(surface: Surface, budget_bytes: int) -> None:
-    if surface.fitting(budget_bytes):
-        return
+def _nothing_fits(surface: Surface, budget_bytes: int) -> str:
     peaks = [row.peak_allocated_bytes for row in surface.rows if row.verdict == "fits"]
     least = min((peak for peak in peaks if peak is not None), default=None)
     change = "every trial of it ran out of memory: record smaller configurations"
@@ -107,10 +104,8 @@ def _check_fits(surface: Surface, budget_bytes: int) -> None:
             f"the least that one of them needs is {units.gib(least)}: ask with --budget-gib "
             f"{needed:g} or more, or record smaller configurations"
         )
-    raise NothingFits(
-        f"{surface.name}: none of {units.plural(len(surface.rows), 'configuration')} fits "
-        f"{units.gib(budget_bytes)}; {change}"
-    )
+    none = f"none of {units.plural(len(surface.rows), 'configuration')}"
+    return f"{surface.name}: {none} fits {units.gib(budget_bytes)}; {change}"
 
 
 def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[str, int]:
@@ -129,7 +124,7 @@ def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[st
         memory = predictor.predict_all(configs, on_progress=progress(TRACED))
         peaks = memory.peak_allocated_bytes
     except SweepError as error:
-        note(f"warning: memory is not predicted, so every sampler goes without: {error}")
+        warn(f"memory is not predicted, so every sampler goes without: {error}")
         return {}
     known = zip(configs, peaks.tolist(), strict=True)
     return {identity(config): peak for config, peak in known if peak >= 0}
@@ -144,35 +139,28 @@ def run_searches(
 ) -> dict[SamplerName, list[Search]]:
     """Return every sampler's searches, one for each seed, on all cores where that is worth it."""
     tasks = [(name, seed) for name in names for seed in range(seeds)]
-    cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
-    expected = sum(_SECONDS_OF_SEARCH[name] for name, _ in tasks)
-    found: dict[SamplerName, list[Search]] = {name: [] for name in names}
-    workers = min(cores or 1, len(tasks))
-    if workers == 1 or expected < ALONE_SECONDS:
-        results: Iterable[Search] = (search(recorded, name, seed=seed) for name, seed in tasks)
-        _collect(tasks, results, found, progress)
+    tell, found = progress("searches done"), defaultdict[SamplerName, list[Search]](list)
+
+    def collect(results: Iterable[Search]) -> None:
+        for done, ((name, _), result) in enumerate(zip(tasks, results, strict=True), start=1):
+            found[name].append(result)
+            tell(done, len(tasks))
+
+    workers = min(len(os.sched_getaffinity(0)), len(tasks))
+    if workers == 1 or sum(_SECONDS_OF_SEARCH[name] for name, _ in tasks) < ALONE_SECONDS:
+        collect(search(recorded, name, seed=seed) for name, seed in tasks)
         return found
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with process_pool(workers) as pool:
         with unheard_by_new_processes():
             futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
-        _collect(tasks, (future.result() for future in futures), found, progress)
+        collect(future.result() for future in futures)
     return found
 
 
-def _collect(
-    tasks: Sequence[tuple[SamplerName, int]],
-    results: Iterable[Search],
-    found: dict[SamplerName, list[Search]],
-    progress: Progress,
-) -> None:
-    tell = progress("searches done")
-    for done, ((name, _), result) in enumerate(zip(tasks, results, strict=True), start=1):
-        found[name].append(result)
-        tell(done, len(tasks))
-
-
-def document_of(recorded: Recorded, searches: dict[SamplerName, list[Search]]) -> dict[str, Any]:
+def document_of(
+    recorded: Recorded, searches: Mapping[SamplerName, Sequence[Search]]
+) -> dict[str, Any]:
     """Return the document of ``sweep replay --json``."""
     surface, best = recorded.surface, recorded.best
     return {
@@ -184,16 +172,15 @@ def document_of(recorded: Recorded, searches: dict[SamplerName, list[Search]]) -
             "config": best.config.model_dump(mode="json"),
             "tokens_per_second": best.tokens_per_second,
         },
-        "samplers": {name: _summary(done) for name, done in searches.items()},
-    }
-
-
-def _summary(done: Sequence[Search]) -> dict[str, dict[str, float]]:
-    return {
-        "trials": _spread([one.trials for one in done]),
-        "oom": _spread([one.oom for one in done]),
-        "device_seconds": _spread([one.device_seconds for one in done]),
-        "ask_seconds": _spread([ask for one in done for ask in one.ask_seconds]),
+        "samplers": {
+            name: {
+                "trials": _spread([one.trials for one in done]),
+                "oom": _spread([one.oom for one in done]),
+                "device_seconds": _spread([one.device_seconds for one in done]),
+                "ask_seconds": _spread([ask for one in done for ask in one.ask_seconds]),
+            }
+            for name, done in searches.items()
+        },
     }
 
 
@@ -201,31 +188,3 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median and the 95th percentile: of twenty values the nineteenth."""
     p95 = np.percentile(values, 95, method="inverted_cdf").item()
     return {"median": statistics.median(values), "p95": p95}
-
-
-def _text(document: dict[str, Any], recorded: Recorded) -> str:
-    surface, best = recorded.surface, recorded.best
-    opening = (
-        f"{surface.name}: {surface.model.name} on {surface.card.product}, "
-        f"{document['fitting']} of {units.plural(document['configurations'], 'configuration')} "
-        f"fit {units.gib(recorded.budget_bytes)}.\n"
-        f"Best: {best.tokens_per_second:,.0f} tokens/s, {units.shape(best.config)}.\n"
-    )
-    header = ("sampler", "trials until within 2 %", "out of memory", "device time", "asking")
-    rows = [
-        (name, *(_pair(values[key], words) for key, words in _WORDS.items()))
-        for name, values in document["samplers"].items()
-    ]
-    return f"{opening}\nMedian (95th percentile):\n{table(header, rows)}"
-
-
-_WORDS: dict[str, Callable[[float], str]] = {
-    "trials": lambda value: f"{value:g}",
-    "oom": lambda value: f"{value:g}",
-    "device_seconds": lambda value: f"{value:,.0f} s",
-    "ask_seconds": lambda value: f"{1e3 * value:,.0f} ms",
-}
-
-
-def _pair(values: dict[str, float], words: Callable[[float], str]) -> str:
-    return f"{words(values['median'])} ({words(values['p95'])})"

@@ -1,13 +1,12 @@
-"""Owns what `sweep data` says of a person's texts: lengths, and what a sequence length does to
-them, as JSON or for a terminal.
+"""`sweep data`: how long a dataset's examples are, and what a sequence length does to them.
 
-Other commands that take texts have them prepared here too, with progress and notes on stderr.
+Other commands that take a dataset have it prepared here too, with progress and notes on stderr.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -30,11 +29,10 @@ from sweep.data.lengths import (
 from sweep.data.request import BROKEN_KEPT
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
-from sweep.terminal.console import folded, note, say, say_json, table, width_of
+from sweep.terminal.console import folded, note, say_result, table, width_of
 from sweep.terminal.working import working
 
-DONE = 0
-_KINDS: dict[TextsKind, str] = {
+_KINDS: Mapping[TextsKind, str] = {
     "text": "one text a row",
     "instruction": "instructions, in the words of Alpaca's prompt",
     "prompt-completion": "prompts and what completes them",
@@ -52,14 +50,9 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
     """
     with working("reading the dataset") if progress is None else nullcontext(progress) as part:
         texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
-    tell_notes(texts, request.model)
-    return texts
-
-
-def tell_notes(texts: PreparedTexts, model: ModelSpec | None) -> None:
-    """Print on stderr what a person should know of texts: which rows are broken, say."""
-    for words in texts.notes(model):
+    for words in texts.notes(request.model):
         note(folded(f"warning: {words}", width_of(sys.stderr), indent=2))
+    return texts
 
 
 def data(
@@ -73,10 +66,10 @@ def data(
     batch_size: int | None,
     as_json: bool,
 ) -> int:
-    """Print what texts hold, how long their rows are, and which lengths are worth searching."""
-    rows_at_once = MICRO_BATCH_SIZE if batch_size is None else batch_size
-    if rows_at_once < 1:
-        raise InputError(f"--batch-size must be at least 1, got {rows_at_once}")
+    """Print what a dataset holds, how long its examples are, and which lengths to search."""
+    batch = MICRO_BATCH_SIZE if batch_size is None else batch_size
+    if batch < 1:
+        raise InputError(f"--batch-size must be at least 1, got {batch}")
     spec = None if model is None else load_model_spec(model)
     texts = prepared(
         TextsRequest(
@@ -88,26 +81,40 @@ def data(
             tokenizer=tokenizer,
         )
     )
+    limit, lengths = None if spec is None else spec.max_positions, texts.lengths()
     with working("looking at lengths") as part:
-        wastes = _wastes(texts, spec, micro_batch_size=rows_at_once, tell=part("lengths"))
-    limit = None if spec is None else spec.max_positions
-    worthwhile = worthwhile_lengths(texts.lengths(), max_positions=limit)
-    if as_json:
-        say_json(_document(texts, wastes, worthwhile, spec, micro_batch_size=rows_at_once))
-    else:
-        say(_text(texts, wastes, worthwhile, micro_batch_size=rows_at_once))
-    return DONE
+        wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))
+    worthwhile = worthwhile_lengths(lengths, max_positions=limit)
+    document = _document(texts, spec) | {
+        "micro_batch_size": batch,
+        "lengths": [
+            asdict(waste) | {"is_worth_searching": waste.seq_len in worthwhile} for waste in wastes
+        ],
+        "worthwhile_lengths": list(worthwhile),
+    }
+    width = width_of(sys.stdout)
+    explanation = (
+        "padded, grouped, packed: share of computed tokens that are padding, in micro-batches of "
+        f"{batch} rows drawn at random, drawn by like length, and of packed rows.\n"
+        f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
+    )
+    parts = [
+        folded(_opening(texts.summary), width, indent=2),
+        _drawn(histogram(lengths), width=width),
+        _waste_table(wastes, worthwhile, width=width),
+        folded(explanation, width, indent=2),
+    ]
+    say_result(document, "\n\n".join(parts), as_json=as_json)
+    return 0
 
 
 def _wastes(
-    texts: PreparedTexts, model: ModelSpec | None, *, micro_batch_size: int, tell: Any
+    texts: PreparedTexts, limit: int | None, *, micro_batch_size: int, tell: Any
 ) -> list[Waste]:
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
-    limit = None if model is None else model.max_positions
     exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-    candidates = candidate_lengths(lengths, max_positions=limit)
-    found = []
+    candidates, found = candidate_lengths(lengths, max_positions=limit), []
     for done, seq_len in enumerate(candidates):
         tell(done, len(candidates))
         waste = waste_at(
@@ -117,61 +124,25 @@ def _wastes(
             micro_batch_size=micro_batch_size,
             cut_at=exact if texts.summary.completions_only else None,
         )
-        found.append(waste)
-    return [waste for waste in found if waste is not None]
+        found += [] if waste is None else [waste]
+    return found
 
 
-def _document(
-    texts: PreparedTexts,
-    wastes: Sequence[Waste],
-    worthwhile: Sequence[int],
-    model: ModelSpec | None,
-    *,
-    micro_batch_size: int,
-) -> dict[str, Any]:
+def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
+    """Return what ``sweep data --json`` says of the dataset itself."""
     summary = texts.summary
+    same = {"source", "rows", "kind", "format", "tokens", "loss_tokens", "completions_only"}
+    same |= {"quantiles", "tokenizer", "tokenizer_size", "fingerprint"}
     return {
-        "source": summary.source,
-        "rows": summary.rows,
-        "kind": summary.kind,
-        "format": summary.format,
+        **summary.model_dump(include=same),
         "broken": [asdict(row) for row in texts.broken()],
         "broken_rows": summary.broken,
         "broken_listed_max": BROKEN_KEPT,
-        "tokens": summary.tokens,
-        "loss_tokens": summary.loss_tokens,
-        "completions_only": summary.completions_only,
-        "quantiles": summary.quantiles.model_dump(),
         "histogram": [asdict(bin) for bin in histogram(texts.lengths())],
-        "micro_batch_size": micro_batch_size,
-        "lengths": [
-            asdict(waste) | {"is_worth_searching": waste.seq_len in worthwhile} for waste in wastes
-        ],
-        "worthwhile_lengths": list(worthwhile),
-        "tokenizer": summary.tokenizer,
-        "tokenizer_size": summary.tokenizer_size,
         "model": None if model is None else model.name,
         "max_positions": None if model is None else model.max_positions,
-        "fingerprint": summary.fingerprint,
         "notes": list(texts.notes(model)),
     }
-
-
-def _text(
-    texts: PreparedTexts,
-    wastes: Sequence[Waste],
-    worthwhile: Sequence[int],
-    *,
-    micro_batch_size: int,
-) -> str:
-    width = width_of(sys.stdout)
-    parts = [
-        folded(_opening(texts.summary), width, indent=2),
-        _drawn(histogram(texts.lengths()), width=width),
-        _waste_table(wastes, worthwhile, width=width),
-        folded(_explanation(worthwhile, micro_batch_size), width, indent=2),
-    ]
-    return "\n\n".join(parts)
 
 
 def _opening(summary: TextsSummary) -> str:
@@ -180,44 +151,30 @@ def _opening(summary: TextsSummary) -> str:
         told = f"column '{summary.text_column}'"
     found = summary.quantiles
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
-    loss = summary.loss_tokens / summary.tokens
+    loss = units.share(summary.loss_tokens / summary.tokens)
     which = "completions only" if summary.completions_only else "all but the first of a row"
     return (
         f"{summary.source}: {units.plural(summary.rows, 'row')}{broken}: "
         f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
-        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {units.share(loss)} of "
-        f"them carry loss ({which})\n"
+        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {loss} of them carry loss "
+        f"({which})\n"
         f"Tokens of a row: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
         f"{found.p95:,}, 99 % up to {found.p99:,}, longest {found.max:,}"
     )
 
 
 def _drawn(bins: Sequence[Bin], *, width: int | None) -> str:
-    """Return a histogram, a line for each range."""
+    """Return a histogram, a line for each range; at least one character where there are rows."""
     most = max(bin.rows for bin in bins)
-    block = "█" if _shows(sys.stdout.encoding, "█") else "#"
     names = [f"{bin.at_least:,}–{bin.at_most:,}" for bin in bins]
     counts = [f"{bin.rows:,}" for bin in bins]
     left, right = max(map(len, names)), max(map(len, counts))
     room = _BAR if width is None else max(5, min(_BAR, width - left - right - 4))
-    lines = [
-        f"{name:>{left}}  {count:>{right}}  {block * _length(bin.rows, most, room)}".rstrip()
-        for bin, name, count in zip(bins, names, counts, strict=True)
-    ]
-    return "\n".join([f"{'tokens':>{left}}  {'rows':>{right}}", *lines])
-
-
-def _length(rows: int, most: int, room: int) -> int:
-    """Return a bar's characters: at least one where there are rows."""
-    return max(round(room * rows / most), 1 if rows else 0)
-
-
-def _shows(encoding: str | None, text: str) -> bool:
-    try:
-        text.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+    lines = [f"{'tokens':>{left}}  {'rows':>{right}}"]
+    for bin, name, count in zip(bins, names, counts, strict=True):
+        bar = "█" * max(round(room * bin.rows / most), 1 if bin.rows else 0)
+        lines.append(f"{name:>{left}}  {count:>{right}}  {bar}".rstrip())
+    return "\n".join(lines)
 
 
 def _waste_table(wastes: Sequence[Waste], worthwhile: Sequence[int], *, width: int | None) -> str:
@@ -235,12 +192,3 @@ def _waste_table(wastes: Sequence[Waste], worthwhile: Sequence[int], *, width: i
         for waste in wastes
     ]
     return table(header, rows, width=width)
-
-
-def _explanation(worthwhile: Sequence[int], micro_batch_size: int) -> str:
-    lengths = ", ".join(map(str, worthwhile))
-    return (
-        "padded, grouped, packed: share of computed tokens that are pads, in micro-batches of "
-        f"{micro_batch_size} rows drawn at random, drawn by like length, and of packed rows.\n"
-        f"Worth searching: seq_len: [{lengths}]"
-    )

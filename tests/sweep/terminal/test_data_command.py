@@ -89,22 +89,11 @@ def test_a_person_sees_kind_lengths_and_what_is_worth_searching(typed: Typed) ->
     ) in err
 
 
-def test_a_terminal_without_unicode_gets_a_histogram_too(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sweep.terminal import texts
-
-    monkeypatch.setattr(texts, "_shows", lambda *_: False)
-    _, out, _ = typed("texts.jsonl", "--model", "demo")
-    assert "######" in out
-    assert "█" not in out
-
-
 def test_run_and_plan_say_which_rows_are_left_out_too(
     typed: Typed, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from sweep.terminal import dataset as command
     from sweep.terminal import driving
-    from sweep.terminal import texts as command
 
     document(typed)
     quiet = partial(command.prepared, progress=lambda _: lambda _done, _of: None)
