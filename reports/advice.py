@@ -58,17 +58,6 @@ def _for_the_winner(view: StudyView, winner: TrialRecord) -> Iterator[str]:
             f"More trials: {tried:,} of the {size:,} configurations of the space have been tried; "
             "the same command with more --trials resumes."
         )
-    if ranking.definition.target.recorded is None:
-        base = ranking.baseline
-        others = {} if base is None or base.number == winner.number else {"baseline": base}
-        for who, record in {"winner": winner, **others}.items():
-            measured = measured_of(record)
-            if words.doubts(measured) or measured.speed_interval is None:
-                marked = f", marked {words.doubts(measured)}" if words.doubts(measured) else ""
-                yield (
-                    f"A calmer machine: the {who}'s speed may be more or less than was measured "
-                    f"({words.interval_words(measured)}{marked})."
-                )
 
 
 def _named(record: TrialRecord, view: StudyView) -> str:
@@ -110,13 +99,8 @@ def _nearest_to_fitting(view: StudyView) -> Iterator[str]:
     unfit = [record for record in view.snapshot.records if record.verdict in OUT_OF_MEMORY]
     predicted = [record for record in unfit if predicted_need(record) is not None]
     if predicted:
-        among = (
-            ""
-            if len(predicted) == len(unfit)
-            else f" (of the {len(predicted)} of {len(unfit)} whose memory was predicted)"
-        )
         nearest = nearest_to_fitting(predicted)[0]
-        yield f"Nearest to fitting{among}: {_named(nearest, view)}; {_excess(nearest, view)}."
+        yield f"Predicted nearest to fitting: {_named(nearest, view)}; {_excess(nearest, view)}."
     elif unfit:
         yield f"{units.plural(len(unfit), 'trial')} did not fit; by how much is not known."
 

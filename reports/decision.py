@@ -67,14 +67,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Something to copy."""
-
-    label: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Card:
     """The configuration to take, as text."""
 
@@ -91,15 +83,8 @@ class Card:
     """What the training that is asked about costs and takes; empty where it is not known."""
     memory_share: float
     """Of the budget, 0 to 1."""
-    recipes: tuple[Recipe, ...]
-
-
-@dataclass(frozen=True)
-class Line:
-    """What to take instead, for a reason, as text."""
-
-    title: str
-    text: str
+    recipes: tuple[tuple[str, str], ...]
+    """What there is to copy: a label and the text."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +96,8 @@ class Decision:
     """What to type to be surer; empty where nothing would help."""
     card: Card | None
     """None where nothing fits."""
-    lines: tuple[Line, ...]
+    lines: tuple[tuple[str, str], ...]
+    """What to take instead: for what, and that."""
     price_source: str
     job_tokens: float
     notes: tuple[str, ...]
@@ -164,17 +150,17 @@ def _job(seconds: float, usd: list[float]) -> str:
     return f"{units.usd(usd[0])}{within}, {took}"
 
 
-def _recipes(view: StudyView, record: TrialRecord) -> Iterator[Recipe]:
+def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     """Yield what there is to copy: the command that writes a script of it, and its values."""
     if sentences.commands(view):
         script = f"sweep export {shlex.quote(view.study)} --format script"
-        yield Recipe("command", f"{script} --trial {record.number}")
+        yield "command", f"{script} --trial {record.number}"
     values = record.config.model_dump(mode="json")
-    yield Recipe("JSON", json.dumps(values, indent=2))
-    yield Recipe("YAML", yaml.safe_dump(values, sort_keys=False))
+    yield "JSON", json.dumps(values, indent=2)
+    yield "YAML", yaml.safe_dump(values, sort_keys=False)
 
 
-def _instead(view: StudyView) -> Iterator[Line]:
+def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield what answers another question than the study's, where that is another trial."""
     ranking, snapshot = view.ranking, view.snapshot
     known = {record.number for record in ranking.ranked}
@@ -188,28 +174,25 @@ def _instead(view: StudyView) -> Iterator[Line]:
     usd = {r.number: dollars for r in fastest if (dollars := snapshot.usd_per_million_tokens(r))}
     saved = usd.get(view.winner.number, 0.0) * (1.0 - ALIKE)
     cheaper = [record for record in fastest if usd.get(record.number, saved) < saved]
-    of_class = words.capacity(ranking.definition.space.baseline_config())
+    baseline = ranking.definition.space.baseline_config()
     questions = {
         "Fastest": fastest[0],
-        f"Fastest at {of_class}, as the baseline": own,
+        f"Fastest at {words.capacity(baseline)}, as the baseline": own,
         "Cheapest per token": min(cheaper, key=lambda r: usd[r.number], default=None),
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(
             (record for record in fastest if record.number in quick),
             key=lambda record: measured_of(record).peak_allocated_bytes,
         ),
     }
-    for title, record in questions.items():
-        if record is not None and record.number != view.winner.number:
-            yield Line(title, _in_a_line(view, record))
-
-
-def _in_a_line(view: StudyView, record: TrialRecord) -> str:
-    baseline = view.ranking.definition.space.baseline_config()
-    factor, over = sentences.gain_of(view.ranking, record)
-    known = (
-        sentences.speed_on_target(view.snapshot, record),
-        units.gib(measured_of(record).peak_allocated_bytes),
-        f"{factor} {over}" if factor else f"no gain stated: {over}",
-        sentences.in_words(record.config, baseline),
-    )
-    return f"trial {record.number}: {'; '.join(known)}"
+    answers: dict[int, tuple[TrialRecord, list[str]]] = {}
+    for title, found in questions.items():
+        if found is not None and found.number != view.winner.number:
+            answers.setdefault(found.number, (found, []))[1].append(title)
+    for record, titles in answers.values():
+        said = (
+            sentences.speed_on_target(snapshot, record),
+            units.gib(measured_of(record).peak_allocated_bytes),
+            f"gain {sentences.gain_clause(view, record)}",
+            sentences.in_words(record.config, baseline),
+        )
+        yield "; ".join(titles), f"trial {record.number}: {'; '.join(said)}"

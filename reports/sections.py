@@ -24,10 +24,7 @@ class NextSteps:
     """As JSON, every key."""
     advice_title: str
     advice: tuple[str, ...]
-    value_columns: tuple[str, ...]
-    front: tuple[sentences.Row, ...]
-    """Of several objectives, what none of them beats, the knee first."""
-    confirmations: tuple[sentences.Row, ...]
+    confirmations: tuple[sentences.ConfirmedRow, ...]
 
 
 def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
@@ -40,9 +37,7 @@ def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
         advice_title=advice.title(view),
         advice=tuple(advice.how_to_go_faster(view)),
-        value_columns=words.columns_of(view.objectives),
-        front=sentences.best_rows(view) if view.front else (),
-        confirmations=sentences.confirmed_rows(view),
+        confirmations=tuple(sentences.confirmed_rows(view)),
     )
 
 

@@ -215,7 +215,11 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
     """Return what is known of a study as it stands."""
     ranking, target = rank_study(snapshot), snapshot.definition.target
     records, texts, winner = snapshot.records, snapshot.definition.texts, ranking.winner
-    speed = None if winner is None else speed_of(snapshot, winner)
+    known = None if winner is None else snapshot.target_speed(winner)
+    speed = None
+    if known is not None:
+        ends = {"low": known.low, "high": known.high, "basis": known.basis}
+        speed = Speed(value=known.tokens_per_second, **ends)
     gain, over = ranking.gain, ranking.gain.over
     return StudyView(
         snapshot=snapshot,
@@ -264,14 +268,6 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
         numerics_choice=None if winner is None else ranking.numerics_choice,
         fastest_by_class=ranking.fastest_by_class,
     )
-
-
-def speed_of(snapshot: StudySnapshot, record: TrialRecord) -> Speed | None:
-    """Return a trial's speed on the GPU that the study is for; None where it is not known."""
-    known = snapshot.target_speed(record)
-    if known is None:
-        return None
-    return Speed(value=known.tokens_per_second, low=known.low, high=known.high, basis=known.basis)
 
 
 def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:

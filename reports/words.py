@@ -9,12 +9,11 @@ from typing import assert_never
 from reports import units
 from search_spaces.config import TrialConfig
 from search_spaces.knobs import targets_in_words
-from search_spaces.prices import Offer
 from search_spaces.space import Objective
 from storage import records as ended
 from storage.confirmations import Ratio
 from storage.definition import Target
-from storage.ranking import NoGain, Ranking, objective_value, verdict_counts
+from storage.ranking import LESS_IS_BETTER, NoGain, Ranking, verdict_counts
 from storage.records import (
     NEIGHBOUR,
     EpochRecord,
@@ -42,21 +41,12 @@ _FLAGS = {
     "accumulation_extrapolated": "its step is derived from fewer micro-steps",
     "round_extrapolated": "its step is derived from micro-batches of other sizes",
 }
-_OBJECTIVES: Mapping[Objective, tuple[str, str, str]] = {
-    "tokens_per_second": ("speed", "tokens/s", "The fastest configuration"),
-    "peak_memory": ("peak memory", "peak", "The configuration with the lowest peak memory"),
-    "trainable_parameters": (
-        "trainable parameters",
-        "trainable",
-        "The configuration with the most trainable parameters",
-    ),
-    "eval_loss": (
-        "held-out loss",
-        "held-out loss",
-        "The configuration with the lowest held-out loss",
-    ),
+_NAMES: Mapping[Objective, str] = {
+    "tokens_per_second": "speed",
+    "peak_memory": "peak memory",
+    "trainable_parameters": "trainable parameters",
+    "eval_loss": "held-out loss",
 }
-"""What each is called for people, what heads a column of it, and what the best by it is."""
 
 VERDICT_LABELS: Mapping[Verdict, str] = {
     Verdict.FITS: "fits",
@@ -91,33 +81,31 @@ VERDICT_MEANINGS: Mapping[Verdict, str] = {
 
 def names_of(objectives: Sequence[Objective]) -> str:
     """Return what a study is ranked by: ``speed``, ``speed and peak memory``."""
-    *first, last = [_OBJECTIVES[objective][0] for objective in objectives]
+    *first, last = [_NAMES[objective] for objective in objectives]
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def columns_of(objectives: Sequence[Objective]) -> tuple[str, ...]:
-    """Return what heads a column of each objective's values."""
-    return tuple(_OBJECTIVES[objective][1] for objective in objectives)
 
 
 def best_by(objectives: Sequence[Objective], *, is_confirmed: bool) -> str:
     """Return what the best trial of a study is, as the beginning of a sentence."""
-    named = (
-        _OBJECTIVES[objectives[0]][2]
-        if len(objectives) == 1
-        else f"The best compromise between {names_of(objectives)} (the knee of the Pareto front)"
-    )
-    return f"{named} that fits" if is_confirmed else f"{named} measured so far"
+    named, most = names_of(objectives), "lowest" if objectives[0] in LESS_IS_BETTER else "most"
+    if len(objectives) > 1:
+        best = f"The best compromise between {named} (the knee of the Pareto front)"
+    elif objectives[0] == "tokens_per_second":
+        best = "The fastest configuration"
+    else:
+        best = f"The configuration with the {most} {named}"
+    return f"{best} that fits" if is_confirmed else f"{best} measured so far"
 
 
 def value(objective: Objective, measured: Measurement) -> str:
-    """Return what was measured of an objective, in its unit."""
-    if objective == "eval_loss":
-        return loss(measured)
-    known = objective_value(objective, measured)
-    if objective == "peak_memory":
-        return units.gib(known)
-    return units.rate(known) if objective == "tokens_per_second" else units.count(int(known))
+    """Return what was measured of an objective, with what it is."""
+    known: Mapping[Objective, str] = {
+        "tokens_per_second": speed(measured),
+        "peak_memory": units.gib(measured.peak_allocated_bytes),
+        "trainable_parameters": f"{units.count(measured.trainable_parameters)} trainable",
+        "eval_loss": f"held-out loss {loss(measured)}",
+    }
+    return known[objective]
 
 
 def loss(measured: Measurement) -> str:
@@ -273,8 +261,8 @@ def outcome_line(record: TrialRecord, *, budget_bytes: int) -> str:
     """
     measured, label = record.measurement, VERDICT_LABELS[record.verdict]
     if measured is not None:
-        learned = "" if measured.quality is None else f", held-out loss {loss(measured)}"
-        return f"{label}, {speed(measured)}, {units.gib(measured.peak_allocated_bytes)}{learned}"
+        learned = "" if measured.quality is None else f", {value('eval_loss', measured)}"
+        return f"{label}, {speed(measured)}, {value('peak_memory', measured)}{learned}"
     why = reason(record, budget_bytes=budget_bytes)
     return f"{label} ({why})" if why else label
 
@@ -343,11 +331,6 @@ def emulation_note(target: Target) -> str | None:
         f"Measured on {target.emulated_on} with its memory capped to the budget of {target.gpu}: "
         f"the fit is real; where it says measured, the speed is that of {target.emulated_on}."
     )
-
-
-def price(offer: Offer) -> str:
-    """Return where a GPU is rented at what price, and when that was read."""
-    return f"{offer.label} at ${offer.usd_per_hour:,.2f} an hour, as of {offer.date}"
 
 
 def cut_in_words(epoch: EpochRecord, seq_len: int) -> str:

@@ -30,7 +30,6 @@ widens its interval; only where that holds 1 is no gain stated.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,28 +130,26 @@ def merits_of(record: TrialRecord, objectives: Sequence[Objective]) -> tuple[flo
 
 def claimed_pair(ranked: Iterable[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
     """Return the trials over which it is judged whether `CLAIMED_RANK` is the best: the lowest loss
-    of that rank, and of the others the lowest that differs from it in nothing else.
+    of that rank, and the lowest of another that differs in nothing else that decides what is
+    learned; None for none."""
 
-    Where no two are alike, the lowest losses of both; None where only one of them was trained.
-    """
-    judged = [record for record in ranked if _is_judged(record, ("eval_loss",))]
-    own = [record for record in judged if record.config.lora_rank == CLAIMED_RANK]
-    others = [record for record in judged if record.config.lora_rank != CLAIMED_RANK]
+    def loss(record: TrialRecord) -> float:
+        return objective_value("eval_loss", measured_of(record))
 
-    def order(pair: tuple[TrialRecord, TrialRecord]) -> tuple[float, ...]:
-        losses = (objective_value("eval_loss", measured_of(record)) for record in pair)
-        return (bool(learned_apart(*pair)), *losses)
-
-    return min(itertools.product(own, others), key=order, default=None)
-
-
-def learned_apart(one: TrialRecord, other: TrialRecord) -> tuple[str, ...]:
-    """Return the settings besides the rank in which two trials differ and that decide what is
-    learned."""
-    first, second = canonical(one.config), canonical(other.config)
-    apart = [key for key in _LEARNED_BY if getattr(first, key) != getattr(second, key)]
-    scales = {(config.lora_alpha or 0.0) / config.lora_rank for config in (first, second)}
-    return (*apart, *(["lora_alpha"] if len(scales) > 1 else []))
+    alike: dict[tuple[object, ...], list[TrialRecord]] = {}
+    for record in ranked:
+        if _is_judged(record, ("eval_loss",)):
+            config = canonical(record.config)
+            scale = (config.lora_alpha or 0.0) / config.lora_rank
+            learned_by = (scale, *(getattr(config, key) for key in _LEARNED_BY))
+            alike.setdefault(learned_by, []).append(record)
+    pairs: list[tuple[TrialRecord, TrialRecord]] = []
+    for group in alike.values():
+        own = [record for record in group if record.config.lora_rank == CLAIMED_RANK]
+        others = [record for record in group if record.config.lora_rank != CLAIMED_RANK]
+        if own and others:
+            pairs.append((min(own, key=loss), min(others, key=loss)))
+    return min(pairs, key=lambda pair: [loss(record) for record in pair], default=None)
 
 
 def verdict_counts(records: Iterable[TrialRecord]) -> dict[str, int]:
@@ -508,25 +505,25 @@ class Ranking:
         it, marked as such.
         """
         stopped = (r for r in self.of_space if r.verdict is Verdict.PRUNED_SLOW)
-        best: dict[tuple[CapacityClass, Numerics, int], TrialRecord] = {}
+        best: dict[tuple[CapacityClass, Numerics, int], ClassBest] = {}
         for record in (*fitting(self.of_space), *_fastest_first(stopped)):
             config = record.config
-            best.setdefault((self.capacity_class(config), config.numerics, config.seq_len), record)
-        known = [
-            ClassBest(
-                lora_rank=record.config.lora_rank,
-                target_modules=record.config.target_modules,
-                numerics=record.config.numerics,
-                seq_len=record.config.seq_len,
+            found = ClassBest(
+                lora_rank=config.lora_rank,
+                target_modules=config.target_modules,
+                numerics=config.numerics,
+                seq_len=config.seq_len,
                 number=record.number,
                 tokens_per_second=measured_of(record).tokens_per_second,
                 is_partial=record.verdict is Verdict.PRUNED_SLOW,
             )
-            for record in best.values()
-        ]
-        return tuple(
-            sorted(known, key=lambda b: (b.lora_rank, str(b.target_modules), b.numerics, b.seq_len))
-        )
+            key = self.capacity_class(config), config.numerics, config.seq_len
+            best.setdefault(key, found)
+
+        def order(known: ClassBest) -> tuple[int, str, str, int]:
+            return known.lora_rank, str(known.target_modules), known.numerics, known.seq_len
+
+        return tuple(sorted(best.values(), key=order))
 
     def capacity_class(self, config: TrialConfig) -> CapacityClass:
         """Return the class in which the speed of ``config`` compares."""

@@ -78,7 +78,7 @@ def _found(snapshot: StudySnapshot) -> Iterator[str]:
             units.phrase("compute_dtype", winner.config.compute_dtype),
             f"{units.rate(measured.tokens_per_second)} tokens/s",
             units.gib(measured.peak_allocated_bytes),
-            gain_words(view_of(snapshot)).partition(" (")[0],
+            gain_words(view_of(snapshot), winner).partition(" (")[0],
         )
         yield f"  fastest: {units.size(winner.config)}, {', '.join(filter(None, known))}"
 

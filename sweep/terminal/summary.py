@@ -149,11 +149,7 @@ def _best_of(study: StudySummary) -> str:
         low, high = study.speed.low, study.speed.high
         ends = "" if low is None or high is None else f" {units.rate_interval((low, high))}"
         speed = f"{units.rate(study.speed.tokens_per_second)} tokens/s (predicted{ends})"
-    parts = [
-        words.value(o, study.best) if o == "peak_memory" else f"{words.value(o, study.best)} {name}"
-        for o, name in zip(study.objectives, words.columns_of(study.objectives), strict=True)
-        if o != "tokens_per_second"
-    ]
+    parts = [words.value(o, study.best) for o in study.objectives if o != "tokens_per_second"]
     return ", ".join([speed, *parts, "confirmed" if study.is_confirmed else "not confirmed"])
 
 

@@ -184,20 +184,6 @@ def test_the_answer_comes_first() -> None:
     assert "sweep best a10-mistral --json" in text
 
 
-def test_several_objectives_have_their_trade_off_on_the_page() -> None:
-    about = definition(space={"objectives": ["tokens_per_second", "peak_memory"]})
-    trials = [
-        fits(0, 8_000.0, peak_allocated_bytes=8 * GIB),
-        fits(1, 16_800.0, TrialConfig(micro_batch_size=10), peak_allocated_bytes=20 * GIB),
-    ]
-    text = Page(render(snapshot(trials, definition=about))).visible
-    assert "the knee of the Pareto front" in text
-    trade_off = text[text.index("The trade-off") : text.index("All trials")]
-    assert "16,800 20.00 GiB" in trade_off
-    assert "8,000 8.00 GiB" in trade_off
-    assert "The trade-off" not in Page(render(snapshot(trials))).visible
-
-
 def test_a_card_that_ran_itself_has_no_note_on_emulation() -> None:
     study = snapshot([fits(0, 8_000.0)], definition=definition(emulated_on=None))
     assert "the fit is real" not in Page(render(study)).visible
