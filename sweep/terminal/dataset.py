@@ -98,10 +98,23 @@ def data(
         f"{batch} rows drawn at random, drawn by like length, and of packed rows.\n"
         f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
     )
+    header = ("seq_len", "rows cut", "tokens cut", "padded", "grouped", "packed", "")
+    rows = [
+        (
+            f"{waste.seq_len:,}",
+            units.share(waste.rows_cut),
+            units.share(waste.tokens_cut),
+            units.share(waste.padding_waste),
+            units.share(waste.grouped_waste),
+            units.share(waste.packed_waste),
+            "worth searching" if waste.seq_len in worthwhile else "",
+        )
+        for waste in wastes
+    ]
     parts = [
         folded(_opening(texts.summary), width, indent=2),
         _drawn(histogram(lengths), width=width),
-        _waste_table(wastes, worthwhile, width=width),
+        table(header, rows, width=width),
         folded(explanation, width, indent=2),
     ]
     say_result(document, "\n\n".join(parts), as_json=as_json)
@@ -175,20 +188,3 @@ def _drawn(bins: Sequence[Bin], *, width: int | None) -> str:
         bar = "█" * max(round(room * bin.rows / most), 1 if bin.rows else 0)
         lines.append(f"{name:>{left}}  {count:>{right}}  {bar}".rstrip())
     return "\n".join(lines)
-
-
-def _waste_table(wastes: Sequence[Waste], worthwhile: Sequence[int], *, width: int | None) -> str:
-    header = ("seq_len", "rows cut", "tokens cut", "padded", "grouped", "packed", "")
-    rows = [
-        (
-            f"{waste.seq_len:,}",
-            units.share(waste.rows_cut),
-            units.share(waste.tokens_cut),
-            units.share(waste.padding_waste),
-            units.share(waste.grouped_waste),
-            units.share(waste.packed_waste),
-            "worth searching" if waste.seq_len in worthwhile else "",
-        )
-        for waste in wastes
-    ]
-    return table(header, rows, width=width)

@@ -146,13 +146,11 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
     else:
         kind = f"built for CUDA {found['cuda']}" if found["cuda"] else "built for the CPU"
         yield Finding("ok", "torch", f"{found['torch']}, {kind}")
+        broken = errors.get("bitsandbytes")
         works = f"{versions.get('bitsandbytes')}, takes a tensor to NF4 and back"
         again = "pip install --upgrade --force-reinstall bitsandbytes"
-        yield (
-            Finding("fail", "bitsandbytes", broken, f"4-bit training cannot work: {again}")
-            if (broken := errors.get("bitsandbytes"))
-            else Finding("ok", "bitsandbytes", works)
-        )
+        advice = f"4-bit training cannot work: {again}" if broken else ""
+        yield Finding("fail" if broken else "ok", "bitsandbytes", broken or works, advice)
     known = [p for p in PACKAGES if versions.get(p) and p not in ("torch", "bitsandbytes")]
     yield Finding("ok", "versions", ", ".join(f"{p} {versions[p]}" for p in known))
     if machine.card is not None and versions.get("liger-kernel") is None:
@@ -187,14 +185,8 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "catalogue", f"{spec.name}, trainings may take {budget}")
     yield _gpu_memory(card)
     if card.memory_bytes <= _SMALL_GPU_BYTES:
-        yield Finding(
-            "note",
-            "small GPU",
-            "Unsloth keeps checkpoints in the host's memory: a 7B model in 4.95 GiB at 12,352 "
-            "tokens/s, which takes 5.65 GiB at 11,400 here (8 x 512 on an H200)",
-            "with 8 GB, or long sequences in 12, it may be the better choice: docs/unsloth.md has "
-            "the figures",
-        )
+        detail = "in 12 GB or less Unsloth, which keeps checkpoints in the host's memory, fits more"
+        yield Finding("note", "small GPU", detail, "docs/unsloth.md has the figures")
 
 
 def _gpu_memory(card: Card) -> Finding:

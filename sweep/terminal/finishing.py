@@ -6,10 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO, assert_never, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import Any, assert_never, cast
 
 from reports import units
 from search_spaces.documents import exists, read_json
@@ -26,7 +23,6 @@ from sweep.finetuning.training import (
 )
 from sweep.finetuning.training import train as run_training
 from sweep.finetuning.wire import (
-    Alive,
     End,
     Evaluated,
     Event,
@@ -48,7 +44,6 @@ from sweep.paths import storage_url
 from sweep.running.device_info import read_card
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal.console import (
-    Synchronized,
     folded,
     note,
     say_json,
@@ -58,7 +53,7 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
-from sweep.terminal.working import Rhythm, working
+from sweep.terminal.working import working
 from sweep.verifying.record import record_of_export, record_of_study
 from sweep.verifying.runs import verify as run_verify
 from sweep.verifying.verdict import Verification
@@ -127,7 +122,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
         note("No checkpoint had been written yet: it begins at the first step.")
-    with _watching() as observe, nullcontext() if is_held else directories.held(output):
+    with _shown() as observe, nullcontext() if is_held else directories.held(output):
         end = run_training(
             prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
         )
@@ -193,64 +188,34 @@ def _result_text(
 
 
 @contextmanager
-def _watching() -> Iterator[Callable[[Event], None]]:
-    """Show a training on stderr: a bar in a terminal, a line now and then elsewhere."""
-    console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
-    if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield _Shown(None)
-        return
-    words, doing = TextColumn("{task.fields[words]}"), TextColumn("{task.description}")
-    bar = BarColumn(bar_width=None)
-    with Progress(doing, bar, words, console=console, expand=True, transient=True) as progress:
-        yield _Shown(progress)
+def _shown() -> Iterator[Callable[[Event], None]]:
+    """Show a training on stderr: how far it is, and a line for what happens once."""
+    steps = 0
+    with working("training") as part:
 
+        def observe(event: Event) -> None:
+            nonlocal steps
+            match event:
+                case Started():
+                    steps = event.steps
+                    note(_started(event))
+                    if event.documents_apart is False:
+                        note(f"warning: {TOGETHER}")
+                case Progressed(step=step, loss=loss):
+                    rate, left = units.rate(event.tokens_per_second), event.seconds_left
+                    words = f"loss {loss:.4f}, {rate} tokens/s, {units.duration(left)} left"
+                    part(f"steps: {words}")(step, steps)
+                case Evaluated(step=step, loss=loss):
+                    note(f"step {step:,}: held-out loss {loss:.4f}")
+                case Saved(step=step):
+                    note(f"step {step:,}: checkpoint written")
+                case NotSaved(step=step, reason=reason):
+                    note(
+                        f"warning: step {step:,}: no checkpoint, as the disk does not take it "
+                        f"({reason}); the training continues, and the one before is kept"
+                    )
 
-class _Shown:
-    """A line for what happens once, and the steps: in a bar, else in a line now and then."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        if progress is not None:
-            self._task = progress.add_task("starting", total=None, words="")
-        self._rhythm = Rhythm()
-        self._steps = 0
-
-    def __call__(self, event: Event) -> None:
-        """Show what happened."""
-        match event:
-            case Started(steps=steps, steps_done=done, documents_apart=is_apart):
-                self._steps = steps
-                self._say(_started(event))
-                self._draw(total=steps, completed=done)
-                if is_apart is False:
-                    self._say(f"warning: {TOGETHER}")
-            case Progressed(step=step, loss=loss, tokens_per_second=rate, seconds_left=left):
-                words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s, {units.duration(left)} left"
-                self._draw(completed=step, description=f"step {step:,}", words=words)
-                if self._progress is None and self._rhythm.is_due:
-                    self._rhythm.go_on()
-                    note(f"step {units.out_of(step, self._steps)}: {words}")
-            case Alive(doing=doing) if doing != "a training step" or not self._steps:
-                self._draw(description=doing)
-            case Evaluated(step=step, loss=loss):
-                self._say(f"step {step:,}: held-out loss {loss:.4f}")
-            case Saved(step=step):
-                self._say(f"step {step:,}: checkpoint written")
-            case NotSaved(step=step, reason=reason):
-                self._say(
-                    f"warning: step {step:,}: no checkpoint, as the disk does not take it "
-                    f"({reason}); the training continues, and the one before is kept"
-                )
-
-    def _draw(self, **changes: Any) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, **changes)
-
-    def _say(self, line: str) -> None:
-        if self._progress is None:
-            note(line)
-        else:
-            self._progress.console.print(line, markup=False, highlight=False)
+        yield observe
 
 
 def _started(started: Started) -> str:

@@ -23,16 +23,9 @@ from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
 from sweep.paths import cache_directory, runs_directory, storage_url
+from sweep.planning import documents
 from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
 from sweep.planning.candidates import NOT_ASKED
-from sweep.planning.documents import (
-    card_document,
-    cheapest_document,
-    comparison_document,
-    epoch_document,
-    forecast_document,
-    longest_document,
-)
 from sweep.planning.plan import CardPlan, bill_offers, compare_cards, plan_card
 from sweep.planning.question import (
     PlanRequest,
@@ -176,10 +169,10 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         view = plan_screen.one_gpu(plans[0], is_detailed=request.is_detailed)
-        return Answer([card_document(plans[0])], view, fits)
+        return Answer([documents.card_document(plans[0])], view, fits)
     comparison = compare_cards(plans, work=request.work, offers=question.offers, look=look)
     view = plan_screen.several_gpus(plans, comparison, is_detailed=request.is_detailed)
-    return Answer([comparison_document(plans, comparison)], view, fits)
+    return Answer([documents.comparison_document(plans, comparison)], view, fits)
 
 
 def _longest(question: Question, progress: Progress) -> Answer:
@@ -193,8 +186,8 @@ def _longest(question: Question, progress: Progress) -> Answer:
         )
         for gpu in question.gpus
     ]
-    documents = [longest_document(answer) for answer in answers]
-    document = documents[0] if len(documents) == 1 else {"plans": documents}
+    of_each = [documents.longest_document(answer) for answer in answers]
+    document = of_each[0] if len(of_each) == 1 else {"plans": of_each}
     view = plan_screen.longest(answers, is_detailed=question.request.is_detailed)
     return Answer([document], view, any(answer.best is not None for answer in answers))
 
@@ -223,7 +216,7 @@ def _cheapest(question: Question, progress: Progress) -> Answer:
         cards=ranked(cards),
     )
     view = plan_screen.cheapest(answer, is_detailed=request.is_detailed)
-    return Answer([cheapest_document(answer)], view, answer.cheapest is not None)
+    return Answer([documents.cheapest_document(answer)], view, answer.cheapest is not None)
 
 
 def _of_file(question: Question, name: str, progress: Progress) -> Answer:
@@ -242,11 +235,12 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
             raise InputError(f"{where}: {error}") from error
     known = forecaster.forecast([config for _, config in lines], progress=progress)
     known.replay(progress)
-    forecasts, documents, cheapest = [known[at] for at in range(len(lines))], [], []
+    forecasts, lines_out, cheapest = [known[at] for at in range(len(lines))], [], []
     for (where, _), forecast in zip(lines, forecasts, strict=True):
         if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
             raise InputError(f"{where}: {forecast.broken.reason}")
         bills = bill_offers(forecast, work=question.request.work, offers=offers)
-        documents.append(forecast_document(forecast, bills=bills) | epoch_document(forecast, bills))
+        document = documents.forecast_document(forecast, bills=bills)
+        lines_out.append(document | documents.epoch_document(forecast, bills))
         cheapest.append(bills[0] if bills else None)
-    return Answer(documents, configurations(forecasts, cheapest), any(f.fits for f in forecasts))
+    return Answer(lines_out, configurations(forecasts, cheapest), any(f.fits for f in forecasts))

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from reports import units
 from search_spaces.config import TrialConfig
-from search_spaces.costs import Bill, OfferComparison, Workload, is_surely_less
+from search_spaces.costs import Bill, OfferComparison, Workload
 from search_spaces.gpus import UNMEASURED_COPY_SHARE
 from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS, targets_in_words
 from search_spaces.linears import parameters
@@ -26,26 +26,7 @@ UNSURE = "'?' is too close to the budget to be sure"
 _FORBIDDEN = "invalid"
 """What a rule forbids is not a question of memory, and no table may call it too large."""
 _FIT_STYLES = {Fit.YES: "green", Fit.UNCERTAIN: "yellow", Fit.NO: "dim"}
-_TERM_WORDS = {
-    "matmul": "matrix products",
-    "eight_bit": "8-bit matrix products",
-    "lora": "adapters",
-    "dequant": "dequantization",
-    "elementwise": "norms, casts and activations",
-    "loss": "the loss",
-    "optimizer": "the optimizer",
-    "launch": "waiting for launches",
-    "overhead": "fixed work of the host",
-}
 _TERMS_SHOWN = 3
-_ITEM_WORDS = {
-    "boot": "container boot",
-    "download": "model download",
-    "queue": "queueing",
-    "preemptions": "spot preemptions",
-    "rounding": "rounding up to the billing unit",
-    "minimum": "minimum charge",
-}
 
 
 def settings(config: TrialConfig, *, with_capacity: bool = False) -> list[str]:
@@ -160,7 +141,7 @@ def _memory_and_time(forecast: Forecast) -> Iterator[str]:
     if speed is not None:
         ranked = sorted(speed.terms.items(), key=lambda term: -term[1])[:_TERMS_SHOWN]
         shares = (
-            f"{_TERM_WORDS.get(term, term)} {units.percent(seconds / speed.step_seconds)}"
+            f"{term.replace('_', '-')} {units.percent(seconds / speed.step_seconds)}"
             for term, seconds in ranked
         )
         used, dtype = units.percent(speed.flops_utilization), forecast.config.compute_dtype
@@ -249,7 +230,7 @@ def offers(bills: Sequence[Bill]) -> RenderableType:
                 units.usd(bill.usd),
                 units.usd(bill.usd_per_million_tokens),
                 f"{bill.wall_hours:.2f}",
-                f"{_ITEM_WORDS.get(top.name, top.name)} {units.percent(top.usd / bill.usd)}",
+                f"{top.name} {units.percent(top.usd / bill.usd)}",
             )
         )
     header = ("offer", ">per hour", ">in all", ">1 M tokens", ">hours", "mostly")
@@ -260,8 +241,8 @@ def _bill_lines(bill: Bill) -> Iterator[str]:
     yield f"{bill.offer.label}, item by item:"
     for item in bill.items:
         if item.seconds > 0:
-            name, took = _ITEM_WORDS.get(item.name, item.name), units.duration(item.seconds)
-            yield f"  {name:<32}{took:>14}  {units.usd(item.usd)}"
+            took = units.duration(item.seconds)
+            yield f"  {item.name:<12}{took:>14}  {units.usd(item.usd)}"
     if bill.usd_per_epoch is not None:
         samples = f"{bill.workload.dataset_samples:,} samples"
         yield f"an epoch of {samples}: {units.usd(bill.usd_per_epoch)}"
@@ -277,14 +258,8 @@ def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
             f"break-even at {round(point.samples.value):,} samples{steps}{between}: "
             f"{point.below.offer.label} is cheaper below, {point.above.offer.label} above"
         )
-    cheapest, *others = comparison.bills
-    if others and not comparison.break_evens:
-        is_clear = all(is_surely_less(cheapest, other) for other in others)
-        yield (
-            f"no break-even: {cheapest.offer.label} is the cheapest for any amount of work"
-            if is_clear
-            else "no break-even is claimed: which is the cheapest is within the speeds' uncertainty"
-        )
+    if len(comparison.bills) > 1 and not comparison.break_evens:
+        yield "no break-even is claimed within the speeds' uncertainty"
 
 
 def _grounds(plan: CardPlan) -> Iterator[str]:

@@ -106,7 +106,7 @@ def several_gpus(
     said = [] if comparison is None else [*_compared(comparison)]
     said += _settings_facts(chosen) if chosen else ()
     said += [(plan.gpu.name, _why_not(plan)) for plan in plans if plan not in able]
-    said += [*_searched(plans), *_next(best, is_timed=False), _DETAILS]
+    said += [*_searched(plans), *_next(best), _DETAILS]
     rows = []
     for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
         own = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
@@ -217,10 +217,6 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     if survey is not None:
         yield from _choices(survey, shown)
         yield from _numerics(plan, survey)
-    elif plan.table is not None:
-        sizes = plan.table.largest.items()
-        each = (f"{n:,}: {size.sure:,}" for n, size in sizes if size.possible)
-        yield "largest", f"micro-batch that surely fits, by length: {', '.join(each) or 'none'}"
 
 
 def _but(words: Sequence[str]) -> str:
@@ -279,12 +275,10 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
     if not looked:
         yield "asked", "this configuration alone; without --exact what you do not fix is searched"
         return
-    spaces, free = dict[str, None](), dict[str, list[str]]()
+    spaces, free = dict[str, None](), dict[str, None]()
     for plan, survey in looked:
         found, total = survey.found, survey.total
-        whole = "no end of configurations"
-        if total is not None:
-            whole = units.plural(total, "configuration")
+        whole = "a continuous space" if total is None else units.plural(total, "configuration")
         if survey.is_sampled:
             whole = f"{found.looked_at:,} drawn from {whole}"
         which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
@@ -293,12 +287,10 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
             cannot = found.looked_at - found.fit - found.uncertain
             fits = f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
         spaces[f"{which}, {whole}{fits}"] = None
-        for key in survey.space.dimensions:
-            if len(survey.space.values_of(key)) != 1:
-                free.setdefault(key, []).append(plan.gpu.name)
+        space = survey.space
+        free |= dict.fromkeys(key for key in space.dimensions if len(space.values_of(key)) != 1)
     yield "searched", "; ".join(spaces)
-    words = (k if len(on) == len(looked) else f"{k} ({', '.join(on)})" for k, on in free.items())
-    yield "free", f"{', '.join(words)}; all else is fixed"
+    yield "free", f"{', '.join(free)}; all else is fixed"
     plan, survey = looked[0]
     if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
         yield "you fixed", _in_words(held)
@@ -308,13 +300,13 @@ def _in_words(held: Mapping[str, Any]) -> str:
     return ", ".join(units.phrase(key, value) for key, value in held.items())
 
 
-def _next(plan: CardPlan, *, is_timed: bool = True) -> Iterator[Fact]:
+def _next(plan: CardPlan) -> Iterator[Fact]:
     """Yield the command to go on with."""
     if plan.shown is None:
         model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
     elif plan.survey is not None:
-        seconds = plan.survey.study_seconds() if is_timed else None
+        seconds = plan.survey.study_seconds()
         took = f" ({' to '.join(map(units.duration, seconds))})" if seconds else ""
         yield "next", f"`{plan.asked.run_command}` measures it{took}"
 

@@ -95,17 +95,15 @@ def replay(
 
 
 def _nothing_fits(surface: Surface, budget_bytes: int) -> str:
-    peaks = [row.peak_allocated_bytes for row in surface.rows if row.verdict == "fits"]
+    peaks = [r.peak_allocated_bytes for r in surface.rows if r.verdict == "fits"]
     least = min((peak for peak in peaks if peak is not None), default=None)
-    change = "every trial of it ran out of memory: record smaller configurations"
+    change = "record smaller configurations"
     if least is not None:
-        needed = math.ceil(least / GIB * 100) / 100
         change = (
-            f"the least that one of them needs is {units.gib(least)}: ask with --budget-gib "
-            f"{needed:g} or more, or record smaller configurations"
+            f"ask with --budget-gib {math.ceil(least / GIB * 100) / 100:g} or more, or {change}"
         )
-    none = f"none of {units.plural(len(surface.rows), 'configuration')}"
-    return f"{surface.name}: {none} fits {units.gib(budget_bytes)}; {change}"
+    none = f"none of {units.plural(len(surface.rows), 'configuration')} fits"
+    return f"{surface.name}: {none} {units.gib(budget_bytes)}; {change}"
 
 
 def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[str, int]:

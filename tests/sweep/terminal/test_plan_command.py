@@ -621,7 +621,7 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds_in_details(
         "Fastest of each capacity class",
         "Cost of 1,000 steps (8,000 samples, 4.1 M tokens)",
         "a10 Modal, item by item",
-        "container boot",
+        "boot 1 min 0 s",
         "memory: predicted from the model's own code, within 2 %",
         "speed: predicted from the a10's measured matrix products and measured copies, within 50 %",
         "price: Modal, read on ",
