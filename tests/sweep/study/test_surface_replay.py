@@ -126,8 +126,7 @@ def test_the_document_has_what_scripts_rely_on() -> None:
         (
             ["--budget-gib", "5"],
             1,
-            "none of 2 configurations fits 5.00 GiB; "
-            "ask with --budget-gib 8 or more",
+            "none of 2 configurations fits 5.00 GiB; ask with --budget-gib 8 or more",
         ),
     ],
 )
