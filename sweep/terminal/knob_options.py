@@ -54,7 +54,7 @@ def configured(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str,
         if not sign:
             raise InputError(f"--set {each}: write it as KEY=VALUE, compile=true say")
         if key not in KNOBS:
-            known = did_you_mean(key, KNOBS, lists="docs/knobs.md")
+            known = did_you_mean(key, KNOBS, lists="docs/settings.md")
             raise InputError(f"--set {each}: unknown setting '{name}'{known}")
         if key in given:
             raise InputError(f"--set {each}: {key} is given twice: keep one")

@@ -193,7 +193,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Any setting of a configuration, compile=true say; repeatable (docs/knobs.md).",
+        help="Any setting of a configuration, compile=true say; repeatable (docs/settings.md).",
     ),
 ]
 

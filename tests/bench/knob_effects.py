@@ -1,4 +1,4 @@
-"""docs/knobs.md: every setting as it is declared, and what it cost and bought where measured.
+"""docs/settings.md: every setting as declared, and its measured effect on speed and memory.
 
 Run as ``python -m tests.bench.knob_effects``; a test holds the page to what this makes of the
 declarations and of the committed measurements. An effect is that of matched pairs: two measured
@@ -28,7 +28,7 @@ from search_spaces.loading import shipped_presets
 from storage.surfaces import read_surface
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "knobs.md"
+PAGE = ROOT / "docs" / "settings.md"
 SURFACES = ("mistral-7b-v0.3_h200", "tinyllama-1.1b_h200")
 TABLES = ("measurements_h200", "held_out_h200", "several_cards_h200")
 PER_DOUBLING = "micro_batch_size"
@@ -190,7 +190,7 @@ MEMORY = {
     "grows": "can only grow with it",
     "shrinks": "can only shrink with it",
     "untouched": "does not depend on it",
-    "unknown": "may go either way",
+    "unknown": "can grow or shrink",
 }
 TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
 
@@ -209,7 +209,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
         _meanings()[key],
         "",
         f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: `{option}`.",
-        f"- Peak memory, all else being equal: {MEMORY[knob.memory]}.",
+        f"- Peak memory, all else equal: {MEMORY[knob.memory]}.",
         *([f"- Searched by {searched[key]}."] if key in searched else []),
         *([f"- Called {', '.join(said)}."] if said else []),
         "",
@@ -238,17 +238,16 @@ INTRODUCTION = """\
 <!-- Made by `python -m tests.bench.knob_effects`: change the declarations or the measurements. -->
 
 A setting is a key of a configuration: a dimension of a space, a fixed value, or an option of
-`sweep plan` and `sweep run`. Each is declared once, in `search_spaces/knobs.py`, and this page is
-made from there.
+`sweep plan` and `sweep run`. This page is made from the declarations in `search_spaces/knobs.py`.
 
-The tables say what a change was worth **where it was measured**: in pairs of configurations of one
-model that differ in that setting alone, on one NVIDIA H200. Each line has the number of such pairs,
-the median ratio of speeds and the median difference of peak allocated memory, and the lowest and
-highest of each. Wide ranges are no mistake: what a setting is worth depends on the others, which is
-why a space is searched. A line of one or two pairs is an example. Small micro-batches wait for the
-host, whose pace differs from moment to moment, and another GPU's ratios are its own.
+The tables show the **measured effect** of a change: pairs of configurations of one model that
+differ only in that setting, on one NVIDIA H200. Each line has the number of pairs, the median ratio
+of speeds and the median difference of peak allocated memory, with the lowest and highest of each.
+Ranges are wide because the effect of a setting depends on the others. One or two pairs are only an
+example. Small micro-batches wait for the host, whose speed varies, and another GPU has other
+ratios.
 
-The rows are in `tests/data`: {files}.
+Data in `tests/data`: {files}.
 """
 
 

@@ -261,26 +261,27 @@ def train(spec: ModelSpec, config: TrialConfig) -> tuple[str, float | None]:
 
 
 def table(path: Path) -> str:
-    """Return the Markdown table of what was tried; equal outcomes of a family share a row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
+    """Return the Markdown table of what was tried; families with equal outcomes share a row."""
+    tried: dict[tuple[str, ...], list[str]] = {}
     for line in path.read_text().splitlines():
         result = Try(**json.loads(line))
-        key = (
-            result.family,
-            result.quantization,
-            result.rule.partition(":")[0],
-            _brief(result.prediction),
-            _brief(result.training),
+        rule = result.rule.partition(":")[0]
+        outcome = (
+            f"refused: `{rule}` | "
+            if rule
+            else (f"{_brief(result.prediction)} | {_brief(result.training)}")
         )
-        rows.setdefault(key, []).append(result.targets)
-    lines = [
-        "| model type | quantization | targets | memory predicted | trained |",
-        "|---|---|---|---|---|",
-    ]
-    for (family, quantization, rule, prediction, training), targets in rows.items():
-        ends = f"refused: `{rule}` | " if rule else f"{prediction} | {training}"
-        lines.append(f"| {family} | {quantization} | {', '.join(targets)} | {ends} |")
-    return "\n".join(lines)
+        tried.setdefault((result.family, result.quantization, outcome), []).append(result.targets)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (family, quantization, outcome), targets in tried.items():
+        rows.setdefault((quantization, ", ".join(targets), outcome), []).append(family)
+    return "\n".join(
+        [
+            "| model type | quantization | targets | memory predicted | trained |",
+            "|---|---|---|---|---|",
+            *(f"| {', '.join(families)} | {' | '.join(row)} |" for row, families in rows.items()),
+        ]
+    )
 
 
 def _brief(outcome: str) -> str:
