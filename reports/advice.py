@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from reports import units, words
 from reports.view import StudyView
-from search_spaces.config import canonical
+from search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from search_spaces.dimensions import Choices
-from search_spaces.knobs import KNOBS, SIZE_KEYS
 from search_spaces.models import ModelSpec
 from storage.ranking import measured_of
 from storage.records import (

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from storage.ranking import rankable

@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary
 
 from reports import units, words
 from reports.words import VERDICT_LABELS, reason
-from search_spaces.config import TrialConfig
+from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.gpus import gpu_catalogue
-from search_spaces.knobs import KNOBS
 from search_spaces.redaction import shown
 from storage.definition import StudySnapshot
 from storage.ranking import Ranking, rank_study

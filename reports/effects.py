@@ -21,8 +21,7 @@ import numpy as np
 from reports import units
 from reports.design import Knob, Quantity, Sample, Seen
 from reports.regression import Estimate, LinearFit, Vector, mean_estimate
-from search_spaces.config import canonical
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, canonical
 from storage.definition import StudySnapshot
 
 PAIRS_ENOUGH = 6

@@ -9,8 +9,7 @@ from itertools import groupby
 
 from reports import units, words
 from reports.view import Epoch, StudyView
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS, targets_in_words
+from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
 from storage.definition import StudySnapshot
 from storage.ranking import (
     CLAIMED_RANK,

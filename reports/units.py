@@ -6,10 +6,9 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
 from search_spaces.errors import in_percent
 from search_spaces.gpus import GIB, gpu_catalogue
-from search_spaces.knobs import CAPACITY_KEYS, KNOBS, SIZE_KEYS
 
 DASH = "–"
 MIB = 2**20

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from reports import units, words
 from reports.document import memory_unit, sort_place
 from reports.words import VERDICT_LABELS
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.knobs import KNOBS, SIZE_KEYS
+from search_spaces.config import KNOBS, SIZE_KEYS, TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.definition import MemoryForecast, StudySnapshot
 from storage.ranking import fitting, measured_of, rank_study

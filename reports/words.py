@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from reports import units
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import targets_in_words
+from search_spaces.config import TrialConfig, targets_in_words
 from search_spaces.space import Objective
 from storage import records as ended
 from storage.confirmations import Ratio

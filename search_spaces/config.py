@@ -1,26 +1,478 @@
-"""Owns one candidate: a frozen QLoRA configuration that validates itself.
+"""Every setting of a QLoRA training, each declared once, as a field of `TrialConfig`.
 
-Knows nothing of models, GPUs, Optuna or files. Rules that need a model or a GPU are in `rules`.
+A declaration holds a setting's values, default and meaning, what people call it, how memory depends
+on it and what has to be rebuilt when it changes. A new setting is a field here. Beside that it
+needs its implementation and its proof of effect in `sweep.training`, its lines in the training
+script and its spelling for other trainers in `sweep.export`, where it changes more than a traced
+training shows its prediction in `sweep.predict`, and where it does not go with everything a rule in
+`rules`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal, Self, get_args
 
-from search_spaces.documents import Document
-from search_spaces.knobs import CAPACITY_KEYS, KNOBS, Knobs
-from search_spaces.validation import validate
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
+
+from search_spaces.documents import Document, validate
+from search_spaces.errors import quote
+
+ComputeDtype = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
+Quantization = Literal["nf4", "fp4", "fp8", "int8", "none"]
+Numerics = Literal["16-bit", "fp8", "int8"]
+AdapterDtype = Literal["fp32", "bf16"]
+Kernels = Literal["hf", "fused-loss", "liger"]
+Attention = Literal["sdpa", "flash_attention_2", "eager"]
+Packing = Literal["none", "packed", "grouped"]
+OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
+Sharding = Literal["none", "fsdp"]
+EIGHT_BIT = ("fp8", "int8")
+"""What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
+FOUR_BIT = ("nf4", "fp4")
+TARGET_SETS = ("qv", "attention", "all-linear")
+
+SIZE_KEYS = ("micro_batch_size", "seq_len")
+"""Settings of which more is more work in one launch, and nothing else."""
+BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
+"""Settings of which the first two together must go into the third."""
+OPTION_KEYS = (
+    "lora_rank",
+    "target_modules",
+    "micro_batch_size",
+    "seq_len",
+    "compute_dtype",
+    "quantization",
+)
+"""Settings that have an option of their own on the command line; the others are typed by --set."""
+CAPACITY_KEYS = ("lora_rank", "target_modules")
+"""Settings that decide how much an adapter can learn: speeds compare within one choice of them."""
+MICRO_BATCH_MAX = 65_536
+GPUS_MAX = 64
+CONFIGS_KEPT = 2**15
+"""Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
+of each."""
 
 
-class TrialConfig(Knobs):
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What is said of a setting beside the values it takes."""
+
+    label: str
+    """What people call it."""
+    phrase: Callable[[Any], str]
+    """A value in words that stand alone: ``rank 16``."""
+    resolved: Callable[[TrialConfig], Any] | None = None
+    """What a configuration's value comes to; None where that is the value itself.
+
+    Two configurations that come to the same in every setting train the same way.
+    """
+    applies: Callable[[TrialConfig], bool] | None = None
+    """Whether it means anything in a configuration, and is worth a word; None where always."""
+    memory: Literal["grows", "shrinks", "untouched", "unknown"] = "unknown"
+    """Whether peak memory can only grow with it, only shrink with it, has nothing to do with it, or
+    may go either way, all else being equal.
+
+    The first two are claimed only where they hold by construction, on every model and GPU: a
+    configuration may be refused by them.
+    """
+    survives_compiler: bool = False
+    """Whether that holds under ``compile`` too, where only the shapes that go through differ."""
+    lean_first: tuple[Any, ...] = ()
+    """Words and truth values that need less memory than those not listed, the least of all first.
+
+    For a setting whose ``memory`` grows that is certain; for another it is the rule.
+    """
+    shapes_base: bool = False
+    """Whether the frozen base has to be built anew when it changes."""
+    traced: Callable[[Any], Any] | None = None
+    """The value that stands for a value when tensors are counted; None where every value has the
+    same tensors, perhaps of other sizes."""
+    tried: tuple[Any, ...] = ()
+    """Values that are worth a look where nobody names a space: of settings that change speed and
+    memory, and leave the trained model what it is."""
+
+
+def _number(value: object) -> object:
+    """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {quote(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"must be a finite number, got {quote(value)}")
+    return value
+
+
+def _target_modules(value: object) -> object:
+    """Accept a target set, or module names in a list or with commas (``q_proj,v_proj``)."""
+    if isinstance(value, str):
+        if value in TARGET_SETS:
+            return value
+        if not ("," in value or "_" in value):
+            raise ValueError(
+                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
+                f"got {quote(value)}"
+            )
+        value = [name.strip() for name in value.strip().removesuffix(",").split(",")]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"must be a name or a list of module names, got {quote(value)}")
+    if not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"must list at least one module name, none empty, got {quote(value)}")
+    return tuple(sorted(set(value)))
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+TargetModules = Annotated[
+    str | tuple[str, ...],
+    BeforeValidator(_target_modules),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(TARGET_SETS)},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+def targets_in_words(value: str | Sequence[str]) -> str:
+    """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
+    named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
+    return named.get(value, value) if isinstance(value, str) else ", ".join(value)
+
+
+def _checkpointing_in_words(value: float) -> str:
+    named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
+    return named.get(float(value), f"{100 * value:.0f} % checkpointed")
+
+
+def _quantized_in_words(value: float) -> str:
+    return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
+
+
+def _packing_in_words(value: str) -> str:
+    return {"none": "rows not packed", "packed": "packed rows"}.get(value, "rows grouped by length")
+
+
+def _kernels_in_words(value: str) -> str:
+    return {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels"
+
+
+class TrialConfig(BaseModel):
     """One QLoRA fine-tuning configuration; the defaults are the standard published recipe.
 
     Raises:
         pydantic.ValidationError: a value is out of range; `parse_config` makes it an `InputError`.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    lora_rank: Annotated[
+        StrictInt, Knob("LoRA rank", lambda value: f"rank {value}", memory="grows")
+    ] = Field(default=16, ge=1, le=65_536)
+    """Rank r of every adapter pair."""
+
+    lora_alpha: Annotated[
+        Annotated[Number, Field(gt=0, le=1e6)] | None,
+        Knob(
+            "LoRA alpha",
+            lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
+            resolved=lambda config: config.alpha,
+            memory="untouched",
+        ),
+    ] = None
+    """LoRA scale numerator; null means twice the rank."""
+
+    lora_dropout: Annotated[
+        Number,
+        Knob(
+            "LoRA dropout",
+            lambda value: f"dropout {value:g}" if value else "no dropout",
+            # A dropout keeps a masked copy of each adapter's input, however much it drops.
+            memory="grows",
+            traced=lambda value: 0.1 if value else 0.0,
+        ),
+    ] = Field(default=0.0, ge=0.0, le=1.0)
+    """Probability of dropping an adapter's input element."""
+
+    target_modules: Annotated[
+        TargetModules,
+        Knob(
+            "target modules",
+            lambda value: f"adapters on {targets_in_words(value)}",
+            memory="grows",
+            lean_first=("qv", "attention"),
+            traced=_same,
+        ),
+    ] = "attention"
+    """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
+
+    micro_batch_size: Annotated[
+        StrictInt,
+        Knob(
+            "micro-batch",
+            lambda value: f"micro-batch {value}",
+            memory="grows",
+            survives_compiler=True,
+        ),
+    ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
+    """Sequences in one forward and backward pass, of one GPU."""
+
+    seq_len: Annotated[
+        StrictInt,
+        Knob(
+            "sequence length",
+            lambda value: f"length {value}",
+            memory="grows",
+            survives_compiler=True,
+        ),
+    ] = Field(default=512, ge=1, le=10_000_000)
+    """Tokens in every sequence."""
+
+    effective_batch_size: Annotated[
+        Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None,
+        Knob(
+            "effective batch",
+            lambda value: f"effective batch {value}" if value else "no accumulation",
+            resolved=lambda config: config.samples_per_step,
+            # The gradients of one micro-batch live through the forward pass of the next.
+            memory="grows",
+            survives_compiler=True,
+        ),
+    ] = None
+    """Sequences per optimizer step, of all GPUs together; null means one micro-batch on each.
+    Accumulation follows from it."""
+
+    compute_dtype: Annotated[
+        ComputeDtype,
+        Knob(
+            "compute dtype",
+            lambda value: f"{value} compute",
+            shapes_base=True,
+            traced=_same,
+        ),
+    ] = "bf16"
+    """Type of the matrix products. ``fp8`` and ``int8`` are those of the frozen layers, forward and
+    for their input's gradient, inputs and gradients rounded row by row; all else is in 16 bits."""
+
+    quantization: Annotated[
+        Quantization,
+        Knob(
+            "quantization",
+            lambda value: "16-bit base" if value == "none" else f"{value} base",
+            lean_first=("nf4", "fp4", "fp8", "int8"),
+            shapes_base=True,
+            # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
+            traced=lambda value: "nf4" if value in FOUR_BIT else value,
+        ),
+    ] = "nf4"
+    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, 8 bits with a scale an output
+    feature (``fp8``: e4m3; ``int8``), or ``none`` (16-bit)."""
+
+    double_quant: Annotated[
+        StrictBool,
+        Knob(
+            "double quantization",
+            lambda value: "double quantization" if value else "single quantization",
+            # Of 4-bit types alone.
+            resolved=lambda config: config.double_quant and config.is_4bit,
+            applies=lambda config: config.is_4bit,
+            lean_first=(True,),
+            shapes_base=True,
+            traced=_same,
+        ),
+    ] = True
+    """Whether the quantization constants are quantized themselves."""
+
+    quantized_fraction: Annotated[
+        Number,
+        Knob(
+            "quantized layers",
+            _quantized_in_words,
+            # Without quantization there are none.
+            resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
+            applies=lambda config: config.is_quantized,
+            shapes_base=True,
+            # Its structures are put together from those of quantized layers and of 16-bit ones.
+            traced=_same,
+        ),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of decoder layers that are quantized; the others are in 16 bits."""
+
+    adapter_dtype: Annotated[
+        AdapterDtype,
+        Knob(
+            "adapter dtype",
+            lambda value: f"{value} adapters",
+            # Parameters, gradients and unquantized optimizer states are of this type. That decides
+            # nothing for sure: a bf16 adapter keeps a copy of its input where that is fp32.
+            lean_first=("bf16",),
+            traced=_same,
+        ),
+    ] = "fp32"
+    """Type of the adapters, of their gradients and of the optimizer states that are not 8-bit."""
+
+    checkpoint_fraction: Annotated[
+        Number,
+        Knob("checkpointing", _checkpointing_in_words, memory="shrinks", tried=(0.0, 0.5, 1.0)),
+    ] = Field(default=1.0, ge=0.0, le=1.0)
+    """Share of decoder layers whose activations are recomputed in the backward pass."""
+
+    upcast_fp32: Annotated[
+        StrictBool,
+        Knob(
+            "fp32 upcast",
+            lambda value: "fp32 upcast" if value else "no fp32 upcast",
+            memory="grows",
+            lean_first=(False,),
+            shapes_base=True,
+            traced=_same,
+            tried=(True, False),
+        ),
+    ] = True
+    """Keep norms, embeddings and head in fp32, as PEFT's `prepare_model_for_kbit_training` does."""
+
+    kernels: Annotated[
+        Kernels,
+        Knob(
+            "kernels",
+            _kernels_in_words,
+            lean_first=("liger", "fused-loss"),
+            shapes_base=True,
+            traced=_same,
+            tried=get_args(Kernels),
+        ),
+    ] = "hf"
+    """Layer kernels: transformers' own, Liger's fused loss alone, or the whole Liger set."""
+
+    attention: Annotated[
+        Attention,
+        Knob(
+            "attention",
+            lambda value: f"{value} attention",
+            lean_first=("sdpa", "flash_attention_2"),
+            shapes_base=True,
+            traced=_same,
+        ),
+    ] = "sdpa"
+    """Attention implementation."""
+
+    optimizer: Annotated[
+        OptimizerName, Knob("optimizer", str, lean_first=("paged_adamw_8bit", "adamw_8bit"))
+    ] = "adamw_8bit"
+    """Optimizer of the adapters."""
+
+    compile: Annotated[
+        StrictBool,
+        Knob(
+            "compile",
+            lambda value: "compiled layers" if value else "not compiled",
+            lean_first=(False,),
+            traced=_same,
+            tried=(False, True),
+        ),
+    ] = False
+    """Whether each decoder layer is compiled with `torch.compile`, shapes static."""
+
+    expandable_segments: Annotated[
+        StrictBool,
+        Knob(
+            "expandable segments",
+            lambda value: f"{'expandable' if value else 'fixed'} segments",
+            lean_first=(True,),
+            # Weights that lie in segments of the other kind would stay there.
+            shapes_base=True,
+        ),
+    ] = False
+    """Whether torch's allocator grows its segments (``expandable_segments``)."""
+
+    packing: Annotated[
+        Packing,
+        Knob(
+            "packing",
+            _packing_in_words,
+            lean_first=("none", "grouped"),
+            # A mask keeps packed examples apart; grouped sequences are like any other.
+            traced=lambda value: "packed" if value == "packed" else "none",
+        ),
+    ] = "none"
+    """What a sequence of a micro-batch holds: one example, ``none`` and ``grouped`` (examples of
+    like length in one micro-batch), or as many as fit, ``packed``; the last two only with a
+    dataset."""
+
+    learning_rate: Annotated[
+        Number,
+        Knob("learning rate", lambda value: f"learning rate {value:g}", memory="untouched"),
+    ] = Field(default=2e-4, ge=1e-7, le=1.0)
+    """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
+
+    data_parallel: Annotated[
+        StrictInt, Knob("GPUs", lambda value: "one GPU" if value == 1 else f"{value} GPUs")
+    ] = Field(default=1, ge=1, le=GPUS_MAX)
+    """GPUs that train one configuration together, each on sequences of its own (DDP); every
+    optimizer step is one of all of them."""
+
+    sharding: Annotated[
+        Sharding,
+        Knob(
+            "sharding",
+            lambda value: "whole model on each GPU" if value == "none" else "sharded (FSDP)",
+            applies=lambda config: config.data_parallel > 1,
+            lean_first=("fsdp",),
+            # What is sharded is stored in another type, and stays sharded.
+            shapes_base=True,
+        ),
+    ] = "none"
+    """What each of several GPUs holds: the whole model, or its share of every layer (``fsdp``:
+    FSDP2, with 4-bit weights stored in the compute dtype)."""
+
+    @model_validator(mode="after")
+    def _accumulation_is_whole(self) -> Self:
+        effective, micro, gpus = (
+            self.effective_batch_size,
+            self.micro_batch_size,
+            self.data_parallel,
+        )
+        if effective is not None and effective % (micro * gpus):
+            times, got = "", f"{effective} and {micro}"
+            if gpus > 1:
+                times, got = " times data_parallel", f"{effective}, {micro} and {gpus}"
+            raise ValueError(
+                f"effective_batch_size must be a multiple of micro_batch_size{times}, got {got}"
+            )
+        return self
+
+    @property
+    def alpha(self) -> float:
+        """LoRA scale numerator with its default resolved."""
+        return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences per optimizer step, of all GPUs together."""
+        return self.effective_batch_size or self.micro_batch_size * self.data_parallel
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step, of each GPU."""
+        return self.samples_per_step // (self.micro_batch_size * self.data_parallel)
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -32,6 +484,45 @@ class TrialConfig(Knobs):
         """Tokens per optimizer step, of all GPUs together."""
         return self.samples_per_step * self.seq_len
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen base is held in 4 or 8 bits."""
+        return self.quantization != "none"
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether the frozen base is held in 4 bits."""
+        return self.quantization in FOUR_BIT
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of a frozen weight, scales not counted."""
+        return 4 if self.is_4bit else 8 if self.is_quantized else 16
+
+    @property
+    def numerics(self) -> Numerics:
+        """The class of numerics of the frozen layers' products."""
+        match self.compute_dtype:
+            case "fp8" | "int8" as eight_bit:
+                return eight_bit
+            case _:
+                return "16-bit"
+
+    @property
+    def is_8bit_compute(self) -> bool:
+        """Whether the frozen layers multiply in 8 bits."""
+        return self.compute_dtype in EIGHT_BIT
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the optimizer's states are in memory that bitsandbytes pages."""
+        return self.optimizer.startswith("paged")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each GPU holds a share of the model, and not all of it."""
+        return self.sharding != "none"
+
     def checkpointed_count(self, layers: int) -> int:
         """Return how many of so many decoder layers are recomputed."""
         return round(self.checkpoint_fraction * layers)
@@ -41,11 +532,11 @@ class TrialConfig(Knobs):
         return _spread(self.checkpointed_count(layers), layers)
 
     def quantized_count(self, layers: int) -> int:
-        """Return how many of so many decoder layers are held in 4 bits."""
+        """Return how many of so many decoder layers are quantized."""
         return round(self.quantized_fraction * layers) if self.is_quantized else 0
 
     def quantized_layers(self, layers: int) -> frozenset[int]:
-        """Return which of so many decoder layers are held in 4 bits, evenly spread."""
+        """Return which of so many decoder layers are quantized, evenly spread."""
         return _spread(self.quantized_count(layers), layers)
 
     def base(self) -> TrialConfig:
@@ -68,17 +559,36 @@ class TrialConfig(Knobs):
         return self.model_dump(mode="json", include=changed) if changed else {}
 
 
-CONFIGS_KEPT = 2**15
-"""Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
-of each."""
-
-
 def _spread(count: int, layers: int) -> frozenset[int]:
     """Return so many of the layers, evenly spread, the first among them."""
     return frozenset(index * layers // count for index in range(count))
 
 
 CONFIG_KEYS = tuple(TrialConfig.model_fields)
+KNOBS: Mapping[str, Knob] = {
+    key: next(one for one in field.metadata if isinstance(one, Knob))
+    for key, field in TrialConfig.model_fields.items()
+}
+"""What is declared of each setting, by its key."""
+_RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}
+
+NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
+    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False}
+}
+"""What a setting's value needs of others: who asks for it and says nothing of them means these."""
+
+
+def number_kind(key: str) -> type[int] | type[float] | None:
+    """Return what a setting's values are; None where they are words or truth values."""
+    kinds = set(_kinds(TrialConfig.model_fields[key].annotation))
+    return int if int in kinds else float if float in kinds else None
+
+
+def _kinds(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 def parse_config(values: Mapping[str, Any], *, where: str = "configuration") -> TrialConfig:
@@ -104,4 +614,40 @@ def canonical(config: TrialConfig) -> TrialConfig:
     return config.model_copy(update={key: value(config) for key, value in _RESOLVED.items()})
 
 
-_RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}
+def as_options(values: Mapping[str, Any]) -> list[str]:
+    """Return values by their keys as they are typed on the command line."""
+    words: list[str] = []
+    for key, value in values.items():
+        typed = ",".join(value) if isinstance(value, list | tuple) else value
+        text = typed if isinstance(typed, str) else json.dumps(typed)
+        if key in KNOBS and key not in OPTION_KEYS:
+            words += ["--set", f"{key}={text}"]
+        else:
+            words += [f"--{key.replace('_', '-')}", *([] if value is True else [text])]
+    return words
+
+
+# What libraries call a setting's values.
+
+TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def liger_kernels(kernels: str) -> dict[str, bool] | None:
+    """Return which of Liger's kernels ``kernels`` stands for, by Liger's names; None for none."""
+    if kernels == "hf":
+        return None
+    everything = kernels == "liger"
+    return {
+        "fused_linear_cross_entropy": True,
+        "cross_entropy": False,
+        "rms_norm": everything,
+        # Of the two activations a model has one; the other's switch does nothing.
+        "swiglu": everything,
+        "geglu": everything,
+        "rope": everything,
+    }
+
+
+def allocator_settings(is_expandable: bool) -> dict[str, str]:
+    """Return the variables that torch reads its allocator's settings from, when it is imported."""
+    return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{is_expandable}"}

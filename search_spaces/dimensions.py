@@ -1,21 +1,25 @@
-"""Owns one dimension of a space: choices or a range, the values that it holds, how YAML writes it.
-
-Knows nothing of the other dimensions.
-"""
+"""One dimension of a space: choices or a range, the values that it holds, how YAML writes it."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
-from search_spaces.config import TrialConfig
-from search_spaces.documents import Document, KeyPath
-from search_spaces.errors import InputError, quote
-from search_spaces.knobs import KNOBS, Number
-from search_spaces.validation import validate
+from search_spaces.config import Number, TrialConfig, number_kind
+from search_spaces.documents import ContradictionError, Document, refusal, validate
+from search_spaces.errors import quote
 
 VALUES_MAX = 10_000
 """More values than this in one dimension is a slip: nobody measures them."""
@@ -24,7 +28,7 @@ VALUES_MAX = 10_000
 class Strict(BaseModel):
     """A frozen part of a space that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Choices(Strict):
@@ -52,14 +56,11 @@ class IntRange(Strict):
 
     @model_validator(mode="after")
     def _ordered(self) -> IntRange:
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
+        _check_range(self.low, self.high, self.step)
         if self.log and (self.step != 1 or self.low < 1):
             raise ValueError(
                 f"log needs step 1 and low of at least 1, got {self.step} and {self.low}"
             )
-        if (self.high - self.low) // self.step >= VALUES_MAX:
-            raise ValueError(_too_many(self.low, self.high, self.step))
         return self
 
     @property
@@ -82,13 +83,10 @@ class FloatRange(Strict):
 
     @model_validator(mode="after")
     def _ordered(self) -> FloatRange:
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high, got {self.low} and {self.high}")
+        _check_range(self.low, self.high, self.step)
         if self.log and (self.step is not None or self.low <= 0):
             got = f"step {self.step:g}" if self.step is not None else f"low {self.low:g}"
             raise ValueError(f"log needs no step and low above 0, got {got}")
-        if self.step is not None and (self.high - self.low) / self.step >= VALUES_MAX:
-            raise ValueError(_too_many(self.low, self.high, self.step))
         return self
 
     @property
@@ -110,10 +108,9 @@ class FloatRange(Strict):
 
         A share beyond either end is that end.
         """
-        if share <= 0:
-            return self.low
-        if share >= 1:
-            return self.high
+        share = min(max(share, 0.0), 1.0)
+        if share in (0, 1):
+            return self.high if share else self.low
         if self.log:
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
@@ -127,72 +124,94 @@ class FloatRange(Strict):
         return (value - self.low) / (self.high - self.low)
 
 
-def _too_many(low: float, high: float, step: float) -> str:
-    return f"{low} to {high} in steps of {step} is more than {VALUES_MAX} values: use a larger step"
+def _check_range(low: float, high: float, step: float | None) -> None:
+    if low > high:
+        raise ValueError(f"low must be at most high, got {low} and {high}")
+    if step is not None and (high - low) / step >= VALUES_MAX:
+        raise ValueError(
+            f"{low} to {high} in steps of {step} is more than {VALUES_MAX} values: use a larger "
+            "step"
+        )
 
 
 Dimension = Choices | IntRange | FloatRange
 
 
-def read_dimension(document: Document, key: str, value: Any) -> Dimension:
+def read_dimension(key: str, value: Any) -> Dimension:
     """Return the dimension ``key``: a list, ``{choices: [...]}`` or ``{low, high, step, log}``.
 
     Raises:
-        InputError: another form, an unknown key, or a value that no configuration takes.
+        ContradictionError: another form, an unknown key, or a value that no configuration takes.
     """
-    where = document.where("dimensions", key)
     match value:
-        case list():
-            return _choices(document, ("dimensions", key), value)
-        case {"choices": list() as choices} if len(value) == 1:
-            return _choices(document, ("dimensions", key, "choices"), choices)
+        case Choices() | IntRange() | FloatRange():
+            return value
+        case list() | tuple():
+            return _choices(value, key)
+        case {"choices": list() | tuple() as choices} if len(value) == 1:
+            return _choices(choices, key, "choices")
         case {"choices": _}:
-            raise InputError(
-                f"{where}: {key}: choices must be a list and stand alone, got {quote(value)}"
+            raise ContradictionError(
+                f"{key}: choices must be a list and stand alone, got {quote(value)}", key
+            )
+        case dict() if number_kind(key) is None:
+            raise ContradictionError(
+                f"{key} is not a number: list its values, got {quote(value)}", key
             )
         case dict():
-            return _range(document, key, value)
+            model: type[IntRange | FloatRange] = IntRange if number_kind(key) is int else FloatRange
+            try:
+                dimension = model.model_validate(value)
+            except ValidationError as error:
+                raise refusal(error, model, at=(key,), about=f"{key}: ") from error
+            for end in ("low", "high"):
+                checked_value(key, value[end], key, end)
+            return dimension
         case _:
-            raise InputError(
-                f"{where}: {key} must list its values, got {quote(value)}; "
-                "a single value goes under fixed"
+            raise ContradictionError(
+                f"{key} must list its values, got {quote(value)}; a single value goes under fixed",
+                key,
             )
 
 
-def read_value(key: str, value: Any, *, document: Document, at: KeyPath = ()) -> Any:
+def checked_value(key: str, value: Any, *at: str | int) -> Any:
     """Return ``value`` as a configuration reads it for ``key``, in plain JSON values.
 
     Raises:
-        InputError: no configuration takes it; the message names document, line, key and value.
+        ContradictionError: no configuration takes it; it stands at ``at``.
     """
+    try:
+        config = TrialConfig.model_validate(_alone(key, value))
+    except ValidationError as error:
+        raise refusal(error, TrialConfig, at=at or (key,)) from error
+    return config.model_dump(mode="json", include={key})[key]
+
+
+def read_value(key: str, value: Any, *, document: Document) -> Any:
+    """Return ``value`` as a configuration reads it for ``key``, in plain JSON values.
+
+    Raises:
+        InputError: no configuration takes it; the message names document, key and value.
+    """
+    config = validate(TrialConfig, _alone(key, value), document)
+    return config.model_dump(mode="json", include={key})[key]
+
+
+def _alone(key: str, value: Any) -> dict[str, Any]:
     # Any effective batch is a multiple of a micro-batch of one.
-    alone = {"micro_batch_size": 1, key: value}
-    config = validate(TrialConfig, alone, document, moved={key: at})
-    return config.model_dump(mode="json")[key]
+    return {"micro_batch_size": 1, key: value}
 
 
-def _choices(document: Document, path: KeyPath, choices: list[Any]) -> Choices:
-    key = str(path[1])
-    if not choices:
-        raise InputError(f"{document.where(*path)}: {key} has no values: list at least one")
+def _choices(choices: Sequence[Any], *path: str) -> Choices:
+    key = path[0]
+    if not 0 < len(choices) <= VALUES_MAX:
+        wrong = f"more than {VALUES_MAX} values" if choices else "no values: list at least one"
+        raise ContradictionError(f"{key} has {wrong}", *path)
     read: dict[str, Any] = {}
     for index, choice in enumerate(choices):
-        value = read_value(key, choice, document=document, at=(*path, index))
+        value = checked_value(key, choice, *path, index)
         # By their JSON text: 1 and true are equal in Python and are not the same value.
         if json.dumps(value) in read:
-            raise InputError(f"{document.where(*path, index)}: {key} lists {quote(choice)} twice")
+            raise ContradictionError(f"{key} lists {quote(choice)} twice", *path, index)
         read[json.dumps(value)] = value
     return Choices(choices=tuple(read.values()))
-
-
-def _range(document: Document, key: str, value: dict[str, Any]) -> Dimension:
-    path = ("dimensions", key)
-    kind: type[IntRange | FloatRange] = IntRange if KNOBS[key].kind is int else FloatRange
-    if KNOBS[key].kind not in (int, float):
-        raise InputError(
-            f"{document.where(*path)}: {key} is not a number: list its values, got {quote(value)}"
-        )
-    dimension = validate(kind, value, document, at=path, about=f"{key}: ")
-    for end in ("low", "high"):
-        read_value(key, value[end], document=document, at=(*path, end))
-    return dimension

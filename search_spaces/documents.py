@@ -1,27 +1,39 @@
-"""Owns reading a file that a person wrote: YAML with the line of every key, and JSON, both strict.
+"""Files that people write: YAML and JSON, read strictly, and what is said of what is wrong in them.
 
-Knows nothing of what the keys mean.
+A message names file, line, key and value, where a pydantic model refuses too.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, get_args
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 
 BYTES_MAX = 16 * 1024 * 1024
-"""More than any space, model config or shard index; a bigger file was named by mistake."""
+"""More than any model config or shard index; a bigger file was named by mistake."""
+YAML_MAX = 1024 * 1024
+"""Characters: far more than any space or price list, and read in less than a second."""
+NESTED_MAX = 100
+"""Levels of YAML, of which the fast parser would overflow the stack."""
+FAULTS_TOLD = 5
+"""Of a file at once: whoever corrects one wants to know of the next."""
 
 KeyPath = tuple[str | int, ...]
+Model = TypeVar("Model", bound=BaseModel)
+Fault = Mapping[str, Any]
+"""One of pydantic's errors: its type, location, input and context."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +43,8 @@ class Document:
     label: str
     """The file as the person named it, or what else the values came from."""
     values: dict[str, Any] = field(default_factory=dict)
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    """Line from 1 by path of keys, ``('dimensions', 'seq_len', 0)`` for a list's first item; empty
-    where it is no YAML."""
+    node: yaml.Node | None = None
+    """What YAML read, with its lines; None where it is no YAML."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What a person typed for a key, by key, where that is not the key itself."""
 
@@ -44,8 +55,21 @@ class Document:
 
     def line_of(self, *path: str | int) -> int | None:
         """Return the line of the key, or of the nearest one around it; None where none is known."""
-        ends = range(len(path), 0, -1)
-        return next((self.lines[path[:end]] for end in ends if path[:end] in self.lines), None)
+        node, line = self.node, None
+        for step in path:
+            here: list[tuple[yaml.Node, yaml.Node]] = []
+            if isinstance(node, yaml.MappingNode):
+                here = [pair for pair in node.value if pair[0].value == str(step)]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+                here = [(item, item) for item in node.value[step : step + 1]]
+            if not here:
+                break
+            key, node = here[0]
+            line = _line(key)
+        return line
+
+
+# Files.
 
 
 def home_expanded(name: str) -> Path:
@@ -62,27 +86,24 @@ def is_directory(path: Path, *, label: str) -> bool:
     Raises:
         EnvironmentFault: nobody can tell, as around it is a directory that may not be searched.
     """
-    kind = _kind(path, label=label)
-    return kind is not None and stat.S_ISDIR(kind)
+    return stat.S_ISDIR(_mode(path, label=label))
 
 
 def exists(path: Path, *, label: str) -> bool:
     """Return whether there is anything under that name. Raises what `is_directory` raises."""
-    return _kind(path, label=label) is not None
+    return _mode(path, label=label) != 0
 
 
-def _kind(path: Path, *, label: str) -> int | None:
+def _mode(path: Path, *, label: str) -> int:
     try:
         return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
-        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            return None
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return 0
         raise EnvironmentFault(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError:
         # A name with a null character in it is nobody's.
-        return None
+        return 0
 
 
 def read_text(path: Path, *, label: str) -> str:
@@ -112,12 +133,11 @@ def read_text(path: Path, *, label: str) -> str:
 _HANDED_OVER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
 """A descriptor that the shell opened, as for ``<(command)``: whoever writes to it ends."""
 
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (lambda _: True, "a device"),
-)
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def open_file(path: Path, *, label: str) -> IO[bytes]:
@@ -127,28 +147,37 @@ def open_file(path: Path, *, label: str) -> IO[bytes]:
         InputError: it is something else.
         OSError: it cannot be opened.
     """
-    if _HANDED_OVER.fullmatch(str(path)):
-        return path.open("rb")
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = next(words for is_kind, words in _KINDS if is_kind(mode))
+    if not stat.S_ISREG(mode) and not _HANDED_OVER.fullmatch(str(path)):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device")
         raise InputError(f"{label}: is {kind}, not a file")
     return path.open("rb")
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """The safe loader without aliases, whose every error names a line.
+# YAML.
 
-    A few nested aliases can stand for gigabytes.
-    """
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem="aliases are not supported, write the value out",
-                problem_mark=self.get_mark(),
-            )
-        return super().compose_node(parent, index)
+
+class _StrictLoader(_Loader):  # type: ignore[misc]  # one of two classes
+    """The safe loader, whose every error names a line, and whose keys are text given once."""
+
+    label = ""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            where = f"{self.label}: line {_line(key)}"
+            if key.tag != "tag:yaml.org,2002:str":
+                text = f", got {quote(key.value)}" if isinstance(key, yaml.ScalarNode) else ""
+                raise InputError(f"{where}: a key must be text{text}")
+            if key.value in first:
+                raise InputError(
+                    f"{where}: key {quote(key.value)} is given twice, "
+                    f"first on line {first[key.value]}"
+                )
+            first[key.value] = _line(key)
+        return super().construct_mapping(node, deep=deep)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -160,97 +189,76 @@ class _StrictLoader(yaml.SafeLoader):
             ) from error
 
 
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
 def parse_yaml(text: str, *, label: str) -> Document:
     """Read a YAML mapping; tags that would build objects are errors, never executed.
 
     Raises:
         InputError: a syntax error, a key given twice, or something other than a mapping.
     """
-    lines: dict[KeyPath, int] = {}
+    if len(text) > YAML_MAX:
+        raise InputError(f"{label}: larger than {YAML_MAX:,} characters; is it the right file?")
     try:
+        _refuse_traps(text, label=label)
         loader = _StrictLoader(text)
+        loader.label = label
         node = loader.get_single_node()
         if node is None:
             raise InputError(f"{label}: the file is empty")
         if not isinstance(node, yaml.MappingNode):
             raise InputError(f"{label}: line {_line(node)}: expected 'key: value' lines")
-        _note_lines(node, (), label=label, lines=lines)
-        values = loader.construct_document(node)
+        return Document(label, loader.construct_document(node), node)
     except yaml.MarkedYAMLError as error:
-        raise InputError(f"{label}: {_syntax_error(error)}") from error
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        context = f" {error.context}" if error.context else ""
+        raise InputError(f"{label}: {where}not valid YAML: {error.problem}{context}") from error
     except (yaml.YAMLError, ValueError) as error:
         # The reader's own errors take two lines, the second about its buffer.
         raise InputError(f"{label}: not valid YAML: {str(error).splitlines()[0]}") from error
-    except RecursionError as error:
-        raise InputError(f"{label}: nested too deeply") from error
-    return Document(label, values, lines)
 
 
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+def _refuse_traps(text: str, *, label: str) -> None:
+    """Refuse aliases, a few of which can stand for gigabytes, and levels without end."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            mark: Any = event.start_mark
+            problem = "aliases are not supported, write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > NESTED_MAX:
+            raise InputError(f"{label}: nested too deeply")
 
 
-def _note_lines(node: yaml.Node, path: KeyPath, *, label: str, lines: dict[KeyPath, int]) -> None:
-    """Note the line of every key and list item below ``node``; refuse what is not a plain key."""
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[*path, index] = _line(item)
-            _note_lines(item, (*path, index), label=label, lines=lines)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*path, _key(key, label=label))
-            if here in lines:
-                raise InputError(
-                    f"{label}: line {_line(key)}: key {quote(key.value)} is given twice, "
-                    f"first on line {lines[here]}"
-                )
-            lines[here] = _line(key)
-            _note_lines(value, here, label=label, lines=lines)
-
-
-def _key(node: yaml.Node, *, label: str) -> str:
-    if node.tag != "tag:yaml.org,2002:str":
-        text = f", got {quote(node.value)}" if isinstance(node, yaml.ScalarNode) else ""
-        raise InputError(f"{label}: line {_line(node)}: a key must be text{text}")
-    return str(node.value)
-
-
-def _syntax_error(error: yaml.MarkedYAMLError) -> str:
-    """Return line and problem of a YAML error in one line."""
-    mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}: " if mark else ""
-    context = f" {error.context}" if error.context else ""
-    return f"{where}not valid YAML: {error.problem}{context}"
+# JSON.
 
 
 def read_json(path: Path, *, label: str) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+    """Read a file that holds one JSON object, as programs write it.
 
     Raises:
         InputError: not to be read, a syntax error, or something other than an object.
     """
-    text = read_text(path, label=label)
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{label}: line {error.lineno}: not valid JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{label}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{label}: expected a JSON object, got {quote(values)}")
-    return values
+    return parse_object(read_text(path, label=label), where=label, is_strict=False)
 
 
-def parse_object(line: str, *, where: str) -> dict[str, Any]:
-    """Read a line of a file of JSON objects, each of whose keys is given once.
+def parse_object(text: str, *, where: str, is_strict: bool = True) -> dict[str, Any]:
+    """Read one JSON object; of a strict one each key is given once.
 
     Raises:
         InputError: a syntax error, a key that is given twice, or something other than an object.
     """
     try:
-        values = json.loads(line, object_pairs_hook=_once)
+        values = json.loads(text, object_pairs_hook=_once if is_strict else None)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+        place = f"line {error.lineno}: " if "\n" in text.strip() or not is_strict else ""
+        column = f" at column {error.colno}"
+        raise InputError(f"{where}: {place}not valid JSON: {error.msg}{column}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -266,3 +274,193 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {quote(key)} is given twice")
         values[key] = value
     return values
+
+
+# Values that a model refuses.
+
+
+class UnknownKeyError(ValueError):
+    """What a validator raises for a key of a mapping that is not among ``known``."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        super().__init__("is not a known key")
+        self.known = known
+
+
+class ContradictionError(ValueError):
+    """What a validator of a whole model raises for values that contradict each other.
+
+    ``path`` is the key, inside the model, on whose line the message stands.
+    """
+
+    def __init__(self, message: str, *path: str | int) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def known_key(key: str, *, known: tuple[str, ...]) -> str:
+    """Return a mapping's key if it is among ``known``: a validator for pydantic."""
+    if key not in known:
+        raise UnknownKeyError(known)
+    return key
+
+
+_WHOLE, _NUMBER, _TRUTH = "must be a whole number", "must be a number", "must be true or false"
+_DATE, _LIST, _MAPPING = (
+    "must be a date like 2026-11-21",
+    "must be a list",
+    "must map keys to values",
+)
+_RULES = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "literal_error": "must be one of {expected}",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _WHOLE),
+    "bool_type": _TRUTH,
+    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
+    **dict.fromkeys(("date_type", "date_parsing"), _DATE),
+    **dict.fromkeys(("date_from_datetime_parsing", "date_from_datetime_inexact"), _DATE),
+    **dict.fromkeys(("list_type", "tuple_type"), _LIST),
+    **dict.fromkeys(("dict_type", "model_type"), _MAPPING),
+    "missing": "is missing",
+}
+"""What pydantic's errors mean for whoever wrote the value, by type."""
+
+
+def validate(
+    model: type[Model], values: object, document: Document, *, at: KeyPath = (), about: str = ""
+) -> Model:
+    """Return ``values`` as an instance of ``model``.
+
+    Args:
+        model: strict, with extra keys forbidden.
+        values: of the document, or made from what it holds.
+        document: what they came from.
+        at: where in it they stand.
+        about: stands before the key in the message, but for an unknown one.
+
+    Raises:
+        InputError: of a whole file all that is wrong, each fault after its line, else the first;
+            each as `explain` says.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        faults = _faults(error) if document.node is not None and not at else _faults(error)[:1]
+        told: dict[KeyPath, tuple[float, str]] = {}
+        for fault in faults:
+            path = (*at, *_path(fault))
+            words = _words(fault, model, document, at=at, about=about)
+            told.setdefault(path, (document.line_of(*path) or math.inf, words))
+        text = ""
+        for line, words in sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]:
+            between = "" if not text else " " if text.endswith("?") else ". "
+            where = "" if line == math.inf else f"{'Line' if text else 'line'} {line}: "
+            text += f"{between}{where}{words}"
+        left = f". And {len(told) - FAULTS_TOLD} more" if len(told) > FAULTS_TOLD else ""
+        label = f"{document.label}: " if document.label else ""
+        raise InputError(f"{label}{text}{left}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """Return one line for the first fault of a pydantic error: key, rule, and what broke it.
+
+    Args:
+        error: what pydantic raised.
+        model: what refused the values; an unknown key is then compared with its fields.
+    """
+    return _words(_faults(error)[0], model, Document(""), at=(), about="")
+
+
+def refusal(
+    error: ValidationError, model: type[BaseModel], *, at: KeyPath, about: str = ""
+) -> ContradictionError:
+    """Return what a validator raises for a part of a YAML file that ``model`` refused."""
+    fault = _faults(error)[0]
+    words = _words(fault, model, _IN_YAML, at=at, about=about)
+    return ContradictionError(words, *at, *_path(fault))
+
+
+_IN_YAML = Document("", node=yaml.MappingNode("", []))
+
+
+def _faults(error: ValidationError) -> list[Fault]:
+    """Return unknown keys before anything else: what is missing is often a key misspelt."""
+    return sorted(error.errors(), key=lambda fault: not _is_unknown_key(fault))
+
+
+def _is_unknown_key(fault: Fault) -> bool:
+    is_extra = fault["type"] in ("extra_forbidden", "invalid_key")
+    return is_extra or isinstance(_raised(fault), UnknownKeyError)
+
+
+def _raised(fault: Fault) -> object:
+    """Return what one of our own validators raised; None where pydantic itself refuses."""
+    return fault.get("ctx", {}).get("error")
+
+
+def _path(fault: Fault) -> KeyPath:
+    """Return where a fault is, without what pydantic adds to a location for its own types."""
+    raised = _raised(fault)
+    inside = raised.path if isinstance(raised, ContradictionError) else ()
+    steps = (step for step in fault["loc"] if step != "[key]")
+    return (*(step for step in steps if not str(step).startswith("function-")), *inside)
+
+
+def _words(
+    fault: Fault, model: type[BaseModel] | None, document: Document, *, at: KeyPath, about: str
+) -> str:
+    path, kind, raised = _path(fault), fault["type"], _raised(fault)
+    if _is_unknown_key(fault):
+        key, around = str(path[-1]), (*at, *path)[-2:-1]
+        under = f" under {around[0]}" if around and isinstance(around[0], str) else ""
+        meant = did_you_mean(key, _known_keys(fault, model), lists="sweep schema")
+        return f"unknown key {quote(key)}{under}{meant}"
+    if isinstance(raised, ContradictionError):
+        return f"{about}{raised}"
+    name = ".".join(map(str, path))
+    subject = f"{about}{document.names.get(name, name)} " if path else about
+    if kind == "value_error":
+        return f"{subject}{raised}"
+    rule = _RULES[kind].format(**fault.get("ctx", {})) if kind in _RULES else fault["msg"]
+    value = "" if kind == "missing" else f", got {quote(fault['input'])}"
+    return f"{subject}{rule}{value}{_yaml_hint(fault) if document.node is not None else ''}"
+
+
+def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
+    """Return the keys that the mapping around an unknown one may have."""
+    raised = _raised(fault)
+    if isinstance(raised, UnknownKeyError):
+        return raised.known
+    models = [] if model is None else [model]
+    for step in _path(fault)[:-1]:
+        fields = [each.model_fields[step] for each in models if step in each.model_fields]
+        # A list's index and a mapping's key lead to no field: the models stay those of its items.
+        models = [inner for one in fields for inner in _models_in(one.annotation)] or models
+    return tuple(key for each in models for key in each.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _yaml_hint(fault: Fault) -> str:
+    """Say what YAML made of something that was perhaps meant otherwise."""
+    match fault["type"], fault["input"]:
+        case "literal_error", False:
+            return '; YAML reads an unquoted no or off as false: write a word in quotes, "none"'
+        case "literal_error", None:
+            return '; YAML reads null, ~ and nothing as no value: write a word in quotes, "none"'
+        case "int_type", str() as text:
+            with suppress(ValueError):
+                float(text)
+                return "; YAML reads it as text: write 1000, not '1000' or 1e3"
+    return ""

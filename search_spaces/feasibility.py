@@ -1,4 +1,5 @@
-"""Whether a space holds any configuration that the rules allow."""
+"""Whether what is asked can be: a space with no valid configuration, or without the dataset that it
+needs, is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, Literal
 
 from search_spaces.config import TrialConfig
 from search_spaces.dimensions import FloatRange
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
 from search_spaces.rules import RULES, Setting, Violation
 from search_spaces.space import SearchSpace
@@ -19,6 +20,7 @@ DRAWN_MIN = 500
 """Drawn ones from which a rule that forbids every one is taken to forbid all."""
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
+HOW_TO_NAME_TEXTS = "name one with --data DATASET, or under data in a space file"
 
 
 def refuse_impossible(
@@ -37,17 +39,12 @@ def refuse_impossible(
     Raises:
         InputError: names the rules, and why.
     """
+    setting = Setting(model, device, compute_capability, has_texts)
     if isinstance(asked, SearchSpace):
-        broken = obstacles(
-            asked,
-            model=model,
-            compute_capability=compute_capability,
-            device=device,
-            has_texts=has_texts,
-        )
+        broken = _obstacles(asked, setting)
         what = f"space '{asked.name}': no configuration is valid"
     else:
-        reason = RULES[MISNAMED](asked, Setting(model, device, compute_capability))
+        reason = RULES[MISNAMED](asked, setting)
         broken = () if reason is None else (Violation(MISNAMED, reason),)
         what = "target_modules"
     if broken:
@@ -74,7 +71,10 @@ def obstacles(
         device: where it would run.
         has_texts: whether it would train on a dataset, and not on full-length random rows.
     """
-    setting = Setting(model, device, compute_capability, has_texts)
+    return _obstacles(space, Setting(model, device, compute_capability, has_texts))
+
+
+def _obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
     reasons: dict[str, str] = {}
     by_all: set[str] = set(RULES)
     size, tried = space.size(), 0
@@ -109,3 +109,43 @@ def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:
         }
         if space.goes_together(params):
             yield params
+
+
+def refuse_without_texts(space: SearchSpace) -> None:
+    """Refuse what only a dataset, or only its held-out loss, can show.
+
+    Raises:
+        InputError: names the key, what is missing, and what to do.
+    """
+    for words in _missing(space):
+        raise InputError(f"space '{space.name}': {words}")
+
+
+def _missing(space: SearchSpace) -> Iterator[str]:
+    data = space.data
+    if "eval_loss" in space.objectives:
+        missing = []
+        if data is None:
+            missing.append(f"a dataset ({HOW_TO_NAME_TEXTS})")
+        elif data.eval_fraction == 0:
+            missing.append("examples that are held out (data.eval_fraction above 0)")
+        if space.weights != "pretrained":
+            missing.append(
+                "weights: pretrained in the space (random where nothing is said, whatever model "
+                f"{quote(space.model)} has), as random ones learn nothing that compares"
+            )
+        if missing:
+            yield f"objectives: eval_loss needs {', and '.join(missing)}"
+    elif data is not None and data.quality_tokens is not None:
+        yield (
+            f"data: quality_tokens {data.quality_tokens} is what trials train on for their "
+            "held-out loss, which is not searched for: add eval_loss to the objectives, or leave "
+            "quality_tokens out"
+        )
+    if data is None:
+        values = (*space.values_of("packing"), space.baseline.get("packing", "none"))
+        for packed in (value for value in values if value != "none"):
+            yield (
+                f"packing {packed} needs a dataset, as random sequences are full as they are: "
+                f"{HOW_TO_NAME_TEXTS}, or leave packing out"
+            )

@@ -13,10 +13,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from search_spaces.documents import parse_yaml
+from search_spaces.config import ComputeDtype, Numerics
+from search_spaces.documents import parse_yaml, validate
 from search_spaces.errors import InputError, did_you_mean
-from search_spaces.knobs import ComputeDtype, Numerics
-from search_spaces.validation import validate
 
 GIB = 1024**3
 

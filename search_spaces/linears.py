@@ -1,16 +1,16 @@
-"""Owns which linear layers the known architectures have, and counts that follow from their shapes.
+"""Which linear layers and experts the known architectures have, and counts that follow from shapes.
 
 From the config alone: nothing is loaded. An architecture that is not known here gives None, and the
-worker, which has the real model, answers instead.
+worker, which has the real model, answers instead. Tables were read in transformers 5.17.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from search_spaces.config import TrialConfig
-from search_spaces.experts import expert_weights
 from search_spaces.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -22,45 +22,52 @@ Shape = tuple[int, int]
 Quantity = TypeVar("Quantity", float, "NDArray[np.float64]")
 """One configuration's number, or the numbers of several."""
 
-_SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-_SHAPED = {
-    **dict.fromkeys(
-        ["gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral"], _SEPARATE
-    ),
-    **dict.fromkeys(["olmo2", "qwen2", "qwen3", "smollm3"], _SEPARATE),
-    "phi3": _FUSED,
-}
-"""Types whose linear layers have sizes that `linear_shapes` knows (read in transformers 5.17)."""
+LEAST_QUANTIZED_SHARE = 0.95
+"""Of the matrices' weights, how many must be in 4 bits for a base to be called a 4-bit one.
+
+What a decoder holds besides linear layers and experts (gates of recurrent layers) is below 5 %.
+"""
+
+
+def _types(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+def _by_type(**types: str) -> dict[str, str]:
+    """Return a key's name by each of the model types that it is given."""
+    return {kind: key for key, kinds in types.items() for kind in kinds.split()}
+
+
+# A decoder layer's linear layers, as PEFT matches them: by the end of their path.
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_FUSED_GATED = ("gate_up_proj", "down_proj")
+_UNGATED = ("up_proj", "down_proj")
 _OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
 _QUERY_KEY_VALUE = ("query_key_value", "dense")
 # The name alone would be the feed-forward block's as well.
 _C_ATTN = ("c_attn", "attn.c_proj")
 _UP_DOWN = ("dense_h_to_4h", "dense_4h_to_h")
 
-
-@dataclass(frozen=True)
-class _Names:
-    """A decoder layer's linear layers, as PEFT matches them: by the end of their path."""
-
-    attention: tuple[str, ...]
-    """Queries, keys, values and output, in as many matrices as the architecture has."""
-    feed_forward: tuple[str, ...]
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        """All of them."""
-        return self.attention + self.feed_forward
-
-    @property
-    def qv(self) -> tuple[str, ...] | None:
-        """Queries and values; None where one matrix holds them with the keys."""
-        return ("q_proj", "v_proj") if "q_proj" in self.attention else None
-
-
-_GATED = (
+_SHAPED = frozenset(
+    [
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+    ]
+)
+"""Types whose linear layers have sizes that `linear_shapes` knows."""
+_USUAL = [
     "cohere",
     "cohere2",
     "ernie4_5",
@@ -71,38 +78,31 @@ _GATED = (
     "olmo3",
     "seed_oss",
     "stablelm",
-)
-_NAMES = dict.fromkeys((*_GATED, *_SHAPED), _Names(_ATTENTION, _SEPARATE[4:])) | {
-    "apertus": _Names(_ATTENTION, ("up_proj", "down_proj")),
-    "arcee": _Names(_ATTENTION, ("up_proj", "down_proj")),
-    "bloom": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
-    "codegen": _Names(("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
-    "falcon": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
-    "glm": _Names(_ATTENTION, _FUSED[2:]),
-    "glm4": _Names(_ATTENTION, _FUSED[2:]),
-    "gpt2": _Names(_C_ATTN, ("c_fc", "c_proj")),
-    "gpt_bigcode": _Names(_C_ATTN, ("c_fc", "c_proj")),
-    "gpt_neo": _Names(_OUT, ("c_fc", "c_proj")),
-    "gpt_neox": _Names(_QUERY_KEY_VALUE, _UP_DOWN),
-    "gptj": _Names(_OUT, ("fc_in", "fc_out")),
-    "mpt": _Names(("Wqkv", "out_proj"), ("up_proj", "down_proj")),
-    "nemotron": _Names(_ATTENTION, ("up_proj", "down_proj")),
-    "opt": _Names(_OUT, ("fc1", "fc2")),
-    "phi": _Names(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
-    "phi3": _Names(_FUSED[:2], _FUSED[2:]),
-    "starcoder2": _Names(_ATTENTION, ("c_fc", "c_proj")),
+]
+_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **dict.fromkeys((*_USUAL, *_SHAPED), (_ATTENTION, _GATED)),
+    **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), (_QUERY_KEY_VALUE, _UP_DOWN)),
+    "codegen": (("qkv_proj", "out_proj"), ("fc_in", "fc_out")),
+    **dict.fromkeys(("glm", "glm4"), (_ATTENTION, _FUSED_GATED)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), (_C_ATTN, ("c_fc", "c_proj"))),
+    "gpt_neo": (_OUT, ("c_fc", "c_proj")),
+    "gptj": (_OUT, ("fc_in", "fc_out")),
+    "mpt": (("Wqkv", "out_proj"), _UNGATED),
+    "opt": (_OUT, ("fc1", "fc2")),
+    "phi": (("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+    "phi3": (("qkv_proj", "o_proj"), _FUSED_GATED),
+    "starcoder2": (_ATTENTION, ("c_fc", "c_proj")),
 }
-"""Linear layers inside a decoder layer, by transformers' model type (read in transformers 5.17)."""
+"""Layers of attention and of the feed-forward block, by transformers' model type."""
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 _LATENT_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite"})
 """Types with multi-head latent attention: queries, and keys with values, through a low rank."""
-
 _NOT_EVERY_LINEAR = frozenset({"falcon_h1", "llama4_text", "phimoe"})
 """Types with a linear layer that no adapter can go on: a router that returns more than a tensor, or
 a state space's output, which PEFT refuses.
 """
-
 _HEADS_DEFAULT_TO_QUERIES = frozenset({"granite", "llama", "olmo2", "phi3"})
 """Types whose keys and values have as many heads as the queries where the config does not say.
 Others have a default of their own, which only transformers knows."""
@@ -116,7 +116,7 @@ _COUNTED_EXPERTS = frozenset({"gpt_oss", "qwen3_moe"})
 _NORMED_HEADS = frozenset({"gemma3_text", "qwen3", "qwen3_moe"})
 """Types that normalize the queries and keys of every head with one weight vector each."""
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
-"""Types whose head is the embedding where the config does not say (read in transformers 5.17)."""
+"""Types whose head is the embedding where the config does not say."""
 _FOUR_NORMS = frozenset({"gemma3_text"})
 """Types that normalize after attention and feed-forward as well as before."""
 
@@ -124,7 +124,7 @@ _FOUR_NORMS = frozenset({"gemma3_text"})
 def known_linear_modules(model: ModelSpec) -> tuple[str, ...] | None:
     """Return the names of a decoder layer's linear layers; None where the type is not known."""
     names = _NAMES.get(model.model_type)
-    return None if names is None else names.every
+    return None if names is None else names[0] + names[1]
 
 
 def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
@@ -132,19 +132,19 @@ def target_sets(model: ModelSpec) -> dict[str, tuple[str, ...]]:
 
     ``all-linear`` of a type that is not known stays as it is: PEFT resolves it on the real model.
     """
-    names = _NAMES.get(model.model_type)
-    if names is not None:
-        qv = {} if names.qv is None else {"qv": names.qv}
-        return {**qv, "attention": names.attention, "all-linear": names.every}
-    if model.model_type in _LATENT_TYPES:
+    kind, qv = model.model_type, {"qv": ("q_proj", "v_proj")}
+    if kind in _NAMES:
+        attention, feed_forward = _NAMES[kind]
+        # One matrix may hold queries, keys and values.
+        own = qv if "q_proj" in attention else {}
+        return {**own, "attention": attention, "all-linear": attention + feed_forward}
+    if kind in _LATENT_TYPES:
         # Without a rank for the queries they have one matrix.
         has_low_rank = model.config.get("q_lora_rank", True) is not None
         latent = _LATENT if has_low_rank else ("q_proj", *_LATENT[2:])
         return {"attention": latent, "all-linear": ("all-linear",)}
-    sets = {"qv": ("q_proj", "v_proj"), "attention": _ATTENTION}
-    if model.model_type in _NOT_EVERY_LINEAR:
-        return sets
-    return {**sets, "all-linear": ("all-linear",)}
+    every = {} if kind in _NOT_EVERY_LINEAR else {"all-linear": ("all-linear",)}
+    return {**qv, "attention": _ATTENTION, **every}
 
 
 def resolve_targets(config: TrialConfig, model: ModelSpec) -> tuple[str, ...]:
@@ -176,17 +176,22 @@ class CapacityClass:
 
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
     """Return in and out features of a decoder layer's linear layers; None where not known."""
-    names, config = _SHAPED.get(model.model_type), model.config
-    if names is None or not _says_its_sizes(model):
+    kind, config = model.model_type, model.config
+    # A size that the config leaves to a default of transformers is not guessed.
+    needed = set() if kind in _HEADS_DEFAULT_TO_QUERIES else {"num_key_value_heads"}
+    needed |= {"head_dim"} if kind in _OWN_HEAD_DIM else set()
+    if kind not in _SHAPED or not needed <= config.keys() or not config.get("intermediate_size"):
         return None
-    hidden, heads = model.hidden_size, int(config["num_attention_heads"])
-    head_dim = config.get("head_dim")
-    queries = attention_width(
-        hidden=hidden, heads=heads, head_dim=None if head_dim is None else int(head_dim)
-    )
-    inner = int(config["intermediate_size"])
+    return _shapes(model, known_linear_modules(model) or ())
+
+
+def _shapes(model: ModelSpec, names: Sequence[str]) -> dict[str, Shape]:
+    config, hidden = model.config, model.hidden_size
+    heads = int(config["num_attention_heads"])
+    queries = attention_width(hidden=hidden, heads=heads, head_dim=config.get("head_dim"))
     # Grouped-query attention: fewer heads for keys and values than for queries.
     keys = int(config.get("num_key_value_heads") or heads) * (queries // heads)
+    inner = _size(config, "intermediate_size")
     shapes = {
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
@@ -199,16 +204,6 @@ def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:
         "down_proj": (inner, hidden),
     }
     return {name: shapes[name] for name in names}
-
-
-def _says_its_sizes(model: ModelSpec) -> bool:
-    """Whether the config says every size itself, leaving none to a default of transformers."""
-    kind, needed = model.model_type, {"intermediate_size"}
-    if kind not in _HEADS_DEFAULT_TO_QUERIES:
-        needed.add("num_key_value_heads")
-    if kind in _OWN_HEAD_DIM:
-        needed.add("head_dim")
-    return needed <= model.config.keys() and model.config["intermediate_size"] is not None
 
 
 def lora_parameters(config: TrialConfig, model: ModelSpec) -> int | None:
@@ -247,25 +242,42 @@ def training_flops_per_token(
         adapters: weights of the adapters.
         layers: decoder layers.
         attention_width: of all heads' queries (see `attention_width`).
-        seq_len: tokens of a row.
+        seq_len: tokens of a sequence.
     """
     return 4.0 * frozen + 6.0 * adapters + 6.0 * layers * seq_len * attention_width
 
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
-    kind = model.model_type
-    shapes = _attention_shapes(model) if kind in _COUNTED_EXPERTS else linear_shapes(model)
-    experts = _experts(model) if kind in _COUNTED_EXPERTS else 0
-    if shapes is None or experts is None or kind not in _COUNTED | _COUNTED_EXPERTS:
+    kind, config, hidden, layers = (
+        model.model_type,
+        model.config,
+        model.hidden_size,
+        model.hidden_layers,
+    )
+    if kind in _COUNTED:
+        shapes, experts = linear_shapes(model), 0
+    elif kind in _COUNTED_EXPERTS and {"head_dim", "num_key_value_heads"} <= config.keys():
+        shapes, weights = _shapes(model, _ATTENTION), expert_weights(model)
+        if weights is None:
+            return None
+        experts = weights + layers * _routing(model)
+    else:
         return None
-    hidden = model.hidden_size
+    if shapes is None:
+        return None
     embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
     linears = sum(rows * columns for rows, columns in shapes.values())
-    of_heads = 2 * int(model.config["head_dim"]) if kind in _NORMED_HEADS else 0
+    of_heads = 2 * int(config["head_dim"]) if kind in _NORMED_HEADS else 0
     norms = hidden * (4 if kind in _FOUR_NORMS else 2) + of_heads
-    per_layer = linears + _biases(model, shapes) + norms
-    return embeddings + model.hidden_layers * per_layer + experts + hidden
+    biased: tuple[str, ...] = ()
+    if kind == "qwen2":
+        biased = ("q_proj", "k_proj", "v_proj")
+    elif config.get("attention_bias"):
+        biased = _ATTENTION
+    biased += _GATED if config.get("mlp_bias") else ()
+    biases = sum(shapes[name][1] for name in biased if name in shapes)
+    return embeddings + layers * (linears + biases + norms) + experts + hidden
 
 
 def is_tied(model: ModelSpec) -> bool:
@@ -273,38 +285,142 @@ def is_tied(model: ModelSpec) -> bool:
     return bool(model.config.get("tie_word_embeddings", model.model_type in _TIED))
 
 
-def _attention_shapes(model: ModelSpec) -> dict[str, Shape] | None:
-    """Return the shapes of q, k, v and o of a type that states its heads and their width."""
-    config, hidden = model.config, model.hidden_size
-    if not {"head_dim", "num_key_value_heads"} <= config.keys():
+def _size(config: dict[str, Any], key: str | None) -> int:
+    """Return a size that the config states; 0 where it does not."""
+    value = config.get(key) if key is not None else None
+    return value if isinstance(value, int) else 0
+
+
+# Experts. bitsandbytes replaces `torch.nn.Linear` and nothing else, and transformers 5 keeps all
+# experts of a layer in one three-dimensional tensor: they stay in 16 bits, and nothing says so.
+
+_FUSED = _by_type(
+    moe_num_experts="aria_text dbrx ernie4_5_moe",
+    n_routed_experts="""
+        axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 glm4_moe glm4_moe_lite
+        glm_moe_dsa hy_v4 inkling_text longcat_flash mimo_v2_flash nemotron_h solar_open
+    """,
+    num_experts="""
+        afmoe cohere2_moe exaone_moe flex_olmo gemma4_text hunyuan_v1_moe hy_v3 jamba kimi_linear
+        laguna lfm2_moe mellum olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text
+        zaya
+    """,
+    num_local_experts="""
+        gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe llama4_text
+        minimax minimax_m2 minimax_m3_vl_text mixtral phimoe
+    """,
+)
+"""Model types whose experts are fused, with the key that says how many a layer has.
+
+Each was built without data and its modules counted.
+"""
+_SOMETIMES_FUSED = frozenset({"gemma4_text", "granitemoehybrid", "nemotron_h"})
+"""Types that have experts only where their config says so."""
+_OWN_LINEAR_CLASS = frozenset({"falcon"})
+"""Types whose linear layers are of a class of their own, which is not replaced."""
+
+_WIDTHS = _by_type(
+    intermediate_size="""
+        flex_olmo gpt_oss granitemoe granitemoeshared minimax minimax_m2 mixtral olmoe phimoe
+    """,
+    moe_intermediate_size="""
+        deepseek_v2 deepseek_v3 glm4_moe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
+    """,
+)
+"""The key of an expert's inner width, for types whose experts are gated and counted here."""
+_PLAIN_ATTENTION = frozenset(
+    [
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    ]
+)
+"""Types whose every layer has q, k, v and o, so that the other matrices can be counted too."""
+_GATED_MATRICES = 3
+_DENSE_KEY = "first_k_dense_replace"
+_DENSE_FIRST = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
+"""Types whose first layers have no experts, as many as a default says that is theirs alone."""
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """The weights that 4-bit quantization leaves in 16 bits."""
+
+    what: str
+    """In a sentence: what they are and why they are left."""
+    weights: int | None
+    """How many; None where the config does not tell."""
+    share: float | None
+    """Of all matrices' weights, how many would be in 4 bits; None where the config does not tell.
+    """
+
+
+def unquantized(model: ModelSpec) -> Unquantized | None:
+    """Return what 4-bit quantization would leave as it is, where that is most of the model.
+
+    None where nothing is known to be left; the real modules are counted before they train.
+    """
+    kind, config = model.model_type, model.config
+    if kind in _OWN_LINEAR_CLASS:
+        return Unquantized("its linear layers are of a class of their own", None, 0.0)
+    if kind not in _FUSED:
         return None
-    queries = int(config["num_attention_heads"]) * int(config["head_dim"])
-    keys = int(config["num_key_value_heads"]) * int(config["head_dim"])
-    sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-    return dict(zip(_ATTENTION, sizes, strict=True))
-
-
-def _experts(model: ModelSpec) -> int | None:
-    """Return the parameters of all experts and of what chooses them; None where not known."""
+    count = config.get(_FUSED[kind])
+    if count == 0 or (count is None and kind in _SOMETIMES_FUSED):
+        return None
+    if kind == "gemma4_text" and not config.get("enable_moe_block"):
+        return None
     weights = expert_weights(model)
-    if weights is None:
+    return Unquantized("its experts are one tensor a layer", weights, _share(model, weights))
+
+
+def expert_weights(model: ModelSpec) -> int | None:
+    """Return the weights of all fused experts; None where type or config does not tell."""
+    kind, config = model.model_type, model.config
+    width, count = _size(config, _WIDTHS.get(kind)), _size(config, _FUSED.get(kind))
+    if not width or not count or (kind in _DENSE_FIRST and _DENSE_KEY not in config):
         return None
-    config, hidden, layers = model.config, model.hidden_size, model.hidden_layers
-    if model.model_type == "gpt_oss":
-        # Experts and router have biases, and each head a weight that stands for an attention sink.
-        count, width = int(config["num_local_experts"]), int(config["intermediate_size"])
-        biases = count * (2 * width + hidden + 1)
-        return weights + layers * (hidden * count + biases + int(config["num_attention_heads"]))
-    return weights + layers * hidden * int(config["num_experts"])
+    layers = _expert_layers(config, model.hidden_layers)
+    return layers * count * _GATED_MATRICES * model.hidden_size * width
 
 
-def _biases(model: ModelSpec, shapes: dict[str, Shape]) -> int:
-    """Biases of a decoder layer: Qwen2 always has them on q, k and v, others where they say so."""
-    biased: tuple[str, ...] = ()
-    if model.model_type == "qwen2":
-        biased = ("q_proj", "k_proj", "v_proj")
-    elif model.config.get("attention_bias"):
-        biased = ("q_proj", "k_proj", "v_proj", "o_proj")
-    if model.config.get("mlp_bias"):
-        biased += ("gate_proj", "up_proj", "down_proj")
-    return sum(shapes[name][1] for name in biased if name in shapes)
+def _routing(model: ModelSpec) -> int:
+    """Return the parameters of a layer that choose among its experts, and the experts' biases."""
+    config, hidden = model.config, model.hidden_size
+    count = _size(config, _FUSED[model.model_type])
+    if model.model_type != "gpt_oss":
+        return hidden * count
+    # Experts and router have biases, and each head a weight that stands for an attention sink.
+    biases = count * (2 * int(config["intermediate_size"]) + hidden + 1)
+    return hidden * count + biases + int(config["num_attention_heads"])
+
+
+def _expert_layers(config: dict[str, Any], layers: int) -> int:
+    """Return how many layers have experts; the others have one feed-forward block."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return sum(kind == "sparse" for kind in kinds)
+    first = config.get(_DENSE_KEY) or 0
+    step = config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or ()
+    return sum((i + 1) % step == 0 and i not in dense for i in range(first, layers))
+
+
+def _share(model: ModelSpec, experts: int | None) -> float | None:
+    """Return the share in 4 bits: attention, shared experts and dense layers over everything."""
+    config = model.config
+    if not experts or model.model_type not in _PLAIN_ATTENTION:
+        return None
+    layers = model.hidden_layers
+    attention = sum(rows * columns for rows, columns in _shapes(model, _ATTENTION).values())
+    sparse = _expert_layers(config, layers)
+    shared = sparse * _size(config, "shared_expert_intermediate_size")
+    dense = (layers - sparse) * _size(config, "intermediate_size")
+    linear = layers * attention + _GATED_MATRICES * model.hidden_size * (shared + dense)
+    return linear / (linear + experts)

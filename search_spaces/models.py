@@ -1,8 +1,8 @@
-"""Owns what is known of a model before any weight is loaded: its config, found by name and checked.
+"""What is known of a model before any weight is loaded: its config, found by name and checked.
 
-A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Knows nothing of
-torch or transformers: a config is plain JSON here. Weights are not loaded and remote code is never
-run: ``auto_map`` is dropped, so that nothing further down can pick it up.
+A name is a shipped architecture, a directory with a ``config.json``, or a hub id. Weights are not
+loaded and remote code is never run: ``auto_map`` is dropped, so that nothing further down can pick
+it up. Of a hub id the local cache is asked first, then the hub, once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from search_spaces.documents import exists, home_expanded, is_directory, read_json
-from search_spaces.errors import InputError, did_you_mean, quote
-from search_spaces.hub import fetch_config, is_hub_id
+from search_spaces.errors import (
+    EnvironmentFault,
+    InputError,
+    SweepError,
+    did_you_mean,
+    quote,
+    words_of,
+)
 
 SIZE_MAX = 10**7
 """No size of a decoder model reaches this; a larger one is a lie or a slip."""
+SECONDS_MAX = 10.0
+"""How long the hub may take to answer."""
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
@@ -126,6 +135,95 @@ class ModelSpec:
         )
 
 
+# The hub. Only hub ids need its libraries, which take longer to import than most commands to run.
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a hub id, ``org/name``."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def fetch_config(name: str) -> Path:
+    """Return the path of a hub id's ``config.json``, from the local cache where it is there.
+
+    Raises:
+        InputError: the hub has no such model, no config in it, or none that this account may read.
+        EnvironmentFault: the hub cannot be reached, or its cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        raise InputError(f"model '{name}' is neither a directory nor a hub id") from error
+    try:
+        # Asked first because it tries once; the download alone retries for half a minute.
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS_MAX)
+        return Path(hf_hub_download(name, "config.json", etag_timeout=SECONDS_MAX))
+    except (OSError, httpx.HTTPError) as error:
+        raise translate(error, name=name) from error
+
+
+_FETCHED = (
+    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model"),
+    *("merges.txt", "*.jinja"),
+)
+"""Weights in safetensors alone, as others are pickles; and what a tokenizer is made of."""
+
+
+def fetch_weights(name: str) -> Path:
+    """Return the directory of a hub id's weights and tokenizer, fetched where they are not cached.
+
+    Raises:
+        InputError: the hub has no such model, or none that this account may read.
+        EnvironmentFault: the hub cannot be reached, or its cache cannot be written.
+    """
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=list(_FETCHED), etag_timeout=SECONDS_MAX)
+        )
+    except (OSError, httpx.HTTPError) as error:
+        raise translate(error, name=name) from error
+
+
+def translate(error: Exception, *, name: str) -> SweepError:
+    """Return what a failed request for the hub id ``name`` means for the person who named it."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return InputError(
+                f"model '{name}' is gated: accept its licence on the hub and log in with "
+                "'hf auth login'"
+            )
+        case errors.RepositoryNotFoundError():
+            return InputError(
+                f"model '{name}': the hub has no such model, or it is private and nobody is "
+                "logged in ('hf auth login')"
+            )
+        case errors.EntryNotFoundError():
+            return InputError(f"model '{name}' has no config.json on the hub")
+        case errors.OfflineModeIsEnabled():
+            return EnvironmentFault(
+                f"model '{name}' is not in the local cache and HF_HUB_OFFLINE is set: unset it, "
+                "or give a directory with its config.json"
+            )
+    return EnvironmentFault(
+        f"model '{name}': the hub cannot be reached ({words_of(error)}): give a directory with its "
+        "config.json, or set HF_HUB_OFFLINE=1 with a cache that holds it"
+    )
+
+
+# Names.
+
+
 def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -> ModelSpec:
     """Return the model that ``name`` names.
 
@@ -139,18 +237,17 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
     """
     if name in _shipped():
         return ModelSpec(name, "shipped", _shipped()[name])
-    directory = home_expanded(name)
-    if name and is_directory(directory, label=f"model '{name}'"):
-        label = str(Path(name) / "config.json")
-        config = _read_config(directory / "config.json", label=label)
+    directory, label = home_expanded(name), f"model '{name}'"
+    if name and is_directory(directory, label=label):
+        config = _read_config(directory / "config.json", label=str(Path(name) / "config.json"))
         return ModelSpec(name, "directory", config, directory.resolve())
-    if name and exists(directory, label=f"model '{name}'"):
-        raise InputError(f"model '{name}' is a file: name the directory that holds its config.json")
+    if name and exists(directory, label=label):
+        raise InputError(f"{label} is a file: name the directory that holds its config.json")
     if is_hub_id(name):
         shipped = _hub_ids().get(name.lower())
         if shipped in _PUBLISHED:
             raise InputError(
-                f"model '{name}' is published {_PUBLISHED[shipped]}, which is not trained here: "
+                f"{label} is published {_PUBLISHED[shipped]}, which is not trained here: "
                 f"its text decoder ships as '{shipped}', an architecture without weights"
             )
         if shipped is not None:
@@ -159,9 +256,9 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
         path = fetch(name)
         return ModelSpec(name, "hub", _read_config(path, label=f"{name}/config.json"), path.parent)
     if "/" in name or name.startswith((".", "~")):
-        raise InputError(f"model '{name}': no such directory")
+        raise InputError(f"{label}: no such directory")
     raise InputError(
-        f"unknown model '{name}'{did_you_mean(name, _shipped(), lists='sweep models')} "
+        f"unknown {label}{did_you_mean(name, _shipped(), lists='sweep models')} "
         "(a shipped architecture, a directory with a config.json, or a hub id like org/name)"
     )
 
@@ -180,13 +277,13 @@ def located(name: str, *, beside: Path) -> str:
 
 def shipped_models() -> list[ModelSpec]:
     """Return the shipped architectures by name, where 4b comes before 12b."""
-    return [load_model_spec(name) for name in sorted(_shipped(), key=_natural)]
 
+    def natural(name: str) -> list[str | float]:
+        # Every second part is a number.
+        parts = _NUMBER.split(name)
+        return [float(part) if index % 2 else part for index, part in enumerate(parts)]
 
-def _natural(name: str) -> list[str | float]:
-    """Return a name in parts that sort as people read them: every second one is a number."""
-    parts = _NUMBER.split(name)
-    return [float(part) if index % 2 else part for index, part in enumerate(parts)]
+    return [load_model_spec(name) for name in sorted(_shipped(), key=natural)]
 
 
 @cache
@@ -203,6 +300,9 @@ def _hub_ids() -> dict[str, str]:
     return {hub_id.lower(): name for name, hub_id in known.items()}
 
 
+# Configs.
+
+
 def _read_config(path: Path, *, label: str) -> dict[str, Any]:
     if not exists(path, label=label):
         raise InputError(f"{label}: no such file; a model's directory needs its config.json")
@@ -217,16 +317,12 @@ def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
             message begins with ``label``.
     """
     _check_kind(config, label=label)
-    config = {**_in_usual_words(config), **config}
+    for key, words in _OTHER_WORDS.items():
+        own = next((word for word in words if word in config), None)
+        if own is not None:
+            config = {key: config[own], **config}
     _check_sizes(config, label=label)
-    _check_shapes(config, label=label)
     return {key: value for key, value in config.items() if key != "auto_map"}
-
-
-def _in_usual_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes that the config calls by other words."""
-    present = {key: [w for w in words if w in config] for key, words in _OTHER_WORDS.items()}
-    return {key: config[words[0]] for key, words in present.items() if words}
 
 
 def _check_kind(config: dict[str, Any], *, label: str) -> None:
@@ -236,38 +332,30 @@ def _check_kind(config: dict[str, Any], *, label: str) -> None:
     if config.get("is_encoder_decoder"):
         raise InputError(f"{label}: is_encoder_decoder is true; only decoder models can be trained")
     text = config.get("text_config")
-    if kind in _MULTIMODAL or ("num_hidden_layers" not in config and isinstance(text, dict)):
-        has = " (it has a text_config)" if isinstance(text, dict) else ""
+    is_nested = isinstance(text, dict)
+    if kind in _MULTIMODAL or ("num_hidden_layers" not in config and is_nested):
+        has = " (it has a text_config)" if is_nested else ""
+        own = text.get("model_type") if isinstance(text, dict) else None
+        own = own if isinstance(own, str) else _MULTIMODAL.get(kind)
+        named = "" if own is None else f" (model_type '{own}')"
         raise InputError(
             f"{label}: model_type '{kind}' is a multimodal model{has}; only text decoders can be "
-            f"trained: {_text_decoder(kind, text)}"
+            f"trained: write its text_config{named} to a config.json of its own"
         )
 
 
-def _text_decoder(kind: str, text: object) -> str:
-    """Return what to do about a multimodal config: name the decoder's own config."""
-    own = text.get("model_type") if isinstance(text, dict) else None
-    own = own if isinstance(own, str) else _MULTIMODAL.get(kind)
-    named = "" if own is None else f" (model_type '{own}')"
-    return f"write its text_config{named} to a config.json of its own"
-
-
 def _check_sizes(config: dict[str, Any], *, label: str) -> None:
-    for key in _REQUIRED:
-        if key not in config:
-            raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
+    """Refuse sizes that are none, or contradict each other: such a model could not be built."""
     for key in SIZES:
         value = config.get(key)
+        if key in _REQUIRED and key not in config:
+            raise InputError(f"{label}: {key} is missing; model_type '{config['model_type']}'")
         if value is None and key in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= SIZE_MAX:
             raise InputError(
                 f"{label}: {key} must be a whole number from 1 to {SIZE_MAX:,}, got {quote(value)}"
             )
-
-
-def _check_shapes(config: dict[str, Any], *, label: str) -> None:
-    """Refuse sizes that contradict each other: the model could not be built, or not as it says."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:
         raise InputError(

@@ -11,11 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import did_you_mean, in_percent
-from search_spaces.experts import LEAST_QUANTIZED_SHARE, Unquantized, unquantized
-from search_spaces.knobs import EIGHT_BIT
-from search_spaces.linears import known_linear_modules, linear_shapes, target_sets
+from search_spaces.linears import (
+    LEAST_QUANTIZED_SHARE,
+    Unquantized,
+    known_linear_modules,
+    linear_shapes,
+    target_sets,
+    unquantized,
+)
 from search_spaces.models import ModelSpec
 
 LIGER_MODEL_TYPES = frozenset(

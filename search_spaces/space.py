@@ -1,7 +1,4 @@
-"""Owns the search space: which dimensions are free, what is fixed, and on what it is searched.
-
-Knows nothing of Optuna; `sweep.sampling.samplers` turns dimensions into distributions.
-"""
+"""The search space: which settings are searched, what is fixed, and on what it is searched."""
 
 from __future__ import annotations
 
@@ -13,16 +10,37 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SkipValidation,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical, parse_config
-from search_spaces.dimensions import Choices, Dimension, FloatRange, Strict
-from search_spaces.documents import Document
+from search_spaces.config import (
+    BATCH_KEYS,
+    CONFIG_KEYS,
+    EIGHT_BIT,
+    KNOBS,
+    Number,
+    TrialConfig,
+    canonical,
+    parse_config,
+)
+from search_spaces.dimensions import (
+    Choices,
+    Dimension,
+    FloatRange,
+    Strict,
+    checked_value,
+    read_dimension,
+)
+from search_spaces.documents import ContradictionError, Document, known_key, validate
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.gpus import match_product
-from search_spaces.knobs import BATCH_KEYS, EIGHT_BIT, KNOBS, Number
 from search_spaces.texts import TextsChoice
-from search_spaces.validation import ContradictionError, known_key, validate
 
 MICRO_STEPS_TIMED = 2
 """Micro-steps of one optimizer step that a trial really runs, however long the accumulation.
@@ -49,6 +67,26 @@ def _name(name: str) -> str:
             "it the space is called like its file, and --study names the study"
         )
     return name
+
+
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_duration(text: object) -> float:
+    """Return the seconds that ``10m``, ``90s``, ``1h30m`` or ``600`` stands for.
+
+    Raises:
+        InputError: it is none of these, or no time at all.
+    """
+    is_number = isinstance(text, int | float) and not isinstance(text, bool)
+    written = str(text) if is_number else text
+    typed = written.strip().lower().replace(" ", "") if isinstance(written, str) else ""
+    match = _DURATION.fullmatch(typed)
+    parts = match.groups() if match else ()
+    seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not 0 < seconds < math.inf:
+        raise InputError(f"a duration is written like 10m, 90s, 1h30m or 600, got {quote(written)}")
+    return seconds
 
 
 Values = Annotated[tuple[Any, ...], Field(min_length=1)]
@@ -107,33 +145,40 @@ class SearchSpace(Strict):
     description: str = ""
     """One line for the list of presets."""
     gpu: str = "auto"
+    """A name of `sweep gpus`, auto for the GPU that is there, or cpu."""
     model: str = DEFAULT_MODEL
+    """A name of `sweep models`, a directory with a config.json, or a hub id."""
     weights: Weights = "random"
     """Speed and memory do not depend on them; pretrained loads the real ones."""
-    budget_gib: Number | None = Field(default=None, gt=0, le=100_000)
+    budget_gib: Annotated[Number, Field(gt=0, le=100_000)] | None = None
     """Budget of a device that the catalogue lacks (the CPU), or a tighter one than the GPU's."""
     data: TextsChoice | None = None
-    """Texts to train on: their path, or a section; without them rows are random and full."""
+    """Dataset to train on: its path, or a section; without it sequences are random and full."""
     objectives: tuple[Objective, ...] = Field(default=("tokens_per_second",), min_length=1)
     """What is searched for; of several the best compromises are shown."""
     sampler: SamplerName = "guided"
     """What is tried next: guided weighs what is predicted and measured of the whole space."""
     trials: StrictInt = Field(default=40, ge=1, le=1_000_000)
     """At most so many; a guided search ends sooner where it knows."""
-    time_budget_seconds: Number | None = Field(default=None, gt=0)
-    """After which a run stops; the same command goes on."""
-    max_dollars: Number | None = Field(default=None, gt=0)
+    time_budget_seconds: Annotated[Number, Field(gt=0)] | None = None
+    """After which a run stops; the same command resumes."""
+    max_dollars: Annotated[Number, Field(gt=0)] | None = None
     """What all runs of the study may cost, at the price of the GPU that runs it."""
     stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
     """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     """Of the sampler, the weights and the tokens."""
     steps: StepBudget = StepBudget()
+    """How long one trial trains."""
     confirm: ConfirmBudget | None = ConfirmBudget()
-    """None where the winner is not to be measured again."""
-    dimensions: dict[ConfigKey, Annotated[Dimension, Field(union_mode="left_to_right")]]
-    """What is searched; batches that do not go into any other are left out."""
+    """How far the winner is measured again; false for not at all."""
+    dimensions: dict[ConfigKey, SkipValidation[Dimension]] = Field(
+        default={}, validate_default=True
+    )
+    """What is searched: a list of values, or low and high. Batches that do not go into any other
+    are left out."""
     fixed: dict[ConfigKey, Any] = Field(default={})
+    """What is the same in every trial."""
     numerics: Literal["any", "16-bit"] = "any"
     """16-bit leaves compute in 8 bits out, and not a base that is stored in them."""
     leave_out: tuple[Annotated[dict[ConfigKey, Values], Field(min_length=1)], ...] = ()
@@ -145,12 +190,46 @@ class SearchSpace(Strict):
     Missing keys take the space's fixed values, and the recipe's defaults where nothing is fixed.
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, values: Any) -> Any:
+        """Read a duration in place of seconds; a section with nothing under it is not there."""
+        if not isinstance(values, dict):
+            return values
+        sections = ("dimensions", "fixed", "baseline", "steps")
+        values = {k: v for k, v in values.items() if k not in sections or v is not None}
+        if "time_budget" in values:
+            if "time_budget_seconds" in values:
+                message = "time_budget and time_budget_seconds are both given: keep one"
+                raise ContradictionError(message, "time_budget")
+            try:
+                values["time_budget_seconds"] = parse_duration(values.pop("time_budget"))
+            except InputError as error:
+                raise ContradictionError(f"time_budget: {error}", "time_budget") from error
+        return values
+
     @field_validator("dimensions")
     @classmethod
-    def _searches_something(cls, dimensions: dict[str, Dimension]) -> dict[str, Dimension]:
+    def _searches_something(cls, dimensions: dict[str, Any]) -> dict[str, Dimension]:
         if not dimensions:
             raise ValueError("must name at least one key to search, with its values")
-        return dimensions
+        return {key: read_dimension(key, value) for key, value in dimensions.items()}
+
+    @field_validator("fixed", "baseline")
+    @classmethod
+    def _as_configured(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: checked_value(key, value) for key, value in values.items()}
+
+    @field_validator("leave_out")
+    @classmethod
+    def _as_left_out(cls, entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {
+                key: tuple(checked_value(key, one, at, key) for one in of)
+                for key, of in entry.items()
+            }
+            for at, entry in enumerate(entries)
+        )
 
     @field_validator("confirm", mode="before")
     @classmethod
@@ -178,56 +257,49 @@ class SearchSpace(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
-        both = sorted(set(self.dimensions) & set(self.fixed))
-        if both:
-            message = f"'{both[0]}' is fixed and also a dimension: keep one"
-            raise ContradictionError(message, "fixed", both[0])
+        for message, *path in self._contradictions():
+            raise ContradictionError(message, *path)
+        for key, column in zip(BATCHES, zip(*self.batches, strict=True), strict=False):
+            values = self.values_of(key)
+            if key in self.dimensions and not set(values) <= set(column):
+                kept = tuple(value for value in values if value in column)
+                self.dimensions[key] = Choices(choices=kept)
+        return self
+
+    def _contradictions(self) -> Iterator[tuple[str, ...]]:
+        """Yield what contradicts itself, with the key on whose line it stands."""
+        for key in sorted(self.dimensions.keys() & self.fixed.keys()):
+            yield f"'{key}' is fixed and also a dimension: keep one", "fixed", key
         if len(set(self.objectives)) < len(self.objectives):
-            named = ", ".join(self.objectives)
-            raise ContradictionError(f"objectives lists one twice, got {named}", "objectives")
+            yield f"objectives lists one twice, got {', '.join(self.objectives)}", "objectives"
         if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:
             message = (
                 "neither speed nor memory depends on learning_rate, so nothing that is searched "
                 "for does: fix it, or search for eval_loss too"
             )
-            raise ContradictionError(message, "dimensions", "learning_rate")
+            yield message, "dimensions", "learning_rate"
         if self.numerics == "16-bit" and self.baseline.get("compute_dtype") in EIGHT_BIT:
             message = "numerics 16-bit leaves the baseline's compute_dtype out: name another"
-            raise ContradictionError(message, "baseline", "compute_dtype")
-        self._leave_out_batches()
-        self._leave_something()
-        if self.sampler == "grid" and self.size() is None:
-            raise ContradictionError(
-                "sampler grid needs a step in every range of numbers", "sampler"
-            )
-        return self
-
-    def _leave_something(self) -> None:
+            yield message, "baseline", "compute_dtype"
+        micro, gpus, effective = (self.values_of(key) for key in BATCHES)
+        if not self.batches and micro and gpus and effective:
+            is_of_many = any(count != 1 for count in gpus)
+            of = (effective, micro, gpus) if is_of_many else (effective, micro)
+            got = " and ".join(listed(map(quote, each)) for each in of)
+            times = " times data_parallel" if is_of_many else ""
+            message = f"effective_batch_size must be a multiple of micro_batch_size{times}, got"
+            section = "fixed" if "effective_batch_size" in self.fixed else "dimensions"
+            yield f"{message} {got}", section, "effective_batch_size"
         if any(key in entry for entry in self.leave_out for key in BATCHES):
-            raise ContradictionError(f"leave_out cannot name {listed(BATCHES)}", "leave_out")
+            yield f"leave_out cannot name {listed(BATCHES)}", "leave_out"
         if not self.together:
             key = "leave_out" if self.numerics == "any" else "numerics"
             known = {k: self.values_of(k) for entry in self._left_out for k in entry}
             got = ", ".join(f"{k} is {listed(map(quote, of))}" for k, of in known.items() if of)
-            raise ContradictionError(f"{key} leaves nothing to search: {got}", key)
-
-    def _leave_out_batches(self) -> None:
-        micro, cards, effective = (self.values_of(key) for key in BATCHES)
-        if not self.batches and micro and cards and effective:
-            is_of_many = any(count != 1 for count in cards)
-            values = (effective, micro, cards) if is_of_many else (effective, micro)
-            got = " and ".join(listed(map(quote, each)) for each in values)
-            times = " times data_parallel" if is_of_many else ""
-            raise ContradictionError(
-                f"effective_batch_size must be a multiple of micro_batch_size{times}, got {got}",
-                "fixed" if "effective_batch_size" in self.fixed else "dimensions",
-                "effective_batch_size",
-            )
-        for key, column in zip(BATCHES, zip(*self.batches, strict=True), strict=False):
-            values, possible = self.values_of(key), set(column)
-            if key in self.dimensions and not set(values) <= possible:
-                kept = tuple(value for value in values if value in possible)
-                self.dimensions[key] = Choices(choices=kept)
+            yield f"{key} leaves nothing to search: {got}", key
+        is_endless = any(dimension.values() is None for dimension in self.dimensions.values())
+        if self.sampler == "grid" and is_endless:
+            yield "sampler grid needs a step in every range of numbers", "sampler"
 
     def budget_gib_on(self, gpu: str) -> float | None:
         """Return the budget on a device named over the space's own; None for all that a GPU has.
@@ -257,20 +329,21 @@ class SearchSpace(Strict):
         A column is a dimension, or several together where only some of their values go together:
         those of `BATCHES`, and those that `leave_out` names.
         """
-        values = {key: dimension.values() for key, dimension in self.dimensions.items()}
-        searched = [key for key in BATCHES if key in values]
-        every = math.prod(len(values[key] or ()) for key in searched)
-        whole = self._batches_of(searched)
+        if any(dimension.values() is None for dimension in self.dimensions.values()):
+            return None
+        searched = [key for key in BATCHES if key in self.dimensions]
+        places = [BATCHES.index(key) for key in searched]
+        each = dict.fromkeys(tuple(values[place] for place in places) for values in self.batches)
+        whole = tuple(dict(zip(searched, values, strict=True)) for values in each)
+        is_partial = len(whole) < math.prod(len(self.values_of(key)) for key in searched)
         columns: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        for key, column in values.items():
-            if column is None:
-                return None
-            if key in searched and len(whole) < every:
+        for key in self.dimensions:
+            if key in searched and is_partial:
                 columns[BATCHES[0]] = whole
             elif key in self.together[0]:
                 columns["leave_out"] = self.together
             else:
-                columns[key] = tuple({key: value} for value in column)
+                columns[key] = tuple({key: value} for value in self.values_of(key))
         return tuple(columns.values())
 
     @cached_property
@@ -296,12 +369,6 @@ class SearchSpace(Strict):
             return _written(own)
 
         return any(all(value(k) in of for k, of in entry.items()) for entry in self._left_out)
-
-    def _batches_of(self, keys: Sequence[str]) -> tuple[Mapping[str, Any], ...]:
-        """Return the values of some of `BATCHES` that go into each other, each once."""
-        known = (dict(zip(BATCHES, values, strict=True)) for values in self.batches)
-        each = {tuple(values[key] for key in keys): None for values in known}
-        return tuple(dict(zip(keys, values, strict=True)) for values in each)
 
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
         """Return whether the micro-batches of ``params`` go into their effective batch."""
@@ -342,13 +409,13 @@ class SearchSpace(Strict):
         named = parse_config(self.baseline, where=where)
         values = {**self.fixed, **self.baseline}
         micro, effective = named.micro_batch_size, values.get("effective_batch_size")
-        cards = values.get("data_parallel", 1)
+        gpus = values.get("data_parallel", 1)
         if "micro_batch_size" not in self.baseline:
             micro = values.get("micro_batch_size", micro)
             if effective is not None:
-                micro = largest_whole(micro, effective // cards)
-        elif not _is_whole(micro, cards, effective):
-            of_all = "" if cards == 1 else f" on each of {cards} GPUs"
+                micro = largest_whole(micro, effective // gpus)
+        elif not _is_whole(micro, gpus, effective):
+            of_all = "" if gpus == 1 else f" on each of {gpus} GPUs"
             raise InputError(
                 f"{where}: micro_batch_size {micro}{of_all} does not go into effective_batch_size "
                 f"{effective}, which is fixed: name an effective_batch_size under baseline too"
@@ -375,15 +442,18 @@ class SearchSpace(Strict):
 
         What trains the same way is the same: alpha 32 is alpha left out at rank 16.
         """
-        known, wanted = config.model_dump(mode="python"), canonical(config)
+        wanted = canonical(config)
         columns = {
-            key: _candidates(key, dimension, known[key], getattr(wanted, key))
+            key: _candidates(key, dimension, getattr(config, key), getattr(wanted, key))
             for key, dimension in self.dimensions.items()
         }
         for row in itertools.product(*columns.values()):
             params = dict(zip(columns, row, strict=True))
-            if self._gives(params, wanted):
-                return params
+            try:
+                if not self.leaves_out(params) and canonical(self.config(params)) == wanted:
+                    return params
+            except InputError:
+                continue
         return None
 
     def holds(self, config: TrialConfig) -> bool:
@@ -413,23 +483,17 @@ class SearchSpace(Strict):
         rest = {key: getattr(plain, key) for key in CONFIG_KEYS if key not in self.dimensions}
         return rest | {key: self.values_of(key)[0] for key in BATCHES if key in rest}
 
-    def _gives(self, params: Mapping[str, Any], wanted: TrialConfig) -> bool:
-        try:
-            return not self.leaves_out(params) and canonical(self.config(params)) == wanted
-        except InputError:
-            return False
-
 
 def largest_whole(micro: int, effective: int) -> int:
     """Return the largest micro-batch of ``micro`` or fewer that goes into an effective batch."""
     return next(size for size in range(micro, 0, -1) if effective % size == 0)
 
 
-def _is_whole(micro: Any, cards: Any, effective: Any) -> bool:
+def _is_whole(micro: Any, gpus: Any, effective: Any) -> bool:
     """Whether the GPUs' micro-batches go into an effective batch; None is one of each GPU."""
-    if not all(isinstance(value, int) for value in (micro, cards, effective)):
+    if not all(isinstance(value, int) for value in (micro, gpus, effective)):
         return True
-    return bool(micro > 0 and cards > 0 and effective % (micro * cards) == 0)
+    return bool(micro > 0 and gpus > 0 and effective % (micro * gpus) == 0)
 
 
 def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> list[Any]:
@@ -443,14 +507,9 @@ def _candidates(key: str, dimension: Dimension, value: Any, resolved: Any) -> li
         number = resolved if value is None else value
         is_inside = isinstance(number, int | float) and dimension.low <= number <= dimension.high
         return [number] if is_inside else []
-    as_written = [known for known in declared if _written(known) == value]
     depends = KNOBS[key].resolved is not None
-    others = [
-        known
-        for known in declared
-        if known not in as_written and (depends or _written(known) == resolved)
-    ]
-    return as_written + others
+    possible = [x for x in declared if depends or _written(x) in (value, resolved)]
+    return sorted(possible, key=lambda known: _written(known) != value)
 
 
 def _written(value: Any) -> Any:

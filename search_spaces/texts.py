@@ -1,7 +1,4 @@
-"""Owns what is said of a person's texts: how they are to be read, and what was found in them.
-
-Knows nothing of files, tokenizers or how either is done.
-"""
+"""What is said of a person's dataset: how it is to be read, and what was found in it."""
 
 from __future__ import annotations
 
@@ -21,22 +18,25 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class TextsChoice(BaseModel):
-    """Which texts a space or a command names, and how they are to be read."""
+    """Which dataset a space or a command names, and how it is to be read."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
     texts: Annotated[str, Field(min_length=1)]
     """A file, a directory of files, or a hub id."""
-    text_column: Annotated[str | None, Field(min_length=1)] = None
-    """The column with the texts; None recognises the kind of the rows."""
+    text_column: Annotated[str, Field(min_length=1)] | None = None
+    """The column with the text; None recognises the kind of the examples."""
     format: TextsFormat = "auto"
+    """What an example is; auto recognises it."""
     completions_only: bool = False
     """Whether only what the model is to answer carries loss."""
-    tokenizer: Annotated[str | None, Field(min_length=1)] = None
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """A directory or hub id; None for the model's own."""
     eval_fraction: Share = 0.05
-    """Share of the rows that are held out of training."""
-    quality_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Share of the examples that are held out of training."""
+    quality_tokens: Annotated[int, Field(ge=1)] | None = None
     """Loss-carrying tokens that each trial trains on for its quality; None chooses."""
 
 

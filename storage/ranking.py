@@ -40,8 +40,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict
 
-from search_spaces.config import TrialConfig, canonical
-from search_spaces.knobs import Numerics
+from search_spaces.config import Numerics, TrialConfig, canonical
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective

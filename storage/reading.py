@@ -12,8 +12,8 @@ from typing import Any
 from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
+from search_spaces.documents import explain
 from search_spaces.errors import InputError, did_you_mean, quote
-from search_spaces.validation import explain
 from storage.database import Storage, close, faults, open_for_reading
 from storage.definition import StudyDefinition, StudySnapshot, StudySummary, UnreadableStudy
 from storage.identity import read_identity, stranger_words

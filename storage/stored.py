@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, ValidationError
 
+from search_spaces.documents import explain
 from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
-from search_spaces.validation import explain
 from storage import mapping
 from storage.definition import RunningTrial, StudyDefinition, Unreadable, UnreadableStudy
 from storage.keys import FORMAT_WRITTEN

@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.documents import Document, parse_object, read_text
+from search_spaces.documents import ContradictionError, Document, parse_object, read_text, validate
 from search_spaces.errors import InputError, NothingFits, quote
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product
 from search_spaces.models import ModelSpec, checked_config
-from search_spaces.validation import ContradictionError, validate
 from storage.definition import StudySnapshot
 from storage.records import TrialRecord, Verdict
 

@@ -204,7 +204,7 @@ def _texts(
 
 def _seconds(option: str, typed: str | None) -> float | None:
     """Return the seconds of a duration that was typed; None where none was."""
-    from search_spaces.loading import parse_duration
+    from search_spaces.space import parse_duration
 
     try:
         return None if typed is None else parse_duration(typed)

@@ -16,15 +16,15 @@ from peft import LoraConfig, PeftModel
 from transformers import TrainerCallback, TrainingArguments
 
 from reports import units
+from search_spaces.config import KNOBS, allocator_settings, liger_kernels
 from search_spaces.errors import InputError, quote
-from search_spaces.knobs import KNOBS
 from search_spaces.linears import parameters
 from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
-from search_spaces.trainers import allocator_settings, liger_kernels
 from sweep.data.collating import IGNORED
 from sweep.export.documents import lora_options
 from sweep.export.recipe import Recipe
+from sweep.export.spelling import lost_adapters, lost_settings
 from sweep.export.trainer_files import trl_options
 from sweep.finetuning import course
 from sweep.finetuning.beside import Deviation, behind, compared_memory, compared_speed, off
@@ -48,7 +48,7 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
         kind = recipe.config.quantization
         raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
     lost = _lost(recipe, _NOT_LOADED)
-    if (adapters := KNOBS["adapter_dtype"].lost["llama-factory"](recipe)) is not None:
+    if (adapters := lost_adapters(recipe, "llama-factory")) is not None:
         lost.append(adapters)
     if recipe.config.expandable_segments:
         lost.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
@@ -73,8 +73,7 @@ def trl_args(recipe: Recipe, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
     from trl import SFTConfig
 
-    asked = (key for key, knob in KNOBS.items() if "trl" in knob.lost)
-    _warn("SFTTrainer", _lost(recipe, [key for key in asked if key not in _LOST_IN_FILES]))
+    _warn("SFTTrainer", _lost(recipe, {*KNOBS} - {*_LOST_IN_FILES}))
     return _arguments(SFTConfig, recipe, changes)
 
 
@@ -93,8 +92,7 @@ def _arguments(kind: Any, recipe: Recipe, changes: dict[str, Any]) -> Any:
 
 
 def _lost(recipe: Recipe, keys: Collection[str]) -> list[str]:
-    said = (KNOBS[key].lost["trl"](recipe) for key in keys)
-    return [sentence for sentence in said if sentence is not None]
+    return [sentence for key, sentence in lost_settings(recipe, "trl") if key in keys]
 
 
 def _warn(what: str, lost: list[str]) -> None:

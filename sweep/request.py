@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import KNOBS, TrialConfig, as_options
 from search_spaces.documents import exists, home_expanded, read_text
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
-from search_spaces.knobs import KNOBS, as_options
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import load_model_spec
 from search_spaces.space import ConfirmBudget, SearchSpace

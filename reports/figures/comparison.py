@@ -29,9 +29,8 @@ from reports.figures.style import (
     framed,
     whiskers,
 )
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, targets_in_words
 from search_spaces.gpus import GIB
-from search_spaces.knobs import targets_in_words
 from storage.records import Verdict
 
 _STYLES = (

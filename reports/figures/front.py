@@ -27,7 +27,7 @@ from reports.figures.style import (
     panels,
     whiskers,
 )
-from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS
+from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS
 from search_spaces.redaction import shown
 from storage.records import Verdict
 

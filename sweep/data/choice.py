@@ -10,14 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.documents import Document, exists, home_expanded
+from search_spaces.documents import Document, exists, home_expanded, validate
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.loading import located_texts
+from search_spaces.feasibility import HOW_TO_NAME_TEXTS
+from search_spaces.loading import Length, Offered, located_texts, with_texts
 from search_spaces.models import ModelSpec
-from search_spaces.offering import HOW_TO_NAME_TEXTS, Length, Offered, with_texts
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
-from search_spaces.validation import validate
 from storage.definition import StudyDefinition
 from sweep.data.lengths import tokens_cut, worthwhile_lengths
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from search_spaces.documents import exists, home_expanded, is_directory
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from search_spaces.hub import is_hub_id
+from search_spaces.models import is_hub_id
 
 LINES, JSON, CSV, PARQUET = "lines", "json", "csv", "parquet"
 """How a file is read; JSON may be lines or an array."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from search_spaces.hub import SECONDS_MAX
+from search_spaces.models import SECONDS_MAX
 from sweep.data.files import is_on_hub, text_files
 from sweep.data.formats import Read, file_rows, values_of
 from sweep.data.request import Place

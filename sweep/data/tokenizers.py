@@ -11,8 +11,7 @@ from pathlib import Path
 
 from search_spaces.documents import home_expanded, is_directory
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
-from search_spaces.hub import SECONDS_MAX, is_hub_id, translate
-from search_spaces.models import ModelSpec, shipped_models
+from search_spaces.models import SECONDS_MAX, ModelSpec, is_hub_id, shipped_models, translate
 
 _FILES = (
     "tokenizer.json",

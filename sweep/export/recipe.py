@@ -15,11 +15,10 @@ from typing import Any
 from reports import units, words
 from reports.sentences import status_words
 from reports.words import emulation_note
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.gpus import match_product
-from search_spaces.knobs import KNOBS
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, shipped_models
 from search_spaces.space import Objective

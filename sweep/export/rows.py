@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from search_spaces.trainers import Trainer
 from sweep.data.files import CSV, JSON, LINES, PARQUET, how_read
 from sweep.data.kinds import ROLES_OF_OTHERS
 from sweep.export.recipe import Recipe, RecipeTexts
+from sweep.export.spelling import Trainer
 
 DATA_FILE = "data.jsonl"
 """Stands for texts where a study had none, one ``{"text": "..."}`` a line."""

@@ -7,13 +7,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.knobs import EIGHT_BIT
-from search_spaces.trainers import (
-    TORCH_DTYPES,
-    allocator_settings,
-    liger_kernels,
-    lost_sharding,
-)
+from search_spaces.config import EIGHT_BIT, TORCH_DTYPES, allocator_settings, liger_kernels
 from storage.outputs import WRITTEN_BY
 from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
@@ -25,6 +19,7 @@ from sweep.export.recipe import (
     comment,
     plain_number,
 )
+from sweep.export.spelling import lost_sharding
 
 KERNELS = "eight_bit.py"
 """What lies beside a script that stores or computes in 8 bits."""

@@ -1,7 +1,7 @@
 """A recipe as each trainer's file: options or a script under a comment that hides nothing.
 
-How a trainer spells each setting is declared with it (`search_spaces.trainers`), how it is told of
-texts in `rows`; here is what is not searched.
+How a trainer spells each setting is in `spelling`, how it is told of a dataset in `rows`; here is
+what is not searched.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from search_spaces.knobs import KNOBS
-from search_spaces.trainers import TORCH_DTYPES, Trainer, unsloth_loading
+from search_spaces.config import KNOBS, TORCH_DTYPES
 from sweep.export.documents import lora_options, record_line
 from sweep.export.recipe import (
     MAX_GRAD_NORM,
@@ -25,6 +24,13 @@ from sweep.export.recipe import (
 )
 from sweep.export.rows import DATA_FILE, dataset_info, dataset_options, lost_rows
 from sweep.export.script import template
+from sweep.export.spelling import (
+    SPELLED,
+    Trainer,
+    lost_settings,
+    unsloth_loading,
+    variables,
+)
 
 _NON_BLOCKING: Mapping[str, Any] = {"accelerator_config": {"non_blocking": True}}
 _WITHOUT_WAITING: Mapping[str, Any] = {"logging_nan_inf_filter": False, **_NON_BLOCKING}
@@ -171,8 +177,7 @@ def unsloth(recipe: Recipe) -> str:
 
 def lost(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
     """Return what a trainer cannot express of what was measured, and what its file does instead."""
-    knobs = (knob.lost[trainer](recipe) for knob in KNOBS.values() if trainer in knob.lost)
-    known = tuple(sentence for sentence in knobs if sentence is not None)
+    known = (sentence for _, sentence in lost_settings(recipe, trainer))
     return (*known, *_OLDER.get(trainer, ()), *lost_rows(recipe, trainer))
 
 
@@ -237,8 +242,8 @@ def _model(recipe: Recipe) -> str:
 def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
     """Return the options of a trainer that say what was measured, setting by setting."""
     options: dict[str, Any] = {}
-    for key, knob in KNOBS.items():
-        match knob.options.get(trainer):
+    for key in KNOBS:
+        match SPELLED[trainer].get(key):
             case None:
                 continue
             case str(option):
@@ -250,6 +255,5 @@ def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
 
 def _command(recipe: Recipe, command: str, *, trainer: Trainer) -> str:
     """Return how to start a trainer, with the variables that it has to find."""
-    spelled = [knob.environment[trainer] for knob in KNOBS.values() if trainer in knob.environment]
-    variables = {name: value for spell in spelled for name, value in spell(recipe).items()}
-    return " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
+    given = variables(recipe, trainer).items()
+    return " ".join([*(f"{name}={value}" for name, value in given), command])

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reports import units
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.gpus import match_product
-from search_spaces.hub import is_hub_id
-from search_spaces.knobs import KNOBS
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, is_hub_id
 from search_spaces.redaction import shown
 from search_spaces.texts import TextsSummary
 from sweep.finetuning.beside import (

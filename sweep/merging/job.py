@@ -18,8 +18,7 @@ from typing import Any
 from search_spaces.checkpoints import INDEX, SINGLE, check_weights
 from search_spaces.documents import home_expanded, read_json
 from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.hub import fetch_weights
-from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.models import ModelSpec, fetch_weights, load_model_spec
 from storage import files
 from storage.outputs import require_parent
 from sweep.child_environment import child_environment

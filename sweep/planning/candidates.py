@@ -14,14 +14,13 @@ from enum import IntEnum
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange
-from search_spaces.knobs import KNOBS, TARGET_SETS
 from search_spaces.linears import CapacityClass, lora_parameters
 from search_spaces.loading import load_space, parse_space, preset_name
 from search_spaces.models import ModelSpec
+from search_spaces.presets import starting_text
 from search_spaces.space import SearchSpace
-from search_spaces.starting import starting_text
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.prediction import Fit
 

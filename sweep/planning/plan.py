@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import CAPACITY_KEYS, MICRO_BATCH_MAX, TrialConfig
 from search_spaces.costs import (
     SHORTEST_SHARE,
     AskedWork,
@@ -22,7 +22,6 @@ from search_spaces.costs import (
 from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
-from search_spaces.knobs import CAPACITY_KEYS, MICRO_BATCH_MAX
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace

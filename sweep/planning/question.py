@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import TrialConfig, as_options, parse_config
 from search_spaces.costs import AskedWork
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, did_you_mean
-from search_spaces.feasibility import refuse_impossible
+from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
-from search_spaces.knobs import as_options
-from search_spaces.loading import load_space, preset_name, shipped_presets, with_fixed
+from search_spaces.loading import Offered, load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.prices import Offer, load_prices
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot

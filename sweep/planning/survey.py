@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import Numerics
+from search_spaces.config import Numerics, TrialConfig
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
 

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import ComputeDtype
+from search_spaces.config import ComputeDtype, TrialConfig
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Attempt, Outcome

@@ -17,8 +17,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.space import Objective, StepBudget
 from storage import mapping
 from storage.ranking import merits_of

@@ -21,16 +21,15 @@ from optuna.samplers import BaseSampler
 
 from reports import units
 from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.documents import Document
+from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.loading import parse_space, shipped_presets
 from search_spaces.models import ModelSpec
+from search_spaces.presets import starting_text
 from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace
-from search_spaces.starting import starting_text
-from search_spaces.validation import validate
 from storage import mapping
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord

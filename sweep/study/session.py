@@ -13,16 +13,14 @@ from optuna.samplers import BaseSampler
 
 from search_spaces.checkpoints import check_weights
 from search_spaces.config import TrialConfig
-from search_spaces.documents import Document
+from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
-from search_spaces.feasibility import refuse_impossible
+from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
-from search_spaces.loading import preset_name, with_fixed
+from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.offering import Offered, refuse_without_texts
 from search_spaces.rules import Violation, violation
 from search_spaces.space import SearchSpace
-from search_spaces.validation import validate
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.opening import open_study
 from storage.outcome_file import keep_outcomes

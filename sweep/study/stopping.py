@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
-from search_spaces.knobs import EIGHT_BIT
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
 from storage.definition import StudyDefinition

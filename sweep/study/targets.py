@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.experts import expert_weights
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
-from search_spaces.linears import is_tied, linear_shapes
+from search_spaces.linears import expert_weights, is_tied, linear_shapes
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import Target

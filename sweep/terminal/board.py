@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from reports import units, words
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
 from search_spaces.space import SearchSpace
 from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,10 +30,8 @@ def reads(key: str) -> Callable[[typer.Context, typer.CallbackParam, Any], Any]:
 def _read(key: str, typed: Any, name: str) -> Any:
     from search_spaces.dimensions import read_value
     from search_spaces.documents import Document
-    from search_spaces.knobs import KNOBS
 
-    meant = KNOBS[key].typed(typed) if isinstance(typed, str) else typed
-    return read_value(key, meant, document=Document("", names={key: name}))
+    return read_value(key, typed, document=Document("", names={key: name}))
 
 
 def configured(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def configured(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str,
     """
     given = {key: value for key, value in options.items() if value is not None}
     if settings:
-        from search_spaces.knobs import KNOBS
+        from search_spaces.config import KNOBS
     for each in settings:
         name, sign, text = each.partition("=")
         key = name.strip().replace("-", "_")
@@ -58,19 +57,9 @@ def configured(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str,
             raise InputError(f"--set {each}: unknown setting '{name}'{known}")
         if key in given:
             raise InputError(f"--set {each}: {key} is given twice: keep one")
-        given[key] = _read(key, _value(text.strip(), KNOBS[key].kind), f"--set {key}")
-    return given
-
-
-def _value(text: str, kind: type) -> Any:
-    """Return a value as the text names it; the text itself where it is no such value."""
-    if text == "null":
-        return None
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    # Python reads 1_6 as a number, and digits of other scripts.
-    is_plain = kind is not str and text.isascii() and "_" not in text
-    for number in (int, float) if is_plain else ():
+        value: Any = text.strip()
+        # A number, a truth value or null; anything else is a word. Its field says what it takes.
         with suppress(ValueError):
-            return number(text)
-    return text
+            value = json.loads(value.lower())
+        given[key] = _read(key, value, f"--set {key}")
+    return given

@@ -9,10 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from reports import units
-from search_spaces.config import TrialConfig
+from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_in_words
 from search_spaces.costs import Bill, OfferComparison, Workload
 from search_spaces.gpus import UNMEASURED_COPY_SHARE
-from search_spaces.knobs import CAPACITY_KEYS, SIZE_KEYS, targets_in_words
 from search_spaces.linears import parameters
 from search_spaces.prices import Offer
 from sweep.planning.plan import CardPlan, few

@@ -11,11 +11,10 @@ from rich.text import Text
 
 from reports import units
 from reports.words import capacity, cut_in_words
-from search_spaces.config import TrialConfig
+from search_spaces.config import CAPACITY_KEYS, TrialConfig
 from search_spaces.costs import Bill
 from search_spaces.errors import listed
 from search_spaces.gpus import GIB
-from search_spaces.knobs import CAPACITY_KEYS
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote
-from search_spaces.loading import parse_duration
 from search_spaces.models import load_model_spec
 from search_spaces.redaction import redact
+from search_spaces.space import parse_duration
 from storage.files import make_directory
 from storage.outputs import write_output
 from storage.urls import SqliteUrl, parse_url

@@ -24,11 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, liger_kernels
 from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
 from search_spaces.space import Weights
-from search_spaces.trainers import liger_kernels
 from sweep.training.eight_bit import (
     EightBitLinear,
     UnfitWeightError,

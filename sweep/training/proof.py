@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import in_percent
-from search_spaces.experts import LEAST_QUANTIZED_SHARE
+from search_spaces.linears import LEAST_QUANTIZED_SHARE
 from storage.records import Faithfulness, Ineffective
 from sweep.data.batches import Batch, TrialBatches, in_parts, loss_tokens, trained_epoch
 from sweep.data.epoch import is_flattened

@@ -20,9 +20,9 @@ from typing import Any
 
 from reports import units
 from search_spaces.checkpoints import check_weights
+from search_spaces.config import TORCH_DTYPES, allocator_settings
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, words_of
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.trainers import TORCH_DTYPES, allocator_settings
 from storage.files import make_directory
 from sweep.child_environment import child_environment
 from sweep.errands import last_words, run_errand

@@ -21,9 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import KNOBS, OPTION_KEYS, Knobs, TrialConfig, canonical
 from search_spaces.gpus import GIB
-from search_spaces.knobs import KNOBS, OPTION_KEYS, Knobs
 from search_spaces.loading import shipped_presets
 from storage.surfaces import read_surface
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
-from search_spaces.experts import unquantized
 from search_spaces.gpus import GIB, GpuSpec, match_product
+from search_spaces.linears import unquantized
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import WITHOUT_SDPA, violation
 from storage.definition import Target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search_spaces.experts import unquantized
+from search_spaces.linears import unquantized
 from search_spaces.models import load_model_spec, shipped_models
 from search_spaces.rules import violation
 from storage.records import OutOfMemory

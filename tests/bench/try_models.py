@@ -27,9 +27,8 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TARGET_SETS, TrialConfig
 from search_spaces.errors import SweepError
-from search_spaces.knobs import TARGET_SETS
 from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, violation
 from search_spaces.space import StepBudget

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from search_spaces import loading
-from search_spaces.knobs import SIZE_KEYS
+from search_spaces.config import SIZE_KEYS
 from sweep.cli import main
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen

@@ -8,8 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import (
+from search_spaces.config import (
     TARGET_SETS,
     AdapterDtype,
     Attention,
@@ -17,6 +16,7 @@ from search_spaces.knobs import (
     Kernels,
     OptimizerName,
     Quantization,
+    TrialConfig,
 )
 from search_spaces.linears import lora_parameters
 from storage.records import Ineffective, Measured

@@ -20,9 +20,8 @@ from huggingface_hub.errors import (
 )
 
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.hub import translate
 from search_spaces.linears import is_tied, parameters
-from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models, translate
 
 GOOD: dict[str, Any] = {
     "model_type": "llama",
@@ -81,7 +80,7 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
     ("config", "message"),
     [
         ("{", "line 1: not valid JSON"),
-        ("[1]", "expected a JSON object, got [1]"),
+        ("[1]", "must be a JSON object, got [1]"),
         ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ({}, "model_type must name the architecture, got null"),

@@ -9,12 +9,8 @@ import pytest
 
 from search_spaces.dimensions import Choices
 from search_spaces.errors import InputError
-from search_spaces.loading import load_space, parse_space
-from search_spaces.offering import (
-    Length,
-    refuse_without_texts,
-    with_texts,
-)
+from search_spaces.feasibility import refuse_without_texts
+from search_spaces.loading import Length, load_space, parse_space, with_texts
 from search_spaces.space import SearchSpace
 
 LENGTHS = (Length(256, 0.04), Length(1024, 0.0))
@@ -97,7 +93,7 @@ def test_lengths_that_a_person_named_are_kept(held: tuple[str, ...]) -> None:
 )
 def test_packing_without_texts_is_refused_with_what_to_do(changes: dict[str, Any]) -> None:
     space = a_space(**changes)
-    with pytest.raises(InputError, match=r"packing (packed|grouped) needs texts.*--data"):
+    with pytest.raises(InputError, match=r"packing (packed|grouped) needs a dataset.*--data"):
         refuse_without_texts(space)
     refuse_without_texts(space.model_copy(update={"data": a_space(data="x.jsonl").data}))
 
@@ -109,7 +105,7 @@ def test_packing_none_needs_no_texts() -> None:
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"data": None}, "texts"),
+        ({"data": None}, "a dataset"),
         ({"weights": "random"}, "weights: pretrained"),
         ({"data": {"texts": "mine.jsonl", "eval_fraction": 0.0}}, "data.eval_fraction above 0"),
     ],
@@ -126,7 +122,7 @@ def test_a_held_out_loss_is_refused_with_all_that_is_missing(
 def test_all_that_is_missing_for_a_held_out_loss_is_said_at_once() -> None:
     with pytest.raises(InputError) as caught:
         refuse_without_texts(a_space(objectives=["eval_loss"]))
-    assert "texts" in str(caught.value)
+    assert "a dataset" in str(caught.value)
     assert "weights: pretrained" in str(caught.value)
 
 

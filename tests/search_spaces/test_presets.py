@@ -9,15 +9,28 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic.fields import FieldInfo
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.config import CONFIG_KEYS, TARGET_SETS, TrialConfig
 from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.knobs import TARGET_SETS
-from search_spaces.loading import parse_space
-from search_spaces.space import Objective, SamplerName, SearchSpace, Weights
+from search_spaces.errors import InputError
+from search_spaces.gpus import GIB, find_gpu, gpu_catalogue
+from search_spaces.loading import load_space, parse_space
+from search_spaces.models import load_model_spec, shipped_models
+from search_spaces.presets import preset_texts, schema_path, starting_text
+from search_spaces.rules import violation
+from search_spaces.space import (
+    ConfirmBudget,
+    Objective,
+    SamplerName,
+    SearchSpace,
+    StepBudget,
+    Weights,
+)
+from storage.definition import Target
+from sweep.study.targets import check_budget
+from tests.search_spaces.test_schema import faults
 
-PRESETS = sorted((Path(__file__).parents[2] / "search_spaces" / "presets").glob("*.yaml"))
+PRESETS = preset_texts()
 _EXAMPLE = re.compile(r"^(\s*)#(?=[\w ]*\w+:)(?! )(.*)$")
 _CONTINUED = re.compile(r"^#(  \w+: .*)$")
 
@@ -48,39 +61,25 @@ def uncommented(text: str, start: int, lines: list[str]) -> str:
 
 
 def every_example() -> Iterator[Any]:
-    for path in PRESETS:
-        for start, lines in examples(path.read_text(encoding="utf-8")):
-            yield pytest.param(path, start, lines, id=f"{path.stem}-{lines[0].strip()}")
+    for name, text in PRESETS.items():
+        for start, lines in examples(text):
+            yield pytest.param(name, start, lines, id=f"{name}-{lines[0].strip()}")
 
 
-@pytest.mark.parametrize(("path", "start", "lines"), list(every_example()))
+@pytest.mark.parametrize(("name", "start", "lines"), list(every_example()))
 def test_every_commented_example_is_a_space_when_uncommented(
-    path: Path, start: int, lines: list[str]
+    name: str, start: int, lines: list[str]
 ) -> None:
-    text = path.read_text(encoding="utf-8")
-    space = parse_space(uncommented(text, start, lines), label=path.name)
-    assert space != parse_space(text, label=path.name) or _says_a_default(lines)
+    space = parse_space(uncommented(PRESETS[name], start, lines), label=f"{name}.yaml")
+    assert space != parse_space(PRESETS[name], label=f"{name}.yaml") or _says_a_default(lines)
 
 
 def _says_a_default(lines: list[str]) -> bool:
     """Whether an example writes out what holds without it."""
     values = yaml.safe_load("\n".join(lines))
-    defaults = {
-        "lora_alpha": None,
-        "learning_rate": 2e-4,
-        "steps": {k: f.default for k, f in steps_fields().items()},
-        **{k: f.default for k, f in steps_fields().items()},
-        "confirm": {k: f.default for k, f in confirm_fields().items()},
-    }
+    steps, confirm = StepBudget().model_dump(), ConfirmBudget().model_dump()
+    defaults = {"learning_rate": 2e-4, "steps": steps, "confirm": confirm, **steps}
     return all(defaults.get(key, object()) == value for key, value in values.items())
-
-
-def confirm_fields() -> dict[str, FieldInfo]:
-    return type(SearchSpace.model_fields["confirm"].default).model_fields
-
-
-def steps_fields() -> dict[str, FieldInfo]:
-    return type(SearchSpace.model_fields["steps"].default).model_fields
 
 
 def allowed_values() -> set[str]:
@@ -92,37 +91,109 @@ def allowed_values() -> set[str]:
     return words | {"auto", "cpu"}
 
 
-def words_of(path: Path) -> set[str]:
-    return set(re.findall(r"[\w-]+", path.read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_all_that_a_space_may_hold_is_in_every_preset(path: Path) -> None:
-    ranges = {*IntRange.model_fields, *FloatRange.model_fields, *Choices.model_fields}
-    wanted = {
-        *SearchSpace.model_fields,
-        "time_budget",
-        *steps_fields(),
-        *confirm_fields(),
-        *CONFIG_KEYS,
-        *ranges,
-        *allowed_values(),
-    }
-    assert wanted - words_of(path) == set()
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_has_examples_of_what_it_does_not_use(path: Path) -> None:
-    keys = {lines[0].split(":")[0].strip() for _, lines in examples(path.read_text("utf-8"))}
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_that_a_space_may_hold_is_in_every_preset(name: str) -> None:
+    models = (SearchSpace, StepBudget, ConfirmBudget, IntRange, FloatRange, Choices)
+    wanted = {key for model in models for key in model.model_fields}
+    wanted |= {"time_budget", *CONFIG_KEYS, *allowed_values()}
+    assert wanted - set(re.findall(r"[\w-]+", PRESETS[name])) == set()
+    keys = {lines[0].split(":")[0].strip() for _, lines in examples(PRESETS[name])}
     assert {"time_budget", "objectives", "sampler", "seq_len", "lora_rank"} <= keys
 
 
-def test_the_presets_explain_the_same_things_in_the_same_words() -> None:
-    common = [
-        {line for line in path.read_text("utf-8").splitlines() if line.lstrip().startswith("# ")}
-        for path in PRESETS
-        if path.stem != "cpu-demo"
-    ]
-    said_by_all = set.intersection(*common)
-    # What differs is the GPU's own: its memory, its batches, its lengths, its baseline.
-    assert all(len(lines - said_by_all) <= 8 for lines in common)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_whole_file(name: str) -> None:
+    text = PRESETS[name]
+    assert parse_space(text, label="mine.yaml").name == name
+    assert text.count("\ndimensions:\n") == text.count("\nfixed:\n") == 1
+    assert "texts.jsonl" not in text
+
+
+def test_what_a_preset_searches_is_not_fixed_in_it() -> None:
+    assert "quantized_fraction: 1.0" in PRESETS["a10"]
+    assert "quantized_fraction: 1.0" not in PRESETS["a100-40gb"]
+    assert "Share of the layers in 4 bits, evenly spread; the others" in PRESETS["a100-40gb"]
+    assert list(load_space("cpu-demo").dimensions) == ["micro_batch_size", "seq_len"]
+
+
+# The space that a person starts from
+
+
+@pytest.mark.parametrize("gpu", ["cpu", *gpu_catalogue()])
+def test_every_card_has_a_space_to_start_from_that_a_run_takes(gpu: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(starting_text(gpu, None), encoding="utf-8")
+    space = load_space(str(file))
+    assert (space.gpu, space.name) == (gpu, "mine")
+    assert faults(file.read_text(encoding="utf-8")) == []
+    if gpu != "cpu":
+        spec, model = find_gpu(gpu), load_model_spec(space.model)
+        capability = spec.compute_capability
+        broken = [
+            violation(config, model=model, compute_capability=capability, device="cuda")
+            for config in (space.baseline_config(), space.config(next(space.combinations())))
+        ]
+        assert broken == [None, None]
+
+
+@pytest.mark.parametrize("model", [model.name for model in shipped_models()])
+def test_every_model_has_one_whose_rows_it_takes(model: str) -> None:
+    space = parse_space(starting_text("a10", model), label="mine.yaml")
+    limit = load_model_spec(model).max_positions
+    assert space.model == model
+    assert limit is None or max(space.values_of("seq_len")) <= limit
+    assert limit is None or space.baseline_config().seq_len <= limit
+
+
+@pytest.mark.parametrize("name", sorted({*PRESETS} - {"cpu-demo"}))
+def test_a_cards_own_preset_is_what_it_starts_from(name: str) -> None:
+    own, preset = parse_space(starting_text(name, None), label=name), load_space(name)
+    assert own.model_copy(update={"description": preset.description}) == preset
+
+
+def test_sizes_suit_the_memory_that_a_model_leaves() -> None:
+    def largest(gpu: str, model: str) -> int:
+        space = parse_space(starting_text(gpu, model), label="mine.yaml")
+        return max(space.values_of("micro_batch_size"))
+
+    assert largest("a10", "tinyllama-1.1b") > largest("a10", "mistral-7b-v0.3")
+    assert largest("h200", "mistral-7b-v0.3") > largest("a10", "mistral-7b-v0.3")
+
+
+def test_a_card_without_bf16_starts_without_it() -> None:
+    space = parse_space(starting_text("t4", None), label="mine.yaml")
+    assert space.values_of("compute_dtype") == ("fp16", "int8")
+    assert space.baseline_config().compute_dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    "model", [model.name for model in shipped_models() if model.name != "demo"]
+)
+def test_on_a_cpu_another_model_than_the_demos_has_room(model: str) -> None:
+    text, spec = starting_text("cpu", model), load_model_spec(model)
+    space = parse_space(text, label="mine.yaml")
+    target = Target(gpu="cpu", device="cpu", budget_bytes=int((space.budget_gib or 0) * GIB))
+    check_budget(space, spec, target)
+    assert faults(text) == []
+
+
+def test_the_demos_own_model_keeps_its_tiny_budget() -> None:
+    demo = load_space("cpu-demo").budget_gib
+    for model in (None, "demo"):
+        assert parse_space(starting_text("cpu", model), label="mine.yaml").budget_gib == demo
+
+
+def test_it_is_commented_and_an_editor_finds_its_schema() -> None:
+    first, second, *rest = starting_text("a10", None).splitlines()
+    assert first == f"# yaml-language-server: $schema={schema_path()}"
+    assert Path(schema_path()).is_file()
+    assert second.startswith("# A search space for a10")
+    assert sum(line.lstrip().startswith("# ") for line in rest) > 20
+    assert not any(line.startswith("name:") for line in rest)
+
+
+def test_what_is_not_known_is_said() -> None:
+    with pytest.raises(InputError, match="unknown GPU 'a11'"):
+        starting_text("a11", None)
+    with pytest.raises(InputError, match="unknown model 'demmo'"):
+        starting_text("a10", "demmo")

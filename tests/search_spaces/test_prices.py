@@ -95,27 +95,30 @@ def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> 
     (offer,) = [o for o in load_prices()["h100-80gb"] if o.provider == "AWS"]
     assert (offer.gpus, offer.usd_per_hour) == (8, 6.88)
     file = write(tmp_path, f"offers: [{{{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}}}]\n")
-    with pytest.raises(InputError, match="a10: gpus must be at least 1, got 0"):
+    with pytest.raises(InputError, match=r"offers.0.gpus must be at least 1, got 0"):
         load_prices(file)
 
 
 @pytest.mark.parametrize(
     ("offer", "message"),
     [
-        (f"{HEAD}, usd_per_hour: {{a10: -1}}", "a10: usd_per_hour must be greater than 0"),
-        (f"{HEAD}, usd_per_hour: {{a10: 0}}", "a10: usd_per_hour must be greater than 0"),
-        (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "a10: usd_per_hour must be at most 1000"),
-        (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "a10: usd_per_hour"),
-        (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "a10: usd_per_hour must be a number"),
-        (f"{HEAD}, usd_per_hour: {{a11: 1}}", "usd_per_hour: unknown GPU 'a11'; did you mean 'a10"),
-        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map GPUs to prices, got 1.0"),
-        (HEAD, "usd_per_hour must map GPUs to prices, got null"),
-        ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "a10: date is missing"),
-        ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "a10: provider is missing"),
-        ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "a10: source is missing"),
+        (f"{HEAD}, usd_per_hour: {{a10: -1}}", "usd_per_hour.a10 must be greater than 0"),
+        (f"{HEAD}, usd_per_hour: {{a10: 0}}", "usd_per_hour.a10 must be greater than 0"),
+        (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "usd_per_hour.a10 must be at most 1000"),
+        (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "usd_per_hour.a10 must be a finite number"),
+        (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "usd_per_hour.a10 must be a number"),
+        (
+            f"{HEAD}, usd_per_hour: {{a11: 1}}",
+            "is an unknown GPU 'a11'; did you mean 'a10",
+        ),
+        (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map keys to values, got 1.0"),
+        (HEAD, "usd_per_hour is missing"),
+        ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "date is missing"),
+        ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "provider is missing"),
+        ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "source is missing"),
         (
             "provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}",
-            "a10: date must be a date like 2026-11-21, got 'soon'",
+            "date must be a date like 2026-11-21, got 'soon'",
         ),
         ("date: 2026-13-41, provider: Mine", "month must be in 1..12, got '2026-13-41'"),
         (

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.experts import unquantized
-from search_spaces.knobs import TARGET_SETS
+from search_spaces.config import TARGET_SETS, TrialConfig, parse_config
 from search_spaces.linears import (
     linear_shapes,
     lora_parameters,
     parameters,
     resolve_targets,
     target_sets,
+    unquantized,
 )
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 

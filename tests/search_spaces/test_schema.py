@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from search_spaces.config import KNOBS
 from search_spaces.errors import InputError
 from search_spaces.gpus import gpu_catalogue
-from search_spaces.knobs import KNOBS
-from search_spaces.loading import parse_space, preset_texts
+from search_spaces.loading import parse_space
 from search_spaces.models import shipped_models
+from search_spaces.presets import preset_texts
 from search_spaces.schema import schema_text, space_schema
 
 LEAST = "dimensions: {micro_batch_size: [1, 2]}\n"
@@ -114,7 +115,10 @@ def test_an_editor_completes_keys_and_values_and_explains_each() -> None:
         keys = properties[section]["properties"]
         assert list(keys) == list(KNOBS)
         assert all(value["description"] for value in keys.values())
-    sections: list[dict[str, Any]] = [properties, properties["steps"]["properties"]]
+    sections: list[dict[str, Any]] = [
+        properties,
+        space_schema()["$defs"]["StepBudget"]["properties"],
+    ]
     unsaid = [key for section in sections for key, v in section.items() if "description" not in v]
     assert unsaid == []
     assert json.loads(schema_text()) == space_schema()

@@ -15,10 +15,10 @@ from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.documents import BYTES_MAX
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
 from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space, parse_duration, parse_space, shipped_presets
+from search_spaces.loading import load_space, parse_space, shipped_presets
 from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
-from search_spaces.space import SearchSpace
+from search_spaces.space import SearchSpace, parse_duration
 
 SMALL = """\
 gpu: a10
@@ -604,7 +604,7 @@ dimensions: {micro_batch_size: [1, 2]}
 
 def test_of_many_faults_some_are_told_and_the_others_counted() -> None:
     text = "model: demo\n" + "".join(f"wrong{number}: 1\n" for number in range(7))
-    with pytest.raises(InputError, match=r"line 2: unknown key 'wrong0'.*And 2 more$"):
+    with pytest.raises(InputError, match=r"line 2: unknown key 'wrong0'.*And 3 more$"):
         parse_space(text, label="mine.yaml")
 
 

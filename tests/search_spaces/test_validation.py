@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, StrictInt, model_validator
 
-from search_spaces.documents import Document, parse_yaml
+from search_spaces.documents import ContradictionError, Document, known_key, parse_yaml, validate
 from search_spaces.errors import InputError
-from search_spaces.validation import ContradictionError, known_key, validate
 
 Note = Annotated[str, AfterValidator(partial(known_key, known=("size",)))]
 
@@ -86,11 +85,3 @@ def test_a_fault_is_named_by_line_key_and_value(text: str, message: str) -> None
 def test_what_is_no_yaml_gets_no_hint_of_what_yaml_reads() -> None:
     with pytest.raises(InputError, match=r"^line 3: inches must be a whole number, got '28'$"):
         validate(Wheel, {"inches": "28"}, Document("line 3"))
-
-
-def test_values_that_stand_elsewhere_are_found_there() -> None:
-    document = parse_yaml("maker: A\nfront:\n  inches: 28\n  spokes: few\n", label="bike.yaml")
-    values = {"inches": "few"}
-    moved = {"inches": ("front", "spokes")}
-    with pytest.raises(InputError, match=r"bike.yaml: line 4: A: inches must be a whole number"):
-        validate(Wheel, values, document, moved=moved, about="A: ")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from search_spaces.loading import preset_texts
+from search_spaces.presets import preset_texts
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())"]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import typer
 
-from search_spaces.loading import preset_texts
 from search_spaces.models import load_model_spec
+from search_spaces.presets import preset_texts
 from sweep.cli import app, main
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.merging.made import make_adapter, make_base

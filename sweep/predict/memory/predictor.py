@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.dimensions import Dimension, FloatRange
 from search_spaces.errors import InputError
-from search_spaces.knobs import KNOBS
 from search_spaces.linears import is_tied
 from search_spaces.models import ModelSpec
 from search_spaces.space import BATCHES, SearchSpace

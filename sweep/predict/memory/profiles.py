@@ -37,9 +37,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig, canonical, parse_config
+from search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
 from search_spaces.errors import InputError
-from search_spaces.knobs import KNOBS
 from search_spaces.linears import is_tied, linear_shapes, lora_parameters, parameters
 from search_spaces.models import ModelSpec
 

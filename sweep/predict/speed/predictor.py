@@ -17,10 +17,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import Numerics, TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
-from search_spaces.knobs import Numerics
 from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
 from sweep.predict.speed.kernels import MASKED_DOUBT

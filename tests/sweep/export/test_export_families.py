@@ -13,9 +13,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from search_spaces.config import liger_kernels
 from search_spaces.linears import target_sets
 from search_spaces.models import ModelSpec
-from search_spaces.trainers import liger_kernels
 from sweep.export.formats import export
 from sweep.training.adapters import attached, with_adapters
 from sweep.training.model import BaseModel, build_base

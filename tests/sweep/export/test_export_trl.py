@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import EIGHT_BIT
+from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.models import ModelSpec
 from sweep.export.formats import export
 from tests.sweep.export.studies import a_study, some_texts

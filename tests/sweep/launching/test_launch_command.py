@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
-from search_spaces.loading import preset_texts
+from search_spaces.presets import preset_texts
 from sweep import cli
 from sweep.launching.rental import Machine, Provider
 from sweep.request import REQUEST, RunRequest, Where

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, TrialConfig
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
 from sweep.predict.memory.predictor import Fit

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from search_spaces.gpus import gpu_catalogue
-from search_spaces.loading import preset_texts
 from search_spaces.models import shipped_models
+from search_spaces.presets import preset_texts
 from sweep.terminal import completion
 from tests.storage.builders import open_it
 from tests.sweep.simulated_device import a_study

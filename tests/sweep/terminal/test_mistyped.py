@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import as_options
+from search_spaces.config import TrialConfig, as_options
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.cli import main
@@ -107,8 +106,8 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
         ("run a10 --on slurm --with gpus=a100:x", "--with gpus must be a count, or type and"),
         ("run a10 --on slurm --with gpus=0x2", "--with gpus must be a count, or type and count"),
         ("run cpu-demo --target-modules q_proj,,v_proj", "--target-modules must list"),
-        ("run cpu-demo --set lora_dropout=nan", "lora_dropout must be a finite number, got nan"),
-        ("run cpu-demo --set lora_alpha=inf", "lora_alpha must be a finite number, got inf"),
+        ("run cpu-demo --set lora_dropout=nan", "lora_dropout must be a finite number, got 'nan'"),
+        ("run cpu-demo --set lora_alpha=inf", "lora_alpha must be a finite number, got 'inf'"),
         ("run cpu-demo --max-dollars nan", "--max-dollars must be a finite number, got nan"),
         ("train demo --output o --lr 7", "--lr must be at most 1.0, got 7.0"),
         ("train demo --output o --epochs inf", "--epochs must be a finite number above 0, got inf"),

@@ -11,7 +11,7 @@ import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.experts import unquantized
+from search_spaces.linears import unquantized
 from search_spaces.models import ModelSpec
 from search_spaces.rules import WITHOUT_SDPA, Violation, violation
 from storage.records import Ineffective, Measured

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from search_spaces.config import TrialConfig
-from search_spaces.knobs import KNOBS
+from search_spaces.config import KNOBS, TrialConfig
 from storage.records import Ineffective
 from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from sweep.running.worker import Worker

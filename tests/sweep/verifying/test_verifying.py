@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.loading import preset_texts
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.presets import preset_texts
 from search_spaces.texts import LengthQuantiles, TextsSummary
 from sweep.cli import main
 from sweep.export.formats import endings_of, exported

@@ -36,7 +36,7 @@ from transformers import AutoConfig, masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, in_percent, words_of
-from search_spaces.experts import LEAST_QUANTIZED_SHARE
+from search_spaces.linears import LEAST_QUANTIZED_SHARE
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.allocator import CachingAllocator
 from sweep.predict.memory.profiles import Structure, Symbols, Untraceable, alive, coefficients

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.config import TrialConfig
-from search_spaces.experts import unquantized
-from search_spaces.linears import parameters, resolve_targets, target_sets
+from search_spaces.linears import parameters, resolve_targets, target_sets, unquantized
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import WITHOUT_SDPA, violation
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
