@@ -11,7 +11,7 @@ training shows its prediction in `sweep.predict`, and where it does not go with 
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,11 +110,14 @@ class Knob:
     memory, and leave the trained model what it is."""
 
 
+_NOT_FINITE = re.compile(r"\s*[+-]?(nan|inf|infinity)\s*", re.IGNORECASE)
+
+
 def _number(value: object) -> object:
     """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {quote(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if _NOT_FINITE.fullmatch(str(value)):
         raise ValueError(f"must be a finite number, got {quote(value)}")
     return value
 

@@ -93,7 +93,7 @@ def _composed(
     What the overlay searches is no longer fixed, and the other way round.
     """
     entries = [each for each in _entries(text.splitlines()) if each.key not in without]
-    others = _entries(overlay.splitlines())
+    others = [each for each in _entries(overlay.splitlines()) if each.key != "extends"]
     sections = {each.key: each.section for each in entries if each.section is not None}
     for here, there in (("dimensions", "fixed"), ("fixed", "dimensions")):
         moved = {
@@ -234,4 +234,6 @@ def _for_gpu(spec: GpuSpec, chosen: str, model: ModelSpec) -> Iterator[str]:
 def _flow(value: Any) -> str:
     """Return a value on one line of YAML."""
     plain = list(value) if isinstance(value, tuple) else value
-    return str(yaml.safe_dump(plain, default_flow_style=True, width=math.inf)).strip()
+    return str(
+        yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf)
+    ).strip()

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from search_spaces import loading
 from search_spaces.config import SIZE_KEYS
+from search_spaces.loading import load_space
+from search_spaces.presets import preset_texts
 from sweep.cli import main
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.golden.frozen import Frozen
 from tests.sweep.shared_tracing import asked_of
 
 pytestmark = pytest.mark.timeout(600)
-PRESETS = Path(loading.__file__).parent / "presets"
 GPUS = {
     "a10": ("a10", "l4", "rtx-4090", "a100-40gb", "h100-80gb", "b200"),
     "a100-40gb": ("a100-40gb",),
@@ -32,7 +32,7 @@ far too large. All on all would take two minutes, and say little else."""
 ASKED = {
     # By its name a preset would be a GPU's, each of which has a space of its own.
     **{
-        f"{preset}_on_{gpu}": (str(PRESETS / f"{preset}.yaml"), "--gpu", gpu)
+        f"{preset}_on_{gpu}": (f"{preset}.yaml", "--gpu", gpu)
         for preset, gpus in GPUS.items()
         for gpu in gpus
     },
@@ -68,7 +68,7 @@ def drawn() -> Iterator[dict[str, Any]]:
     Odd ones differ in size alone, so that each kind is one structure to trace; those of the space
     are traced for its plan.
     """
-    draw, space, odd = random.Random(0), loading.load_space("h200"), itertools.cycle(ODD)
+    draw, space, odd = random.Random(0), load_space("h200"), itertools.cycle(ODD)
     for number in itertools.count(1):
         values: dict[str, Any] = {}
         while not values or space.leaves_out(values):
@@ -90,6 +90,8 @@ def test_plans(
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("drawn.jsonl").write_text("\n".join(map(json.dumps, itertools.islice(drawn(), LINES))))
+    for preset, text in preset_texts().items():
+        Path(f"{preset}.yaml").write_text(text)
     with asked_of(tracer):
         code = main(["plan", *ASKED[name], "--json"])
     out, err = capsys.readouterr()

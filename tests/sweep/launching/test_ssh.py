@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.presets import preset_texts
 from storage.identity import StudyFile, note_identity
 from storage.reading import read_study
 from sweep.cli import main
@@ -425,8 +426,7 @@ def test_a_study_is_installed_run_stopped_and_fetched(
     command = [sys.executable, "-c", "import sys; from sweep.cli import main; sys.exit(main())"]
     words = ["run", "space.yaml", "--trials=2", "--sampler=random", "--no-confirm", "--json"]
     there = ["--study", "fetched", "--on", f"ssh:{server.address}", "--with", f"python={python}"]
-    demo = (ROOT / "search_spaces" / "presets" / "cpu-demo.yaml").read_text()
-    (home / "space.yaml").write_text(demo)
+    (home / "space.yaml").write_text(preset_texts()["cpu-demo"])
     with subprocess.Popen(
         [*command, *words, *there],
         cwd=home,
