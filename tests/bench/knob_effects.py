@@ -7,11 +7,8 @@ configurations of one model in one file that differ in that setting alone.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from search_spaces.config import KNOBS, OPTION_KEYS, Knobs, TrialConfig, canonical
+from search_spaces.config import KNOBS, OPTION_KEYS, TrialConfig, canonical, number_kind
 from search_spaces.gpus import GIB
 from search_spaces.loading import shipped_presets
+from search_spaces.schema import space_schema
 from storage.surfaces import read_surface
+from sweep.export.spelling import SPELLED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
@@ -103,7 +102,7 @@ def _order(key: str, value: Any) -> Any:
     """Return where a value stands: from the default on, or up where it is a number."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
-    return value != json.loads(json.dumps(Knobs.model_fields[key].default)), str(value)
+    return value != json.loads(json.dumps(TrialConfig.model_fields[key].default)), str(value)
 
 
 def _pair(key: str, first: tuple[Any, Row], second: tuple[Any, Row]) -> Pair:
@@ -156,32 +155,19 @@ def _spread(values: list[float], form: str, mark: str) -> str:
     return f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
-def _meanings() -> dict[str, str]:
-    """Return what stands below each field of `Knobs`."""
-    (declared,) = ast.parse(textwrap.dedent(inspect.getsource(Knobs))).body
-    assert isinstance(declared, ast.ClassDef)
-    meanings = {}
-    for field, text in zip(declared.body, declared.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            value = ast.literal_eval(text.value)
-            meanings[ast.unparse(field.target)] = " ".join(value.replace("``", "`").split())
-    return meanings
-
-
 def _values(key: str) -> str:
     """Return the values that a setting takes, in words."""
-    schema = Knobs.model_json_schema()["properties"][key]
+    schema = space_schema()["properties"]["fixed"]["properties"][key]
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
-    if "enum" in kinds[0]:
-        return ", ".join(f"`{value}`" for value in kinds[0]["enum"])
     if kinds[0].get("type") == "boolean":
         return "`true`, `false`"
     if key == "target_modules":
         return "`qv`, `attention`, `all-linear`, or a list of module names"
-    bounds = Knobs.model_fields[key].metadata
-    (least,) = (getattr(one, name) for one in bounds for name in ("ge", "gt") if hasattr(one, name))
-    (most,) = (one.le for one in bounds if hasattr(one, "le"))
-    noun = "a whole number" if KNOBS[key].kind is int else "a number"
+    if "enum" in kinds[0]:
+        return ", ".join(f"`{value}`" for value in kinds[0]["enum"])
+    least = kinds[0].get("minimum", kinds[0].get("exclusiveMinimum"))
+    most = kinds[0]["maximum"]
+    noun = "a whole number" if number_kind(key) is int else "a number"
     return f"{noun}, {least:g} to {most:,.0f}"
 
 
@@ -195,17 +181,18 @@ TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Fac
 
 
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
-    knob, default = KNOBS[key], json.dumps(Knobs.model_fields[key].default)
+    knob, field = KNOBS[key], TrialConfig.model_fields[key]
+    default = json.dumps(field.default)
     option = f"--{key.replace('_', '-')}" if key in OPTION_KEYS else f"--set {key}=..."
     said = [
-        f"`{option}` in {TRAINER_NAMES[trainer]}"
-        for trainer, option in knob.options.items()
-        if isinstance(option, str)
+        f"`{spelled[key]}` in {TRAINER_NAMES[trainer]}"
+        for trainer, spelled in SPELLED.items()
+        if isinstance(spelled.get(key), str)
     ]
     return [
         f"## {key}",
         "",
-        _meanings()[key],
+        " ".join((field.description or "").replace("``", "`").split()),
         "",
         f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: `{option}`.",
         f"- Peak memory, all else equal: {MEMORY[knob.memory]}.",
@@ -237,7 +224,7 @@ INTRODUCTION = """\
 <!-- Made by `python -m tests.bench.knob_effects`: change the declarations or the measurements. -->
 
 A setting is a key of a configuration: a dimension of a space, a fixed value, or an option of
-`sweep plan` and `sweep run`. This page is made from the declarations in `search_spaces/knobs.py`.
+`sweep plan` and `sweep run`. This page is made from the declarations in `search_spaces/config.py`.
 
 The tables show the **measured effect** of a change: pairs of configurations of one model that
 differ only in that setting, on one NVIDIA H200. Each line has the number of pairs, the median ratio
