@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,10 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     if recipe.config.weight_bits == 8:
         kind = recipe.config.quantization
         raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
-    lost = _lost(recipe, _NOT_LOADED)
-    if (adapters := lost_adapters(recipe, "llama-factory")) is not None:
-        lost.append(adapters)
+    more = [lost_adapters(recipe, "llama-factory")]
     if recipe.config.expandable_segments:
-        lost.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
-    _warn("from_pretrained and get_peft_model, where load_model does", lost)
+        more.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
+    _warn("from_pretrained and get_peft_model, where load_model does", recipe, _NOT_LOADED, *more)
     options = loading_arguments(recipe.config, spec=recipe.model, device=_device())
     return {**options, "use_cache": False}
 
@@ -73,7 +71,7 @@ def trl_args(recipe: Recipe, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
     from trl import SFTConfig
 
-    _warn("SFTTrainer", _lost(recipe, {*KNOBS} - {*_LOST_IN_FILES}))
+    _warn("SFTTrainer", recipe, {*KNOBS} - {*_LOST_IN_FILES})
     return _arguments(SFTConfig, recipe, changes)
 
 
@@ -91,11 +89,10 @@ def _arguments(kind: Any, recipe: Recipe, changes: dict[str, Any]) -> Any:
     return kind(**{**spelled, **here, **changes})
 
 
-def _lost(recipe: Recipe, keys: Collection[str]) -> list[str]:
-    return [sentence for key, sentence in lost_settings(recipe, "trl") if key in keys]
-
-
-def _warn(what: str, lost: list[str]) -> None:
+def _warn(what: str, recipe: Recipe, keys: Collection[str], *more: str | None) -> None:
+    """Warn of what TRL loses of these settings, and of more."""
+    lost = [sentence for key, sentence in lost_settings(recipe, "trl") if key in keys]
+    lost += filter(None, more)
     if lost:
         warnings.warn("\n- ".join([f"Not done by {what}:", *lost]), stacklevel=4)
 
@@ -215,22 +212,23 @@ class ThroughputCallback(StepClock):
         warm = [step >= course.WARMUP_STEPS for step in range(len(seconds))]
         rate = course.Steps(tokens=tokens, seconds=seconds, is_warm=warm).median_rate()
         self.tokens_per_second = args.world_size * rate if rate else None
-        if state.is_world_process_zero:
-            for line in self._compared():
-                self._say(line)
-
-    def _compared(self) -> Iterator[str]:
+        if not state.is_world_process_zero:
+            return
         recipe, measured = self._recipe, self._recipe.measurement
         speed = compared_speed(measured.tokens_per_second, self.tokens_per_second)
         memory = compared_memory(measured.peak_allocated_bytes, self.peak_allocated_bytes())
-        rate, peak = "no tokens/s, as batches have no labels", "no peak, which a CPU does not count"
+        reached, peak = (
+            "no tokens/s, as batches have no labels",
+            "no peak, which a CPU does not count",
+        )
         if speed.ratio is not None:
-            rate = f"{units.rate(speed.reached)} tokens/s ({speed.ratio:.3g} of what was promised)"
+            share = f"({speed.ratio:.3g} of what was promised)"
+            reached = f"{units.rate(speed.reached)} tokens/s {share}"
         if memory.ratio is not None:
             peak = f"peak {units.gib(memory.reached)} allocated ({memory.ratio:.3g})"
-        yield f"Reached: {rate}; {peak}."
+        self._say(f"Reached: {reached}; {peak}.")
         if figures := tuple(off(speed, memory)):
             here = environment_with(read_card() if torch.cuda.is_available() else None)
             flags, is_confirmed = measured.flags, recipe.is_confirmed
             causes = behind(recipe.environment, here, flags=flags, is_confirmed=is_confirmed)
-            yield Deviation(figures, tuple(causes)).words
+            self._say(Deviation(figures, tuple(causes)).words)

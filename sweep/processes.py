@@ -309,6 +309,13 @@ def process_pool(
     context = multiprocessing.get_context("spawn")
     arguments = (os.getpid(), settle_in)
     with ProcessPoolExecutor(count, context, _settle_in, arguments) as pool:
+        # All are started here, where they hear no signal until they have learned to ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            for _ in range(count):
+                pool.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             yield pool
         except BaseException:
@@ -316,16 +323,6 @@ def process_pool(
                 process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-@contextmanager
-def unheard_by_new_processes() -> Iterator[None]:
-    """Have processes that are started inside the ``with`` hear no signal until they ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _settle_in(parent: int, further: Callable[[], None] | None) -> None:

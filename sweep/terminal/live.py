@@ -81,8 +81,7 @@ def watching(
     cancel_announced()
     console = Console(file=cast(TextIO, Synchronized(stream)), highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        with _panel(board, is_stopping=is_stopping, console=console) as listener:
-            yield listener
+        yield from _drawn(board, is_stopping=is_stopping, console=console)
         return
     lines, over = PlainLines(board, is_stopping=is_stopping), threading.Event()
 
@@ -135,8 +134,7 @@ class PlainLines:
         note(folded(said, width_of(sys.stderr), indent=2))
 
 
-@contextmanager
-def _panel(
+def _drawn(
     board: Board, *, is_stopping: Callable[[], bool], console: Console
 ) -> Iterator[Listener]:
     def render() -> RenderableType:
@@ -144,9 +142,6 @@ def _panel(
             if is_stopping() and not board.is_stopping:
                 board.stop()
             return Shown(panel(board))
-
-    # Drawn when something happened and once a second: more is flicker and traffic over ssh.
-    live = Live(get_renderable=render, console=console, refresh_per_second=1, transient=True)
 
     def listen(event: Event) -> None:
         with board.lock:
@@ -156,7 +151,8 @@ def _panel(
         if not isinstance(event, TrialProgress):
             live.refresh()
 
-    with live:
+    # Drawn when something happened and once a second: more is flicker and traffic over ssh.
+    with Live(get_renderable=render, console=console, refresh_per_second=1, transient=True) as live:
         yield listen
 
 

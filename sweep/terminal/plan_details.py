@@ -39,12 +39,6 @@ def settings(config: TrialConfig, *, with_capacity: bool = False) -> list[str]:
     ]
 
 
-def shared(words: Sequence[Sequence[str]]) -> list[str]:
-    """Return the words that several configurations have in common, to be said once."""
-    first, *others = words or [()]
-    return [word for word in first if all(word in other for other in others)] if others else []
-
-
 def percent(change: float) -> str:
     """Return a change in speed: ``+1.3 %``."""
     return "same" if abs(change) < 0.0005 else f"{100 * change:+.1f} %"
@@ -68,13 +62,11 @@ def price_source(offer: Offer) -> str:
 
 def configurations(forecasts: Sequence[Forecast], bills: Sequence[Bill | None]) -> RenderableType:
     """Return the configurations of a file in their order, each with its cheapest bill."""
-    words = [settings(forecast.config, with_capacity=True) for forecast in forecasts]
-    common, rows = shared(words), []
-    for number, (forecast, bill, own) in enumerate(zip(forecasts, bills, words, strict=True), 1):
-        what = [units.size(forecast.config), *(word for word in own if word not in common)]
-        broken, fit = forecast.broken, {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
+    rows, fits = [], {Fit.YES: "yes", Fit.NO: "no", Fit.UNCERTAIN: "?"}
+    for number, (forecast, bill) in enumerate(zip(forecasts, bills, strict=True), start=1):
+        broken, known = forecast.broken, units.DASH if forecast.fits is None else fits[forecast.fit]
+        what = [units.size(forecast.config), *settings(forecast.config, with_capacity=True)]
         why = [broken.reason] if broken else list(forecast.notes[:1]) * (forecast.memory is None)
-        known = units.DASH if forecast.fits is None else fit[forecast.fit]
         rows.append(
             (
                 f"{number:,}",
@@ -82,13 +74,11 @@ def configurations(forecasts: Sequence[Forecast], bills: Sequence[Bill | None]) 
                 units.gib(forecast.peak_allocated_bytes),
                 units.rate(forecast.tokens_per_second),
                 units.usd(bill.usd_per_1000_steps if bill else None),
-                forecast.speed.bottleneck if forecast.speed else units.DASH,
                 ": ".join([", ".join(what), *why]),
             )
         )
-    header = ("", "fits", ">peak", ">tokens/s", ">1,000 steps", "bound by", "configuration")
-    legend = ([f"all of them: {', '.join(common)}"] if common else []) + [UNSURE]
-    return Group(grid(header, rows), *(Text(line, style="dim") for line in legend))
+    header = ("", "fits", ">peak", ">tokens/s", ">1,000 steps", "configuration")
+    return Group(grid(header, rows), Text(UNSURE, style="dim"))
 
 
 def details(plan: CardPlan) -> Iterator[RenderableType]:
@@ -118,7 +108,7 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
         yield from section("The study", *_study_lines(survey, plan.gpu.name))
         if shown is not None and len(survey.fastest_by_class) > 1:
             length = shown.config.seq_len
-            yield from section("Fastest of each capacity class", *_classes(survey, length))
+            yield from section("Fastest of each capacity class", _classes(survey, length))
     if plan.bills:
         title = f"Cost of {work_words(plan.bills[0].workload)}"
         yield from section(title, offers(plan.bills), *_bill_lines(plan.bills[0]))
@@ -196,11 +186,9 @@ def _study_lines(survey: Survey, gpu: str) -> Iterator[str]:
         yield f"{units.plural(survey.trials, 'trial')} take about {low} to {high} on the {gpu}"
 
 
-def _classes(survey: Survey, length: int) -> Iterator[RenderableType]:
-    """Yield the fastest of each rank and target modules at one length."""
+def _classes(survey: Survey, length: int) -> RenderableType:
+    """Return the fastest of each rank and target modules at one length."""
     known = [f for f in survey.fastest_by_class.values() if f.config.seq_len == length and f.memory]
-    words = [settings(forecast.config) for forecast in known]
-    common = shared(words)
     rows = [
         (
             str(forecast.config.lora_rank),
@@ -208,13 +196,10 @@ def _classes(survey: Survey, length: int) -> Iterator[RenderableType]:
             units.rate(forecast.tokens_per_second) + "?" * (forecast.fit is Fit.UNCERTAIN),
             units.gib(forecast.peak_allocated_bytes),
             units.size(forecast.config),
-            ", ".join(word for word in own if word not in common),
         )
-        for forecast, own in zip(known, words, strict=True)
+        for forecast in known
     ]
-    yield grid(("rank", "target modules", ">tokens/s", ">peak", ">size", ""), rows)
-    if common:
-        yield Text(f"all of them: {', '.join(common)}", style="dim")
+    return grid(("rank", "target modules", ">tokens/s", ">peak", ">size"), rows)
 
 
 def offers(bills: Sequence[Bill]) -> RenderableType:

@@ -38,7 +38,6 @@ from sweep.terminal.plan_details import (
     percent,
     price_source,
     settings,
-    shared,
     work_words,
 )
 
@@ -313,7 +312,8 @@ def _next(plan: CardPlan) -> Iterator[Fact]:
 def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     """Yield the settings that the GPUs have in common, and what each has of its own."""
     words = {gpu: settings(forecast.config) for gpu, forecast in chosen.items()}
-    common = next(iter(words.values())) if len(words) == 1 else shared([*words.values()])
+    first, *others = words.values()
+    common = [word for word in first if all(word in other for other in others)]
     yield "settings", _but(common)
     own = {gpu: [word for word in of if word not in common] for gpu, of in words.items()}
     if more := "; ".join(f"{gpu}: also {', '.join(of)}" for gpu, of in own.items() if of):

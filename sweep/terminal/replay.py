@@ -19,7 +19,7 @@ from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
 from sweep.predict.forecast import TRACED, Progress, silent
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.processes import process_pool, unheard_by_new_processes
+from sweep.processes import process_pool
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
 from sweep.terminal.console import note, say_result, table, width_of
@@ -150,8 +150,7 @@ def run_searches(
         return found
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with process_pool(workers) as pool:
-        with unheard_by_new_processes():
-            futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
+        futures = [pool.submit(search, recorded, name, seed=seed) for name, seed in tasks]
         collect(future.result() for future in futures)
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.processes import STOP_SIGNALS, process_pool, unheard_by_new_processes
+from sweep.processes import STOP_SIGNALS, process_pool
 from tests.sweep.test_processes import ends_soon, is_running
 
 ROOT = Path(__file__).parents[2]
@@ -24,10 +24,9 @@ def test_what_a_pool_does_is_given_up_at_once_where_it_is_cut_short() -> None:
 
     def work() -> None:
         with process_pool(2) as pool:
-            with unheard_by_new_processes():
-                number = pool.submit(os.getpid)
-                for _ in range(20):
-                    pool.submit(sleep_long, 0)
+            number = pool.submit(os.getpid)
+            for _ in range(20):
+                pool.submit(sleep_long, 0)
             pids.append(number.result(timeout=60))
             raise KeyboardInterrupt
 
@@ -40,14 +39,13 @@ def test_what_a_pool_does_is_given_up_at_once_where_it_is_cut_short() -> None:
 
 PROGRAM = """
 import os, sys, time
-from sweep.processes import process_pool, unheard_by_new_processes
+from sweep.processes import process_pool
 from tests.sweep.test_pools import sleep_long
 
 if __name__ == "__main__":
     with process_pool(2) as pool:
-        with unheard_by_new_processes():
-            number = pool.submit(os.getpid)
-            futures = [pool.submit(sleep_long, n) for n in range(4)]
+        number = pool.submit(os.getpid)
+        futures = [pool.submit(sleep_long, n) for n in range(4)]
         print(number.result(), flush=True)
         futures[0].result()
 """

@@ -39,7 +39,7 @@ from sweep.predict.memory.profiles import (
     Segment,
     Values,
 )
-from sweep.processes import process_pool, unheard_by_new_processes
+from sweep.processes import process_pool
 
 WORTH_PROCESSES = 300
 """Steps whose replays take longer than starting processes for them: one or two seconds."""
@@ -417,9 +417,7 @@ def _replayed(steps: Sequence[Step]) -> Iterator[list[Uncapped]]:
             contextlib.suppress(BrokenProcessPool),
             process_pool(processors, settle_in=gc.disable) as pool,
         ):
-            with unheard_by_new_processes():
-                answers = pool.map(_replay, chunks)
-            for results in answers:
+            for results in pool.map(_replay, chunks):
                 done += 1
                 yield results
     # What a process that died has left is done here.
