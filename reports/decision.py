@@ -49,12 +49,12 @@ class Job:
         for name in ("tokens", "dataset_samples", "epochs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                option = f"--{name.replace('_', '-')}"
+                option = f"--work {name.replace('_', '-')}"
                 raise InputError(f"{option} must be greater than 0, got {value:g}")
         if self.tokens is not None and self.dataset_samples is not None:
-            raise InputError("--tokens and --dataset-samples both say how large the dataset is")
+            raise InputError("--work: tokens and dataset-samples both say how large the dataset is")
         if self.epochs is not None and self.tokens is None and self.dataset_samples is None:
-            raise InputError("--epochs needs --tokens or --dataset-samples: of what?")
+            raise InputError("--work: epochs needs tokens or dataset-samples: of what?")
 
     def priced(self, snapshot: StudySnapshot) -> StudySnapshot:
         """Return the study with the tokens of the job, over all epochs."""

@@ -49,14 +49,14 @@ SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Settings of which more is more work in one launch, and nothing else."""
 BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
 """Settings of which the first two together must go into the third."""
-OPTION_KEYS = (
-    "lora_rank",
-    "target_modules",
-    "micro_batch_size",
-    "seq_len",
-    "compute_dtype",
-    "quantization",
-)
+OPTION_KEYS = {
+    "lora_rank": "--rank",
+    "target_modules": "--target-modules",
+    "micro_batch_size": "--micro-batch-size",
+    "seq_len": "--seq-len",
+    "compute_dtype": "--compute-dtype",
+    "quantization": "--quantization",
+}
 """Settings that have an option of their own on the command line; the others are typed by --set."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
 """Settings that decide how much an adapter can learn: speeds compare within one choice of them."""
@@ -623,10 +623,12 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
     for key, value in values.items():
         typed = ",".join(value) if isinstance(value, list | tuple) else value
         text = typed if isinstance(typed, str) else json.dumps(typed)
-        if key in KNOBS and key not in OPTION_KEYS:
+        if key in OPTION_KEYS:
+            words += [OPTION_KEYS[key], text]
+        elif key in KNOBS or key == "numerics" or "." in key:
             words += ["--set", f"{key}={text}"]
         else:
-            words += [f"--{key.replace('_', '-')}", *([] if value is True else [text])]
+            words += [f"--{key.replace('_', '-')}", text]
     return words
 
 

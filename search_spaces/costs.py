@@ -101,7 +101,7 @@ class AskedWork:
 
     def __post_init__(self) -> None:
         keys = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
-        typed = {f"--{key.replace('_', '-')}": getattr(self, key) for key in keys}
+        typed = {f"--work {key.replace('_', '-')}": getattr(self, key) for key in keys}
         for option, value in typed.items():
             if value is not None and not 0 < value <= AMOUNT_MAX:
                 raise InputError(
@@ -109,15 +109,15 @@ class AskedWork:
                     f"got {quote(value)}"
                 )
         amounts = [option for option, value in typed.items() if value is not None]
-        given = [option for option in amounts if option != "--epochs"]
+        given = [option for option in amounts if option != "--work epochs"]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} both say how much to train: keep one")
         if self.epochs is not None and self.has_texts and given:
-            raise InputError(f"--epochs is of the texts, and {given[0]} says how much to train")
+            raise InputError(f"--work epochs is of the dataset, and {given[0]} says how much")
         sized = self.has_texts or self.tokens is not None or self.dataset_samples is not None
         if self.epochs is not None and not sized:
             raise InputError(
-                "--epochs needs --dataset-samples, how many samples an epoch has, or --data"
+                "--work epochs needs dataset-samples, how many samples an epoch has, or --data"
             )
 
     @property

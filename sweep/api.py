@@ -306,23 +306,32 @@ def tune(
         KeyboardInterrupt: somebody asked to stop. All that was measured is stored.
     """
     from sweep.paths import storage_url
-    from sweep.request import Where
+    from sweep.request import RunRequest, Where
     from sweep.study.events import StopReason
     from sweep.terminal import driving
 
-    about = {"gpu": gpu, "model": model, "data": _data(data)}
-    search = {"sampler": sampler, "numerics": numerics, "seed": seed}
-    limits = {"trials": trials, "max_dollars": max_dollars, "confirm": None if confirm else False}
-    quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read_texts": _read_texts}
-    prepared, reason = driving.tune(
-        os.fspath(space),
-        overrides={**about, **search, **limits, "time_budget_seconds": time_budget_seconds},
+    overrides = {
+        "gpu": gpu,
+        "model": model,
+        "data": _data(data),
+        "trials": trials,
+        "time_budget_seconds": time_budget_seconds,
+        "max_dollars": max_dollars,
+        "sampler": sampler,
+        "numerics": numerics,
+        "seed": seed,
+        "confirm": None if confirm else False,
+    }
+    request = RunRequest(
+        space=os.fspath(space),
+        overrides=overrides,
         held=settings,
         study=study,
-        url=storage_url(storage),
         devices=None if devices is None else str(devices),
-        where=Where.parse(on),
-        **({} if progress else quiet),
+    )
+    quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
+    prepared, reason = driving.tune(
+        request, Where.parse(on), url=storage_url(storage), **({} if progress else quiet)
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _DIGITS = 6
 """Of a digest in a study's name; two of one name would be refused for what they search."""
-
-
 REQUEST = "request.run.json"
 """File of a request that goes to another process or machine, which runs it as its SPACE."""
 BESIDE = "./beside/"
@@ -65,8 +63,8 @@ class Where:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, on: str | None, settings: Sequence[str] = ()) -> Where:
-        """Read ``--on`` and the settings of that place, each ``KEY=VALUE``.
+    def parse(cls, on: str | None, settings: Mapping[str, str] | None = None) -> Where:
+        """Read ``--on`` and the settings of that place.
 
         Raises:
             InputError: no such place, or it has no such setting.
@@ -76,20 +74,13 @@ class Where:
             raise InputError(f"--on {on}: unknown place{did_you_mean(kind, PLACES)}")
         if (kind in ADDRESSED) != bool(address) or (sign and not address):
             raise InputError(f"--on must be {ADDRESSED.get(kind, kind)}, got {quote(on)}")
-        found: dict[str, str] = {}
-        for each in settings:
-            key, sign, value = each.partition("=")
-            if not key or (sign and not value):
-                raise InputError(f"--with {each}: write it as KEY=VALUE")
-            if kind != "slurm" and key not in PLACES[kind]:
+        for key, value in (settings or {}).items():
+            if key in PLACES[kind] and not value:
+                raise InputError(f"--with {key}: write it as {key}=VALUE")
+            if key not in PLACES[kind] and kind != "slurm":
                 known = ", ".join(PLACES[kind]) or "none"
-                raise InputError(f"--with {each}: {kind} has no such setting; it has {known}")
-            if (kind != "slurm" or key in PLACES[kind]) and not value:
-                raise InputError(f"--with {each}: write it as {key}=VALUE")
-            if key in found:
-                raise InputError(f"--with {key} is given twice: keep one")
-            found[key] = value
-        return cls(kind, address, found)
+                raise InputError(f"--with {key}: {kind} has no such setting; it has {known}")
+        return cls(kind, address, settings or {})
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.address}" if self.address else self.kind
@@ -154,6 +145,19 @@ class RunRequest(BaseModel):
         carried = None if self.carried is None else rename(self.carried)
         changes = {"space": rename(self.space), "carried": carried, "overrides": overrides}
         return self.model_copy(update=changes)
+
+    def of_models(self, models: Sequence[str]) -> list[RunRequest]:
+        """Return a request for each of several models; this one where there are not several."""
+        if len(models) < 2:
+            return [self]
+        found = []
+        for model in models:
+            # Without the directory or the organisation that the model is in.
+            short = PurePath(load_model_spec(model).name).name
+            study = None if self.study is None else checked_name(f"{self.study}-{short}")
+            changes = {"overrides": {**self.overrides, "model": model}, "study": study}
+            found.append(self.model_copy(update=changes))
+        return found
 
     def named(self) -> tuple[str, SearchSpace]:
         """Return a name for the study and its space, for whoever runs it elsewhere.
@@ -226,11 +230,10 @@ def overridden(
         InputError: a value that the space does not take.
     """
     declared = load_space(name)
-    typed, confirm = overrides.get("data") or {}, overrides.get("confirm")
-    known = declared.data
+    known, confirm = declared.data, overrides.get("confirm")
     if known is None and stored is not None:
         known = stored.space.data
-    overrides = {**overrides, "data": typed_texts(known, typed)}
+    overrides = {**overrides, "data": typed_texts(known, overrides.get("data") or {})}
     if isinstance(confirm, Mapping):
         overrides = {**overrides, "confirm": with_confirm(declared, confirm)}
     changed = {
@@ -240,6 +243,7 @@ def overridden(
     }
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
+    names |= {key: f"--set {key}" for key in ("numerics", "weights")}
     return declared.changed({"budget_gib": budget, **changed}, names=names), changed
 
 
@@ -254,32 +258,22 @@ def held_in(
     if not held:
         return space, changed
     rest = with_fixed(space, held)
-    if isinstance(rest, TrialConfig):
-        raise InputError(
-            f"space '{space.name}': with {', '.join(held)} held nothing is left to search: "
-            f"{_instead_of_a_search(space, rest, named=typed)}"
-        )
-    fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
-    return rest, {**changed, **fixed}
-
-
-def _instead_of_a_search(space: SearchSpace, config: TrialConfig, *, named: str) -> str:
-    """Return what can be done about one configuration: no study is of one."""
-    if space.gpu == "cpu":
-        return "leave one of them out"
-    typed: dict[str, Any] = {"model": space.model}
-    if space.gpu != "auto":
-        typed["gpu"] = space.gpu
-    if space.data is not None:
-        choice = space.data.model_dump(exclude={"eval_fraction", "quality_tokens"})
-        choice["data_format"] = choice.pop("format")
-        known = {"data_format": "auto", "completions_only": False}
-        typed["data"] = choice.pop("texts")
-        typed |= {key: value for key, value in choice.items() if value != known.get(key)}
-    typed |= config.changes_from(TrialConfig())
-    # Its budget is the space's own.
-    command = shlex.join(["sweep", "plan", named, "--exact", *as_options(typed)])
-    return f"leave one of them out, or ask about this one configuration with {command}"
+    if isinstance(rest, SearchSpace):
+        fixed = {key: rest.fixed[key] for key in held if rest.fixed[key] != space.fixed.get(key)}
+        return rest, {**changed, **fixed}
+    cure = "leave one of them out"
+    if space.gpu != "cpu":
+        # What answers for one configuration; its budget is the space's own.
+        about: dict[str, Any] = {} if space.gpu == "auto" else {"gpu": space.gpu}
+        about["model"] = space.model
+        if space.data is not None:
+            about["data"] = space.data.texts
+        options = as_options({**about, **rest.changes_from(TrialConfig())})
+        command = shlex.join(["sweep", "plan", typed, "--exact", *options])
+        cure += f", or ask about this one configuration with {command}"
+    raise InputError(
+        f"space '{space.name}': with {', '.join(held)} held nothing is left to search: {cure}"
+    )
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
@@ -298,8 +292,7 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     told = json.dumps(settings, sort_keys=True)
     digest = f"-{hashlib.sha256(told.encode()).hexdigest()[:_DIGITS]}" if settings else ""
     whole = unicodedata.normalize("NFC", "-".join(parts))
-    plain = re.sub(r"[^\w.-]+", "-", whole).strip("-._")
-    name = plain[: NAME_MAX - len(digest)] + digest
+    name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[: NAME_MAX - len(digest)] + digest
     lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
     if lost or not is_file_name(name):
         raise InputError(

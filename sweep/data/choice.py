@@ -42,8 +42,8 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
     if not given:
         return known
     if known is None and "texts" not in given:
-        option = next(iter(given)).replace("_", "-")
-        raise InputError(f"--{option} is about texts, and none are named: {HOW_TO_NAME_TEXTS}")
+        key = next(iter(given))
+        raise InputError(f"data.{key} is about texts, and none are named: {HOW_TO_NAME_TEXTS}")
     before = {} if known is None else known.model_dump()
     if "texts" in given:
         before = {key: value for key, value in before.items() if key not in _OF_THE_FILE}

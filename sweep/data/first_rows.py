@@ -57,7 +57,7 @@ def first_rows(
     if kind == "text" and asked.completions_only:
         raise InputError(
             f"{source}: rows of one text have no completions of their own: leave "
-            "--completions-only out, or name another --data-format"
+            "data.completions_only out, or name another data.format"
         )
     return seen, tuple(columns), kind
 

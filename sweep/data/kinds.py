@@ -92,13 +92,13 @@ def recognised(
     if text_column is not None:
         if format not in ("auto", "text"):
             raise InputError(
-                f"--text-column {text_column} and --data-format {format} are both given: keep one"
+                f"data.text_column {text_column} and data.format {format} are both given: keep one"
             )
         _require(text_column, columns, source=source, why="")
         return "text"
     if format != "auto":
         for column in _NEEDED[format]:
-            _require(column, columns, source=source, why=f", which --data-format {format} needs")
+            _require(column, columns, source=source, why=f", which data.format {format} needs")
         return cast(TextsKind, format)
     for kind, needed in _NEEDED.items():
         if set(needed) <= set(columns):
@@ -106,7 +106,7 @@ def recognised(
     raise InputError(
         f"{source}: its columns are {_listed_columns(columns)}, and none of "
         f"{listed(' with '.join(needed) for needed in _NEEDED.values())}: name the one with the "
-        "texts with --text-column"
+        "texts with --set data.text_column=NAME"
     )
 
 

@@ -54,7 +54,7 @@ class ChatTemplate:
         except ValueError as error:
             raise InputError(
                 f"the tokenizer of '{name}' has no chat template, which these texts need: name "
-                "one that has with --tokenizer (an instruct model's, say)"
+                "one that has with --set data.tokenizer=NAME (an instruct model's, say)"
             ) from error
         if completions_only:
             self._template = _with_marks(tokenizer) or self._template

@@ -32,7 +32,7 @@ _FILES = (
 )
 """Whatever transformers may read of a tokenizer, the config for its class included."""
 _TELLING = frozenset(_FILES) - {"config.json", "chat_template.jinja", "chat_template.json"}
-NEEDS = "name the directory or hub id that has one, with --model or --tokenizer"
+NEEDS = "name the directory or hub id that has one, with --model or --set data.tokenizer=NAME"
 
 
 @dataclass(frozen=True)

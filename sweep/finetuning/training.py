@@ -298,7 +298,7 @@ def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
         try:
             check_weights(model)
         except InputError as error:
-            raise InputError(f"{error} (--weights random trains without them)") from error
+            raise InputError(f"{error} (--set weights=random trains without them)") from error
     return weights
 
 

@@ -158,7 +158,7 @@ class Question:
             target = {}
         elif gpu.name == space.gpu:
             del target["gpu"]
-        texts = {"data" if key == "texts" else key: v for key, v in self.request.data.items()}
+        texts = {f"data.{k}".removesuffix(".texts"): v for k, v in self.request.data.items()}
         target |= {**texts, "numerics": self.request.numerics, **self.request.configuration}
         options = _typed(target)
         return f"{first}sweep run {shlex.quote(name)} {options}".rstrip()

@@ -43,10 +43,10 @@ from sweep.terminal.console import (
     say,
     say_as_is,
     width_of,
+    working,
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.listings import read, warn_of_unreadable, with_offer
-from sweep.terminal.working import working
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
 _NOTES_WIDTH = 80

@@ -1,4 +1,4 @@
-"""Owns the two streams: results to stdout, everything else to stderr, neither able to fail a study.
+"""The two streams: results go to stdout, everything else to stderr; neither can fail a study.
 
 What is printed has no password or token in it and nothing that works unseen in a terminal, also
 where a library prints it. Documents that programs read are printed as they are: `say_json` takes
@@ -17,18 +17,23 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TextIO, cast
 
 from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
 """Name of standard output, where a file is named."""
+SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 1.25, 60.0
+"""After which something is said; nobody waits two seconds wondering."""
+PATIENCE_SECONDS = 20.0
+"""Of one wait, after which each silence is twice as long, up to a minute: a night's log is for
+reading."""
 _BELONGS_TOGETHER = re.compile(r"(?<=\d) (?=x \d|%|[GM]iB|tokens/s|s\b|min\b)|(?<=\d x) (?=\d)")
 """A number and its unit are not parted at the end of a line."""
-_NARROWEST = 24
-"""Columns below which a cell is not folded."""
 
 
 class ReaderGoneError(Exception):
@@ -49,7 +54,7 @@ def prepare_streams() -> None:
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if not isinstance(sys.stderr, Guarded):
-        sys.stderr = Guarded(sys.stderr)
+        sys.stderr = cast(TextIO, Guarded(sys.stderr))
 
 
 def say(text: str) -> None:
@@ -92,16 +97,12 @@ def say_as_is(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except OSError as error:
-        _silence_stdout()
+        # Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # Of a terminal that is gone the system says that input and output failed.
         if error.errno in (errno.EPIPE, errno.EIO):
             raise ReaderGoneError from error
         raise EnvironmentFault(f"cannot write to stdout: {error.strerror}") from error
-
-
-def _silence_stdout() -> None:
-    # Python flushes stdout once more when it exits.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _announced: list[threading.Timer] = []
@@ -135,22 +136,25 @@ def note(text: str) -> None:
     _note_now(text)
 
 
+def note_folded(text: str, *, indent: int = 0) -> None:
+    """Print the same, folded to the width of the terminal; further lines are indented."""
+    note(folded(text, width_of(sys.stderr), indent=indent))
+
+
 def _note_now(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(shown(text) + "\n")
         sys.stderr.flush()
 
 
-class Unfailing(io.TextIOBase):
+class Unfailing:
     """A text stream whose writes never fail: a terminal may go away while something is shown."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's own."""
-        return self._stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write, or do not."""
@@ -158,18 +162,15 @@ class Unfailing(io.TextIOBase):
             self._stream.write(text)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each, or do not."""
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
         """Flush, or do not."""
         with contextlib.suppress(OSError):
             self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Whether it was a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """Return the stream's own."""
-        return self._stream.fileno()
 
 
 class Guarded(Unfailing):
@@ -189,9 +190,6 @@ class Guarded(Unfailing):
         """The stream itself, for what draws with escapes of its own."""
         return self._stream
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
 
 class Synchronized(Unfailing):
     """An unfailing stream whose every write reaches a terminal as one picture.
@@ -206,10 +204,8 @@ class Synchronized(Unfailing):
     def write(self, text: str) -> int:
         """Write what is shown at once."""
         text = redact(text)
-        if "\x1b" in text and self.isatty():
-            super().write(f"\x1b[?2026h{text}\x1b[?2026l")
-        else:
-            super().write(text)
+        is_drawn = "\x1b" in text and self.isatty()
+        super().write(f"\x1b[?2026h{text}\x1b[?2026l" if is_drawn else text)
         return len(text)
 
 
@@ -221,8 +217,8 @@ def width_of(stream: TextIO) -> int | None:
 def folded(text: str, width: int | None, *, indent: int = 0) -> str:
     """Return text whose lines end within ``width`` columns, between words; None leaves it alone.
 
-    What goes on in a further line is indented by ``indent`` more than its first. Commands are left
-    as they are, to be copied. Secrets are left out, and what works unseen is written out.
+    Further lines are indented by ``indent`` more than the first. Commands are left as they are, to
+    be copied. Secrets are left out, and what works unseen is written out.
     """
     # Before it is folded: a secret that goes on in the next line would not be known any more.
     text = shown(text)
@@ -232,53 +228,104 @@ def folded(text: str, width: int | None, *, indent: int = 0) -> str:
 
 
 def _folded_line(line: str, width: int, indent: int) -> str:
-    start = len(line) - len(line.lstrip())
-    is_command = line.lstrip().startswith("sweep ")
-    if len(line) <= width or is_command:
+    bare = line.lstrip()
+    start = len(line) - len(bare)
+    if len(line) <= width or bare.startswith("sweep "):
         return line
-    further = " " * min(start + indent, width // 2)
     # Words that are longer than a line, paths say, are left whole, to be copied.
     return textwrap.fill(
         _BELONGS_TOGETHER.sub("\N{NO-BREAK SPACE}", line.strip()),
         width,
         initial_indent=line[:start],
-        subsequent_indent=further,
+        subsequent_indent=" " * min(start + indent, width // 2),
         break_long_words=False,
         break_on_hyphens=False,
     ).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
-    """Return rows under a header in aligned columns.
+    """Return rows under a header in aligned columns, whose cells but the first are folded where
+    they do not go into ``width`` columns; None for no limit."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    Where they do not go into ``width`` columns the last one is folded, and where that would leave
-    it too narrow, each row is a paragraph of its own. None for no limit.
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for number, title in enumerate(header):
+        drawn.add_column(Text(title), overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        drawn.add_row(*(Text(shown(cell)) for cell in row))
+    out = io.StringIO()
+    Console(file=out, width=width or 10_000, color_system=None).print(drawn)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def progress_words(what: str, done: int, of: int) -> str:
+    """Return how far something is: ``12 of 36 structures traced``."""
+    return f"{done} of {of} {what}"
+
+
+class Rhythm:
+    """When a further line is worth it where none is redrawn: soon, and in time more seldom."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for something else."""
+        self._begun_seconds = self._clock()
+        self._silence_seconds = SILENCE_SECONDS
+        self._due_seconds = self._begun_seconds + SILENCE_SECONDS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing was said for long enough."""
+        return self._clock() >= self._due_seconds
+
+    def go_on(self) -> None:
+        """Something was said of what is waited for."""
+        now = self._clock()
+        if now - self._begun_seconds >= PATIENCE_SECONDS:
+            self._silence_seconds = min(2 * self._silence_seconds, LONGEST_SILENCE_SECONDS)
+        self._due_seconds = now + self._silence_seconds
+
+
+@contextlib.contextmanager
+def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Show on stderr that something takes more than a second.
+
+    Yields what returns, for the name of a part of it, what hears how much of that is done, of how
+    much. A terminal shows it as long as it takes; elsewhere a line says it now and then.
     """
-    lines = [tuple(header), *(tuple(map(shown, row)) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    room = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    if width is None or room + widths[-1] <= width:
-        return "\n".join(_aligned(line, widths) for line in lines)
-    if width - room >= min(_NARROWEST, widths[-1]):
-        return "\n".join(_aligned_folded(line, widths, width - room) for line in lines)
-    return "\n".join(_paragraph(lines[0], row, width) for row in lines[1:])
+    from rich.console import Console
 
+    words, began, over = doing, time.monotonic(), threading.Event()
+    console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
+    is_drawn = sys.stderr.isatty() and not console.is_dumb_terminal
+    status = console.status(doing) if is_drawn else None
 
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
-    cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-    return "  ".join(cells).rstrip()
+    def hear(what: str, done: int, of: int) -> None:
+        nonlocal words
+        words = progress_words(what, done, of) if done < of else doing
+        if status is not None:
+            status.update(words)
 
+    def break_silences() -> None:
+        rhythm = Rhythm()
+        while not over.wait(SILENCE_SECONDS / 4):
+            if rhythm.is_due:
+                note(f"{words} ({time.monotonic() - began:.0f} s)")
+                rhythm.go_on()
 
-def _aligned_folded(line: Sequence[str], widths: Sequence[int], last: int) -> str:
-    """Return a row whose last cell goes on below itself."""
-    first, *further = folded(line[-1], last).splitlines() or [""]
-    start = _aligned((*line[:-1], first), widths)
-    indent = " " * (sum(widths[:-1]) + 2 * (len(widths) - 1))
-    return "\n".join([start, *(f"{indent}{rest}" for rest in further)])
-
-
-def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> str:
-    """Return a row as its first cell, and below it each other with what it is."""
-    named = [f"{name.strip()} {cell}" for name, cell in zip(header[1:], row[1:], strict=True)]
-    indent = " " * (2 + len(row[0]) - len(row[0].lstrip()))
-    return f"{row[0]}\n" + folded(f"{indent}{', '.join(named)}", width)
+    if status is not None:
+        with status:
+            yield lambda what: partial(hear, what)
+        return
+    voice = threading.Thread(target=break_silences, daemon=True)
+    voice.start()
+    try:
+        yield lambda what: partial(hear, what)
+    finally:
+        over.set()
+        voice.join()

@@ -29,8 +29,7 @@ from sweep.data.lengths import (
 from sweep.data.request import BROKEN_KEPT
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
-from sweep.terminal.console import folded, note, say_result, table, width_of
-from sweep.terminal.working import working
+from sweep.terminal.console import folded, note, say_result, table, width_of, working
 
 _KINDS: Mapping[TextsKind, str] = {
     "text": "one text a row",
@@ -69,7 +68,7 @@ def data(
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
     batch = MICRO_BATCH_SIZE if batch_size is None else batch_size
     if batch < 1:
-        raise InputError(f"--batch-size must be at least 1, got {batch}")
+        raise InputError(f"--set micro_batch_size must be at least 1, got {batch}")
     spec = None if model is None else load_model_spec(model)
     texts = prepared(
         TextsRequest(
@@ -159,7 +158,7 @@ def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:
 
 
 def _opening(summary: TextsSummary) -> str:
-    told = "as --data-format says" if summary.format != "auto" else "recognised by its columns"
+    told = "as data.format says" if summary.format != "auto" else "recognised by its columns"
     if summary.text_column is not None:
         told = f"column '{summary.text_column}'"
     found = summary.quantiles

@@ -21,7 +21,7 @@ from storage.definition import StudySnapshot
 from storage.ranking import measured_of, rank_study
 from storage.surfaces import Surface, read_surface
 from sweep.paths import report_path, storage_url
-from sweep.request import Where
+from sweep.request import RunRequest, Where
 from sweep.sampling.encoding import identity
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import StopReason
@@ -58,9 +58,8 @@ def _study(
 ) -> StudySnapshot | None:
     """Run a study and write its report; None where somebody asked to stop."""
     url = storage_url(None)
-    asked = {"confirm": None}
-    where = Where.parse(on)
-    _, reason = driving.tune(space, url=url, where=where, overrides=asked, held=held, study=name)
+    request = RunRequest(space=space, held=held, study=name)
+    _, reason = driving.tune(request, Where.parse(on), url=url)
     return None if reason is StopReason.INTERRUPTED else driving.reported(name, url=url)[0]
 
 

@@ -1,64 +1,77 @@
-"""Owns what the commands that drive a study do: `run` and `confirm`, from first line to last.
-
-Apart from `commands`, as whoever only looks at a study needs nothing that drives one.
-"""
+"""`run` and `confirm` where this process drives the study: its GPUs, its view, its conclusion."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from reports import units
-from reports.page import (
-    write_report,
-)
+from reports.page import write_report
 from reports.sentences import stopped_words
 from reports.view import view_of
 from reports.words import emulation_note
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.loading import load_space
 from search_spaces.redaction import redact
+from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import read_spooled_study, read_study
-from storage.records import TrialRecord
 from storage.study import OpenStudy
+from storage.surfaces import read_surface
 from storage.urls import parse_url
-from sweep.paths import (
-    STORAGE,
-    report_path,
-    runs_directory,
-    storage_url,
-)
+from sweep.data.choice import ReadTexts
+from sweep.paths import STORAGE, report_path, runs_directory, storage_url
 from sweep.request import RunRequest, Where
-from sweep.running.device_info import check_spelling, read_card, teams_of
+from sweep.running.device_info import (
+    Card,
+    ChosenCard,
+    cards_for,
+    check_spelling,
+    choose_cards,
+    read_card,
+    read_cards,
+    teams_of,
+)
+from sweep.running.ray_nodes import Cluster, checked_address, joined
+from sweep.running.replay import ReplayRunner
+from sweep.running.runner import Lanes, Runner
 from sweep.stop_signals import INTERRUPTED
+from sweep.study import recorded
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
-from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
+from sweep.study.session import (
+    Prepared,
+    Watch,
+    drive,
+    lanes_on_ray,
+    prepare,
+    prepare_again,
+    supervised_runner,
+)
+from sweep.study.targets import least_weight_bytes
+from sweep.terminal import many_models
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
 from sweep.terminal.console import (
     ReaderGoneError,
-    folded,
+    announce_if_slow,
     note,
+    note_folded,
     say,
     say_json,
     width_of,
+    working,
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.live import watching
-from sweep.terminal.places import OnCards, places
-from sweep.terminal.summary import (
-    has_fit,
-    last_screen,
-    why_invalid,
-)
-from sweep.terminal.working import working
+from sweep.terminal.summary import has_fit, last_screen, why_invalid
 
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
@@ -68,87 +81,224 @@ _REASONS = {
 }
 
 
+class LocalGpus:
+    """Where trials run: the GPUs of this machine that were typed, read when a space asks for one.
+
+    Other places derive from it.
+    """
+
+    def __init__(self, devices: str | None) -> None:
+        self.typed = devices
+        self.cards: tuple[ChosenCard, ...] = ()
+
+    def first(self) -> Card | None:
+        """Return the GPU that decides what a study is for: all that run its trials are like it."""
+        if self.typed is None:
+            return read_card()
+        self.cards = self.cards or choose_cards(self.typed, read_cards())
+        return self.cards[0].card
+
+    def narrowed(self, space: SearchSpace) -> SearchSpace:
+        """Return what of a space can be run here."""
+        return space
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return a study with the GPUs that it runs on.
+
+        Raises:
+            InputError: it runs on none, or fewer than one of its trials trains on.
+            EnvironmentFault: nothing was typed, and not so many GPUs are to be had.
+        """
+        size = prepared.cards_per_trial
+        if self.typed is None:
+            return replace(prepared, cards=() if size == 1 else cards_for(size, read_cards()))
+        if not self.cards:
+            raise InputError(
+                f"--devices {self.typed}: space '{prepared.space.name}' is for the CPU"
+            )
+        if len(self.cards) < size:
+            raise InputError(
+                f"--devices {self.typed}: data_parallel {size} trains on {size} GPUs at once, and "
+                f"{len(self.cards)} {'is' if len(self.cards) == 1 else 'are'} named"
+            )
+        return replace(prepared, cards=self.cards)
+
+    def new_runner(self, prepared: Prepared) -> Runner | Lanes:
+        """Return what runs the trials of a study."""
+        return supervised_runner(prepared)
+
+    def close(self) -> None:
+        """Leave it."""
+
+
+class RayGpus(LocalGpus):
+    """A Ray cluster, joined when a space asks for a GPU, or for what runs its trials."""
+
+    def __init__(self, request: RunRequest, address: str, warn: Callable[[str], None]) -> None:
+        super().__init__(None)
+        self._request, self._address, self._warn = request, checked_address(address), warn
+        self._stack = ExitStack()
+        self._joined: Cluster | None = None
+
+    def first(self) -> Card | None:
+        """Return the cluster's GPU of the product that the space is for."""
+        typed = self._request.overrides.get("gpu")
+        return self._cluster().card(typed or load_space(self._request.space).gpu)
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return the study as it is: its GPUs are not this machine's."""
+        if (size := prepared.cards_per_trial) > 1:
+            raise InputError(
+                f"--on ray:{self._address}: data_parallel {size} trains on many GPUs at once, and "
+                "a trial has one on a cluster: run it on one machine, with --devices"
+            )
+        return prepared
+
+    def new_runner(self, prepared: Prepared) -> Runner | Lanes:
+        """Return a lane on each GPU of the cluster."""
+        return lanes_on_ray(prepared, self._cluster(), warn=self._warn)
+
+    def _cluster(self) -> Cluster:
+        if self._joined is None:
+            announce_if_slow("Asking the nodes of the Ray cluster ...")
+            self._joined = Cluster(self._stack.enter_context(joined(self._address)))
+        return self._joined
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._stack.close()
+
+
+class Recorded(LocalGpus):
+    """Trials that were recorded, and answer as they did."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(None)
+        self.surface = read_surface(file)
+        self._runner = ReplayRunner()
+
+    def first(self) -> Card:
+        """Return the GPU that measured them."""
+        return recorded.card_of(self.surface)
+
+    def narrowed(self, space: SearchSpace) -> SearchSpace:
+        """Return the space of what was recorded."""
+        return recorded.space_of(self.surface, space)
+
+    def given_to(self, prepared: Prepared) -> Prepared:
+        """Return the study with what answers for its GPU.
+
+        Raises:
+            InputError: the surface is of a model of that name and another architecture, or of
+                nothing that the space holds.
+        """
+        if prepared.model.fingerprint != self.surface.model.fingerprint:
+            raise InputError(f"{self.surface.name}: its {prepared.model.name} is another model")
+        definition = prepared.definition
+        target = recorded.target_of(self.surface, definition.target)
+        budget = target.budget_bytes
+        surface = recorded.within(self.surface, prepared.space, budget_bytes=budget)
+        self._runner = runner = recorded.runner_of(surface, budget_bytes=budget)
+        return replace(
+            prepared,
+            definition=definition.model_copy(update={"target": target}),
+            resolved=replace(prepared.resolved, target=target),
+            surface=surface,
+            clock=lambda: runner.device_seconds,
+        )
+
+    def new_runner(self, prepared: Prepared) -> Runner:
+        """Return what answers as it was recorded."""
+        return self._runner
+
+
+def _place(request: RunRequest, where: Where, warn: Callable[[str], None]) -> LocalGpus:
+    """Return where a study runs that this process drives.
+
+    Raises:
+        InputError: it is another machine, or GPUs were named where none of this machine's take
+            part.
+    """
+    if where.kind == "local":
+        return LocalGpus(request.devices)
+    if where.kind not in ("ray", "recorded"):
+        raise InputError(
+            f"on must be local, ray:ADDRESS or recorded:SURFACE here, got {quote(str(where))}: "
+            f"`sweep run --on {where}` starts a study elsewhere"
+        )
+    is_ray = where.kind == "ray"
+    if request.devices is not None:
+        whose = "Ray hands out the GPUs of its nodes" if is_ray else "no GPU takes part"
+        raise InputError(f"--devices and --on {where}: {whose}: leave --devices out")
+    return RayGpus(request, where.address, warn) if is_ray else Recorded(where.address)
+
+
 def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry: bool) -> int:
     """Start or resume a study, or one for each of several models; write its report; print the
     winner, or the document of `best`."""
     if is_dry:
-        return _say_what_would_run(request, where, models=models)
+        return _say_what_would_run(request, where, models)
+    url = _driven_url(request.storage)
     if len(models) > 1:
-        return _run_models(request, models=models)
-    prepared, reason = tune(
-        request.space,
-        url=_driven_url(request.storage),
-        where=where,
-        devices=request.devices,
-        overrides=request.overrides,
-        held=request.held,
-        study=request.study,
-        carried=request.carried,
-    )
+        return _run_models(request, models, url=url)
+    prepared, reason = tune(request, where, url=url)
     return _conclude(prepared, reason, storage=request.storage, as_json=request.as_json)
 
 
-def _say_what_would_run(request: RunRequest, where: Where, *, models: Sequence[str]) -> int:
-    from sweep.terminal.many_models import study_name
-
+def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]) -> int:
     if request.devices is not None:
         check_spelling(request.devices)
-    for model in models or (None,):
-        one = request
-        if model is not None:
-            study = study_name(request.study, model) if len(models) > 1 else request.study
-            changes = {"overrides": {**request.overrides, "model": model}, "study": study}
-            one = request.model_copy(update=changes)
+    for one in request.of_models(models):
         name, space = one.named()
         about = {"space": space.name, "model": space.model, "gpu": space.gpu}
         if request.as_json:
             say_json({"study": name, "on": str(where), **about, "trials": space.trials})
-            continue
-        words = ", ".join(f"{key} {value}" for key, value in about.items())
-        most = units.plural(space.trials, "trial")
-        say(f"Would start or resume study {name} on {where}: {words}, at most {most}.")
+        else:
+            words = ", ".join(f"{key} {value}" for key, value in about.items())
+            most = units.plural(space.trials, "trial")
+            say(f"Would start or resume study {name} on {where}: {words}, at most {most}.")
     return DONE
 
 
-def _warn(text: str) -> None:
-    note(f"warning: {text}")
-
-
-def _run_models(request: RunRequest, *, models: Sequence[str]) -> int:
+def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
     """Start or resume a study for each of several models, on as many GPUs as were typed."""
-    from sweep.terminal import many_models
-
     if request.carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
-    url, chosen = _driven_url(request.storage), OnCards(request.devices)
-    seams: dict[str, Any] = {"card": chosen.first, "read_texts": read_texts}
-    planned = many_models.plan_studies(
-        models,
-        study=request.study,
-        prepare=lambda model, name: chosen.given_to(
-            prepare(
-                request.space,
-                overrides={**request.overrides, "model": model},
-                held=request.held,
-                study=name,
-                stored=partial(_stored, url=url),
-                **seams,
-            )
-        ),
-    )
-    size = max(each.prepared.cards_per_trial for each in planned)
-    teams = teams_of(chosen.cards, size=size)
-    devices: list[str | None] = [",".join(str(c.index) for c in team) + "," for team in teams]
-    return many_models.run(planned, request=request, places=devices or [None])
+    place = LocalGpus(request.devices)
+    studies = []
+    for one in request.of_models(models):
+        prepared = place.given_to(_prepared(one, place, url=url, read=read_texts))
+        named = one.model_copy(update={"study": prepared.name, "as_json": True})
+        studies.append(many_models.Study(named, prepared))
+    name, times = Counter(each.name for each in studies).most_common(1)[0]
+    if times > 1:
+        alike = [each.request.overrides["model"] for each in studies if each.name == name]
+        cure = "name each model once" if len({*alike}) == 1 else "leave --study out"
+        raise InputError(f"--model: {' and '.join(alike)} would both be study '{name}': {cure}")
+    # The largest first, so that none is left alone at the end.
+    studies.sort(key=lambda s: -(least_weight_bytes(s.prepared.space, s.prepared.model) or 0))
+    teams = teams_of(place.cards, size=max(each.prepared.cards_per_trial for each in studies))
+    devices = [",".join(str(card.index) for card in team) + "," for team in teams]
+    return many_models.run(studies, devices=devices or [None], as_json=request.as_json)
 
 
-def _stored(study: str, *, url: str) -> StudyDefinition | None:
-    """Return the definition of the study of that name; None where there is none to be read."""
-    try:
-        return read_study(study, url=url, home=runs_directory()).definition
-    except InputError:
-        # Opening it says why, where it is there at all.
+def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadTexts) -> Prepared:
+    def stored(study: str) -> StudyDefinition | None:
+        # Opening it says why it cannot be read, where it is there at all.
+        with suppress(InputError):
+            return read_study(study, url=url, home=runs_directory()).definition
         return None
+
+    return prepare(
+        request.space,
+        overrides=request.overrides,
+        held=request.held,
+        study=request.study,
+        card=place.first,
+        read_texts=read,
+        stored=stored,
+        narrowed=place.narrowed,
+    )
 
 
 def _driven_url(typed: str | None) -> str:
@@ -177,22 +327,16 @@ def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
 
 
 def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
-    """Measure a study's winner again; then end as a run does."""
+    """Measure a study's winner again, by what was typed of how; then end as a run does."""
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     if stored.target.recorded is not None:
         raise InputError(
             f"study '{study}': its trials were recorded; nothing can be measured again"
         )
-    again = prepare_again(study, stored, **typed, card=read_card, read_texts=read_texts)
-    prepared = OnCards(None).given_to(again)
-    reason = drive(
-        prepared,
-        storage=url,
-        watch=_watch,
-        warn=_warn,
-        is_anew=True,
-    )
+    again = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
+    prepared = LocalGpus(None).given_to(again)
+    reason = drive(prepared, storage=url, watch=_watch, warn=_warn, is_anew=True)
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
@@ -207,12 +351,11 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 
 def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
     """Say why a study ended and what came of it; return the exit code."""
-    url = storage_url(storage)
     if reason in _REASONS:
         note(_REASONS[reason])
-    snapshot, report, fault = reported(prepared.name, url=url)
+    snapshot, report, fault = reported(prepared.name, url=storage_url(storage))
     if reason is not StopReason.INTERRUPTED and (expected := stopped_words(snapshot)):
-        _note(expected)
+        note_folded(expected)
     if as_json:
         say_json(view_of(snapshot).document())
     else:
@@ -247,37 +390,31 @@ def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, Envir
 
 @contextmanager
 def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
-    """Say what begins or goes on, then show it on stderr."""
-    definition, records = study.definition, study.records()
+    """Say what begins or resumes, then show it on stderr."""
+    definition, records, name = study.definition, study.records(), study.study.study_name
     total = definition.space.trials
-    width = width_of(sys.stderr)
-    most = "at most " if definition.space.sampler == "guided" else ""
     if study.was_resumed:
         done = study.ledger.trials_spent(since=study.ledger.next_number)
-        note(f"Resuming study {study.study.study_name}: {_progress(done, total)}.")
+        note(f"Resuming study {name}: {progress_words(done, total)}.")
     else:
-        note(f"Starting study {study.study.study_name}: {most}{units.plural(total, 'trial')}.")
-    for line in (*_carried_words(records), *_opening(definition)):
-        note(folded(line, width))
-    known = (*records, *study.confirmations())
-    board = Board(study.study.study_name, definition, known, clock=time.monotonic)
+        most = "at most " if definition.space.sampler == "guided" else ""
+        note(f"Starting study {name}: {most}{units.plural(total, 'trial')}.")
+    known = Counter(record.carried.study for record in records if record.carried is not None)
+    for other, count in known.items():
+        trials = units.plural(count, "trial")
+        note_folded(f"Carried over from {other}: {trials}, measured there and not run again.")
+    for line in _opening(definition):
+        note_folded(line)
+    board = Board(name, definition, (*records, *study.confirmations()), clock=time.monotonic)
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
 
 
-def _carried_words(records: Sequence[TrialRecord]) -> Iterator[str]:
-    known = [record.carried.study for record in records if record.carried is not None]
-    for name in dict.fromkeys(known):
-        count = units.plural(known.count(name), "trial")
-        yield f"Carried over from {name}: {count}, measured there and not run again."
-
-
 def _opening(definition: StudyDefinition) -> Iterator[str]:
     """Yield what holds for every trial, so that the trials' lines need not say it."""
-    emulation = emulation_note(definition.target)
+    emulation, space = emulation_note(definition.target), definition.space
     if emulation is not None:
         yield emulation
-    space = definition.space
     fixed, baseline = fixed_words(space), space.baseline_config()
     what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
     yield f"Gains are over {search_words(baseline, space=space)}{what}."
@@ -285,7 +422,7 @@ def _opening(definition: StudyDefinition) -> Iterator[str]:
         yield f"The same in every other trial, and changed over the baseline: {fixed}."
 
 
-def _progress(done: int, total: int) -> str:
+def progress_words(done: int, total: int) -> str:
     """Return how many trials are done; an earlier run may have been asked for more than this."""
     verb = "is" if done == 1 else "are"
     if done > total:
@@ -293,41 +430,36 @@ def _progress(done: int, total: int) -> str:
     return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
 
 
-def _note(line: str) -> None:
-    note(folded(line, width_of(sys.stderr)))
+def _warn(text: str) -> None:
+    note(f"warning: {text}")
 
 
 def tune(
-    space: str,
+    request: RunRequest,
+    where: Where,
     *,
     url: str,
-    where: Where,
-    devices: str | None = None,
-    overrides: Mapping[str, Any],
-    carried: str | None = None,
     watch: Watch = _watch,
-    tell: Callable[[str], None] = _note,
+    tell: Callable[[str], None] = note_folded,
     warn: Callable[[str], None] = _warn,
-    **typed: Any,
+    read: ReadTexts | None = None,
 ) -> tuple[Prepared, StopReason]:
     """Start or resume a study; return what it is about and why it stopped.
 
     Args:
-        space, overrides: as for `prepare`.
+        request: what was typed.
+        where: of this process's places.
         url: of the database.
-        where, devices: where trials run, as for `places`.
-        carried: a study, or the spool of one, whose trials are taken over.
         watch: shows the study while it runs.
         tell: is told what the dataset made of the space.
         warn: is told of what works less well than it could.
-        typed: what else `prepare` takes: ``held``, ``study`` and ``read_texts``.
+        read: reads and tokenizes a dataset.
 
     Raises what `prepare` and `drive` raise.
     """
-    with places(where, devices=devices, space=space, overrides=overrides, warn=warn) as place:
-        seams: dict[str, Any] = {"card": place.first, "narrowed": place.narrowed}
-        seams |= {"read_texts": read_texts, "stored": partial(_stored, url=url), **typed}
-        prepared = place.given_to(prepare(space, overrides=overrides, **seams))
+    with closing(_place(request, where, warn)) as place:
+        study = _prepared(request, place, url=url, read=read or read_texts)
+        prepared, carried = place.given_to(study), request.carried
         for line in prepared.notes:
             tell(line)
         reason = drive(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -29,13 +28,20 @@ from storage import files
 from sweep import stop_signals
 from sweep.paths import crash_log_directory
 from sweep.stop_signals import INTERRUPTED
-from sweep.terminal.console import ReaderGoneError, folded, note, width_of
-from sweep.terminal.typed import Invocation, as_typed
+from sweep.terminal.console import ReaderGoneError, note, note_folded
 
 OUR_ERROR = 4
 """Exit code of a mistake in sweep, which no other machine would mend."""
 _NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
 """What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
+_FULL = "free some space, or set SWEEP_HOME to another disk"
+_CURES = {
+    errno.EMFILE: MORE_DESCRIPTORS,
+    errno.ENFILE: MORE_DESCRIPTORS,
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+}
+"""What to do where the system refuses something that is nobody's mistake."""
 
 
 def guarded(command: Callable[[], int | None]) -> int:
@@ -43,23 +49,23 @@ def guarded(command: Callable[[], int | None]) -> int:
     learn_environment()
     try:
         return _unless_asked(command) or 0
-    except SweepError as error:
-        _refuse(str(error))
-        return error.exit_code
     except ReaderGoneError:
         return 0
-    except typer.TyperException as error:
-        _refuse(_plainly(error))
-        return InputError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         note("Interrupted.")
         return INTERRUPTED
+    except SweepError as error:
+        return _refuse(str(error), error.exit_code)
+    except typer.TyperException as error:
+        return _refuse(_plainly(error), InputError.exit_code)
     except OSError as error:
-        _refuse(f"{words_of(error)}{_cure(error)}")
-        return EnvironmentFault.exit_code
+        is_gone = error.errno == errno.ENOENT and error.filename is None
+        gone = "the working directory was removed: change into one that exists"
+        cure = gone if is_gone else _CURES.get(error.errno or 0)
+        words = words_of(error) + (f": {cure}" if cure else "")
+        return _refuse(words, EnvironmentFault.exit_code)
     except MemoryError:
-        _refuse("this machine's memory is used up")
-        return EnvironmentFault.exit_code
+        return _refuse("this machine's memory is used up", EnvironmentFault.exit_code)
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return OUR_ERROR
@@ -79,33 +85,19 @@ def _unless_asked(command: Callable[[], int | None]) -> int | None:
         raise
 
 
-def _refuse(text: str) -> None:
-    """Print why a command ends; what works unseen in a terminal is written out."""
-    note(folded(f"error: {text}", width_of(sys.stderr), indent=2))
+def _refuse(text: str, code: int) -> int:
+    note_folded(f"error: {text}", indent=2)
+    return code
 
 
 def _plainly(error: typer.TyperException) -> str:
     """Return what is wrong with an option, in the words of the other messages."""
     found: list[dict[str, Any]] = getattr(error.__context__, "errors", list)()
-    kind = _NUMBERS.get(found[0]["type"]) if found else None
-    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
-    if kind is None or not getattr(option, "opts", ()):
+    names: list[str] = getattr(getattr(error, "param", None), "opts", [])
+    if not found or not names or found[0]["type"] not in _NUMBERS:
         return error.format_message()
-    words = (getattr(context, "obj", None) or Invocation(())).words
-    return f"{as_typed(option, words)} must be {kind}, got {found[0]['input']!r}"
-
-
-def _cure(error: OSError) -> str:
-    """Return what to do where the system refuses something that is nobody's mistake."""
-    match error.errno:
-        case errno.ENOENT if error.filename is None:
-            return ": the working directory was removed: change into one that exists"
-        case errno.EMFILE | errno.ENFILE:
-            return f": {MORE_DESCRIPTORS}"
-        case errno.ENOSPC | errno.EDQUOT:
-            return ": free some space, or set SWEEP_HOME to another disk"
-        case _:
-            return ""
+    kind, got = _NUMBERS[found[0]["type"]], found[0]["input"]
+    return f"{max(names, key=len)} must be {kind}, got {got!r}"
 
 
 def _report_crash(error: Exception) -> str:

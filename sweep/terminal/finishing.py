@@ -50,10 +50,10 @@ from sweep.terminal.console import (
     say_result,
     table,
     width_of,
+    working,
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
-from sweep.terminal.working import working
 from sweep.verifying.record import record_of_export, record_of_study
 from sweep.verifying.runs import verify as run_verify
 from sweep.verifying.verdict import Verification
@@ -79,20 +79,19 @@ def train(
     **asked: Any,
 ) -> int:
     """Train, and print what came of it beside what was promised."""
-    known = {**numbers, **texts}
     limits: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         ("max_steps", "at least 1", lambda steps: steps >= 1),
         ("checkpoint_every", "at least 1", lambda steps: steps >= 1),
         ("epochs", "a finite number above 0", lambda epochs: 0 < epochs < float("inf")),
         ("seed", f"from 0 to {2**32 - 1:,}", lambda seed: 0 <= seed < 2**32),
-        ("eval_fraction", "at least 0 and below 1", lambda share: 0 <= share < 1),
         ("weights", "pretrained or random", lambda kind: kind in ("pretrained", "random")),
     )
     for key, words, is_right in limits:
-        value = {**known, **asked}[key]
+        value = {**numbers, **asked}[key]
         if value is not None and not is_right(value):
             told = f"{value:g}" if isinstance(value, float) else quote(value)
-            raise InputError(f"--{key.replace('_', '-')} must be {words}, got {told}")
+            option = "--set weights" if key == "weights" else f"--{key.replace('_', '-')}"
+            raise InputError(f"{option} must be {words}, got {told}")
     request = TrainingRequest(name=name, output=output, texts=dict(texts), **asked, **numbers)
     is_begun = directories.known_run(output) is not None
     # A directory that is refused is not made, and one that is held is not again.
@@ -151,7 +150,7 @@ def _conclude(prepared: PreparedTraining, end: End, *, as_json: bool) -> int:
         case NotFinite(what=what, step=step, checkpoint_step=kept):
             raise NothingFits(
                 f"{what} at step {step:,}: the training stopped there; "
-                f"{_kept(kept, 'it is sound')}. A lower --learning-rate may help"
+                f"{_kept(kept, 'it is sound')}. A lower learning_rate may help"
             )
         case Refused(reason=reason):
             raise InputError(reason)

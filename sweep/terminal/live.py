@@ -35,9 +35,16 @@ from sweep.study.events import (
     TrialStarted,
 )
 from sweep.terminal.board import Board, Running
-from sweep.terminal.console import Synchronized, cancel_announced, folded, note, width_of
+from sweep.terminal.console import (
+    Rhythm,
+    Synchronized,
+    cancel_announced,
+    folded,
+    note,
+    progress_words,
+    width_of,
+)
 from sweep.terminal.drawing import Shown, facts
-from sweep.terminal.working import Rhythm, progress_words
 
 _TICK_SECONDS = 0.2
 """Between two looks at whether somebody asked to stop."""

@@ -1,489 +1,387 @@
-"""Owns the commands' options and arguments: how each is spelled, and what its help says.
+"""The options that several commands share, how settings are read, and what a shell completes.
 
-Imports nothing heavy: the terminal's help is built from it. Knows nothing of what a command does.
+Help and completion are made from it, so nothing heavy is imported before something was typed.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+import search_spaces
+from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, did_you_mean
-from sweep.terminal import completion
-from sweep.terminal.knob_options import reads
+from sweep.paths import STORAGE, runs_directory
+
+_SHIPPED = Path(search_spaces.__file__).parent
 
 
-def _known_format(typed: str | None) -> str | None:
-    """Return the format of texts that was typed, where there is such a one."""
-    from search_spaces.texts import FORMATS
+def completed(*lists: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return what completes a name from some lists."""
 
-    if typed is not None and typed not in FORMATS:
-        raise InputError(f"--data-format: unknown format '{typed}'{did_you_mean(typed, FORMATS)}")
-    return typed
+    def complete(incomplete: str) -> list[str]:
+        names = dict.fromkeys(name for known in lists for name in known())
+        return [name for name in names if name.startswith(incomplete)]
 
-
-def examples(*commands: str) -> str:
-    """Return what ends a command's help: command lines that a test runs."""
-    # The first line keeps the help from being filled as a paragraph.
-    return "\n".join(["\b", "Examples:", *(f"  $ {command}" for command in commands)])
+    return complete
 
 
-SpaceArgument = Annotated[
+def presets() -> list[str]:
+    """Return the shipped presets; a shell adds files by itself."""
+    return sorted(path.stem for path in (_SHIPPED / "presets").glob("*.yaml"))
+
+
+def models() -> list[str]:
+    """Return the shipped architectures."""
+    found = (_SHIPPED / "architectures").glob("*.json")
+    return sorted(path.name.removesuffix(".json") for path in found)
+
+
+def gpus() -> list[str]:
+    """Return the GPUs of the catalogue; to parse all of it takes half a second."""
+    text = (_SHIPPED / "gpus.yaml").read_text(encoding="utf-8")
+    return re.findall(r"^  - name: (\S+)$", text, re.MULTILINE)
+
+
+def studies() -> list[str]:
+    """Return the studies of the SQLite file that is the database; none where it cannot be read."""
+    import sqlite3
+    from urllib.parse import quote
+
+    scheme, _, named = os.environ.get(STORAGE, "").partition(":///")
+    path = home_expanded(named) if scheme.startswith("sqlite") else runs_directory() / "sweep.db"
+    if (scheme and not named) or not path.is_file():
+        return []
+    with (
+        suppress(sqlite3.Error),
+        closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=0.5)) as db,
+    ):
+        rows = db.execute("SELECT study_name FROM studies ORDER BY study_id")
+        return [str(name) for (name,) in rows.fetchall()]
+    return []
+
+
+# Declared once each; a command has one under the name of its parameter, unless it says another.
+
+Space = Annotated[
     str,
-    typer.Argument(
-        metavar="SPACE", help="A preset or a YAML file.", autocompletion=completion.presets
-    ),
+    Argument(metavar="SPACE", help="A preset or a YAML file.", autocompletion=completed(presets)),
 ]
-SpaceOrCardArgument = Annotated[
+SpaceOrGpu = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         metavar="SPACE",
         help="A preset, a YAML file or a GPU.",
-        autocompletion=completion.presets_and_gpus,
+        autocompletion=completed(presets, gpus),
     ),
 ]
-StudyArgument = Annotated[
+Study = Annotated[
+    str, Argument(metavar="STUDY", help="Name of a study.", autocompletion=completed(studies))
+]
+AnyStudy = Annotated[
+    str | None,
+    Argument(metavar="[STUDY]", help="One study; all without.", autocompletion=completed(studies)),
+]
+Reported = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="STUDY|SURFACE|PLAN...",
+        help="One for its report; several to compare.",
+        autocompletion=completed(studies),
+    ),
+]
+Trained = Annotated[
     str,
-    typer.Argument(metavar="STUDY", help="Name of a study.", autocompletion=completion.studies),
-]
-StudiesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="STUDY...",
-        help="One study for its report; several to compare.",
-        autocompletion=completion.studies,
+    Argument(
+        metavar="STUDY|CONFIG",
+        help="A study, a file with a configuration, or a shipped model.",
+        autocompletion=completed(studies),
     ),
 ]
-AnyStudyArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[STUDY]",
-        help="One study; all of them without.",
-        autocompletion=completion.studies,
-    ),
-]
-
-VersionOption = Annotated[
-    bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
-]
-StorageOption = Annotated[
-    str | None,
-    typer.Option(
-        "--storage", help="Database URL; $SWEEP_STORAGE, else sqlite:///runs/sweep.db by default."
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")
-]
-WatchOption = Annotated[
-    bool, typer.Option("--watch", help="Follow the study until nobody drives it any more.")
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Shipped architecture, directory or hub id.",
-        autocompletion=completion.models,
-    ),
-]
-
-ModelsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        help="Shipped architecture, directory or hub id; repeatable: a study for each.",
-        autocompletion=completion.models,
-    ),
-]
-
-# Of the texts that are trained on
-
-TextsArgument = Annotated[
+Verified = Annotated[
     str,
-    typer.Argument(metavar="TEXTS", help="A file, a directory of files, or a hub id."),
-]
-DataOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="TEXTS",
-        help="Your texts: a file, a directory of files, or a hub id.",
+    Argument(
+        metavar="STUDY|EXPORT",
+        help="A study, or a file that sweep export wrote.",
+        autocompletion=completed(studies),
     ),
 ]
-TextColumnOption = Annotated[
-    str | None,
-    typer.Option("--text-column", help="Column that holds the texts."),
-]
-TextsFormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data-format",
-        help="What the rows are: text, instruction, prompt-completion, messages or conversations; "
-        "recognised by their columns.",
-        callback=_known_format,
-    ),
-]
-CompletionsOnlyOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--completions-only/--all-tokens",
-        help="Loss on what the model is to answer alone, or on all; all by default.",
-        show_default=False,
-    ),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        help="Directory, hub id or demo; the model's own by default.",
-    ),
-]
+_DATASET = "A file, a directory of files, or a hub id."
+Dataset = Annotated[str, Argument(metavar="DATASET", help=_DATASET)]
+Adapter = Annotated[str, Argument(metavar="ADAPTER", help="Directory with a LoRA adapter.")]
+Surface = Annotated[str, Argument(metavar="SURFACE", help="Recorded trials, as JSON lines.")]
 
-WasteBatchOption = Annotated[
-    int | None,
-    typer.Option("--batch-size", help="Rows of the micro-batches that waste is said for; 4."),
+Version = Annotated[bool, Option("--version", help="Print the version and exit.", is_eager=True)]
+Storage = Annotated[
+    str | None, Option(help="Database URL; $SWEEP_STORAGE, or sqlite:///runs/sweep.db.")
 ]
-
-# Of a configuration
-
-RankOption = Annotated[
-    int | None,
-    typer.Option(
-        "--rank", "--lora-rank", help="Rank of the adapters.", callback=reads("lora_rank")
-    ),
-]
-TargetModulesOption = Annotated[
+Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout, nothing else.")]
+Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
+Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
+Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
+Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]
+NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]
+Model = Annotated[
     str | None,
-    typer.Option(
-        "--target-modules",
-        help="qv, attention, all-linear, or names with commas.",
-        callback=reads("target_modules"),
-    ),
+    Option(help="Shipped architecture, directory or hub id.", autocompletion=completed(models)),
 ]
-MicroBatchOption = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batch-size",
-        "--batch-size",
-        help="Sequences in one pass of one GPU.",
-        callback=reads("micro_batch_size"),
-    ),
-]
-SeqLenOption = Annotated[
-    int | None,
-    typer.Option("--seq-len", help="Tokens in a sequence.", callback=reads("seq_len")),
-]
-ComputeDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--compute-dtype",
-        help="bf16, fp16, fp32, fp8 or int8.",
-        callback=reads("compute_dtype"),
-    ),
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization", help="nf4, fp4, fp8, int8 or none.", callback=reads("quantization")
-    ),
-]
-SetOption = Annotated[
+Models = Annotated[
     list[str] | None,
-    typer.Option(
+    Option("--model", help="The same; several: a study each.", autocompletion=completed(models)),
+]
+Data = Annotated[str | None, Option(metavar="DATASET", help=_DATASET)]
+_budget = completed(lambda: ("auto", "cpu"), gpus)
+Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", autocompletion=_budget)]
+Gpus = Annotated[
+    list[str] | None,
+    Option("--gpu", help="GPU; several to compare them.", autocompletion=completed(gpus)),
+]
+Seed = Annotated[int | None, Option(help="Of sampling, weights and tokens.")]
+Trial = Annotated[int | None, Option(help="Another trial than the winner.")]
+Set = Annotated[
+    list[str] | None,
+    Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Any setting of a configuration, compile=true say; repeatable (docs/settings.md).",
+        help="Any setting, as compile=true or data.tokenizer=demo; repeatable (docs/settings.md).",
     ),
 ]
+Rank = Annotated[int | None, Option("--rank", help="Rank of the adapters.")]
+TargetModules = Annotated[str | None, Option(help="qv, attention, all-linear, or names.")]
+MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU.")]
+SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]
+ComputeDtype = Annotated[str | None, Option(help="bf16, fp16, fp32, fp8 or int8.")]
+Quantization = Annotated[str | None, Option(help="nf4, fp4, fp8, int8 or none.")]
 
-# Of a study that is started or resumed
-
-GpuOption = Annotated[
+On = Annotated[
     str | None,
-    typer.Option(
-        "--gpu",
-        help="GPU whose budget counts; auto is the one that is here.",
-        autocompletion=completion.run_gpus,
-    ),
-]
-StudyNameOption = Annotated[
-    str | None, typer.Option("--study", help="Name; the space's by default.")
-]
-TrialsOption = Annotated[
-    int | None, typer.Option("--trials", help="Trials of the study at most, earlier runs included.")
-]
-TimeBudgetOption = Annotated[
-    str | None, typer.Option("--time-budget", help="Stop this run after 10m, 1h30m, 90s.")
-]
-MaxDollarsOption = Annotated[
-    float | None,
-    typer.Option("--max-dollars", help="What the study may cost, at the price of what runs it."),
-]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Of sampling, weights and tokens.")]
-SamplerOption = Annotated[
-    str | None, typer.Option("--sampler", help="guided, tpe, gp, random or grid.")
-]
-DevicesOption = Annotated[
-    str | None,
-    typer.Option("--devices", help="GPUs to run trials on: all, how many (2), or which (0,2); 1."),
-]
-NumericsOption = Annotated[
-    str | None,
-    typer.Option("--numerics", help="16-bit leaves compute in 8 bits out; any does not."),
-]
-OnOption = Annotated[
-    str | None,
-    typer.Option(
-        "--on",
+    Option(
         metavar="PLACE",
         help="Where it runs: local, ray:ADDRESS, ssh:USER@HOST, slurm, modal, skypilot, or "
         "recorded:SURFACE, whose trials answer as they did.",
     ),
 ]
-PlaceSettingsOption = Annotated[
+With = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--with",
         metavar="KEY=VALUE",
-        help="A setting of that place, time=4h of slurm say; repeatable (docs/guide/machines.md).",
+        help="A setting of that place, as time=4h of slurm; repeatable (docs/guide/machines.md).",
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would run or be submitted, and start nothing.")
-]
-CarriedOption = Annotated[
+DryRun = Annotated[bool, Option("--dry-run", help="Say what would run, and start nothing.")]
+Devices = Annotated[str | None, Option(help="GPUs to use: all, how many (2), or which (0,1).")]
+StudyName = Annotated[str | None, Option("--study", help="Name; the space's by default.")]
+Trials = Annotated[int | None, Option(help="Trials at most, earlier runs included.")]
+TimeBudget = Annotated[str | None, Option(help="Stop this run after 10m, 1h30m, 90s.")]
+MaxDollars = Annotated[float | None, Option(help="What the study may cost in all.")]
+Sampler = Annotated[str | None, Option(help="guided, tpe, gp, random or grid.")]
+From = Annotated[
     str | None,
-    typer.Option(
-        "--from",
-        metavar="STUDY|SPOOL",
-        help="Carry over what holds of a study's trials, or of a spool's: it is not run again.",
-        autocompletion=completion.studies,
-    ),
-]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-NoConfirmOption = Annotated[
-    bool, typer.Option("--no-confirm", help="Do not measure the winner again after the search.")
-]
-SoakOption = Annotated[
-    str | None, typer.Option("--soak", help="Train the winner for 10m in one go; 15s by default.")
-]
-
-# Of a plan
-
-GpusOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gpu",
-        help="GPU; name several to compare them.",
-        autocompletion=completion.gpus,
-    ),
-]
-DetailsOption = Annotated[
-    bool, typer.Option("--details", help="Print all of the answer, and not one screen.")
-]
-ExactOption = Annotated[
-    bool,
-    typer.Option("--exact", help="Ask about one configuration: the recipe, but for what is typed."),
-]
-FromFileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--from-file",
-        help="Configurations, one JSON object a line; - is stdin.",
-    ),
-]
-PricesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--prices",
-        help="Your prices; runs/prices.yaml where that is there.",
-    ),
-]
-PriceOption = Annotated[
-    list[str] | None,
-    typer.Option("--price", help="Dollars an hour of a GPU, a10=0.75; may be repeated."),
-]
-LongestOption = Annotated[
-    bool, typer.Option("--longest", help="Ask for the longest rows that fit, by micro-batch.")
-]
-CheapestOption = Annotated[
-    bool,
-    typer.Option(
-        "--cheapest", help="Ask which GPU does the job for least, of all where none is named."
-    ),
-]
-WithinOption = Annotated[
-    str | None, typer.Option("--within", help="Deadline of --cheapest: 6h, 90m.")
-]
-CalibrateOption = Annotated[
-    str | None,
-    typer.Option(
+    Option(
         "--from",
         metavar="STUDY",
-        help="Take what this study's trials measured, and calibrate by it.",
-        autocompletion=completion.studies,
+        help="Take over what this study's trials measured, or a spool's.",
+        autocompletion=completed(studies),
     ),
 ]
-StepsOption = Annotated[
-    int | None, typer.Option("--train-steps", help="Cost of so many steps; 1000.")
-]
-SamplesOption = Annotated[int | None, typer.Option("--samples", help="Cost of so many samples.")]
-TokensOption = Annotated[int | None, typer.Option("--tokens", help="Cost of so many tokens.")]
-DatasetOption = Annotated[
-    int | None, typer.Option("--dataset-samples", help="Samples of an epoch.")
-]
-EpochsOption = Annotated[float | None, typer.Option("--epochs", help="Epochs of that dataset; 1.")]
+NoConfirm = Annotated[bool, Option("--no-confirm", help="Do not measure the winner again.")]
+Soak = Annotated[str | None, Option(help="Let the winner train for 10m in one go; 15s.")]
+Watch = Annotated[bool, Option("--watch", help="Follow the study until it stops.")]
 
-# Of recorded trials that samplers are tried on
-
-SurfaceArgument = Annotated[
-    str, typer.Argument(metavar="SURFACE", help="Recorded trials, a file of JSON lines.")
-]
-SamplersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--samplers",
-        help="Names with commas; guided,tpe,gp,random.",
-    ),
-]
-SeedsOption = Annotated[int, typer.Option("--seeds", help="Searches of each sampler.")]
-BudgetOption = Annotated[
-    float | None,
-    typer.Option("--budget-gib", help="Memory to fit; the budget of the surface's GPU."),
-]
-
-# Of a training
-
-SubjectArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="STUDY|CONFIG",
-        help="A study, a file with a configuration, or a shipped model.",
-        autocompletion=completion.studies,
-    ),
-]
-AdapterOption = Annotated[
-    str,
-    typer.Option("-o", "--output", help="New directory for the adapter."),
-]
-WeightsOption = Annotated[
-    str | None,
-    typer.Option("--weights", help="pretrained or random; pretrained wherever the model has any."),
-]
-MaxStepsOption = Annotated[
-    int | None, typer.Option("--max-steps", help="Optimizer steps, however many epochs.")
-]
-TrainEpochsOption = Annotated[
-    float | None, typer.Option("--epochs", help="Passes over the texts; 1.")
-]
-EvalFractionOption = Annotated[
-    float | None,
-    typer.Option("--eval-fraction", help="Share of the rows that is held out; 0.05."),
-]
-LearningRateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--learning-rate",
-        "--lr",
-        help="At the first step; the configuration's, 2e-4.",
-        callback=reads("learning_rate"),
-    ),
-]
-CheckpointEveryOption = Annotated[
-    int | None,
-    typer.Option("--checkpoint-every", help="Steps between checkpoints; about ten minutes."),
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output.")
-]
-
-# Of what is written
-
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.",
-    ),
-]
-FigureOption = Annotated[
-    str | None,
-    typer.Option("--figure", help="Which figure, where -o ends in .png or .svg; the front."),
-]
-PlanFilesOption = Annotated[
+Exact = Annotated[bool, Option("--exact", help="Ask about one configuration.")]
+FromFile = Annotated[str | None, Option(help="Configurations, as JSON lines; - is stdin.")]
+Longest = Annotated[bool, Option("--longest", help="Ask for the longest sequences that fit.")]
+Cheapest = Annotated[bool, Option("--cheapest", help="Ask which GPU costs least.")]
+Within = Annotated[str | None, Option(help="Deadline of --cheapest: 6h, 90m.")]
+Price = Annotated[
     list[str] | None,
-    typer.Option("--plan", help="A file of `sweep plan --json` to compare with; repeatable."),
+    Option(metavar="GPU=DOLLARS|FILE", help="Dollars an hour, a10=0.75, or a file; repeatable."),
 ]
-TrialOption = Annotated[
-    int | None, typer.Option("--trial", help="Number of another trial than the winner.")
-]
-ReportOption = Annotated[
-    str | None,
-    typer.Option(
-        "-o",
-        "--output",
-        help="runs/STUDY/report.html, or comparison.html; - is stdout.",
+Work = Annotated[
+    list[str] | None,
+    Option(
+        metavar="KEY=NUMBER",
+        help="Training to price: train-steps, samples, tokens, dataset-samples or epochs.",
     ),
 ]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace a file that sweep did not write.")
-]
-PortOption = Annotated[
-    int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 is any that is free.")
-]
-NoBrowserOption = Annotated[
-    bool, typer.Option("--no-browser", help="Print the address, and open nothing.")
-]
-SpaceFileOption = Annotated[
-    str | None,
-    typer.Option("-o", "--output", help="A new file; - or nothing is stdout."),
-]
-ExportOption = Annotated[
-    str | None,
-    typer.Option("-o", "--output", help="A file; - or nothing is stdout."),
-]
 
-# Of a merge
-
-AdapterArgument = Annotated[
-    str, typer.Argument(metavar="ADAPTER", help="Directory with a LoRA adapter, as PEFT saves it.")
-]
-DirectoryOption = Annotated[
+Format = Annotated[
     str,
-    typer.Option("-o", "--output", help="A new directory."),
+    Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface."),
 ]
-BaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="The 16-bit base, directory or hub id; the adapter's own by default.",
+Figure = Annotated[str | None, Option(help="Which figure, where -o ends in .png or .svg.")]
+Base = Annotated[str | None, Option("--model", help="The 16-bit base; the adapter's own.")]
+MergedDtype = Annotated[str | None, Option(help="bf16 or fp16; what the base is stored in.")]
+Rows = Annotated[int, Option(help="Sequences to compare logits on; 0 for none.")]
+Steps = Annotated[int, Option(help="Optimizer steps to run, at least 8.")]
+Weights = Annotated[str | None, Option("--model", help="Weights to load; random by default.")]
+MaxSteps = Annotated[int | None, Option(help="Optimizer steps, however many epochs.")]
+Epochs = Annotated[float | None, Option(help="Passes over the dataset; 1.")]
+CheckpointEvery = Annotated[int | None, Option(help="Steps between checkpoints.")]
+Resume = Annotated[bool, Option("--resume", help="Resume from the newest checkpoint.")]
+TrainSet = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="learning_rate, weights (pretrained or random), data.eval_fraction (0.05) or "
+        "another data.KEY; repeatable (docs/guide/train.md).",
     ),
 ]
-MergedDtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="bf16 or fp16; what the base is stored in.")
-]
-RowsOption = Annotated[
-    int, typer.Option("--rows", help="Rows to compare logits on; 0 for no comparison.")
-]
+Samplers = Annotated[str | None, Option(help="Names with commas; guided,tpe,gp,random.")]
+Seeds = Annotated[int, Option(help="Searches of each sampler.")]
+BudgetGib = Annotated[float | None, Option(help="Memory to fit; that of the surface's GPU.")]
+Port = Annotated[int, Option(min=0, max=65535, help="To listen on; 0 is any that is free.")]
+Browser = Annotated[bool, Option("--browser/--no-browser", help="Open a browser, or do not.")]
 
-# Of a verification
+DATA_SETTINGS = ("data.format", "data.text_column", "data.completions_only", "data.tokenizer")
+"""How a dataset is read: settings that `--set` takes wherever a dataset is named."""
+SPACE_SETTINGS = ("numerics", "weights", *DATA_SETTINGS)
+"""Keys of a space that `--set` takes beside the settings of a configuration."""
 
-VerifiedArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="STUDY|EXPORT",
-        help="Name of a study, or a file that sweep export wrote.",
-        autocompletion=completion.studies,
-    ),
-]
-VerifyStepsOption = Annotated[
-    int, typer.Option("--steps", help="Optimizer steps to run, at least 8.")
-]
-VerifyModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Weights to load, directory or hub id; random ones of an architecture.",
-    ),
-]
+
+def pairs(option: str, typed: Sequence[str] | None, *, bare: bool = False) -> dict[str, str]:
+    """Return what a repeatable option was given, each ``KEY=VALUE``, by key.
+
+    Args:
+        option: its name, for messages.
+        typed: its values.
+        bare: whether a key may stand alone; its value is empty then.
+
+    Raises:
+        InputError: one is not written so, or a key is given twice.
+    """
+    found: dict[str, str] = {}
+    for each in typed or ():
+        key, sign, value = each.partition("=")
+        key = key.strip()
+        if not key or not (value if sign else bare):
+            raise InputError(f"{option} {each}: write it as {key or 'KEY'}=VALUE")
+        if key in found:
+            raise InputError(f"{option} {each}: {key} is given twice: keep one")
+        found[key] = value.strip()
+    return found
+
+
+def settings(
+    params: Mapping[str, Any],
+    typed: Sequence[str] | None,
+    *,
+    also: Sequence[str] = SPACE_SETTINGS,
+    only: Sequence[str] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a configuration that were typed, and those of the space.
+
+    Args:
+        params: all options of the command; six settings have one of their own.
+        typed: values of ``--set``.
+        also: what ``--set`` takes beside the settings of a configuration.
+        only: settings of a configuration that it takes; None for all.
+
+    Raises:
+        InputError: no such setting, a value that it does not take, or one that is given twice.
+    """
+    from search_spaces.config import KNOBS, OPTION_KEYS
+
+    known = (*(KNOBS if only is None else only), *also)
+    configuration, space = dict[str, Any](), dict[str, Any]()
+    for key, option in OPTION_KEYS.items():
+        if (value := params.get(key)) is not None:
+            configuration[key] = _checked(key, value, name=option)
+    for name, text in pairs("--set", typed).items():
+        key = name.replace("-", "_")
+        if key not in known:
+            near = did_you_mean(key, known, lists="docs/settings.md")
+            raise InputError(f"--set {name}={text}: unknown setting '{name}'{near}")
+        if key in configuration or key in space:
+            raise InputError(f"--set {name}={text}: {key} is given twice: keep one")
+        value = _value(text)
+        if key in KNOBS:
+            configuration[key] = _checked(key, value, name=f"--set {key}")
+        else:
+            space[key] = value
+    return configuration, space
+
+
+def dataset(data: str | None, space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was typed of a dataset, by the keys of a space's section about it."""
+    from search_spaces.documents import Document, validate
+    from search_spaces.texts import TextsChoice
+
+    keys = [key.removeprefix("data.") for key in space if key.startswith("data.")]
+    section = {key: space[f"data.{key}"] for key in keys}
+    names = {key: f"--set data.{key}" for key in keys}
+    validate(TextsChoice, {"texts": "named", **section}, Document("", names=names))
+    return section if data is None else {"texts": data, **section}
+
+
+def _checked(key: str, value: Any, *, name: str) -> Any:
+    from search_spaces.dimensions import read_value
+    from search_spaces.documents import Document
+
+    return read_value(key, value, document=Document("", names={key: name}))
+
+
+def _value(text: str) -> Any:
+    """Return a number, a truth value or null as JSON has it; anything else is a word."""
+    with suppress(ValueError):
+        return json.loads(text.lower())
+    return text
+
+
+def seconds(option: str, typed: str | None) -> float | None:
+    """Return the seconds of a duration that was typed; None where none was."""
+    from search_spaces.space import parse_duration
+
+    try:
+        return None if typed is None else parse_duration(typed)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
+
+
+def work(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
+    """Return the amounts of ``--work``, by key."""
+    found: dict[str, Any] = {}
+    for name, text in pairs("--work", typed).items():
+        key = name.replace("-", "_")
+        if key not in known:
+            words = (each.replace("_", "-") for each in known)
+            raise InputError(f"--work {name}={text}: unknown amount{did_you_mean(name, words)}")
+        number = _value(text)
+        if not isinstance(number, int | float if key == "epochs" else int):
+            kind = "a number" if key == "epochs" else "a whole number"
+            raise InputError(f"--work {name} must be {kind}, got {text!r}")
+        found[key] = number
+    return found
+
+
+def refuse_mistyped(command: Any, words: Sequence[str]) -> None:
+    """Raise `InputError` where an option of one value is given two, in whatever spelling, or where
+    an empty text is one."""
+    options = [known for known in command.params if known.param_type_name == "option"]
+    known = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+    given: dict[str, dict[str, None]] = {}
+    rest = iter(words)
+    for word in rest:
+        name, sign, value = word.partition("=")
+        if word == "--":
+            return
+        if name not in known:
+            continue
+        option = known[name]
+        if not option.is_flag:
+            value = value if sign else next(rest, "missing")
+            if not value:
+                raise InputError(f"{name}: an empty text names nothing; leave the option out")
+        both = given.setdefault(option.name, {})
+        both[name if option.is_flag else f"{name} {value}"] = None
+        if len(both) > 1 and not option.multiple:
+            raise InputError(f"{' and '.join(both)} are both given: keep one")

@@ -41,11 +41,10 @@ from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.profile_store import Tracer, TracingChildren
 from sweep.running.device_info import Card, read_card
 from sweep.terminal import plan_screen
-from sweep.terminal.console import note, say_as_is
+from sweep.terminal.console import note, say_as_is, working
 from sweep.terminal.dataset import prepared
 from sweep.terminal.drawing import rendered
 from sweep.terminal.plan_details import configurations
-from sweep.terminal.working import working
 
 DONE, NOTHING_FITS = 0, 1
 

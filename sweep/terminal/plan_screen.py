@@ -263,7 +263,7 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
     if told:
         wide = classes["16-bit"]
         compute = units.phrase("compute_dtype", wide.config.compute_dtype)
-        speed = f"{units.rate(wide.tokens_per_second)} tokens/s, predicted (--numerics 16-bit)"
+        speed = f"{units.rate(wide.tokens_per_second)} tokens/s, predicted (--set numerics=16-bit)"
         yield "numerics", f"{', '.join(told)} times {compute}'s {speed}"
 
 

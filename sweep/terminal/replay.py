@@ -22,9 +22,8 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.processes import process_pool
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
-from sweep.terminal.console import note, say_result, table, width_of
+from sweep.terminal.console import note, say_result, table, width_of, working
 from sweep.terminal.listings import warn
-from sweep.terminal.working import working
 
 SEEDS_MAX = 1000
 ALONE_SECONDS = 5.0

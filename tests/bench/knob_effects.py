@@ -183,7 +183,7 @@ TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Fac
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
     knob, field = KNOBS[key], TrialConfig.model_fields[key]
     default = json.dumps(field.default)
-    option = f"--{key.replace('_', '-')}" if key in OPTION_KEYS else f"--set {key}=..."
+    option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
         f"`{spelled[key]}` in {TRAINER_NAMES[trainer]}"
         for trainer, spelled in SPELLED.items()

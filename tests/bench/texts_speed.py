@@ -122,12 +122,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         files = write(home, asked.rows)
-        with_tokenizer = ("--tokenizer", str(home / "tokenizer"))
+        with_tokenizer = ("--set", f"data.tokenizer={home / 'tokenizer'}")
         runs = {
             "plain": (str(files["plain"]), *with_tokenizer),
             "plain, again": (str(files["plain"]), *with_tokenizer),
             "chat": (str(files["chat"]), *with_tokenizer),
-            "chat, completions only": (str(files["chat"]), *with_tokenizer, "--completions-only"),
+            "chat, completions only": (
+                str(files["chat"]),
+                *with_tokenizer,
+                "--set",
+                "data.completions_only=true",
+            ),
         }
         bytes_read = {kind: path.stat().st_size for kind, path in files.items()}
         found: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from search_spaces.prices import load_prices
 from sweep import cli, entry_point
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import Where
-from sweep.terminal.knob_options import configured
+from sweep.terminal import options
 from tests.bench import knob_effects
 from tests.sweep.shared_tracing import asked_of
 
@@ -112,8 +112,10 @@ def test_every_command_is_one(block: Block, commands: dict[str, Any]) -> None:
     for program, *arguments in block.commands:
         if program == "sweep" and arguments[0] in commands:
             context = commands[arguments[0]].make_context(arguments[0], arguments[1:])
-            configured({}, context.params.get("settings") or ())
-            Where.parse(context.params.get("on"), context.params.get("place_settings") or ())
+            known = (*options.SPACE_SETTINGS, "data.eval_fraction")
+            options.settings({}, context.params.get("settings"), also=known)
+            on, given = context.params.get("on"), context.params.get("place_settings")
+            Where.parse(on, options.pairs("--with", given, bare=True))
         else:
             assert _is_known(program, arguments), f"{block}: {program} {' '.join(arguments)}"
 

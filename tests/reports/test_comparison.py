@@ -164,7 +164,7 @@ def test_two_of_one_name_are_numbered_and_a_comparison_takes_two() -> None:
     assert [card.label for card in comparison.cards] == ["a10 1", "a10 2"]
     with pytest.raises(InputError, match="at least two"):
         _compared(_study("a10", 4_000.0))
-    with pytest.raises(InputError, match="--dataset-samples must be greater than 0, got 0"):
+    with pytest.raises(InputError, match="--work dataset-samples must be greater than 0, got 0"):
         Job(dataset_samples=0)
 
 

@@ -21,7 +21,7 @@ from sweep.cli import guarded, main
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import Structure
 from sweep.request import default_study_name
-from sweep.terminal.driving import _progress
+from sweep.terminal.driving import progress_words
 from sweep.terminal.summary import why_invalid
 from tests.reports.synthetic import fits, record, snapshot
 from tests.sweep.shared_tracing import trace
@@ -60,7 +60,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ["plan", "a10", "--model="],
         ["plan", "--gpu", ""],
         ["plan", "a10", "--from-file", ""],
-        ["plan", "a10", "--prices", ""],
+        ["plan", "a10", "--price", ""],
         ["plan", "a10", "--study", ""],
         ["plan", "a10", "--compute-dtype", ""],
         ["plan", "a10", "--target-modules", ""],
@@ -89,7 +89,7 @@ def test_an_empty_text_names_nothing(
     ("arguments", "said"),
     [
         (["export", "x", "--trial", "y"], "--trial must be a whole number, got 'y'"),
-        (["plan", "--epochs", "many"], "--epochs must be a number, got 'many'"),
+        (["plan", "--work", "epochs=many"], "--work epochs must be a number, got 'many'"),
         (["plan", "--rank", "1.5"], "--rank must be a whole number, got '1.5'"),
     ],
     ids=" ".join,
@@ -111,7 +111,7 @@ def test_a_message_writes_out_what_would_work_unseen(capsys: pytest.CaptureFixtu
 def test_a_message_is_folded_to_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sweep.terminal.edge.width_of", lambda stream: 60)
+    monkeypatch.setattr("sweep.terminal.console.width_of", lambda stream: 60)
     assert main(["run", "zzzzzzzz"]) == 2
     first, *further = capsys.readouterr().err.splitlines()
     assert first.startswith("error: unknown preset 'zzzzzzzz'; known are")
@@ -254,7 +254,7 @@ def test_two_spaces_with_other_letters_are_two_studies() -> None:
     ],
 )
 def test_a_lowered_ceiling_makes_no_nonsense(done: int, total: int, said: str) -> None:
-    assert _progress(done, total) == said
+    assert progress_words(done, total) == said
 
 
 def test_a_study_whose_whole_space_names_a_module_that_is_not_there_is_bad_input(

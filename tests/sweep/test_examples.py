@@ -60,7 +60,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         at_home(home, patch)
         assert main(["run", "quick.yaml", "--study", "a10", "--no-confirm"]) == 0
-    shutil.copy(TEXTS, home / TEXTS.name)
+    shutil.copy(TEXTS, home / "dataset.jsonl")
     base = make_base(home / "base", load_model_spec("demo").config)
     make_adapter(home / "adapter", base)
     shutil.copytree(TOKENIZER, home / "models" / "mine")

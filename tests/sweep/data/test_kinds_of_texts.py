@@ -50,7 +50,7 @@ def test_what_was_typed_overrules_the_columns() -> None:
         (
             ("text",),
             {"format": "messages"},
-            "no column 'messages', which --data-format",
+            "no column 'messages', which data.format",
         ),
         (("prompt",), {"format": "prompt-completion"}, "no column 'completion', which"),
         (("text",), {"text_column": "text", "format": "messages"}, "are both given: keep one"),

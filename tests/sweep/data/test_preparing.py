@@ -104,7 +104,7 @@ def test_of_very_many_broken_rows_the_first_are_named_and_all_counted(prepared: 
         ("x\ny\n", {}, "all 2 rows are broken, the first: "),
         ("{}\n{}\n", {}, "line 1: an empty object"),
         ('{"text": ""}\n', {}, "line 1: text is empty"),
-        ('{"txt": "a"}\n', {}, "name the one with the texts with --text-column"),
+        ('{"txt": "a"}\n', {}, "name the one with the texts with --set data.text_column=NAME"),
         ('{"text": "a"}\n', {"text_column": "txt"}, "did you mean 'text'?"),
         ('{"text": "a"}\n', {"completions_only": True}, "have no completions of their own"),
         ('{"prompt": "a", "completion": ""}\n', {}, "completion is empty"),

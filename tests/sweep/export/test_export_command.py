@@ -101,10 +101,10 @@ def test_a_report_prices_the_training_that_is_asked_about(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = finished_study(home)
-    assert main(["report", study, "--tokens", "1000000", "--epochs", "3", "-o", "-"]) == 0
+    assert main(["report", study, "--work", "tokens=1000000", "--work", "epochs=3", "-o", "-"]) == 0
     assert 'value="3000000"' in capsys.readouterr().out
-    assert main(["report", study, "--epochs", "3"]) == 2
-    assert "--epochs needs --tokens or --dataset-samples" in capsys.readouterr().err
+    assert main(["report", study, "--work", "epochs=3"]) == 2
+    assert "epochs needs tokens or dataset-samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from search_spaces.presets import preset_texts
 from sweep import cli
 from sweep.launching.rental import Machine, Provider
 from sweep.request import REQUEST, RunRequest, Where
-from sweep.terminal import launching
+from sweep.terminal import elsewhere
 from tests.sweep.imagined_memory import ImaginedPredictor
 
 Launch = Callable[..., dict[str, Any]]
@@ -74,7 +74,7 @@ def launch(
 ) -> Started:
     """Launch with an imagined memory."""
     started = started or Started()
-    launching.launch(
+    elsewhere.on_rented(
         RunRequest(**{"space": "a10", "as_json": True, **changes}),
         Where(on, settings=settings or {}),
         is_sure=is_sure,

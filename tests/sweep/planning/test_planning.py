@@ -780,13 +780,13 @@ def test_work_is_the_fewest_whole_steps(asked: Mapping[str, Any], steps: int) ->
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"train_steps": 0}, "--train-steps must be greater than 0"),
-        ({"samples": -1}, "--samples must be greater than 0"),
-        ({"tokens": 10**400}, "--tokens must be greater than 0 and at most"),
-        ({"dataset_samples": 0}, "--dataset-samples must be"),
-        ({"dataset_samples": 10, "epochs": math.nan}, "--epochs must be"),
-        ({"train_steps": 1, "samples": 1}, "--train-steps and --samples both"),
-        ({"epochs": 1.0}, "--epochs needs --dataset-samples"),
+        ({"train_steps": 0}, "--work train-steps must be greater than 0"),
+        ({"samples": -1}, "--work samples must be greater than 0"),
+        ({"tokens": 10**400}, "--work tokens must be greater than 0 and at most"),
+        ({"dataset_samples": 0}, "--work dataset-samples must be"),
+        ({"dataset_samples": 10, "epochs": math.nan}, "--work epochs must be"),
+        ({"train_steps": 1, "samples": 1}, "--work train-steps and --work samples both"),
+        ({"epochs": 1.0}, "--work epochs needs dataset-samples"),
     ],
 )
 def test_work_that_cannot_be_is_refused(asked: Mapping[str, Any], message: str) -> None:

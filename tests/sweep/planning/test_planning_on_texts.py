@@ -97,7 +97,7 @@ def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
         workload_of(forecast, AskedWork(epochs=epochs, has_texts=True)) for epochs in (1.0, 2.0)
     )
     assert twice.steps == 2 * once.steps
-    with pytest.raises(InputError, match="--epochs is of the texts"):
+    with pytest.raises(InputError, match="--work epochs is of the dataset"):
         AskedWork(epochs=2.0, samples=10, has_texts=True)
 
 
@@ -192,7 +192,7 @@ def test_a_presets_space_is_searched_with_the_texts_lengths_and_packing(tmp_path
 
 
 def test_packing_and_options_of_texts_need_texts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--text-column is about texts"):
+    with pytest.raises(InputError, match=r"data\.text_column is about texts"):
         question(tmp_path, space="a10", data={"text_column": "body"})
     with pytest.raises(InputError, match="--longest"):
         question(tmp_path, space="a10", data={"texts": "x.jsonl"}, is_longest=True)

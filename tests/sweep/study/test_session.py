@@ -29,8 +29,8 @@ from sweep.running.wire import TrialRequest
 from sweep.study import session
 from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
-from sweep.terminal.knob_options import configured
-from sweep.terminal.places import OnCards
+from sweep.terminal.driving import LocalGpus
+from sweep.terminal.options import settings
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_measurement, train
 from tests.sweep.study.test_targets import a_card
@@ -72,10 +72,12 @@ def test_each_chosen_card_has_a_lane_or_as_many_as_a_trial_trains_on_together() 
 
 def test_a_trial_of_two_cards_takes_two_of_this_machine_or_is_refused() -> None:
     both = prepared("a10", study="lanes", held={"data_parallel": 2})
-    where = OnCards("0,", cards(0))
+    where = LocalGpus("0,")
+    where.cards = cards(0)
     with pytest.raises(InputError, match=r"data_parallel 2 trains on 2 GPUs at once, and 1 is"):
         where.given_to(both)
-    assert len(OnCards("0,1", cards(0, 1)).given_to(both).cards) == 2
+    where.cards = cards(0, 1)
+    assert len(where.given_to(both).cards) == 2
 
 
 def simulated(_: Prepared) -> Runner:
@@ -198,11 +200,10 @@ def test_where_all_knobs_are_held_a_command_that_answers_is_named() -> None:
     assert typed["gpu"] == ["a10"]
     assert typed["model"] == "demo"
     left = TrialConfig(**{**prepared("a10").space.fixed, **held})
-    assert (typed["micro_batch_size"], typed["target_modules"]) == (
-        left.micro_batch_size,
-        ["q_proj", "v_proj"],
-    )
-    assert configured({}, typed["settings"])["double_quant"] is False
+    asked = settings(typed, typed["settings"])[0]
+    assert asked["micro_batch_size"] == left.micro_batch_size
+    assert list(asked["target_modules"]) == ["q_proj", "v_proj"]
+    assert asked["double_quant"] is False
 
 
 def test_on_a_cpu_no_prediction_is_named_where_all_knobs_are_held() -> None:

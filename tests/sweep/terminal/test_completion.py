@@ -12,7 +12,7 @@ import pytest
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.models import shipped_models
 from search_spaces.presets import preset_texts
-from sweep.terminal import completion
+from sweep.terminal import options
 from tests.storage.builders import open_it
 from tests.sweep.simulated_device import a_study
 
@@ -58,12 +58,11 @@ def test_the_knobs_of_a_configuration_complete_too(tmp_path: Path) -> None:
 
 
 def test_what_completes_is_what_there_is() -> None:
-    assert completion.presets("") == sorted(preset_texts())
-    assert completion.gpus("") == list(gpu_catalogue())
-    assert completion.run_gpus("")[:2] == ["auto", "cpu"]
-    assert completion.models("") == sorted(model.name for model in shipped_models())
-    assert "a10" in completion.presets_and_gpus("a")
-    assert completion.models("qwen") == [n for n in completion.models("") if n.startswith("qwen")]
+    assert options.presets() == sorted(preset_texts())
+    assert options.gpus() == list(gpu_catalogue())
+    assert options.models() == sorted(model.name for model in shipped_models())
+    complete = options.completed(options.presets, options.gpus)
+    assert complete("a100") == ["a100-40gb", "a100-80gb", "a100-80gb-pcie"]
 
 
 def test_studies_of_the_named_database_complete(
@@ -71,18 +70,18 @@ def test_studies_of_the_named_database_complete(
 ) -> None:
     open_it(f"sqlite:///{tmp_path}/other.db", tmp_path, name="night").close()
     monkeypatch.setenv("SWEEP_STORAGE", f"sqlite:///{tmp_path}/other.db")
-    assert completion.studies("ni") == ["night"]
-    # A server that is not there completes to nothing, and soon.
+    assert options.studies() == ["night"]
+    # A server is not asked at every press of a key.
     monkeypatch.setenv("SWEEP_STORAGE", "postgresql://me:s3cret@127.0.0.1:1/studies")
-    assert completion.studies("") == []
+    assert options.studies() == []
 
 
 def test_without_studies_there_is_nothing_to_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    assert completion.studies("") == []
+    assert options.studies() == []
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "sweep.db").write_text("no database")
-    assert completion.studies("") == []
+    assert options.studies() == []
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["sweep.db"]

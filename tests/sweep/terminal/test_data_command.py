@@ -31,7 +31,7 @@ def typed(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setenv("SWEEP_HOME", str(home))
     monkeypatch.chdir(home)
     lines = EXAMPLE.read_bytes() + b'{"messages": []}\n{"messages": "\xff"}\n'
-    (home / "texts.jsonl").write_bytes(lines)
+    (home / "dataset.jsonl").write_bytes(lines)
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(["data", *words])
@@ -42,7 +42,7 @@ def typed(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def document(typed: Typed, *words: str) -> dict[str, Any]:
-    code, out, _ = typed("texts.jsonl", "--model", "demo", "--json", *words)
+    code, out, _ = typed("dataset.jsonl", "--model", "demo", "--json", *words)
     assert code == 0
     return dict(json.loads(out))
 
@@ -52,8 +52,8 @@ def test_json_holds_what_the_interface_promises(typed: Typed) -> None:
     assert found["rows"] == 200
     assert found["kind"] == "messages"
     assert found["broken"] == [
-        {"file": "texts.jsonl", "line": 201, "reason": "messages is empty"},
-        {"file": "texts.jsonl", "line": 202, "reason": "not UTF-8: byte 15 of the line is wrong"},
+        {"file": "dataset.jsonl", "line": 201, "reason": "messages is empty"},
+        {"file": "dataset.jsonl", "line": 202, "reason": "not UTF-8: byte 15 of the line is wrong"},
     ]
     assert found["broken_rows"] == 2
     assert found["tokens"] - found["loss_tokens"] == 200
@@ -68,7 +68,7 @@ def test_json_holds_what_the_interface_promises(typed: Typed) -> None:
 
 
 def test_padding_wastes_more_in_larger_micro_batches(typed: Typed) -> None:
-    few, many = (document(typed, "--batch-size", size) for size in ("1", "16"))
+    few, many = (document(typed, "--set", f"micro_batch_size={size}") for size in ("1", "16"))
     assert (few["micro_batch_size"], many["micro_batch_size"]) == (1, 16)
     for one, other in zip(few["lengths"], many["lengths"], strict=True):
         assert one["padding_waste"] == 0 < other["padding_waste"]
@@ -76,7 +76,7 @@ def test_padding_wastes_more_in_larger_micro_batches(typed: Typed) -> None:
 
 
 def test_a_person_sees_kind_lengths_and_what_is_worth_searching(typed: Typed) -> None:
-    code, out, err = typed("texts.jsonl", "--model", "demo")
+    code, out, err = typed("dataset.jsonl", "--model", "demo")
     assert code == 0
     assert "200 rows, and 2 broken: chats" in out
     assert "(messages, recognised by its columns)" in out
@@ -84,7 +84,7 @@ def test_a_person_sees_kind_lengths_and_what_is_worth_searching(typed: Typed) ->
     assert len(re.findall(r"^ *\d+–\d+ +\d+  [█#]+$", out, flags=re.MULTILINE)) == 12
     # A slow machine says before how long it has been reading.
     assert (
-        "warning: texts.jsonl: 2 of 202 rows are broken and left out: "
+        "warning: dataset.jsonl: 2 of 202 rows are broken and left out: "
         "line 201: messages is empty; line 202: not UTF-8"
     ) in err
 
@@ -98,7 +98,7 @@ def test_run_and_plan_say_which_rows_are_left_out_too(
     document(typed)
     quiet = partial(command.prepared, progress=lambda _: lambda _done, _of: None)
     for read in (driving.read_texts, quiet):
-        texts = read(TextsRequest("texts.jsonl", load_model_spec("demo")))
+        texts = read(TextsRequest("dataset.jsonl", load_model_spec("demo")))
         assert texts.summary.broken == 2
         assert "line 201: messages is empty" in capsys.readouterr().err
 
@@ -109,14 +109,30 @@ def test_run_and_plan_say_which_rows_are_left_out_too(
         (["none.jsonl", "--model", "demo"], 2, "'none.jsonl': no such file or directory"),
         (["empty", "--model", "demo"], 2, "no file in this directory ends in .jsonl"),
         (["pipe.jsonl", "--model", "demo"], 2, "is a named pipe, not a file"),
-        (["texts.jsonl"], 2, "--model or --tokenizer"),
-        (["texts.jsonl", "--model", "a10"], 2, "unknown model 'a10'"),
-        (["texts.jsonl", "--model", "mistral-7b-v0.3"], 2, "--model or --tokenizer"),
-        (["texts.jsonl", "--tokenizer", ""], 2, "--tokenizer: an empty text names nothing"),
-        (["texts.jsonl", "--tokenizer", "empty"], 2, "'empty' has no tokenizer"),
-        (["texts.jsonl", "--model", "demo", "--data-format", "chat"], 2, "unknown format 'chat'"),
-        (["texts.jsonl", "--model", "demo", "--batch-size", "0"], 2, "must be at least 1, got 0"),
-        (["texts.jsonl", "--model", "demo", "--batch-size", "x"], 2, "must be a whole number"),
+        (["dataset.jsonl"], 2, "--model or --set data.tokenizer=NAME"),
+        (["dataset.jsonl", "--model", "a10"], 2, "unknown model 'a10'"),
+        (
+            ["dataset.jsonl", "--model", "mistral-7b-v0.3"],
+            2,
+            "--model or --set data.tokenizer=NAME",
+        ),
+        (["dataset.jsonl", "--set", "data.tokenizer="], 2, "write it as data.tokenizer=VALUE"),
+        (["dataset.jsonl", "--set", "data.tokenizer=empty"], 2, "'empty' has no tokenizer"),
+        (
+            ["dataset.jsonl", "--model", "demo", "--set", "data.format=chat"],
+            2,
+            "--set data.format must be one of",
+        ),
+        (
+            ["dataset.jsonl", "--model", "demo", "--set", "micro_batch_size=0"],
+            2,
+            "must be at least 1, got 0",
+        ),
+        (
+            ["dataset.jsonl", "--model", "demo", "--set", "micro_batch_size=x"],
+            2,
+            "must be a whole number",
+        ),
     ],
 )
 def test_what_is_not_right_is_one_message(

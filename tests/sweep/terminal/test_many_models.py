@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from storage.reading import read_study
 from sweep.request import RunRequest
-from sweep.study.session import Prepared, prepare
+from sweep.study.session import prepare
 from sweep.terminal import many_models
-from sweep.terminal.many_models import plan_studies
 
 SPACE = """
 name: small
@@ -70,28 +68,14 @@ def stored(tmp_path: Path, name: str) -> Any:
     return read_study(name, url=f"sqlite:///{tmp_path}/runs/sweep.db", home=tmp_path / "runs")
 
 
-def prepared_for(tmp_path: Path) -> Any:
-    def of(model: str, name: str | None) -> Prepared:
-        space = str(tmp_path / "space.yaml")
-        return prepare(space, overrides={"model": model}, held={}, study=name, card=lambda: None)
-
-    return of
-
-
-def test_each_model_has_a_study_and_the_largest_begins(tmp_path: Path, models: list[str]) -> None:
-    planned = plan_studies(models, study=None, prepare=prepared_for(tmp_path))
-    assert [Path(p.model).name for p in planned] == ["large", "small"]
-    assert len({p.study for p in planned}) == 2
-
-
-def test_a_name_that_was_typed_begins_every_studys(tmp_path: Path, models: list[str]) -> None:
-    planned = plan_studies(models, study="night", prepare=prepared_for(tmp_path))
-    assert {p.study for p in planned} == {"night-small", "night-large"}
-
-
-def test_a_model_that_is_named_twice_is_bad_input(tmp_path: Path, models: list[str]) -> None:
-    with pytest.raises(InputError, match="name each model once"):
-        plan_studies([models[0]] * 2, study=None, prepare=prepared_for(tmp_path))
+def studies(tmp_path: Path, models: list[str]) -> list[many_models.Study]:
+    """Return a study for each model, not yet begun."""
+    request = RunRequest(space=str(tmp_path / "space.yaml"))
+    found = []
+    for one in request.of_models(models):
+        prepared = prepare(one.space, overrides=one.overrides, study=None, card=lambda: None)
+        found.append(many_models.Study(one.model_copy(update={"study": prepared.name}), prepared))
+    return found
 
 
 def test_studies_of_several_models_run_and_print_a_document_each(
@@ -109,11 +93,15 @@ def test_studies_of_several_models_run_and_print_a_document_each(
 
 
 def test_without_json_there_is_a_line_for_each_model(tmp_path: Path, models: list[str]) -> None:
-    done = sweep_run(tmp_path, typed(tmp_path, models))
+    done = sweep_run(tmp_path, typed(tmp_path, models, "--study", "night"))
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
     assert header.split() == ["model", "study", "tokens/s", "memory", "best"]
-    assert [row.split()[0] for row in rows] == ["large", "small"]
+    # The largest begins.
+    assert [row.split()[:2] for row in rows] == [
+        ["large", "night-large"],
+        ["small", "night-small"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +110,7 @@ def test_without_json_there_is_a_line_for_each_model(tmp_path: Path, models: lis
         (["--from", "other"], "--from"),
         (["--on", "ssh:user@box"], "elsewhere name one"),
         (["--devices", "2"], "is for the CPU"),
+        (["--study", "a b/c"], "study name"),
     ],
 )
 def test_what_does_not_go_with_several_models_starts_nothing(
@@ -133,10 +122,16 @@ def test_what_does_not_go_with_several_models_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_wrong_model_among_them_starts_none(tmp_path: Path, models: list[str]) -> None:
-    done = sweep_run(tmp_path, typed(tmp_path, [*models, "no-such-model"]))
+@pytest.mark.parametrize(
+    ("more", "words"), [("no-such-model", "no-such-model"), ("small", "name each model once")]
+)
+def test_a_wrong_model_among_them_starts_none(
+    tmp_path: Path, models: list[str], more: str, words: str
+) -> None:
+    more = models[0] if more == "small" else more
+    done = sweep_run(tmp_path, typed(tmp_path, [*models, more]))
     assert done.returncode == 2
-    assert "no-such-model" in done.stderr
+    assert words in done.stderr
     assert not (tmp_path / "runs" / "sweep.db").exists()
 
 
@@ -165,29 +160,25 @@ def test_one_request_to_stop_reaches_every_driver_and_the_same_command_goes_on(
         assert len(concluded) == len(set(concluded)) == 3
 
 
-def test_a_study_whose_card_fails_is_tried_on_another_and_that_card_is_left_out(
+def test_a_study_whose_gpu_fails_is_tried_on_another_and_that_gpu_is_left_out(
     tmp_path: Path, models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "driver.py"
     program.write_text(
         "import json, sys, time\n"
         "request = json.load(open(sys.argv[-1]))\n"
-        "study = request['study']\n"
         "if request['devices'] == '0,':\n"
         "    print('Error: the GPU was lost', file=sys.stderr); sys.exit(3)\n"
         "time.sleep(0.3)\n"
-        "print(json.dumps({'study': study, 'best': None}))\n"
+        "print(json.dumps({'study': request['study'], 'best': None}))\n"
     )
-    code = many_models.run(
-        plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
-        places=["0,", "1,"],
-        request=RunRequest(space="cpu-demo", as_json=True),
-        program=[sys.executable, str(program)],
-    )
+    command = [sys.executable, str(program)]
+    known = studies(tmp_path, models)
+    assert many_models.run(known, devices=["0,", "1,"], as_json=True, program=command) == 0
     said = capsys.readouterr()
-    assert code == 0
     assert len(said.out.splitlines()) == 2
     assert "tried again on another GPU" in said.err
+    assert "GPU 0 is left out" in said.err
 
 
 @pytest.mark.parametrize(
@@ -201,17 +192,12 @@ def test_how_a_driver_ended_is_told_whatever_became_of_it(
     program = tmp_path / "driver.py"
     program.write_text(f"import os, sys\n{does}\n")
     ended = many_models.run(
-        plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
-        places=[None],
-        request=RunRequest(space="cpu-demo", as_json=True),
+        studies(tmp_path, models),
+        devices=[None],
+        as_json=True,
         program=[sys.executable, str(program)],
     )
     assert ended == code
-
-
-def test_a_name_that_no_study_can_have_begins_none(tmp_path: Path, models: list[str]) -> None:
-    with pytest.raises(InputError, match="study name"):
-        plan_studies(models, study="a b/c", prepare=prepared_for(tmp_path))
 
 
 def test_as_many_studies_run_at_a_time_as_there_are_cards(
@@ -231,9 +217,9 @@ def test_as_many_studies_run_at_a_time_as_there_are_cards(
     )
     began = time.monotonic()
     code = many_models.run(
-        plan_studies(models, study=None, prepare=prepared_for(tmp_path)),
-        places=["0,", "1,"],
-        request=RunRequest(space="cpu-demo", as_json=True),
+        studies(tmp_path, models),
+        devices=["0,", "1,"],
+        as_json=True,
         program=[sys.executable, str(program)],
     )
     assert code == 0

@@ -16,7 +16,7 @@ from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.request import RunRequest
-from sweep.terminal.knob_options import configured
+from sweep.terminal.options import settings
 
 HEAVY = ["torch", "datasets", "transformers", "optuna", "pyarrow", "pandas", "plotly"]
 PROGRAM = f"""
@@ -53,11 +53,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run cpu-demo --sampler tpi", "--sampler must be one of"),
         ("run cpu-demo --data nope.jsonl", "'nope.jsonl': no such file or directory"),
         ("run cpu-demo --data broken.jsonl", "line 1: not JSON"),
-        ("run cpu-demo --data texts.jsonl --text-column b", "no column 'b'; known are text"),
+        (
+            "run cpu-demo --data texts.jsonl --set data.text_column=b",
+            "no column 'b'; known are text",
+        ),
         ("run cpu-demo --storage sqlite:///no/such/x.db", "there is no directory "),
         ("data broken.jsonl --model demo", "line 1: not JSON"),
-        ("data texts.jsonl --model demo --data-format messages", "no column 'messages'"),
-        ("data texts.jsonl --model demo --completions-only", "no completions of their own"),
+        ("data texts.jsonl --model demo --set data.format=messages", "no column 'messages'"),
+        (
+            "data texts.jsonl --model demo --set data.completions_only=true",
+            "no completions of their own",
+        ),
     ],
 )
 def test_nothing_large_is_imported_to_refuse(words: str, said: str) -> None:
@@ -93,12 +99,12 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
     ("words", "said"),
     [
         ("plan a10 --rank 8 --rank 16", "--rank 8 and --rank 16 are both given: keep one"),
-        ("run cpu-demo --rank=8 --lora-rank 16", "--rank 8 and --rank 16 are both given"),
+        ("run cpu-demo --rank=8 --rank 16", "--rank 8 and --rank 16 are both given"),
         ("run cpu-demo --set compile=true --set compile=false", "compile is given twice: keep one"),
         ("run cpu-demo --rank 8 --set lora-rank=8", "lora_rank is given twice: keep one"),
         ("run cpu-demo --set target_modules=null", "--set target_modules must be"),
         ("run cpu-demo --set lora_rank=1_6", "--set lora_rank must be"),
-        ("run cpu-demo --set compile", "write it as KEY=VALUE"),
+        ("run cpu-demo --set compile", "write it as compile=VALUE"),
         ("run cpu-demo --set compil=true", "unknown setting 'compil'; did you mean 'compile'?"),
         ("run cpu-demo --set kernels=fast", "--set kernels must be one of 'hf', 'fused-loss'"),
         ("plan a10 --set quantized_fraction=2", "--set quantized_fraction must be at most 1"),
@@ -109,7 +115,14 @@ def test_a_study_goes_on_without_the_file_of_its_texts(home: Path) -> None:
         ("run cpu-demo --set lora_dropout=nan", "lora_dropout must be a finite number, got 'nan'"),
         ("run cpu-demo --set lora_alpha=inf", "lora_alpha must be a finite number, got 'inf'"),
         ("run cpu-demo --max-dollars nan", "--max-dollars must be a finite number, got nan"),
-        ("train demo --output o --lr 7", "--lr must be at most 1.0, got 7.0"),
+        ("train demo --output o --set learning_rate=7", "learning_rate must be at most 1.0, got 7"),
+        ("train demo --output o --set lora_rank=7", "unknown setting 'lora_rank'"),
+        ("run cpu-demo --set numerics=8-bit", "--set numerics must be one of 'any' or '16-bit'"),
+        ("run cpu-demo --set tokenizer=demo", "did you mean 'data.tokenizer'?"),
+        ("plan a10 --data x.jsonl --set data.format=chat", "--set data.format must be one of"),
+        ("plan a10 --work eons=3", "unknown amount; did you mean"),
+        ("run night.run.json --trials 3", "night.run.json is a whole request: no option goes"),
+        ("run night.run.json --set compile=true", "is a whole request: no option goes with it"),
         ("train demo --output o --epochs inf", "--epochs must be a finite number above 0, got inf"),
         ("run cpu-demo --rank eight", "--rank must be a whole number, got 'eight'"),
         ("init --gpu zzz", "unknown GPU 'zzz'; `sweep gpus` lists them"),
@@ -199,7 +212,7 @@ def test_a_study_of_settings_has_a_short_name_of_its_own() -> None:
 
 def test_a_setting_means_what_its_option_and_its_key_in_a_space_mean() -> None:
     typed = ["compile=true", "double-quant=false", "effective_batch_size=null", "lora_alpha=8"]
-    assert configured({"lora_rank": 4, "seq_len": None}, [*typed, "kernels=hf"]) == {
+    assert settings({"lora_rank": 4, "seq_len": None}, [*typed, "kernels=hf"])[0] == {
         "lora_rank": 4,
         "compile": True,
         "double_quant": False,
@@ -209,5 +222,5 @@ def test_a_setting_means_what_its_option_and_its_key_in_a_space_mean() -> None:
     }
     values = TrialConfig(compile=True, effective_batch_size=64, checkpoint_fraction=0.0)
     words = as_options(values.model_dump(mode="json"))
-    settings = [word for flag, word in pairwise(words) if flag == "--set"]
-    assert configured({}, settings).items() <= values.model_dump(mode="json").items()
+    given = [word for flag, word in pairwise(words) if flag == "--set"]
+    assert settings({}, given)[0].items() <= values.model_dump(mode="json").items()

@@ -35,9 +35,8 @@ from sweep.predict.memory.profile_store import source_files
 from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
-from sweep.terminal import plan_screen
+from sweep.terminal import options, plan_screen
 from sweep.terminal.drawing import rendered
-from sweep.terminal.knob_options import configured
 from sweep.terminal.plan import plan
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
@@ -748,7 +747,7 @@ def test_numerics_16_bit_leaves_compute_in_8_bits_out(
     (wide,) = json.loads(capsys.readouterr().out)["fastest_by_numerics"]
     assert wide["numerics"] == "16-bit"
     answer(space="a10", numerics="16-bit")
-    assert "`sweep run a10 --numerics 16-bit`" in capsys.readouterr().out
+    assert "`sweep run a10 --set numerics=16-bit`" in capsys.readouterr().out
     with pytest.raises(InputError, match="numerics must be one of 'any' or '16-bit'"):
         answer(space="a10", numerics="8-bit")
 
@@ -1070,14 +1069,14 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 def test_what_is_typed_of_the_settings_arrives_by_key(
     settings: list[str], expected: dict[str, Any]
 ) -> None:
-    assert configured({}, settings) == expected
+    assert options.settings({}, settings)[0] == expected
 
 
 @pytest.mark.parametrize("key", CONFIG_KEYS)
 def test_every_setting_takes_its_default(key: str) -> None:
     default = json.loads(TrialConfig().model_dump_json())[key]
     text = "null" if default is None else str(default).lower()
-    assert configured({}, [f"{key}={text}"]) == {key: default}
+    assert options.settings({}, [f"{key}={text}"])[0] == {key: default}
 
 
 # The command itself, tracing a real model in its child
@@ -1093,7 +1092,7 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
     )
     typed = (
         "--exact",
-        "--batch-size",
+        "--micro-batch-size",
         "2",
         "--seq-len",
         "64",
@@ -1144,7 +1143,7 @@ def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
         (("--cheapest", "--within", "-1h"), "--within: a duration is written like"),
         (("a10", "--price", "a10=x"), "--price: a10 must cost dollars an hour"),
         (("a10", "--price", "a11=1"), "--price: unknown GPU 'a11'; did you mean 'a10'"),
-        (("--cheapest", "--samples", "0"), "--samples must be greater than 0"),
+        (("--cheapest", "--work", "samples=0"), "--work samples must be greater than 0"),
         (("--gpu", "a100:x"), "unknown GPU 'a100:x'; did you mean 'a100-40gb', 'a100-80gb' or "),
         (("--gpu", "zzz"), "unknown GPU 'zzz'; `sweep gpus` lists them"),
         (("zzz",), "is no preset, no YAML file and no GPU; `sweep presets` and `sweep gpus`"),

@@ -57,7 +57,7 @@ def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
     study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = _plan_of(study, capsys, tmp_path / "l4.json", speed=1e6)
-    arguments = ["report", study, "--plan", str(plan), "--dataset-samples", "1000", "-o", "-"]
+    arguments = ["report", study, str(plan), "--work", "dataset-samples=1000", "-o", "-"]
     assert main(arguments) == 0
     page = capsys.readouterr().out
     assert "Soonest: l4 (plan)" in page
@@ -69,7 +69,7 @@ def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
     [
         ([], "name a study for its report"),
         (["study", "nobody"], "no study 'nobody'"),
-        (["study", "--plan", "none.json"], "none.json: no such file"),
+        (["study", "none.json"], "none.json: no such file"),
     ],
 )
 def test_what_cannot_be_compared_is_said(
@@ -84,7 +84,7 @@ def test_what_is_no_plan_is_named(
 ) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"plans": 3}')
-    assert main(["report", study, "--plan", str(broken)]) == 2
+    assert main(["report", study, str(broken)]) == 2
     assert f"{broken}: plans must be a list" in capsys.readouterr().err
 
 
@@ -99,8 +99,8 @@ def test_what_is_no_plan_is_named(
             ["study", "-o", "FRONT.JPG"],
             "FRONT.JPG: a report goes into a file that ends in .html",
         ),
-        (["study", "--tokens", "-5"], "--tokens must be greater than 0, got -5"),
-        (["study", "--epochs", "2"], "--epochs needs --tokens or --dataset-samples"),
+        (["study", "--work", "tokens=-5"], "--work tokens must be greater than 0, got -5"),
+        (["study", "--work", "epochs=2"], "epochs needs tokens or dataset-samples"),
     ],
     ids=" ".join,
 )

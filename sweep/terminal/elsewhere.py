@@ -1,0 +1,526 @@
+"""`sweep run --on ssh|slurm|modal|skypilot`: a study that another machine drives, from its request
+to what is started there, said here and kept of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from reports import units
+from search_spaces.costs import SECONDS_PER_HOUR
+from search_spaces.documents import home_expanded
+from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from search_spaces.gpus import find_gpu
+from search_spaces.models import load_model_spec
+from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
+from search_spaces.redaction import redact
+from search_spaces.space import SearchSpace, parse_duration
+from storage.fetched import refuse_local, take_in
+from storage.files import make_directory
+from storage.files import replace as put
+from storage.outputs import write_output
+from storage.urls import SqliteUrl, parse_url
+from sweep.data.texts import prepare_texts
+from sweep.data.tokenizers import find_tokenizer
+from sweep.launching import slurm
+from sweep.launching.box import prepared, reached
+from sweep.launching.costing import foreseen
+from sweep.launching.inputs import packed
+from sweep.launching.job_files import job_directory
+from sweep.launching.ledger import STOP_SECONDS
+from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
+from sweep.launching.providers import PROVIDERS, require
+from sweep.launching.remote_study import HOME, RemoteStudy
+from sweep.launching.rental import (
+    Cost,
+    Machine,
+    Provider,
+    Rental,
+    cost_of,
+    machine_offer,
+    shared,
+)
+from sweep.launching.ssh import Address, Connection, ConnectionLostError
+from sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
+from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
+from sweep.planning.survey import START_SECONDS
+from sweep.predict.memory.profile_store import TracingChildren
+from sweep.request import REQUEST, RunRequest, Where
+from sweep.running.device_info import check_spelling
+from sweep.stop_signals import INTERRUPTED
+from sweep.study.events import Interruption
+from sweep.terminal.commands import DONE, ENVIRONMENT
+from sweep.terminal.console import (
+    confirmed,
+    note,
+    note_folded,
+    say,
+    say_as_is,
+    say_json,
+    working,
+)
+from sweep.terminal.plan import tracing
+
+TOKEN = "HF_TOKEN"
+_INPUTS = "inputs"
+"""Directory on the machine that is reached by ssh, below the study's."""
+
+
+def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
+    """Run a study on another machine, show it here, and fetch it; return its exit code.
+
+    Args:
+        request: what was typed.
+        where: the machine, and the Python of an environment there; by default one of sweep's own.
+        is_dry: whether nothing is started, and what would be is said.
+
+    Raises:
+        InputError: something that was typed is not right; nothing was started.
+        EnvironmentFault: the machine, or something on it, is not to be had.
+    """
+    address, url = Address.parse(where.address), storage_url(request.storage)
+    python = where.settings.get("python")
+    parse_url(url)
+    sent, files = packed(request)
+    assert sent.study is not None, "what is packed has a name"
+    refuse_local(sent.study, host=str(address), url=url, home=runs_directory())
+    if is_dry:
+        if request.as_json:
+            say_json({"study": sent.study, "on": str(where), "files": list(files)})
+            return DONE
+        say(f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}.")
+        for name in files:
+            say(f"Would go along: {name}")
+        return DONE
+    with Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
+        box = reached(connection, python=python)
+        there = RemoteStudy(box, sent.study)
+        # Before anything there is touched: what runs reads it.
+        was_running = there.runs()
+        if not was_running:
+            box = prepared(box, python=python, studies=HOME, say=note_folded)
+            there = RemoteStudy(box, sent.study)
+            own = Path(directory) / REQUEST
+            own.write_text(sent.model_dump_json(), encoding="utf-8")
+            shipped = {REQUEST: own, **files}
+            there.ship({f"{_INPUTS}/{name}": file for name, file in shipped.items()})
+        interruption = Interruption()
+        with interruption.handling_signals():
+            if was_running or there.start(("run", f"{_INPUTS}/{REQUEST}")):
+                note_folded(
+                    f"Study {sent.study} runs on {address} already; this is how it goes on."
+                )
+            return _followed(there, sent.study, address, url=url, interruption=interruption)
+
+
+def _followed(
+    there: RemoteStudy, name: str, address: Address, *, url: str, interruption: Interruption
+) -> int:
+    """Follow a study to its end, keep it here, and return its exit code."""
+    try:
+        ended = there.follow(
+            hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
+        )
+    except ConnectionLostError as lost:
+        note_folded(
+            f"{lost}. The study goes on there; the same command follows it again, and fetches it."
+        )
+        return INTERRUPTED if interruption.is_requested() else ENVIRONMENT
+    try:
+        _keep(there, name, address, url=url)
+    finally:
+        # What came of it is worth knowing where it cannot be kept here, too.
+        if ended.stdout:
+            say_as_is(ended.stdout.removesuffix("\n"))
+    if ended.code is None:
+        note_folded(f"Study {name} ended on {address}, nobody knows how; the same command goes on.")
+        return ENVIRONMENT
+    return ended.code
+
+
+def _keep(there: RemoteStudy, name: str, address: Address, *, url: str) -> None:
+    home = runs_directory()
+    with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
+        try:
+            found = there.fetch(Path(directory))
+        except OSError as error:
+            raise EnvironmentFault(f"no room in {directory}: {words_of(error)}") from error
+        if found.database.exists():
+            kept: dict[str, Any] = {"database": found.database, "files": found.files}
+            take_in(name, host=str(address), url=url, home=home, **kept)
+    if found.left_out:
+        note_folded(
+            f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
+            f"{', '.join(found.left_out)}."
+        )
+
+
+def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
+    """Submit a study as a job that requeues itself before each time limit; or print its script.
+
+    Args:
+        request: what was typed.
+        where: what the job asks the queue for, and the environment that it runs in.
+        is_dry: whether the script is printed, and nothing submitted.
+
+    Raises:
+        InputError: of study, job or queue, what was typed is not right. Nothing was submitted.
+        EnvironmentFault: there is no queue here, or a file cannot be written.
+    """
+    name, space = request.named()
+    devices, on_cpu = request.devices, space.gpu == "cpu"
+    if space.data is not None:
+        with suppress(_OnHubError):
+            find_tokenizer(space.data.tokenizer, load_model_spec(space.model), fetch=_leave)
+    if devices is not None:
+        # Whether there are such GPUs, the job sees.
+        check_spelling(devices)
+        if on_cpu:
+            raise InputError(
+                f"--devices {devices}: space '{space.name}' is for the CPU, which is one"
+            )
+    if request.carried is not None:
+        from sweep.terminal.driving import carried_source
+
+        carried_source(request.carried, of=name, url=storage_url(request.storage))
+    each = 0 if on_cpu else max(space.values_of("data_parallel"))
+    allocation = _allocation(where, devices=devices, least=each)
+    if not on_cpu and allocation.gpu_count > 1 and devices is None:
+        # What was asked of the queue is there to be used.
+        devices = "all"
+    files = runs_directory().absolute() / name
+    changes = {"study": name, "devices": devices, "storage": _storage_of_job(request.storage)}
+    job = slurm.Job(
+        study=name,
+        program=(_python(where.settings.get("env")), "-P", "-m", "sweep", "run"),
+        request=request.model_copy(update=changes).model_dump_json(),
+        directory=Path.cwd(),
+        files=files,
+        variables={"SWEEP_HOME": str(files.parents[1])},
+    )
+    script, about = slurm.job_script(job, allocation), {"study": name, "on": "slurm"}
+    if is_dry:
+        note(f"Not submitted. SLURM writes its log only where this is there: {files}")
+        if request.as_json:
+            say_json({**about, "script": script})
+        else:
+            say_as_is(script)
+        return DONE
+    slurm.find_sbatch()
+    path = files / "slurm.sh"
+    _make_directory(files)
+    write_output(path, script.encode())
+    number = slurm.hand_in(path)
+    note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
+    if request.as_json:
+        say_json({**about, "job": number})
+    else:
+        say(f"Submitted study {name} as job {number}.")
+    return DONE
+
+
+def _allocation(where: Where, *, devices: str | None, least: int) -> slurm.Allocation:
+    """Return what was typed of the job: settings that are not ours are sbatch's own options.
+
+    Args:
+        where: those settings.
+        devices: that were typed.
+        least: GPUs that a trial needs.
+    """
+    settings = {key: value for key, value in where.settings.items() if key != "env"}
+    if devices not in (None, "all") and not devices.isdecimal():
+        raise InputError(f"--devices {devices}: SLURM numbers a job's GPUs: name how many")
+    wanted = int(devices) if devices is not None and devices != "all" else least
+    gpus, time = settings.pop("gpus", str(wanted)), settings.pop("time", None)
+    try:
+        seconds = None if time is None else parse_duration(time)
+    except InputError as error:
+        raise InputError(f"--with time: {error}") from error
+    allocation = slurm.Allocation(
+        limit_seconds=seconds,
+        gpus=None if gpus == "0" else gpus,
+        options=tuple(f"{key}={value}" if value else key for key, value in settings.items()),
+    )
+    if allocation.gpu_count < wanted:
+        raise InputError(f"--with gpus={gpus}: the study runs on {wanted}: ask for as many")
+    return allocation
+
+
+class _OnHubError(Exception):
+    """It is fetched where the job runs."""
+
+
+def _leave(name: str) -> Path:
+    raise _OnHubError(name)
+
+
+def _python(environment: str | None) -> str:
+    """Return the Python of an environment; of this one where none was named."""
+    if environment is None:
+        return sys.executable
+    python = home_expanded(environment).absolute() / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        raise InputError(f"--with env={environment}: {quote(str(python))} is no program")
+    return str(python)
+
+
+def _storage_of_job(typed: str | None) -> str | None:
+    """Return the database as the job is told of it, from wherever it is started.
+
+    Raises:
+        InputError: a password would stand in the script, which others may read.
+    """
+    url = storage_url(typed)
+    database = parse_url(url)
+    if isinstance(database, SqliteUrl):
+        return str(database)
+    if redact(url) == url:
+        return url
+    if typed is not None:
+        raise InputError(
+            "--storage: its password would stand in the job's script: set "
+            f"{STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
+        )
+    return None
+
+
+def on_rented(
+    request: RunRequest,
+    where: Where,
+    *,
+    is_sure: bool,
+    is_dry: bool,
+    predictor: Predictor | None = None,
+    ready: Callable[[Provider, Machine], None] = require,
+    start: Callable[[Sequence[str]], int] | None = None,
+    pack: Callable[[Path], Path] = package,
+) -> int:
+    """Write a study's job for a rented machine, say what it costs, and start it where asked.
+
+    Args:
+        request: what was typed.
+        where: the provider, and what is asked of it.
+        is_sure: whether it is started without a question.
+        is_dry: whether the job is written alone.
+        predictor: makes what predicts memory; by default it traces the model's own code.
+        ready: checks that a provider's tool and login are there.
+        start: runs the provider's command to its end; returns its exit code.
+        pack: puts this package into a directory.
+
+    Raises:
+        InputError: something that was typed or named is not right, or no price is known.
+        EnvironmentFault: the provider's tool or login is not there, or it did not start.
+        NothingFits: nothing of the space is predicted to fit the GPU.
+    """
+    for typed, option in ((request.storage, "--storage"), (request.carried, "--from")):
+        if typed is not None:
+            raise InputError(f"{option} names what a rented machine cannot see: leave it out")
+    provider = PROVIDERS[where.kind]
+    study, space = request.named()
+    machine = _machine(request, where, space)
+    provider.check(machine)
+    # As it is read there.
+    changes = {
+        "study": study,
+        "overrides": {**request.overrides, "gpu": machine.card.name},
+        "devices": None if machine.cards == 1 else "all",
+    }
+    request = request.model_copy(update=changes)
+    _, space = request.named()
+    volume = provider.volume(machine, where.settings.get("volume"))
+    is_started = not is_dry and (is_sure or sys.stdin.isatty())
+    if is_started:
+        with working(f"asking {provider.title} for your account"):
+            ready(provider, machine)
+    question, cost = _question_and_cost(
+        request, where.settings, machine, provider, typed=space, predictor=predictor
+    )
+    file = job_directory(runs_directory() / study) / provider.file_name
+    sent, files = packed(request, with_weights=True)
+    _make_directory(file.parent)
+    own = file.with_name(REQUEST)
+    _write(own, sent.model_dump_json())
+    inputs = {REQUEST: own.absolute(), **files}
+    with working("building the package"):
+        mounts = tuple(Input(path, name) for name, path in inputs.items())
+        parcel = Parcel(python_version(), requirements(), pack(file.parent), mounts)
+    is_of_hub = question.model.source == "hub" and os.environ.get(TOKEN)
+    secrets = (TOKEN,) if is_of_hub else ()
+    rental = Rental(study, machine, parcel, cost, volume, secrets)
+    _write(file, provider.text(rental))
+    command = provider.start(rental, file)
+    note_folded(cost_words(cost, machine), indent=2)
+    if is_started and not is_sure:
+        is_started = confirmed(f"Start it on {provider.title} now?")
+    if is_started:
+        _start(command, provider, rental, start or _started(as_json=request.as_json))
+    results = provider.results(rental)
+    if request.as_json:
+        say_json(
+            {
+                "provider": provider.name,
+                "study": study,
+                "file": str(file),
+                "command": shlex.join(command),
+                "results": results,
+                "gpu": {"name": machine.card.name, "count": machine.cards},
+                "volume": volume,
+                "cost": cost.to_json(),
+                "started": is_started,
+            }
+        )
+        return DONE
+    if not is_started:
+        say(f"Wrote {file}; nothing was started. What starts it, and resumes it:")
+        say(f"  {shlex.join(command)}")
+    say("What came of it, once it has begun:")
+    say(f"  {results}")
+    return DONE
+
+
+def _machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
+    """Return the machine that is asked for; with the space's own GPU where none was typed.
+
+    Raises:
+        InputError: neither names a GPU of the catalogue, or a setting is none.
+    """
+    typed, devices = request.overrides.get("gpu"), request.devices or "1"
+    if typed in ("auto", "cpu"):
+        raise InputError(f"--gpu {typed} is no GPU to rent: name one (`sweep gpus`)")
+    if space.gpu in ("auto", "cpu"):
+        raise InputError(
+            f"space '{space.name}' is for gpu {space.gpu}: name the GPU to rent with --gpu "
+            "(`sweep gpus`)"
+        )
+    if not (devices.isascii() and devices.isdecimal() and int(devices) >= 1):
+        raise InputError(f"--devices must be how many GPUs to rent, at least 1, got {devices}")
+    spot, cloud = where.settings.get("spot", "false"), where.settings.get("cloud")
+    if spot not in ("true", "false"):
+        raise InputError(f"--with spot must be true or false, got {spot}")
+    return Machine(find_gpu(space.gpu), int(devices), cloud and cloud.lower(), spot == "true")
+
+
+def _question_and_cost(
+    request: RunRequest,
+    settings: Mapping[str, str],
+    machine: Machine,
+    provider: Provider,
+    *,
+    typed: SearchSpace,
+    predictor: Predictor | None,
+) -> tuple[Question, Cost]:
+    """Return what the study would search, and what it costs on a machine."""
+    gpu, price, prices = machine.card, settings.get("price"), settings.get("prices")
+    asked = PlanRequest(
+        space=request.space,
+        gpus=(gpu.name,),
+        model=request.overrides.get("model"),
+        data=request.overrides.get("data") or {},
+        configuration=request.held,
+        prices=None if prices is None else Path(prices),
+        typed_prices=() if price is None else (f"{gpu.name}={price}",),
+    )
+
+    def no_study(name: str, _storage: str | None) -> Any:
+        raise AssertionError(f"nobody asked for study {name}")
+
+    with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
+        question = resolve_request(
+            asked,
+            predictor=predictor or tracing(children),
+            card=lambda: None,
+            read_study=no_study,
+            read_texts=lambda texts: prepare_texts(
+                texts, on_progress=lambda what, done, of: progress(what)(done, of)
+            ),
+        )
+        offers = provider.offers(machine, question.offers.get(gpu.name, ()))
+        offer = machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
+        if offer is None:
+            on = f"{machine.cloud} with " if machine.cloud else ""
+            raise InputError(
+                f"no price is known of {gpu.name}{' spot' if machine.is_spot else ''} on "
+                f"{on}{provider.title}: give the dollars of an hour, --with price=0.75 say, or a "
+                "file, --with prices=FILE"
+            )
+        if offer.provider == TYPED_PROVIDER:
+            offer = offer.model_copy(update={"provider": provider.title})
+        surveys = cache_directory() / "surveys"
+        course = foreseen(question, gpu, typed=typed, cache=surveys, progress=progress)
+    if course.note is not None:
+        note_folded(f"how long it takes is not predicted: {course.note}")
+    spread = course.seconds
+    if spread is not None:
+        low, high = shared(spread, cards=machine.cards, start=START_SECONDS)
+        # One GPU measures the winner again.
+        spread = low + course.confirming[0], high + course.confirming[1]
+    cost = cost_of(
+        spread,
+        offer=offer,
+        usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
+        download_bytes=course.download_bytes,
+        max_dollars=typed.max_dollars,
+        least_seconds=course.least_seconds + offer.boot_seconds + STOP_SECONDS,
+    )
+    return question, cost
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        make_directory(path)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        put(file, content.encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {file}: {error.strerror}") from error
+
+
+def _started(*, as_json: bool) -> Callable[[Sequence[str]], int]:
+    """Return what runs a command whose results are not to be taken for ours."""
+    out = sys.stderr.fileno() if as_json else None
+    return lambda command: subprocess.run(command, stdout=out, check=False).returncode
+
+
+def _start(
+    command: Sequence[str],
+    provider: Provider,
+    rental: Rental,
+    start: Callable[[Sequence[str]], int],
+) -> None:
+    try:
+        code = start(command)
+    except KeyboardInterrupt:
+        note(f"It may go on at {provider.title}; what stops it: {provider.stop(rental)}")
+        raise
+    except OSError as error:
+        raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
+    if code:
+        raise EnvironmentFault(
+            f"`{shlex.join(command)}` ended with exit code {code}: what it said is above"
+        )
+
+
+def cost_words(cost: Cost, machine: Machine) -> str:
+    """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
+    cards = f"{machine.cards} x " if machine.cards > 1 else ""
+    card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
+    whose = ", the price that you gave," if cost.machine.source == PRICE_OPTION else ""
+    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour{whose} on {cost.machine.provider}"
+    most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
+    if cost.usd is None or cost.hours is None:
+        return f"{card} {rate}; {most}"
+    dollars = [f"${usd:.2f}" for usd in cost.usd]
+    hours = [units.duration(SECONDS_PER_HOUR * one) for one in cost.hours]
+    about, long = (" to ".join(dict.fromkeys(ends)) for ends in (dollars, hours))
+    return f"about {about}: {long} of {card} {rate}; {most}"
