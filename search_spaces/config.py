@@ -272,8 +272,8 @@ class TrialConfig(BaseModel):
             traced=_same,
         ),
     ] = "bf16"
-    """Type of the matrix products. ``fp8`` and ``int8`` are those of the frozen layers, forward and
-    for their input's gradient, inputs and gradients rounded row by row; all else is in 16 bits."""
+    """Type of the matrix products. With ``fp8`` and ``int8`` the frozen layers multiply in 8 bits,
+    forward and for their input's gradient, with a scale per token; the rest is in 16 bits."""
 
     quantization: Annotated[
         Quantization,
@@ -286,7 +286,7 @@ class TrialConfig(BaseModel):
             traced=lambda value: "nf4" if value in FOUR_BIT else value,
         ),
     ] = "nf4"
-    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, 8 bits with a scale an output
+    """Storage of the frozen base: 4-bit NormalFloat, 4-bit float, 8 bits with a scale per output
     feature (``fp8``: e4m3; ``int8``), or ``none`` (16-bit)."""
 
     double_quant: Annotated[
@@ -302,7 +302,7 @@ class TrialConfig(BaseModel):
             traced=_same,
         ),
     ] = True
-    """Whether the quantization constants are quantized themselves."""
+    """Whether the quantization constants are quantized too."""
 
     quantized_fraction: Annotated[
         Number,
@@ -363,7 +363,7 @@ class TrialConfig(BaseModel):
             tried=get_args(Kernels),
         ),
     ] = "hf"
-    """Layer kernels: transformers' own, Liger's fused loss alone, or the whole Liger set."""
+    """Layer kernels: transformers' own, only Liger's fused loss, or all of Liger's."""
 
     attention: Annotated[
         Attention,
@@ -416,9 +416,8 @@ class TrialConfig(BaseModel):
             traced=lambda value: "packed" if value == "packed" else "none",
         ),
     ] = "none"
-    """What a sequence of a micro-batch holds: one example, ``none`` and ``grouped`` (examples of
-    like length in one micro-batch), or as many as fit, ``packed``; the last two only with a
-    dataset."""
+    """How examples become sequences: one each (``none``), one each with examples of similar length
+    in a micro-batch (``grouped``), or as many as fit (``packed``); the last two need a dataset."""
 
     learning_rate: Annotated[
         Number,
@@ -429,8 +428,8 @@ class TrialConfig(BaseModel):
     data_parallel: Annotated[
         StrictInt, Knob("GPUs", lambda value: "one GPU" if value == 1 else f"{value} GPUs")
     ] = Field(default=1, ge=1, le=GPUS_MAX)
-    """GPUs that train one configuration together, each on sequences of its own (DDP); every
-    optimizer step is one of all of them."""
+    """GPUs that train one configuration together (DDP), each on different sequences; an optimizer
+    step covers all of them."""
 
     sharding: Annotated[
         Sharding,
@@ -443,7 +442,7 @@ class TrialConfig(BaseModel):
             shapes_base=True,
         ),
     ] = "none"
-    """What each of several GPUs holds: the whole model, or its share of every layer (``fsdp``:
+    """What each of several GPUs stores: the whole model, or its share of every layer (``fsdp``:
     FSDP2, with 4-bit weights stored in the compute dtype)."""
 
     @model_validator(mode="after")

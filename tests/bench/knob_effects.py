@@ -127,7 +127,7 @@ def effects(rows: list[Row], key: str) -> list[str]:
     for pair in pairs(rows, key):
         found[pair.change, pair.model].append(pair)
     if not found:
-        return ["No two committed measurements differ in this setting alone."]
+        return ["No two committed measurements differ only in this setting."]
     unit = f"GiB per {PER_TOKENS:,} tokens more" if key == PER_DOUBLING else "peak, GiB"
     head = [f"| change | model | pairs | speed | {unit} |", "|---|---|---|---|---|"]
     return head + [
