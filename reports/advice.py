@@ -22,12 +22,6 @@ from storage.records import (
 _NEAREST_SHOWN = 2
 
 
-def title(view: StudyView) -> str:
-    """Return what the sentences are about: more speed, where that was asked for."""
-    is_speed = "tokens_per_second" in view.objectives
-    return "To go faster" if is_speed else "To find better"
-
-
 def how_to_go_faster(view: StudyView) -> list[str]:
     """Return sentences on what stands between the winner and a better one, most useful first.
 

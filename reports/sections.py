@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reports import advice, sentences, units, words
+from reports import sentences, units, words
+from reports.advice import how_to_go_faster
 from reports.view import StudyView, epoch_of, view_of
 from storage.definition import StudySnapshot
 from storage.ranking import measured_of, verdict_counts
@@ -22,7 +23,6 @@ class NextSteps:
     commands: tuple[str, ...]
     configuration: str
     """As JSON, every key."""
-    advice_title: str
     advice: tuple[str, ...]
     confirmations: tuple[sentences.ConfirmedRow, ...]
 
@@ -35,8 +35,7 @@ def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
     return NextSteps(
         commands=sentences.commands(view),
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
-        advice_title=advice.title(view),
-        advice=tuple(advice.how_to_go_faster(view)),
+        advice=tuple(how_to_go_faster(view)),
         confirmations=tuple(sentences.confirmed_rows(view)),
     )
 
@@ -61,7 +60,7 @@ def texts_of(snapshot: StudySnapshot) -> TextsSection | None:
     choice, q = snapshot.definition.space.data, texts.quantiles
     counted = "loss on completions alone" if texts.completions_only else "loss on every token"
     broken = f", and {texts.broken:,} that cannot be trained on" if texts.broken else ""
-    held_out = units.share(0.0 if choice is None else choice.eval_fraction)
+    held_out = units.share(choice.eval_fraction if choice else 0.0)
     facts = {
         "dataset": f"{texts.source}: {texts.kind}, {counted}",
         "rows": f"{texts.rows:,}{broken}",
@@ -128,16 +127,16 @@ class FactRow(NamedTuple):
 def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
     """Return what the study ran on and with: the target first, then the stored fingerprint."""
     target, space = snapshot.definition.target, snapshot.definition.space
-    return (
-        FactRow("model", str(snapshot.definition.model.get("name", units.DASH))),
-        FactRow("weights", space.weights),
-        FactRow("target GPU", target.gpu),
-        FactRow("memory budget", units.gib(target.budget_bytes)),
-        FactRow("measured on", target.emulated_on or target.gpu),
-        FactRow("search space", f"{space.name} (sampler {space.sampler}, seed {space.seed})"),
-        FactRow("driver time", units.duration(snapshot.wall_seconds)),
-        *(FactRow(*known) for known in _flat(snapshot.environment)),
-    )
+    known = {
+        "model": str(snapshot.definition.model.get("name", units.DASH)),
+        "weights": space.weights,
+        "target GPU": target.gpu,
+        "memory budget": units.gib(target.budget_bytes),
+        "measured on": target.emulated_on or target.gpu,
+        "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
+        "driver time": units.duration(snapshot.wall_seconds),
+    }
+    return tuple(FactRow(*pair) for pair in (*known.items(), *_flat(snapshot.environment)))
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 from reports import units, words
 from reports.view import Epoch, StudyView
@@ -13,14 +14,11 @@ from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonica
 from storage.definition import StudySnapshot
 from storage.ranking import (
     CLAIMED_RANK,
-    ClassBest,
     Ranking,
     claimed_pair,
     measured_of,
 )
 from storage.records import RETRYABLE, Measurement, TrialRecord
-
-_TIES_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,8 @@ def _nothing_fits(view: StudyView) -> str:
     budget = units.gib(view.gpu.budget_bytes)
     if baseline is None or view.ranking.is_baseline_in_space:
         return f"Nothing that was tried was measured to fit in {budget}."
-    is_tried = "that was tried was measured to fit" if view.ranking.of_space else "was tried yet"
     return (
-        f"Nothing of the space {is_tried}. Its baseline fits in {budget}, at "
+        f"Nothing of the space was measured to fit in {budget}. Its baseline fits, at "
         f"{words.speed(measured_of(baseline))}: a reference that the space does not hold, and so "
         "no answer."
     )
@@ -121,13 +118,12 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
         ends = ", ".join(filter(None, (words.interval(measured), words.doubts(measured))))
         return f"{own} tokens/s ({ends})"
     verb = "measured" if target.recorded is None else "recorded"
-    beside = f"{verb} on {target.emulated_on}: {own}"
     speed = snapshot.target_speed(record)
     if speed is None:
-        return f"{beside}; not predicted on {target.gpu}"
+        return f"{own} tokens/s {verb} on {target.emulated_on}; not predicted on {target.gpu}"
     is_bounded = speed.low is not None and speed.high is not None
     ends = f" {units.rate(speed.low)}–{units.rate(speed.high)}" if is_bounded else ""
-    rate = units.rate(speed.tokens_per_second)
+    rate, beside = units.rate(speed.tokens_per_second), f"{verb} on {target.emulated_on}: {own}"
     return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
 
 
@@ -187,8 +183,9 @@ def _numerics(view: StudyView) -> str:
     that a run on the target has to decide between them where another GPU stood in; else nothing."""
     winner, other, said = view.winner, view.ranking.fastest_with_16_bits, []
     if other is not None:
-        speed = speed_on_target(view.snapshot, other)
-        said.append(f"The fastest with 16-bit compute is trial {other.number}: {speed}.")
+        speed = view.snapshot.target_speed(other) or measured_of(other)
+        rate = units.rate(speed.tokens_per_second)
+        said.append(f"The fastest with 16-bit compute is trial {other.number}: {rate} tokens/s.")
     if winner is not None and view.numerics_choice == "predicted":
         gpu = units.with_article(units.gpu_name(view.gpu.name))
         chosen = units.phrase("compute_dtype", winner.config.compute_dtype)
@@ -222,11 +219,8 @@ def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> st
         return "recorded once, and not measured again"
     if ranking.is_confirmed:
         return f"confirmed ({units.plural(ranking.runs, 'run')})"
-    return "not confirmed yet" if is_driven else f"not confirmed: {_confirm(study)}"
-
-
-def _confirm(study: str) -> str:
-    return f"sweep confirm {shlex.quote(study)}"
+    what_to_type = f": sweep confirm {shlex.quote(study)}"
+    return f"not confirmed{' yet' if is_driven else what_to_type}"
 
 
 def _sureness(view: StudyView) -> str:
@@ -251,12 +245,10 @@ def _soak(measured: Measurement) -> str:
 def _tied(view: StudyView) -> str:
     """Return what is statistically indistinguishable from the winner, with the memory of each,
     those of the least first; empty for none."""
-    tied = [record for record in view.ranking.ranked if record.number in view.tied]
-    peaks = {record.number: measured_of(record).peak_allocated_bytes for record in tied}
-    frugal = sorted(peaks, key=peaks.__getitem__)[:_TIES_SHOWN]
-    named = [f"trial {number} ({units.gib(peaks[number])})" for number in frugal]
-    more = [f"{len(tied) - len(named)} more"] if len(tied) > len(named) else []
-    return f"Statistically indistinguishable: {', '.join(named + more)}" if tied else ""
+    tied = (record for record in view.ranking.ranked if record.number in view.tied)
+    peaks = sorted((measured_of(record).peak_allocated_bytes, record.number) for record in tied)
+    named = ", ".join(f"trial {number} ({units.gib(peak)})" for peak, number in peaks)
+    return f"Statistically indistinguishable: {named}" if named else ""
 
 
 def notes(view: StudyView) -> Iterator[str]:
@@ -291,8 +283,8 @@ def commands(view: StudyView) -> tuple[str, ...]:
     is_surface = view.snapshot.definition.target.recorded is not None and not view.snapshot.identity
     if view.winner is None or is_surface:
         return ()
-    again = () if view.ranking.is_settled else (_confirm(view.study),)
     name = shlex.quote(view.study)
+    again = () if view.ranking.is_settled else (f"sweep confirm {name}",)
     return (*again, f"sweep export {name} --format script", f"sweep best {name} --json")
 
 
@@ -346,12 +338,9 @@ def runners_up(view: StudyView) -> Iterator[str]:
 
 def classes(view: StudyView) -> Iterator[str]:
     """Yield the fastest of each capacity class, a line each: its tokens/s at each length."""
-    has_several = len({best.numerics for best in view.fastest_by_class}) > 1
-
-    def of(best: ClassBest) -> tuple[int, str | tuple[str, ...]]:
-        return best.lora_rank, best.target_modules
-
-    for (rank, modules), group in groupby(view.fastest_by_class, key=of):
+    known, class_of = view.fastest_by_class, attrgetter("lora_rank", "target_modules")
+    has_several = len({best.numerics for best in known}) > 1
+    for (rank, modules), group in groupby(known, key=class_of):
         speeds = [
             f"{units.rate(best.tokens_per_second)} at {best.seq_len:,}"
             f"{f' in {best.numerics}' if has_several else ''} (trial {best.number}"

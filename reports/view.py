@@ -49,7 +49,7 @@ class Gpu(_Part):
 class Speed(_Part):
     """How fast a configuration trains on that GPU, in tokens/s that carry loss."""
 
-    value: float
+    value: float = Field(validation_alias="tokens_per_second")
     low: float | None
     high: float | None
     basis: Literal["measured", "predicted"]
@@ -216,10 +216,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
     ranking, target = rank_study(snapshot), snapshot.definition.target
     records, texts, winner = snapshot.records, snapshot.definition.texts, ranking.winner
     known = None if winner is None else snapshot.target_speed(winner)
-    speed = None
-    if known is not None:
-        ends = {"low": known.low, "high": known.high, "basis": known.basis}
-        speed = Speed(value=known.tokens_per_second, **ends)
+    speed = None if known is None else Speed.model_validate(known, from_attributes=True)
     gain, over = ranking.gain, ranking.gain.over
     return StudyView(
         snapshot=snapshot,

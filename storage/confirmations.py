@@ -144,20 +144,16 @@ class Confirmations:
             series: that is asked about.
             besides: canonical configurations whose runs do not count.
         """
-        runs = (
-            record
+        # By the worker's clock where a run came to a measurement.
+        return sum(
+            record.measurement.setup_seconds + record.measurement.measured_seconds
+            if record.measurement
+            else record.device_seconds
             for record in self.records
             if record.series == series
             and record.purpose == "confirm"
             and not record.is_interrupted
             and canonical(record.config) not in besides
-        )
-        # By the worker's clock where a run came to a measurement.
-        return sum(
-            record.device_seconds
-            if record.measurement is None
-            else record.measurement.setup_seconds + record.measurement.measured_seconds
-            for record in runs
         )
 
     def pooled(self, config: TrialConfig) -> Measurement | None:

@@ -545,17 +545,13 @@ class Ranking:
         space = self.definition.space
         if space.holds(config):
             return True
-        wanted = self.capacity_class(config)
-        same = (config.model_copy(update={"target_modules": s}) for s in self._spellings)
-        return any(self.capacity_class(one) == wanted and space.holds(one) for one in same)
-
-    @cached_property
-    def _spellings(self) -> tuple[str | tuple[str, ...], ...]:
-        """How the space spells the layers that it puts adapters on."""
-        return tuple(
+        spellings = (
             value if isinstance(value, str) else tuple(sorted(set(value)))
-            for value in self.definition.space.values_of("target_modules")
+            for value in space.values_of("target_modules")
         )
+        same = (config.model_copy(update={"target_modules": value}) for value in spellings)
+        wanted = self.capacity_class(config)
+        return any(self.capacity_class(one) == wanted and space.holds(one) for one in same)
 
 
 def rank(

@@ -53,16 +53,15 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     named = "Runners-up"
     if view.front:
         named = f"The Pareto front ({len(view.front)}) of {words.names_of(view.objectives)}"
-    more = len(fastest) - _CLASSES_SHOWN
+    if len(fastest) > _CLASSES_SHOWN:
+        fastest[_CLASSES_SHOWN:] = [f"and {len(fastest) - _CLASSES_SHOWN} more in --json"]
+    if len(view.fastest_by_class) < 2:
+        # That is the winner.
+        fastest = []
     lines = [
         *_answer(view, width),
         *_section(f"{named}{host}, by what they change", others),
-        *_section(
-            f"Fastest of each class in tokens/s{host}",
-            # One class at one length says nothing but the winner.
-            fastest[:_CLASSES_SHOWN] if len(view.fastest_by_class) > 1 else [],
-        ),
-        *([f"  and {more} more in --json"] if more > 0 else []),
+        *_section(f"Fastest of each class in tokens/s{host}", fastest),
         *_next(view),
     ]
     return folded("\n".join(lines), width, indent=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reports.advice import how_to_go_faster, title
+from reports.advice import how_to_go_faster
 from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
@@ -99,7 +99,6 @@ def test_where_speed_was_not_asked_for_nothing_is_said_of_it() -> None:
     )
     said = _said(*trials, definition=frugal)
     assert "expected at" not in said
-    assert title(view_of(snapshot(trials, definition=frugal))) == "To find better"
 
 
 def test_trials_that_may_be_retried_are_counted_as_unknown() -> None:

@@ -174,7 +174,7 @@ def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_tar
 def test_without_a_prediction_only_what_was_measured_is_said() -> None:
     card = the_card(on_another_gpu(BASE, OWN, speeds={}))
     facts = dict(card.facts)
-    assert facts["speed"] == "measured on NVIDIA H200: 16,000; not predicted on a10"
+    assert facts["speed"] == "16,000 tokens/s measured on NVIDIA H200; not predicted on a10"
     assert "cost" not in facts
     assert (card.job, card.usd_per_million_tokens) == ("", ())
 

@@ -172,7 +172,7 @@ def test_the_answer_comes_first() -> None:
     for said in (
         "trial 1",
         "micro-batch 10, no checkpointing",
-        "measured on NVIDIA H200: 16,800",
+        "16,800 tokens/s measured on NVIDIA H200",
         "2.1x",
         "confirmed (2 runs)",
         "2.08–2.12x",
