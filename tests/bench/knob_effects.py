@@ -122,17 +122,16 @@ def _shown(value: Any) -> str:
 
 
 def effects(rows: list[Row], key: str) -> list[str]:
-    """Return the lines of a setting's table; none where no pair differs in it alone."""
+    """Return the lines of a setting's table; none if no pair differs only in it."""
     found: dict[tuple[str, str], list[Pair]] = defaultdict(list)
     for pair in pairs(rows, key):
         found[pair.change, pair.model].append(pair)
     if not found:
-        return ["No two committed measurements differ only in this setting."]
+        return []
     unit = f"GiB per {PER_TOKENS:,} tokens more" if key == PER_DOUBLING else "peak, GiB"
     head = [f"| change | model | pairs | speed | {unit} |", "|---|---|---|---|---|"]
-    return head + [
-        _line(change, model, same) for (change, model), same in sorted(found.items(), key=_place)
-    ]
+    places = sorted(found.items(), key=_place)
+    return [*head, *(_line(change, model, same) for (change, model), same in places), ""]
 
 
 def _place(item: tuple[tuple[str, str], list[Pair]]) -> tuple[list[float], tuple[str, str]]:
@@ -172,10 +171,10 @@ def _values(key: str) -> str:
 
 
 MEMORY = {
-    "grows": "can only grow with it",
-    "shrinks": "can only shrink with it",
-    "untouched": "does not depend on it",
-    "unknown": "can grow or shrink",
+    "grows": ["- Peak memory can only grow with it, all else equal."],
+    "shrinks": ["- Peak memory can only shrink with it, all else equal."],
+    "untouched": ["- Peak memory does not depend on it."],
+    "unknown": [],
 }
 TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
 
@@ -185,7 +184,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
     default = json.dumps(field.default)
     option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
-        f"`{spelled[key]}` in {TRAINER_NAMES[trainer]}"
+        f"{TRAINER_NAMES[trainer]} `{spelled[key]}`"
         for trainer, spelled in SPELLED.items()
         if isinstance(spelled.get(key), str)
     ]
@@ -195,12 +194,11 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
         " ".join((field.description or "").replace("``", "`").split()),
         "",
         f"- Values: {_values(key)}; default `{default.strip(chr(34))}`. Option: `{option}`.",
-        f"- Peak memory, all else equal: {MEMORY[knob.memory]}.",
+        *MEMORY[knob.memory],
         *([f"- Searched by {searched[key]}."] if key in searched else []),
-        *([f"- Called {', '.join(said)}."] if said else []),
+        *([f"- Names: {', '.join(said)}."] if said else []),
         "",
         *effects(rows, key),
-        "",
     ]
 
 
@@ -224,16 +222,15 @@ INTRODUCTION = """\
 <!-- Made by `python -m tests.bench.knob_effects`: change the declarations or the measurements. -->
 
 A setting is a key of a configuration: a dimension of a space, a fixed value, or an option of
-`sweep plan` and `sweep run`. This page is made from the declarations in `search_spaces/config.py`.
+`sweep plan` and `sweep run`. They are declared in `search_spaces/config.py`. Unless stated, peak
+memory can grow or shrink with a setting.
 
-The tables show the **measured effect** of a change: pairs of configurations of one model that
-differ only in that setting, on one NVIDIA H200. Each line has the number of pairs, the median ratio
-of speeds and the median difference of peak allocated memory, with the lowest and highest of each.
-Ranges are wide because the effect of a setting depends on the others. One or two pairs are only an
-example. Small micro-batches wait for the host, whose speed varies, and another GPU has other
-ratios.
-
-Data in `tests/data`: {files}.
+The tables show the **measured effect** of a change, in pairs of configurations of one model that
+differ only in that setting, on one NVIDIA H200: the number of pairs, the median ratio of speeds and
+the median difference of peak allocated memory, with lowest and highest. Ranges are wide because the
+effect depends on the other settings. One or two pairs are only an example. Small micro-batches wait
+for the host, whose speed varies, and other GPUs have other ratios. A setting without a table has no
+such pair in `tests/data`: {files}.
 """
 
 
