@@ -77,8 +77,8 @@ class Knob:
 
     label: str
     """What people call it."""
-    phrase: Callable[[Any], str]
-    """A value in words that stand alone: ``rank 16``."""
+    words: str | Mapping[Any, str] | Callable[[Any], str]
+    """A value in words that stand alone, ``rank {}``; by value, where ``...`` is any other."""
     resolved: Callable[[TrialConfig], Any] | None = None
     """What a configuration's value comes to; None where that is the value itself.
 
@@ -108,6 +108,14 @@ class Knob:
     tried: tuple[Any, ...] = ()
     """Values that are worth a look where nobody names a space: of settings that change speed and
     memory, and leave the trained model what it is."""
+
+    def phrase(self, value: Any) -> str:
+        """Return a value in words that stand alone: ``rank 16``."""
+        if callable(self.words):
+            return self.words(value)
+        words = {...: self.words} if isinstance(self.words, str) else self.words
+        form = words[value] if value in words else words[...]
+        return form.format(value).replace("%", " %")
 
 
 _NOT_FINITE = re.compile(r"\s*[+-]?(nan|inf|infinity)\s*", re.IGNORECASE)
@@ -141,17 +149,11 @@ def _target_modules(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+_LISTED = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 TargetModules = Annotated[
     str | tuple[str, ...],
     BeforeValidator(_target_modules),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": list(TARGET_SETS)},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [{"enum": list(TARGET_SETS)}, _LISTED]}),
 ]
 
 
@@ -159,23 +161,6 @@ def targets_in_words(value: str | Sequence[str]) -> str:
     """Return the layers that get an adapter: ``q,k,v,o`` for ``attention``."""
     named = {"qv": "q,v", "attention": "q,k,v,o", "all-linear": "all linear layers"}
     return named.get(value, value) if isinstance(value, str) else ", ".join(value)
-
-
-def _checkpointing_in_words(value: float) -> str:
-    named = {0.0: "no checkpointing", 1.0: "full checkpointing"}
-    return named.get(float(value), f"{100 * value:.0f} % checkpointed")
-
-
-def _quantized_in_words(value: float) -> str:
-    return "all layers quantized" if value == 1 else f"{100 * value:.0f} % of layers quantized"
-
-
-def _packing_in_words(value: str) -> str:
-    return {"none": "rows not packed", "packed": "packed rows"}.get(value, "rows grouped by length")
-
-
-def _kernels_in_words(value: str) -> str:
-    return {"hf": "standard", "liger": "Liger"}.get(value, value) + " kernels"
 
 
 class TrialConfig(BaseModel):
@@ -187,16 +172,16 @@ class TrialConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    lora_rank: Annotated[
-        StrictInt, Knob("LoRA rank", lambda value: f"rank {value}", memory="grows")
-    ] = Field(default=16, ge=1, le=65_536)
+    lora_rank: Annotated[StrictInt, Knob("LoRA rank", "rank {}", memory="grows")] = Field(
+        default=16, ge=1, le=65_536
+    )
     """Rank r of every adapter pair."""
 
     lora_alpha: Annotated[
         Annotated[Number, Field(gt=0, le=1e6)] | None,
         Knob(
             "LoRA alpha",
-            lambda value: "alpha 2 x rank" if value is None else f"alpha {value:g}",
+            {None: "alpha 2 x rank", ...: "alpha {:g}"},
             resolved=lambda config: config.alpha,
             memory="untouched",
         ),
@@ -205,10 +190,10 @@ class TrialConfig(BaseModel):
 
     lora_dropout: Annotated[
         Number,
+        # A dropout keeps a masked copy of each adapter's input, however much it drops.
         Knob(
             "LoRA dropout",
-            lambda value: f"dropout {value:g}" if value else "no dropout",
-            # A dropout keeps a masked copy of each adapter's input, however much it drops.
+            {0: "no dropout", ...: "dropout {:g}"},
             memory="grows",
             traced=lambda value: 0.1 if value else 0.0,
         ),
@@ -228,34 +213,22 @@ class TrialConfig(BaseModel):
     """Linear layers with an adapter: ``qv``, ``attention`` (q,k,v,o), ``all-linear`` or names."""
 
     micro_batch_size: Annotated[
-        StrictInt,
-        Knob(
-            "micro-batch",
-            lambda value: f"micro-batch {value}",
-            memory="grows",
-            survives_compiler=True,
-        ),
+        StrictInt, Knob("micro-batch", "micro-batch {}", memory="grows", survives_compiler=True)
     ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
     """Sequences in one forward and backward pass, of one GPU."""
 
     seq_len: Annotated[
-        StrictInt,
-        Knob(
-            "sequence length",
-            lambda value: f"length {value}",
-            memory="grows",
-            survives_compiler=True,
-        ),
+        StrictInt, Knob("sequence length", "length {}", memory="grows", survives_compiler=True)
     ] = Field(default=512, ge=1, le=10_000_000)
     """Tokens in every sequence."""
 
     effective_batch_size: Annotated[
         Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None,
+        # The gradients of one micro-batch live through the forward pass of the next.
         Knob(
             "effective batch",
-            lambda value: f"effective batch {value}" if value else "no accumulation",
+            {None: "no accumulation", ...: "effective batch {}"},
             resolved=lambda config: config.samples_per_step,
-            # The gradients of one micro-batch live through the forward pass of the next.
             memory="grows",
             survives_compiler=True,
         ),
@@ -264,25 +237,19 @@ class TrialConfig(BaseModel):
     Accumulation follows from it."""
 
     compute_dtype: Annotated[
-        ComputeDtype,
-        Knob(
-            "compute dtype",
-            lambda value: f"{value} compute",
-            shapes_base=True,
-            traced=_same,
-        ),
+        ComputeDtype, Knob("compute dtype", "{} compute", shapes_base=True, traced=_same)
     ] = "bf16"
     """Type of the matrix products. With ``fp8`` and ``int8`` the frozen layers multiply in 8 bits,
     forward and for their input's gradient, with a scale per token; the rest is in 16 bits."""
 
     quantization: Annotated[
         Quantization,
+        # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
         Knob(
             "quantization",
-            lambda value: "16-bit base" if value == "none" else f"{value} base",
+            {"none": "16-bit base", ...: "{} base"},
             lean_first=("nf4", "fp4", "fp8", "int8"),
             shapes_base=True,
-            # The two 4-bit types differ in what sixteen values they tell apart, and in no tensor.
             traced=lambda value: "nf4" if value in FOUR_BIT else value,
         ),
     ] = "nf4"
@@ -291,10 +258,10 @@ class TrialConfig(BaseModel):
 
     double_quant: Annotated[
         StrictBool,
+        # Of 4-bit types alone.
         Knob(
             "double quantization",
-            lambda value: "double quantization" if value else "single quantization",
-            # Of 4-bit types alone.
+            {True: "double quantization", False: "single quantization"},
             resolved=lambda config: config.double_quant and config.is_4bit,
             applies=lambda config: config.is_4bit,
             lean_first=(True,),
@@ -306,14 +273,13 @@ class TrialConfig(BaseModel):
 
     quantized_fraction: Annotated[
         Number,
+        # Its structures are put together from those of quantized layers and of 16-bit ones.
         Knob(
             "quantized layers",
-            _quantized_in_words,
-            # Without quantization there are none.
+            {1: "all layers quantized", ...: "{:.0%} of layers quantized"},
             resolved=lambda config: config.quantized_fraction if config.is_quantized else 1.0,
             applies=lambda config: config.is_quantized,
             shapes_base=True,
-            # Its structures are put together from those of quantized layers and of 16-bit ones.
             traced=_same,
         ),
     ] = Field(default=1.0, ge=0.0, le=1.0)
@@ -321,20 +287,20 @@ class TrialConfig(BaseModel):
 
     adapter_dtype: Annotated[
         AdapterDtype,
-        Knob(
-            "adapter dtype",
-            lambda value: f"{value} adapters",
-            # Parameters, gradients and unquantized optimizer states are of this type. That decides
-            # nothing for sure: a bf16 adapter keeps a copy of its input where that is fp32.
-            lean_first=("bf16",),
-            traced=_same,
-        ),
+        # Parameters, gradients and unquantized optimizer states are of this type. That decides
+        # nothing for sure: a bf16 adapter keeps a copy of its input where that is fp32.
+        Knob("adapter dtype", "{} adapters", lean_first=("bf16",), traced=_same),
     ] = "fp32"
     """Type of the adapters, of their gradients and of the optimizer states that are not 8-bit."""
 
     checkpoint_fraction: Annotated[
         Number,
-        Knob("checkpointing", _checkpointing_in_words, memory="shrinks", tried=(0.0, 0.5, 1.0)),
+        Knob(
+            "checkpointing",
+            {0: "no checkpointing", 1: "full checkpointing", ...: "{:.0%} checkpointed"},
+            memory="shrinks",
+            tried=(0.0, 0.5, 1.0),
+        ),
     ] = Field(default=1.0, ge=0.0, le=1.0)
     """Share of decoder layers whose activations are recomputed in the backward pass."""
 
@@ -342,7 +308,7 @@ class TrialConfig(BaseModel):
         StrictBool,
         Knob(
             "fp32 upcast",
-            lambda value: "fp32 upcast" if value else "no fp32 upcast",
+            {True: "fp32 upcast", False: "no fp32 upcast"},
             memory="grows",
             lean_first=(False,),
             shapes_base=True,
@@ -356,7 +322,7 @@ class TrialConfig(BaseModel):
         Kernels,
         Knob(
             "kernels",
-            _kernels_in_words,
+            {"hf": "standard kernels", "liger": "Liger kernels", ...: "{} kernels"},
             lean_first=("liger", "fused-loss"),
             shapes_base=True,
             traced=_same,
@@ -369,7 +335,7 @@ class TrialConfig(BaseModel):
         Attention,
         Knob(
             "attention",
-            lambda value: f"{value} attention",
+            "{} attention",
             lean_first=("sdpa", "flash_attention_2"),
             shapes_base=True,
             traced=_same,
@@ -378,7 +344,7 @@ class TrialConfig(BaseModel):
     """Attention implementation."""
 
     optimizer: Annotated[
-        OptimizerName, Knob("optimizer", str, lean_first=("paged_adamw_8bit", "adamw_8bit"))
+        OptimizerName, Knob("optimizer", "{}", lean_first=("paged_adamw_8bit", "adamw_8bit"))
     ] = "adamw_8bit"
     """Optimizer of the adapters."""
 
@@ -386,7 +352,7 @@ class TrialConfig(BaseModel):
         StrictBool,
         Knob(
             "compile",
-            lambda value: "compiled layers" if value else "not compiled",
+            {True: "compiled layers", False: "not compiled"},
             lean_first=(False,),
             traced=_same,
             tried=(False, True),
@@ -396,11 +362,11 @@ class TrialConfig(BaseModel):
 
     expandable_segments: Annotated[
         StrictBool,
+        # Weights that lie in segments of the other kind would stay there.
         Knob(
             "expandable segments",
-            lambda value: f"{'expandable' if value else 'fixed'} segments",
+            {True: "expandable segments", False: "fixed segments"},
             lean_first=(True,),
-            # Weights that lie in segments of the other kind would stay there.
             shapes_base=True,
         ),
     ] = False
@@ -408,11 +374,11 @@ class TrialConfig(BaseModel):
 
     packing: Annotated[
         Packing,
+        # A mask keeps packed examples apart; grouped sequences are like any other.
         Knob(
             "packing",
-            _packing_in_words,
+            {"none": "rows not packed", "packed": "packed rows", ...: "rows grouped by length"},
             lean_first=("none", "grouped"),
-            # A mask keeps packed examples apart; grouped sequences are like any other.
             traced=lambda value: "packed" if value == "packed" else "none",
         ),
     ] = "none"
@@ -420,25 +386,24 @@ class TrialConfig(BaseModel):
     in a micro-batch (``grouped``), or as many as fit (``packed``); the last two need a dataset."""
 
     learning_rate: Annotated[
-        Number,
-        Knob("learning rate", lambda value: f"learning rate {value:g}", memory="untouched"),
+        Number, Knob("learning rate", "learning rate {:g}", memory="untouched")
     ] = Field(default=2e-4, ge=1e-7, le=1.0)
     """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
 
-    data_parallel: Annotated[
-        StrictInt, Knob("GPUs", lambda value: "one GPU" if value == 1 else f"{value} GPUs")
-    ] = Field(default=1, ge=1, le=GPUS_MAX)
+    data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(
+        default=1, ge=1, le=GPUS_MAX
+    )
     """GPUs that train one configuration together (DDP), each on different sequences; an optimizer
     step covers all of them."""
 
     sharding: Annotated[
         Sharding,
+        # What is sharded is stored in another type, and stays sharded.
         Knob(
             "sharding",
-            lambda value: "whole model on each GPU" if value == "none" else "sharded (FSDP)",
+            {"none": "whole model on each GPU", "fsdp": "sharded (FSDP)"},
             applies=lambda config: config.data_parallel > 1,
             lean_first=("fsdp",),
-            # What is sharded is stored in another type, and stays sharded.
             shapes_base=True,
         ),
     ] = "none"
@@ -504,11 +469,8 @@ class TrialConfig(BaseModel):
     @property
     def numerics(self) -> Numerics:
         """The class of numerics of the frozen layers' products."""
-        match self.compute_dtype:
-            case "fp8" | "int8" as eight_bit:
-                return eight_bit
-            case _:
-                return "16-bit"
+        dtype = self.compute_dtype
+        return dtype if dtype == "fp8" or dtype == "int8" else "16-bit"
 
     @property
     def is_8bit_compute(self) -> bool:

@@ -143,35 +143,25 @@ def read_dimension(key: str, value: Any) -> Dimension:
     Raises:
         ContradictionError: another form, an unknown key, or a value that no configuration takes.
     """
-    match value:
-        case Choices() | IntRange() | FloatRange():
-            return value
-        case list() | tuple():
-            return _choices(value, key)
-        case {"choices": list() | tuple() as choices} if len(value) == 1:
-            return _choices(choices, key, "choices")
-        case {"choices": _}:
-            raise ContradictionError(
-                f"{key}: choices must be a list and stand alone, got {quote(value)}", key
-            )
-        case dict() if number_kind(key) is None:
-            raise ContradictionError(
-                f"{key} is not a number: list its values, got {quote(value)}", key
-            )
-        case dict():
-            model: type[IntRange | FloatRange] = IntRange if number_kind(key) is int else FloatRange
-            try:
-                dimension = model.model_validate(value)
-            except ValidationError as error:
-                raise refusal(error, model, at=(key,), about=f"{key}: ") from error
-            for end in ("low", "high"):
-                checked_value(key, value[end], key, end)
-            return dimension
-        case _:
-            raise ContradictionError(
-                f"{key} must list its values, got {quote(value)}; a single value goes under fixed",
-                key,
-            )
+    if isinstance(value, Choices | IntRange | FloatRange):
+        return value
+    values = {"choices": value} if isinstance(value, list | tuple) else value
+    if not isinstance(values, dict):
+        alone = "a single value goes under fixed"
+        raise ContradictionError(f"{key} must list its values, got {quote(value)}; {alone}", key)
+    kind = number_kind(key)
+    model: type[Dimension] = IntRange if kind is int else FloatRange
+    if "choices" in values or kind is None:
+        model = Choices
+    try:
+        dimension = model.model_validate(values)
+    except ValidationError as error:
+        raise refusal(error, model, at=(key,), about=f"{key}: ") from error
+    if isinstance(dimension, Choices):
+        return _choices(dimension.choices, key, *(() if value is not values else ("choices",)))
+    for end in ("low", "high"):
+        checked_value(key, values[end], key, end)
+    return dimension
 
 
 def checked_value(key: str, value: Any, *at: str | int) -> Any:
@@ -204,9 +194,8 @@ def _alone(key: str, value: Any) -> dict[str, Any]:
 
 def _choices(choices: Sequence[Any], *path: str) -> Choices:
     key = path[0]
-    if not 0 < len(choices) <= VALUES_MAX:
-        wrong = f"more than {VALUES_MAX} values" if choices else "no values: list at least one"
-        raise ContradictionError(f"{key} has {wrong}", *path)
+    if len(choices) > VALUES_MAX:
+        raise ContradictionError(f"{key} has more than {VALUES_MAX} values", key)
     read: dict[str, Any] = {}
     for index, choice in enumerate(choices):
         value = checked_value(key, choice, *path, index)

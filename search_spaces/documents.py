@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 
@@ -279,14 +280,6 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 # Values that a model refuses.
 
 
-class UnknownKeyError(ValueError):
-    """What a validator raises for a key of a mapping that is not among ``known``."""
-
-    def __init__(self, known: tuple[str, ...]) -> None:
-        super().__init__("is not a known key")
-        self.known = known
-
-
 class ContradictionError(ValueError):
     """What a validator of a whole model raises for values that contradict each other.
 
@@ -301,35 +294,31 @@ class ContradictionError(ValueError):
 def known_key(key: str, *, known: tuple[str, ...]) -> str:
     """Return a mapping's key if it is among ``known``: a validator for pydantic."""
     if key not in known:
-        raise UnknownKeyError(known)
+        raise PydanticCustomError("unknown_key", "is not a known key", {"known": known})
     return key
 
 
-_WHOLE, _NUMBER, _TRUTH = "must be a whole number", "must be a number", "must be true or false"
-_DATE, _LIST, _MAPPING = (
-    "must be a date like 2026-11-21",
-    "must be a list",
-    "must map keys to values",
-)
 _RULES = {
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be greater than {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be less than {lt}",
     "literal_error": "must be one of {expected}",
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _WHOLE),
-    "bool_type": _TRUTH,
-    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    "int": "must be a whole number",
+    "bool": "must be true or false",
+    "float": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text",
-    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
-    **dict.fromkeys(("date_type", "date_parsing"), _DATE),
-    **dict.fromkeys(("date_from_datetime_parsing", "date_from_datetime_inexact"), _DATE),
-    **dict.fromkeys(("list_type", "tuple_type"), _LIST),
-    **dict.fromkeys(("dict_type", "model_type"), _MAPPING),
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "date": "must be a date like 2026-11-21",
+    "list": "must be a list",
+    "tuple": "must be a list",
+    "dict": "must map keys to values",
+    "model": "must map keys to values",
     "missing": "is missing",
 }
-"""What pydantic's errors mean for whoever wrote the value, by type."""
+"""What pydantic's errors mean for whoever wrote the value, by what their types begin with."""
 
 
 def validate(
@@ -357,14 +346,14 @@ def validate(
             path = (*at, *_path(fault))
             words = _words(fault, model, document, at=at, about=about)
             told.setdefault(path, (document.line_of(*path) or math.inf, words))
-        text = ""
-        for line, words in sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]:
-            between = "" if not text else " " if text.endswith("?") else ". "
-            where = "" if line == math.inf else f"{'Line' if text else 'line'} {line}: "
-            text += f"{between}{where}{words}"
-        left = f". And {len(told) - FAULTS_TOLD} more" if len(told) > FAULTS_TOLD else ""
+        ordered = sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]
+        parts = [words if line == math.inf else f"Line {line}: {words}" for line, words in ordered]
+        if len(told) > FAULTS_TOLD:
+            parts.append(f"And {len(told) - FAULTS_TOLD} more")
+        text = ". ".join(parts).replace("?. ", "? ").removeprefix("Line ")
+        begun = "line " if ordered[0][0] < math.inf else ""
         label = f"{document.label}: " if document.label else ""
-        raise InputError(f"{label}{text}{left}") from error
+        raise InputError(f"{label}{begun}{text}") from error
 
 
 def explain(error: ValidationError, model: type[BaseModel] | None = None) -> str:
@@ -395,8 +384,7 @@ def _faults(error: ValidationError) -> list[Fault]:
 
 
 def _is_unknown_key(fault: Fault) -> bool:
-    is_extra = fault["type"] in ("extra_forbidden", "invalid_key")
-    return is_extra or isinstance(_raised(fault), UnknownKeyError)
+    return fault["type"] in ("extra_forbidden", "invalid_key", "unknown_key")
 
 
 def _raised(fault: Fault) -> object:
@@ -427,16 +415,17 @@ def _words(
     subject = f"{about}{document.names.get(name, name)} " if path else about
     if kind == "value_error":
         return f"{subject}{raised}"
-    rule = _RULES[kind].format(**fault.get("ctx", {})) if kind in _RULES else fault["msg"]
+    context = fault.get("ctx", {})
+    known = (text.format(**context) for start, text in _RULES.items() if kind.startswith(start))
     value = "" if kind == "missing" else f", got {quote(fault['input'])}"
-    return f"{subject}{rule}{value}{_yaml_hint(fault) if document.node is not None else ''}"
+    hint = _yaml_hint(fault) if document.node is not None else ""
+    return f"{subject}{next(known, fault['msg'])}{value}{hint}"
 
 
 def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
     """Return the keys that the mapping around an unknown one may have."""
-    raised = _raised(fault)
-    if isinstance(raised, UnknownKeyError):
-        return raised.known
+    if "known" in fault.get("ctx", {}):
+        return tuple(fault["ctx"]["known"])
     models = [] if model is None else [model]
     for step in _path(fault)[:-1]:
         fields = [each.model_fields[step] for each in models if step in each.model_fields]

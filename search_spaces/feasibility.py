@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError, quote
-from search_spaces.models import ModelSpec
 from search_spaces.rules import RULES, Setting, Violation
 from search_spaces.space import SearchSpace
 
@@ -23,14 +22,7 @@ MISNAMED = "unknown-target-module"
 HOW_TO_NAME_TEXTS = "name one with --data DATASET, or under data in a space file"
 
 
-def refuse_impossible(
-    asked: SearchSpace | TrialConfig,
-    *,
-    model: ModelSpec,
-    compute_capability: tuple[int, int] | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
-    has_texts: bool = False,
-) -> None:
+def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> None:
     """Refuse a space in which nothing can be valid, and a configuration that names no real module.
 
     Any other configuration that a rule forbids is one that does not fit: that is an answer. Without
@@ -39,9 +31,8 @@ def refuse_impossible(
     Raises:
         InputError: names the rules, and why.
     """
-    setting = Setting(model, device, compute_capability, has_texts)
     if isinstance(asked, SearchSpace):
-        broken = _obstacles(asked, setting)
+        broken = obstacles(asked, setting)
         what = f"space '{asked.name}': no configuration is valid"
     else:
         reason = RULES[MISNAMED](asked, setting)
@@ -51,30 +42,12 @@ def refuse_impossible(
         raise InputError(f"{what}: {'; '.join(f'{rule.rule}: {rule.reason}' for rule in broken)}")
 
 
-def obstacles(
-    space: SearchSpace,
-    *,
-    model: ModelSpec,
-    compute_capability: tuple[int, int] | None,
-    device: Literal["cuda", "cpu"],
-    has_texts: bool = False,
-) -> tuple[Violation, ...]:
+def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
     """Return the rules that leave no configuration of ``space`` valid; none where one is.
 
     Of a space of more than `TRIED_MAX` configurations so many are drawn, and what is left is taken
     to be possible unless one rule forbids them all.
-
-    Args:
-        space: what may be tried.
-        model: what would be trained.
-        compute_capability: of the GPU; None on a CPU, or where it is not known.
-        device: where it would run.
-        has_texts: whether it would train on a dataset, and not on full-length random rows.
     """
-    return _obstacles(space, Setting(model, device, compute_capability, has_texts))
-
-
-def _obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
     reasons: dict[str, str] = {}
     by_all: set[str] = set(RULES)
     size, tried = space.size(), 0
@@ -130,22 +103,15 @@ def _missing(space: SearchSpace) -> Iterator[str]:
         elif data.eval_fraction == 0:
             missing.append("examples that are held out (data.eval_fraction above 0)")
         if space.weights != "pretrained":
-            missing.append(
-                "weights: pretrained in the space (random where nothing is said, whatever model "
-                f"{quote(space.model)} has), as random ones learn nothing that compares"
-            )
+            own = f"random where nothing is said, whatever model {quote(space.model)} has"
+            missing.append(f"weights: pretrained in the space ({own})")
         if missing:
             yield f"objectives: eval_loss needs {', and '.join(missing)}"
     elif data is not None and data.quality_tokens is not None:
-        yield (
-            f"data: quality_tokens {data.quality_tokens} is what trials train on for their "
-            "held-out loss, which is not searched for: add eval_loss to the objectives, or leave "
-            "quality_tokens out"
-        )
-    if data is None:
-        values = (*space.values_of("packing"), space.baseline.get("packing", "none"))
-        for packed in (value for value in values if value != "none"):
-            yield (
-                f"packing {packed} needs a dataset, as random sequences are full as they are: "
-                f"{HOW_TO_NAME_TEXTS}, or leave packing out"
-            )
+        trains = f"quality_tokens {data.quality_tokens} is what trials train on for a held-out loss"
+        yield f"data: {trains}: add eval_loss to the objectives, or leave quality_tokens out"
+    values = (*space.values_of("packing"), space.baseline.get("packing", "none"))
+    packed = [value for value in values if value != "none"]
+    if data is None and packed:
+        needs = f"packing {packed[0]} needs a dataset, as random sequences are full as they are"
+        yield f"{needs}: {HOW_TO_NAME_TEXTS}, or leave packing out"

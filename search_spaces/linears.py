@@ -29,7 +29,8 @@ What a decoder holds besides linear layers and experts (gates of recurrent layer
 """
 
 
-def _types(names: str) -> frozenset[str]:
+def types(names: str) -> frozenset[str]:
+    """Return model types that are listed in a text."""
     return frozenset(names.split())
 
 
@@ -249,12 +250,8 @@ def training_flops_per_token(
 
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
-    kind, config, hidden, layers = (
-        model.model_type,
-        model.config,
-        model.hidden_size,
-        model.hidden_layers,
-    )
+    kind, config = model.model_type, model.config
+    hidden, layers = model.hidden_size, model.hidden_layers
     if kind in _COUNTED:
         shapes, experts = linear_shapes(model), 0
     elif kind in _COUNTED_EXPERTS and {"head_dim", "num_key_value_heads"} <= config.keys():
@@ -328,47 +325,21 @@ _WIDTHS = _by_type(
     """,
 )
 """The key of an expert's inner width, for types whose experts are gated and counted here."""
-_PLAIN_ATTENTION = frozenset(
-    [
-        "flex_olmo",
-        "gpt_oss",
-        "granitemoe",
-        "minimax_m2",
-        "mixtral",
-        "olmoe",
-        "phimoe",
-        "qwen2_moe",
-        "qwen3_moe",
-    ]
-)
-"""Types whose every layer has q, k, v and o, so that the other matrices can be counted too."""
 _GATED_MATRICES = 3
 _DENSE_KEY = "first_k_dense_replace"
 _DENSE_FIRST = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Types whose first layers have no experts, as many as a default says that is theirs alone."""
 
 
-@dataclass(frozen=True)
-class Unquantized:
-    """The weights that 4-bit quantization leaves in 16 bits."""
-
-    what: str
-    """In a sentence: what they are and why they are left."""
-    weights: int | None
-    """How many; None where the config does not tell."""
-    share: float | None
-    """Of all matrices' weights, how many would be in 4 bits; None where the config does not tell.
-    """
-
-
-def unquantized(model: ModelSpec) -> Unquantized | None:
-    """Return what 4-bit quantization would leave as it is, where that is most of the model.
+def unquantized(model: ModelSpec) -> str | None:
+    """Return what most of the model's weights are in, where 4-bit quantization leaves them as they
+    are: ``experts of one tensor a layer, 54 GiB``.
 
     None where nothing is known to be left; the real modules are counted before they train.
     """
     kind, config = model.model_type, model.config
     if kind in _OWN_LINEAR_CLASS:
-        return Unquantized("its linear layers are of a class of their own", None, 0.0)
+        return "linear layers of a class of their own"
     if kind not in _FUSED:
         return None
     count = config.get(_FUSED[kind])
@@ -377,7 +348,8 @@ def unquantized(model: ModelSpec) -> Unquantized | None:
     if kind == "gemma4_text" and not config.get("enable_moe_block"):
         return None
     weights = expert_weights(model)
-    return Unquantized("its experts are one tensor a layer", weights, _share(model, weights))
+    size = "" if weights is None else f", {2 * weights / 2**30:.3g} GiB"
+    return f"experts of one tensor a layer{size}"
 
 
 def expert_weights(model: ModelSpec) -> int | None:
@@ -410,17 +382,3 @@ def _expert_layers(config: dict[str, Any], layers: int) -> int:
     step = config.get("decoder_sparse_step") or 1
     dense = config.get("mlp_only_layers") or ()
     return sum((i + 1) % step == 0 and i not in dense for i in range(first, layers))
-
-
-def _share(model: ModelSpec, experts: int | None) -> float | None:
-    """Return the share in 4 bits: attention, shared experts and dense layers over everything."""
-    config = model.config
-    if not experts or model.model_type not in _PLAIN_ATTENTION:
-        return None
-    layers = model.hidden_layers
-    attention = sum(rows * columns for rows, columns in _shapes(model, _ATTENTION).values())
-    sparse = _expert_layers(config, layers)
-    shared = sparse * _size(config, "shared_expert_intermediate_size")
-    dense = (layers - sparse) * _size(config, "intermediate_size")
-    linear = layers * attention + _GATED_MATRICES * model.hidden_size * (shared + dense)
-    return linear / (linear + experts)

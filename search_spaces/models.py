@@ -197,24 +197,18 @@ def translate(error: Exception, *, name: str) -> SweepError:
     """Return what a failed request for the hub id ``name`` means for the person who named it."""
     from huggingface_hub import errors
 
-    match error:
-        case errors.GatedRepoError():
-            return InputError(
-                f"model '{name}' is gated: accept its licence on the hub and log in with "
-                "'hf auth login'"
-            )
-        case errors.RepositoryNotFoundError():
-            return InputError(
-                f"model '{name}': the hub has no such model, or it is private and nobody is "
-                "logged in ('hf auth login')"
-            )
-        case errors.EntryNotFoundError():
-            return InputError(f"model '{name}' has no config.json on the hub")
-        case errors.OfflineModeIsEnabled():
-            return EnvironmentFault(
-                f"model '{name}' is not in the local cache and HF_HUB_OFFLINE is set: unset it, "
-                "or give a directory with its config.json"
-            )
+    offline = "is not in the local cache and HF_HUB_OFFLINE is set: unset it"
+    gated = "is gated: accept its licence on the hub and log in with 'hf auth login'"
+    unseen = "is not on the hub, or is private and nobody is logged in ('hf auth login')"
+    known: list[tuple[type[Exception], type[SweepError], str]] = [
+        (errors.GatedRepoError, InputError, gated),
+        (errors.RepositoryNotFoundError, InputError, unseen),
+        (errors.EntryNotFoundError, InputError, "has no config.json on the hub"),
+        (errors.OfflineModeIsEnabled, EnvironmentFault, f"{offline}, or give a directory"),
+    ]
+    for kind, fault, words in known:
+        if isinstance(error, kind):
+            return fault(f"model '{name}' {words}")
     return EnvironmentFault(
         f"model '{name}': the hub cannot be reached ({words_of(error)}): give a directory with its "
         "config.json, or set HF_HUB_OFFLINE=1 with a cache that holds it"

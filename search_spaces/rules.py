@@ -1,8 +1,8 @@
-"""Owns what is forbidden before anything runs: rules between a configuration, a model and a GPU.
+"""What is forbidden before anything runs: rules between a configuration, a model and a GPU.
 
-Each rule is a small function with its reason. Knows nothing of memory: what does not fit is no
-rule's business. That one dtype should rule outside and inside (a model loaded in float16 under
-bfloat16 compute silently trains float16 adapters) needs no rule: a configuration has only one.
+Each rule is a small function with its reason. What does not fit is no rule's business. That one
+dtype should rule outside and inside (a model loaded in float16 under bfloat16 compute silently
+trains float16 adapters) needs no rule: a configuration has only one.
 """
 
 from __future__ import annotations
@@ -12,71 +12,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_spaces.config import EIGHT_BIT, TrialConfig
-from search_spaces.errors import did_you_mean, in_percent
+from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
-    LEAST_QUANTIZED_SHARE,
-    Unquantized,
     known_linear_modules,
     linear_shapes,
     target_sets,
+    types,
     unquantized,
 )
 from search_spaces.models import ModelSpec
 
-LIGER_MODEL_TYPES = frozenset(
-    {
-        "deepseek_v2",
-        "deepseek_v3",
-        "exaone4",
-        "falcon_h1",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "gpt_oss",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "llama",
-        "llama4_text",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    }
+LIGER_MODEL_TYPES = types(
+    """
+    deepseek_v2 deepseek_v3 exaone4 falcon_h1 gemma gemma2 gemma3_text glm4 gpt_oss
+    hunyuan_v1_dense hunyuan_v1_moe llama llama4_text ministral mistral mixtral nemotron olmo2 olmo3
+    phi3 qwen2 qwen3 qwen3_moe smollm3
+    """
 )
 """Text decoders that liger-kernel 0.8.5 patches, fused loss included (its `monkey_patch` table)."""
-
-WITHOUT_SDPA = frozenset(
-    {
-        "bloom",
-        "codegen",
-        "deepseek_v4",
-        "falcon_mamba",
-        "gpt_neo",
-        "gpt_oss",
-        "gptj",
-        "granite_swa",
-        "granitemoe_swa",
-        "hy_v4",
-        "mamba",
-        "mamba2",
-        "mimo_v2_flash",
-        "mpt",
-        "rwkv",
-        "xglm",
-    }
+WITHOUT_SDPA = types(
+    """
+    bloom codegen deepseek_v4 falcon_mamba gpt_neo gpt_oss gptj granite_swa granitemoe_swa hy_v4
+    mamba mamba2 mimo_v2_flash mpt rwkv xglm
+    """
 )
 """Decoders that transformers 5.17 runs with eager attention, and not with torch's."""
-WITHOUT_CHECKPOINTING = frozenset(
-    {"cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "xlm", "xlnet"}
-)
+WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
 AMPERE = (8, 0)
@@ -109,16 +70,18 @@ class Setting:
     compute_capability: tuple[int, int] | None
     """Of the GPU; None on a CPU, or where it is not known."""
     has_texts: bool = False
-    """Whether it would train on texts; on full-length random rows elsewhere."""
+    """Whether it would train on a dataset; on full-length random sequences elsewhere."""
 
     def older_than(self, capability: tuple[int, int]) -> bool:
         """Whether the GPU is known to be older than ``capability``."""
         return self.compute_capability is not None and self.compute_capability < capability
 
-    @property
-    def capability(self) -> str:
-        """Compute capability as it is written: ``7.5``."""
-        return ".".join(map(str, self.compute_capability or ()))
+    def lacks(self, since: tuple[int, int], what: str, instead: str) -> str | None:
+        """Return that ``what`` needs a newer GPU, where this one is known to be older."""
+        if self.compute_capability is None or not self.older_than(since):
+            return None
+        needed, has = (".".join(map(str, each)) for each in (since, self.compute_capability))
+        return f"{what} needs compute capability {needed}, this GPU has {has}: use {instead}"
 
 
 Rule = Callable[[TrialConfig, Setting], str | None]
@@ -140,7 +103,7 @@ def violation(
         model: what would be trained.
         compute_capability: of the GPU; None on a CPU, or where it is not known.
         device: where it would run.
-        has_texts: whether it would train on texts, and not on full-length random rows.
+        has_texts: whether it would train on a dataset, and not on full-length random sequences.
     """
     setting = Setting(model, device, compute_capability, has_texts)
     for name, rule in RULES.items():
@@ -151,69 +114,46 @@ def violation(
 
 
 def _bf16(config: TrialConfig, setting: Setting) -> str | None:
-    if config.compute_dtype == "bf16" and setting.older_than(AMPERE):
-        return (
-            f"bf16 needs compute capability 8.0 (Ampere), this GPU has {setting.capability}: "
-            "use compute_dtype fp16"
-        )
-    return None
+    if config.compute_dtype != "bf16":
+        return None
+    return setting.lacks(AMPERE, "bf16", "compute_dtype fp16")
 
 
 def _adapters(config: TrialConfig, setting: Setting) -> str | None:
     if config.adapter_dtype != "bf16":
         return None
     if config.compute_dtype == "fp16":
-        return (
-            "fp16 scales the loss, and torch cannot unscale gradients in bf16: use adapter_dtype "
-            "fp32 or compute_dtype bf16"
-        )
-    if setting.older_than(AMPERE):
-        return (
-            f"bf16 needs compute capability 8.0 (Ampere), this GPU has {setting.capability}: "
-            "use adapter_dtype fp32"
-        )
-    return None
+        return "fp16 scales the loss, and torch cannot unscale gradients in bf16: use adapters fp32"
+    return setting.lacks(AMPERE, "adapter_dtype bf16", "adapter_dtype fp32")
 
 
 def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     """Return why 8-bit storage or compute is not to be had."""
     compute, base = config.compute_dtype, config.quantization
-    asked = {"compute_dtype": compute, "quantization": base}
-    found = [(key, kind) for key, kind in asked.items() if kind in EIGHT_BIT]
-    for key, kind in found:
-        least = EIGHT_BIT_SINCE[kind]
-        if setting.older_than(least):
-            half = "fp16" if setting.older_than(AMPERE) else "bf16"
-            instead = half if key == "compute_dtype" else "nf4"
-            int8 = "" if setting.older_than(EIGHT_BIT_SINCE["int8"]) else "int8 or "
-            return (
-                f"{key} {kind} needs compute capability {least[0]}.{least[1]}, this GPU has "
-                f"{setting.capability}: use {int8}{instead}"
-            )
-    if len({kind for _, kind in found}) > 1:
+    half = "fp16" if setting.older_than(AMPERE) else "bf16"
+    int8 = "" if setting.older_than(TURING) else "int8 or "
+    for key, kind, other in (("compute_dtype", compute, half), ("quantization", base, "nf4")):
+        since = EIGHT_BIT_SINCE.get(kind)
+        if since and (reason := setting.lacks(since, f"{key} {kind}", f"{int8}{other}")):
+            return reason
+    if compute in EIGHT_BIT and base in EIGHT_BIT and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
-    if config.is_8bit_compute and not config.is_quantized:
-        return (
-            f"compute_dtype {compute} multiplies by weights that are held in 4 or 8 bits: use "
-            f"quantization {compute} or nf4"
-        )
-    if found and config.quantized_fraction < 1:
+    if compute in EIGHT_BIT and not config.is_quantized:
+        return f"{compute} multiplies by weights of 4 or 8 bits: use quantization {compute} or nf4"
+    if (compute in EIGHT_BIT or base in EIGHT_BIT) and config.quantized_fraction < 1:
         return "every layer is in 8 bits or none is: use quantized_fraction 1"
-    return _odd_shape(config, setting) if config.is_8bit_compute else None
+    return _odd_shape(config, setting.model) if compute in EIGHT_BIT else None
 
 
-def _odd_shape(config: TrialConfig, setting: Setting) -> str | None:
-    for name, shape in (linear_shapes(setting.model) or {}).items():
+def _odd_shape(config: TrialConfig, model: ModelSpec) -> str | None:
+    for name, shape in (linear_shapes(model) or {}).items():
         if any(width % EIGHT_BIT_MULTIPLE for width in shape):
             return (
                 f"8-bit products need widths that are multiples of {EIGHT_BIT_MULTIPLE}, and "
-                f"'{name}' of {setting.model.name} is {shape[0]} x {shape[1]}: use bf16"
+                f"'{name}' of {model.name} is {shape[0]} x {shape[1]}: use bf16"
             )
     if config.compute_dtype == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
-        return (
-            f"int8 products need more than {INT8_ROWS} tokens in a micro-batch: use a larger "
-            "micro_batch_size"
-        )
+        return f"int8 needs more than {INT8_ROWS} tokens in a micro-batch: use a larger one"
     return None
 
 
@@ -228,19 +168,15 @@ def _triton(config: TrialConfig, setting: Setting) -> str | None:
         return None
     if setting.device == "cpu":
         return f"kernels {config.kernels} are Triton kernels and need CUDA: use kernels hf"
-    if setting.older_than(VOLTA):
-        return f"Triton needs compute capability 7.0, this GPU has {setting.capability}"
-    return None
+    return setting.lacks(VOLTA, "Triton", "kernels hf")
 
 
 def _liger_model(config: TrialConfig, setting: Setting) -> str | None:
-    if config.kernels != "hf" and setting.model.model_type not in LIGER_MODEL_TYPES:
-        return f"Liger has no kernels for model type '{setting.model.model_type}': use kernels hf"
+    kind = setting.model.model_type
+    if config.kernels != "hf" and kind not in LIGER_MODEL_TYPES:
+        return f"Liger has no kernels for model type '{kind}': use kernels hf"
     if config.kernels == "liger" and unquantized(setting.model) is not None:
-        return (
-            f"what Liger's kernel for the experts of model type '{setting.model.model_type}' keeps "
-            "and takes is not known: use kernels fused-loss or hf"
-        )
+        return f"Liger's kernel for the experts of '{kind}' is not known: use kernels fused-loss"
     return None
 
 
@@ -249,17 +185,12 @@ def _compile(config: TrialConfig, setting: Setting) -> str | None:
         return None
     if setting.device == "cpu":
         return "compile is not supported on a CPU: it needs a C++ compiler on the machine"
-    if setting.older_than(VOLTA):
-        return f"Triton needs compute capability 7.0, this GPU has {setting.capability}"
-    return None
+    return setting.lacks(VOLTA, "Triton", "compile false")
 
 
 def _compiled_liger(config: TrialConfig, _: Setting) -> str | None:
     if config.compile and config.kernels == "liger":
-        return (
-            "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager: "
-            "use kernels fused-loss"
-        )
+        return "torch's compiler breaks on Liger's layer kernels: use kernels fused-loss"
     return None
 
 
@@ -268,14 +199,9 @@ def _flash(config: TrialConfig, setting: Setting) -> str | None:
         return None
     if setting.device == "cpu":
         return "FlashAttention-2 needs CUDA: use attention sdpa"
-    if setting.older_than(AMPERE):
-        return (
-            f"FlashAttention-2 needs compute capability 8.0 (Ampere), this GPU has "
-            f"{setting.capability}: use attention sdpa"
-        )
-    if config.compute_dtype == "fp32":
+    if config.compute_dtype == "fp32" and not setting.older_than(AMPERE):
         return "FlashAttention-2 has no fp32 kernels: use compute_dtype bf16 or attention sdpa"
-    return None
+    return setting.lacks(AMPERE, "FlashAttention-2", "attention sdpa")
 
 
 def _paged(config: TrialConfig, setting: Setting) -> str | None:
@@ -291,13 +217,11 @@ def _segments(config: TrialConfig, setting: Setting) -> str | None:
 
 
 def _positions(config: TrialConfig, setting: Setting) -> str | None:
-    positions = setting.model.max_positions
-    if positions is not None and config.seq_len > positions:
-        return (
-            f"seq_len {config.seq_len} is beyond the {positions} positions of "
-            f"{setting.model.name} (max_position_embeddings)"
-        )
-    return None
+    positions, name = setting.model.max_positions, setting.model.name
+    if positions is None or config.seq_len <= positions:
+        return None
+    beyond = f"seq_len {config.seq_len} is beyond the {positions} positions of {name}"
+    return f"{beyond} (max_position_embeddings)"
 
 
 def _loss(config: TrialConfig, _: Setting) -> str | None:
@@ -307,66 +231,41 @@ def _loss(config: TrialConfig, _: Setting) -> str | None:
 
 
 def _targets(config: TrialConfig, setting: Setting) -> str | None:
-    wanted, model = config.target_modules, setting.model
-    sets = target_sets(model)
-    known = known_linear_modules(model) or sets["attention"]
+    wanted, kind = config.target_modules, setting.model.model_type
+    sets, modules = target_sets(setting.model), known_linear_modules(setting.model)
+    possible = f"target_modules can be {' or '.join(sets)}"
     if wanted == "all-linear" and wanted not in sets:
-        return (
-            f"adapters cannot go on every linear layer of model type '{model.model_type}': "
-            f"target_modules can be {' or '.join(sets)}"
-        )
-    if isinstance(wanted, str) and wanted not in sets:
-        missing = "q_proj"
-    elif known_linear_modules(model) is not None:
-        ends = {name.rpartition(".")[2] for name in known}
-        names = [] if isinstance(wanted, str) else list(wanted)
-        missing = next((n for n in names if n.rpartition(".")[2] not in ends), "")
-    else:
-        missing = ""
+        return f"adapters cannot go on every linear layer of model type '{kind}': {possible}"
+    missing = ""
+    if isinstance(wanted, str):
+        missing = "" if wanted in sets else "q_proj"
+    elif modules is not None:
+        ends = {name.rpartition(".")[2] for name in modules}
+        missing = next((name for name in wanted if name.rpartition(".")[2] not in ends), "")
     if not missing:
         return None
-    return (
-        f"the decoder layers of model type '{model.model_type}' have no linear module '{missing}'"
-        f"{did_you_mean(missing, known)} (target_modules can be {' or '.join(sets)} here)"
-    )
+    meant = did_you_mean(missing, modules or sets["attention"])
+    none = f"the decoder layers of model type '{kind}' have no linear module '{missing}'"
+    return f"{none}{meant} ({possible} here)"
 
 
 def _quantized(config: TrialConfig, setting: Setting) -> str | None:
-    if not config.is_quantized:
-        return None
-    left = unquantized(setting.model)
-    if left is None or (left.share is not None and left.share >= LEAST_QUANTIZED_SHARE):
+    left = unquantized(setting.model) if config.is_quantized else None
+    if left is None:
         return None
     return (
-        f"quantization {config.quantization} would hold {_portion(left)} of the matrices of model "
-        f"type '{setting.model.model_type}' in {config.weight_bits} bits: it "
-        f"replaces linear layers only, and {left.what}{_size(left)}. Use "
-        "quantization none, which is what this would be, or a model without such weights"
+        f"quantization {config.quantization} would leave most of model type "
+        f"'{setting.model.model_type}' in 16 bits, as it replaces linear layers only: {left}. "
+        "Use quantization none, or a model without such weights"
     )
 
 
 def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
-    if not config.is_quantized or config.quantized_count(setting.model.hidden_layers):
+    layers = setting.model.hidden_layers
+    if not config.is_quantized or config.quantized_count(layers):
         return None
-    return (
-        f"quantized_fraction {config.quantized_fraction:g} holds none of "
-        f"{setting.model.hidden_layers} layers in {config.weight_bits} bits: use quantization "
-        "none"
-    )
-
-
-def _portion(left: Unquantized) -> str:
-    if left.share is None:
-        return "only a small part"
-    return f"only {in_percent(left.share)}" if left.share else "none"
-
-
-def _size(left: Unquantized) -> str:
-    if left.weights is None:
-        return ""
-    count = 2 * left.weights
-    size = f"{count / 2**30:.3g} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.3g} MiB"
-    return f"; they stay in 16 bits and take {size}"
+    held = f"holds none of {layers} layers in {config.weight_bits} bits"
+    return f"quantized_fraction {config.quantized_fraction:g} {held}: use quantization none"
 
 
 def _attention(config: TrialConfig, setting: Setting) -> str | None:
@@ -379,28 +278,23 @@ def _attention(config: TrialConfig, setting: Setting) -> str | None:
 def _checkpoints(config: TrialConfig, setting: Setting) -> str | None:
     kind = setting.model.model_type
     if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
-        return (
-            f"transformers cannot checkpoint the layers of model type '{kind}': "
-            "use checkpoint_fraction 0"
-        )
+        return f"transformers cannot checkpoint model type '{kind}': use checkpoint_fraction 0"
     return None
 
 
 def _packing(config: TrialConfig, setting: Setting) -> str | None:
     if config.packing == "none" or setting.has_texts:
         return None
-    return (
-        f"packing {config.packing} is of texts, and without them every row is full already: name "
-        "yours with --data, or use packing none"
-    )
+    needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
+    return f"{needs}: name yours with --data, or use packing none"
 
 
-def _rows_of_many(config: TrialConfig, setting: Setting) -> str | None:
+def _data_of_many(config: TrialConfig, setting: Setting) -> str | None:
     if config.data_parallel == 1 or not setting.has_texts:
         return None
     return (
-        "rows of texts are not dealt out to several GPUs here, so several of them are measured on "
-        "full-length random rows alone: use data_parallel 1, or leave the texts out"
+        "several GPUs are measured on full-length random sequences alone, as a dataset is not "
+        "dealt out to them here: use data_parallel 1, or leave the dataset out"
     )
 
 
@@ -412,18 +306,10 @@ def _sharded(config: TrialConfig, _: Setting) -> str | None:
     if config.upcast_fp32:
         return "sharding fsdp moves a layer's weights together, in one type: use upcast_fp32 false"
     if config.optimizer != "adamw_torch_fused":
-        return (
-            f"bitsandbytes' {config.optimizer} cannot update a share of a tensor (it has no "
-            "operators for DTensor): use optimizer adamw_torch_fused with sharding fsdp"
-        )
-    return _unsharded_kernels(config)
-
-
-def _unsharded_kernels(config: TrialConfig) -> str | None:
+        return f"{config.optimizer} cannot update a share of a tensor: use adamw_torch_fused"
     if config.compile:
         return (
-            "a layer that is gathered when it is called is more than one graph: use compile false "
-            "with sharding fsdp"
+            "a layer that is gathered when it is called is more than one graph: use compile false"
         )
     if config.compute_dtype != "bf16":
         return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
@@ -432,10 +318,7 @@ def _unsharded_kernels(config: TrialConfig) -> str | None:
     if config.quantized_fraction < 1 and config.is_quantized:
         return "sharding fsdp is tried with layers of one kind alone: use quantized_fraction 1"
     if config.adapter_dtype != "fp32" and config.is_quantized:
-        return (
-            "what FSDP gathers of one type it copies as numbers, which damages packed 4-bit "
-            "weights: use adapter_dtype fp32 with sharding fsdp"
-        )
+        return "FSDP gathers bf16 adapters with the 4-bit weights and damages those: use fp32"
     return None
 
 
@@ -459,7 +342,7 @@ RULES: dict[str, Rule] = {
     "attention-not-in-model": _attention,
     "checkpointing-not-in-model": _checkpoints,
     "packing-needs-texts": _packing,
-    "data-parallel-on-texts": _rows_of_many,
+    "data-parallel-on-texts": _data_of_many,
     "sharding": _sharded,
 }
 """Every rule by name, in the order they are asked."""

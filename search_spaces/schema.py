@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from search_spaces.config import TrialConfig, number_kind
+from search_spaces.dimensions import FloatRange, IntRange
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.models import shipped_models
 from search_spaces.space import SearchSpace
@@ -58,26 +59,11 @@ def _dimension(key: str, value: Schema) -> Schema:
     """Return the schema of what a dimension may be: a list, the same under choices, or a range."""
     item = {k: v for k, v in value.items() if k not in ("default", "description")}
     listed = {"type": "array", "items": item, "minItems": 1, "uniqueItems": True}
-    forms: list[Schema] = [listed, _object({"choices": listed}, required=["choices"])]
+    alone = {"properties": {"choices": listed}, "required": ["choices"]}
+    forms = [listed, {"type": "object", **alone, "additionalProperties": False}]
     if (kind := number_kind(key)) is not None:
-        number: Schema = {"type": "integer" if kind is int else "number"}
-        above: Schema = {**number, "exclusiveMinimum": 0}
-        linear = {"low": number, "high": number, "step": above, "log": {"const": False}}
-        on_a_log_scale = {"low": above, "high": number, "log": {"const": True}}
-        if kind is int:
-            on_a_log_scale["step"] = {"const": 1}
-        forms.append(_object(linear, required=["low", "high"]))
-        forms.append(_object(on_a_log_scale, required=["low", "high", "log"]))
+        forms.append(_plain((IntRange if kind is int else FloatRange).model_json_schema()))
     return {"description": value["description"], "anyOf": forms}
-
-
-def _object(properties: Schema, *, required: list[str]) -> Schema:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "additionalProperties": False,
-    }
 
 
 def _plain(schema: Any) -> Any:

@@ -24,6 +24,7 @@ from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
+from search_spaces.rules import Setting
 from search_spaces.space import SearchSpace
 from sweep.planning.candidates import (
     NOT_ASKED,
@@ -179,13 +180,9 @@ class CardPlan:
         """Why the space has no configuration that the model and the GPU can run, where that is."""
         if self.survey is None or self.survey.found.least_bytes is not None:
             return ()
-        broken = obstacles(
-            self.survey.space,
-            model=self.forecaster.model,
-            compute_capability=self.gpu.compute_capability,
-            device="cuda",
-            has_texts=self.forecaster.shapes is not None,
-        )
+        has_texts = self.forecaster.shapes is not None
+        setting = Setting(self.forecaster.model, "cuda", self.gpu.compute_capability, has_texts)
+        broken = obstacles(self.survey.space, setting)
         return tuple(violation.reason for violation in broken)
 
 

@@ -18,6 +18,7 @@ from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names,
 from search_spaces.loading import Offered, load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
+from search_spaces.rules import Setting
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
@@ -125,7 +126,7 @@ class Question:
             asked = self._offered(gpu).space
             asked = with_fixed(asked, self.held) if self.held else asked
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
-            refuse_impossible(asked, model=self.model, has_texts=self.texts is not None)
+            refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:

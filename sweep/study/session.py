@@ -19,7 +19,7 @@ from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Violation, violation
+from search_spaces.rules import Setting, Violation, violation
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.opening import open_study
@@ -247,10 +247,7 @@ def _checked(
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,
-        model=model,
-        compute_capability=resolved.compute_capability,
-        device=resolved.target.device,
-        has_texts=texts is not None,
+        Setting(model, resolved.target.device, resolved.compute_capability, texts is not None),
     )
     # What is there has a price, by the catalogue's name.
     product = resolved.target.emulated_on or resolved.target.gpu

@@ -19,6 +19,7 @@ from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
+from search_spaces.rules import Setting
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
@@ -229,7 +230,7 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     lines = read_configurations(name)
     for where, config in lines:
         try:
-            refuse_impossible(config, model=question.model)
+            refuse_impossible(config, Setting(question.model, "cuda", None))
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
     known = forecaster.forecast([config for _, config in lines], progress=progress)

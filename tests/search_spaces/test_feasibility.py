@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.feasibility import obstacles
 from search_spaces.models import load_model_spec
-from search_spaces.rules import violation
+from search_spaces.rules import Setting, violation
 from search_spaces.space import SearchSpace
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
@@ -28,9 +28,8 @@ def rules_against(
     card: tuple[int, int] | None = TURING, *, fixed: dict[str, Any] | None = None, **dimensions: Any
 ) -> list[str]:
     space = SearchSpace(name="mine", dimensions=dimensions, fixed=fixed or {})
-    found = obstacles(
-        space, model=MISTRAL, compute_capability=card, device="cpu" if card is None else "cuda"
-    )
+    setting = Setting(MISTRAL, "cpu" if card is None else "cuda", card)
+    found = obstacles(space, setting)
     return [one.rule for one in found]
 
 

@@ -187,7 +187,11 @@ NOT_FOUND = httpx.Response(404, request=REQUEST)
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (RepositoryNotFoundError("no", response=NOT_FOUND), InputError, "no such model"),
+        (
+            RepositoryNotFoundError("no", response=NOT_FOUND),
+            InputError,
+            "is not on the hub, or is private",
+        ),
         (GatedRepoError("no", response=NOT_FOUND), InputError, "gated"),
         (RemoteEntryNotFoundError("no", response=NOT_FOUND), InputError, "no config.json"),
         (OfflineModeIsEnabled("no"), EnvironmentFault, "HF_HUB_OFFLINE is set"),

@@ -188,7 +188,7 @@ def test_a_space_survives_its_own_json() -> None:
         ),
         pytest.param(
             SMALL + "  lora_rank: []\n",
-            "a10.yaml: line 4: lora_rank has no values: list at least one",
+            "a10.yaml: line 4: lora_rank: choices must not be empty, got []",
             id="empty choices",
         ),
         pytest.param(
@@ -203,7 +203,9 @@ def test_a_space_survives_its_own_json() -> None:
             SMALL + "  lora_rank: {choices: 8}\n", "choices must be a list", id="choices no list"
         ),
         pytest.param(
-            SMALL + "  lora_rank: {choices: [8], step: 2}\n", "stand alone", id="mixed forms"
+            SMALL + "  lora_rank: {choices: [8], step: 2}\n",
+            "unknown key 'step' under lora_rank",
+            id="mixed forms",
         ),
         pytest.param(
             SMALL + "  lora_rank: {low: 8}\n",
@@ -256,7 +258,9 @@ def test_a_space_survives_its_own_json() -> None:
             id="learning rate beyond",
         ),
         pytest.param(
-            SMALL + "  kernels: {low: 1, high: 2}\n", "kernels is not a number", id="range of words"
+            SMALL + "  kernels: {low: 1, high: 2}\n",
+            "unknown key 'low' under kernels; known are choices",
+            id="range of words",
         ),
         pytest.param(
             SMALL + "fixed:\n  micro_batch_size: 4\n",
