@@ -42,7 +42,7 @@ class Gpu(_Part):
 
     name: str
     budget_bytes: int
-    emulated_on: str | None
+    emulated_on: str | None = None
     """The GPU that measured in its place, capped to its memory; None where it did itself."""
 
 

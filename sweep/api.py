@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from reports.view import Gain, Gpu, StudyView, view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, SweepError
-from search_spaces.redaction import redacted
 from storage.records import Measurement
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from trl import SFTConfig
 
-    from storage.definition import StudySnapshot
     from storage.study import OpenStudy
     from sweep.data.texts import PreparedTexts, TextsRequest
     from sweep.export.recipe import Recipe
@@ -39,27 +38,13 @@ Data = str | os.PathLike[str] | Mapping[str, Any] | None
 """A dataset: a file, a directory or a hub id; or the keys of a space's section ``data``."""
 
 
-class _Document(BaseModel):
-    """A part of a JSON document; what is not named here is in ``document``."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
-
-
-class Gpu(_Document):
-    """The GPU that an answer is for."""
-
-    name: str
-    budget_bytes: int
-    """What a training may take of its memory."""
-    emulated_on: str | None = None
-    """The GPU that measured in its place, capped to its memory; None where it did itself."""
-
-
-class Plan(_Document):
+class Plan(BaseModel):
     """What `sweep plan --json` prints: a configuration, and what is predicted of it.
 
     A number is None where nobody can tell.
     """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     gpu: Gpu
     model: str
@@ -74,64 +59,23 @@ class Plan(_Document):
     """The least and the most that it may be; None where there is no most."""
     bottleneck: str | None = None
     notes: tuple[str, ...]
-    document: dict[str, Any] = Field(repr=False)
-    """All of it, as plain JSON values."""
+    printed: dict[str, Any] = Field(repr=False)
+
+    def document(self) -> dict[str, Any]:
+        """Return all of it, as plain JSON values."""
+        return self.printed
 
 
-class TrialMeasurement(Measurement):
-    """What was measured of a trial; None where a recorded one says nothing of it."""
-
-    steps_measured: int | None  # type: ignore[assignment]
-    steps_warmup: int | None  # type: ignore[assignment]
-    final_loss: float | None  # type: ignore[assignment]
-    setup_seconds: float | None  # type: ignore[assignment]
-    measured_seconds: float | None  # type: ignore[assignment]
-    allocator_retries: int | None  # type: ignore[assignment]
-
-
-class Trial(_Document):
-    """A trial that fits."""
-
-    number: int
-    config: TrialConfig
-    measurement: TrialMeasurement
-
-
-class Gain(_Document):
-    """How many times as fast the winner is, with the ends of the 95 % interval."""
-
-    over: dict[str, Any]
-    """What it is over: ``config`` and ``tokens_per_second`` of the baseline."""
-    ratio: float
-    low: float | None
-    high: float | None
-    """None where nothing bounds it."""
-
-
-class Study(_Document):
+class Study(StudyView):
     """What `sweep run --json` and `sweep best --json` print."""
 
-    name: str = Field(alias="study")
-    gpu: Gpu
-    model: str
-    seconds: dict[str, float]
-    """``wall``, and ``device``: in trials, of all GPUs together."""
-    trials: dict[str, int]
-    """How many there are in ``total``, and of each verdict."""
-    best: Trial | None
-    """None where nothing fits."""
-    confirmed: bool
-    gain: Gain | None
-    """Over the baseline; None where none is stated."""
-    target_tokens_per_second: dict[str, Any] | None
-    """The winner's speed on the GPU that the study is for: ``value``, ``low``, ``high``, and its
-    ``basis``."""
-    tied: tuple[int, ...]
-    """Trials that are statistically indistinguishable from the best one."""
-    storage: str | None = None
+    storage: str | None = Field(default=None, exclude=True)
     """URL of the database that was named; None for the default."""
-    document: dict[str, Any] = Field(repr=False)
-    """All of it, as plain JSON values."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.study
 
 
 @dataclass(frozen=True)
@@ -251,7 +195,7 @@ def plan(
     # A space that is named for another GPU has a plan of its own beside that of the one named.
     document = document["plans"][-1] if "plans" in document else document
     shown = document.get("recommended") or {}
-    return Plan.model_validate({**shown, **document, "document": document})
+    return Plan.model_validate({**shown, **document, "printed": document})
 
 
 def tune(
@@ -335,7 +279,7 @@ def tune(
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")
-    return _study(prepared.name, storage)[0]
+    return _study(prepared.name, storage)
 
 
 def best(study: str | Study, *, storage: str | None = None) -> Winner:
@@ -353,27 +297,18 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
     from sweep.export.recipe import recipe_of
 
     name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
-    found, snapshot = _study(name, url)
-    recipe = recipe_of(snapshot)
-    return Winner(
-        study=found,
-        number=recipe.number,
-        config=recipe.config,
-        measurement=recipe.measurement,
-        gain=found.gain,
-        recipe=recipe,
-    )
+    found = _study(name, url)
+    recipe = recipe_of(found.snapshot)
+    measured = recipe.number, recipe.config, recipe.measurement
+    return Winner(found, *measured, found.gain, recipe)
 
 
-def _study(name: str, storage: str | None) -> tuple[Study, StudySnapshot]:
-    from reports.view import view_of
+def _study(name: str, storage: str | None) -> Study:
     from sweep.paths import storage_url
     from sweep.terminal.listings import read
 
-    snapshot = read(name, url=storage_url(storage), warn=_warn)
-    document = redacted(view_of(snapshot).document())
-    study = Study.model_validate({**document, "storage": storage, "document": document})
-    return study, snapshot
+    view = view_of(read(name, url=storage_url(storage), warn=_warn))
+    return Study(**dict(view), storage=storage)
 
 
 def _data(data: Data) -> Mapping[str, Any]:

@@ -25,7 +25,6 @@ from search_spaces.space import SearchSpace, parse_duration
 from storage.fetched import refuse_local, take_in
 from storage.files import make_directory
 from storage.files import replace as put
-from storage.outputs import write_output
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.texts import prepare_texts
 from sweep.data.tokenizers import find_tokenizer
@@ -61,9 +60,8 @@ from sweep.terminal.console import (
     confirmed,
     note,
     note_folded,
-    say,
     say_as_is,
-    say_json,
+    say_result,
     working,
 )
 from sweep.terminal.plan import tracing
@@ -92,12 +90,10 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     assert sent.study is not None, "what is packed has a name"
     refuse_local(sent.study, host=str(address), url=url, home=runs_directory())
     if is_dry:
-        if request.as_json:
-            say_json({"study": sent.study, "on": str(where), "files": list(files)})
-            return DONE
-        say(f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}.")
-        for name in files:
-            say(f"Would go along: {name}")
+        would = f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}."
+        lines = [would, *(f"Would go along: {name}" for name in files)]
+        document = {"study": sent.study, "on": str(where), "files": list(files)}
+        say_result(document, "\n".join(lines), as_json=request.as_json)
         return DONE
     with Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
         box = reached(connection, python=python)
@@ -177,8 +173,10 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     name, space = request.named()
     devices, on_cpu = request.devices, space.gpu == "cpu"
     if space.data is not None:
-        with suppress(_OnHubError):
-            find_tokenizer(space.data.tokenizer, load_model_spec(space.model), fetch=_leave)
+        # What is on the hub is fetched where the job runs.
+        with suppress(KeyError):
+            model, nothing = load_model_spec(space.model), dict[str, Path]()
+            find_tokenizer(space.data.tokenizer, model, fetch=nothing.__getitem__)
     if devices is not None:
         # Whether there are such GPUs, the job sees.
         check_spelling(devices)
@@ -208,21 +206,14 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     script, about = slurm.job_script(job, allocation), {"study": name, "on": "slurm"}
     if is_dry:
         note(f"Not submitted. SLURM writes its log only where this is there: {files}")
-        if request.as_json:
-            say_json({**about, "script": script})
-        else:
-            say_as_is(script)
+        say_result({**about, "script": script}, script, as_json=request.as_json)
         return DONE
     slurm.find_sbatch()
-    path = files / "slurm.sh"
-    _make_directory(files)
-    write_output(path, script.encode())
-    number = slurm.hand_in(path)
+    _write(files / "slurm.sh", script)
+    number = slurm.hand_in(files / "slurm.sh")
     note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
-    if request.as_json:
-        say_json({**about, "job": number})
-    else:
-        say(f"Submitted study {name} as job {number}.")
+    words = f"Submitted study {name} as job {number}."
+    say_result({**about, "job": number}, words, as_json=request.as_json)
     return DONE
 
 
@@ -251,14 +242,6 @@ def _allocation(where: Where, *, devices: str | None, least: int) -> slurm.Alloc
     if allocation.gpu_count < wanted:
         raise InputError(f"--with gpus={gpus}: the study runs on {wanted}: ask for as many")
     return allocation
-
-
-class _OnHubError(Exception):
-    """It is fetched where the job runs."""
-
-
-def _leave(name: str) -> Path:
-    raise _OnHubError(name)
 
 
 def _python(environment: str | None) -> str:
@@ -291,6 +274,11 @@ def _storage_of_job(typed: str | None) -> str | None:
     return None
 
 
+def _run(command: Sequence[str]) -> int:
+    """Run a provider's command, what it prints is progress; return its exit code."""
+    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode
+
+
 def on_rented(
     request: RunRequest,
     where: Where,
@@ -299,7 +287,7 @@ def on_rented(
     is_dry: bool,
     predictor: Predictor | None = None,
     ready: Callable[[Provider, Machine], None] = require,
-    start: Callable[[Sequence[str]], int] | None = None,
+    start: Callable[[Sequence[str]], int] = _run,
     pack: Callable[[Path], Path] = package,
 ) -> int:
     """Write a study's job for a rented machine, say what it costs, and start it where asked.
@@ -344,7 +332,6 @@ def on_rented(
     )
     file = job_directory(runs_directory() / study) / provider.file_name
     sent, files = packed(request, with_weights=True)
-    _make_directory(file.parent)
     own = file.with_name(REQUEST)
     _write(own, sent.model_dump_json())
     inputs = {REQUEST: own.absolute(), **files}
@@ -360,28 +347,31 @@ def on_rented(
     if is_started and not is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
     if is_started:
-        _start(command, provider, rental, start or _started(as_json=request.as_json))
-    results = provider.results(rental)
-    if request.as_json:
-        say_json(
-            {
-                "provider": provider.name,
-                "study": study,
-                "file": str(file),
-                "command": shlex.join(command),
-                "results": results,
-                "gpu": {"name": machine.card.name, "count": machine.cards},
-                "volume": volume,
-                "cost": cost.to_json(),
-                "started": is_started,
-            }
-        )
-        return DONE
-    if not is_started:
-        say(f"Wrote {file}; nothing was started. What starts it, and resumes it:")
-        say(f"  {shlex.join(command)}")
-    say("What came of it, once it has begun:")
-    say(f"  {results}")
+        try:
+            code = start(command)
+        except KeyboardInterrupt:
+            note(f"It may go on at {provider.title}; what stops it: {provider.stop(rental)}")
+            raise
+        except OSError as error:
+            raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
+        if code:
+            words = f"`{shlex.join(command)}` ended with exit code {code}"
+            raise EnvironmentFault(f"{words}: what it said is above")
+    document = {
+        "provider": provider.name,
+        "study": study,
+        "file": str(file),
+        "command": shlex.join(command),
+        "results": provider.results(rental),
+        "gpu": {"name": machine.card.name, "count": machine.cards},
+        "volume": volume,
+        "cost": cost.to_json(),
+        "started": is_started,
+    }
+    wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  "
+    text = "" if is_started else f"{wrote}{document['command']}\n"
+    text += f"What came of it, once it has begun:\n  {document['results']}"
+    say_result(document, text, as_json=request.as_json)
     return DONE
 
 
@@ -472,43 +462,12 @@ def _question_and_cost(
     return question, cost
 
 
-def _make_directory(path: Path) -> None:
-    try:
-        make_directory(path)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write to {path}: {error.strerror or error}") from error
-
-
 def _write(file: Path, content: str) -> None:
     try:
+        make_directory(file.parent)
         put(file, content.encode())
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {file}: {error.strerror}") from error
-
-
-def _started(*, as_json: bool) -> Callable[[Sequence[str]], int]:
-    """Return what runs a command whose results are not to be taken for ours."""
-    out = sys.stderr.fileno() if as_json else None
-    return lambda command: subprocess.run(command, stdout=out, check=False).returncode
-
-
-def _start(
-    command: Sequence[str],
-    provider: Provider,
-    rental: Rental,
-    start: Callable[[Sequence[str]], int],
-) -> None:
-    try:
-        code = start(command)
-    except KeyboardInterrupt:
-        note(f"It may go on at {provider.title}; what stops it: {provider.stop(rental)}")
-        raise
-    except OSError as error:
-        raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
-    if code:
-        raise EnvironmentFault(
-            f"`{shlex.join(command)}` ended with exit code {code}: what it said is above"
-        )
+        raise EnvironmentFault(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def cost_words(cost: Cost, machine: Machine) -> str:
