@@ -1,7 +1,7 @@
 """`plan`, `tune` and `best` as functions with typed results: what `import qlora_sweep` offers.
 
 Each returns what the command of its name prints with ``--json``, and raises an error of
-`search_spaces.errors`. What is heavy is imported when a function needs it.
+`search_spaces.errors`. Heavy libraries are imported when needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Data = str | os.PathLike[str] | Mapping[str, Any] | None
 class Plan(BaseModel):
     """What `sweep plan --json` prints: a configuration, and what is predicted of it.
 
-    A number is None where nobody can tell.
+    A number is None if it is unknown.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -49,14 +49,14 @@ class Plan(BaseModel):
     gpu: Gpu
     model: str
     config: TrialConfig | None = None
-    """What to run, or the configuration that was asked about; None where nothing fits."""
+    """The recommended configuration, or with ``exact`` the given one; None if nothing fits."""
     fits: bool | None = False
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_range: tuple[float | None, float | None] | None = None
-    """The least and the most that it may be; None where there is no most."""
+    """The lowest and highest speed expected; None if unbounded."""
     bottleneck: str | None = None
     notes: tuple[str, ...]
     printed: dict[str, Any] = Field(repr=False)
@@ -70,7 +70,7 @@ class Study(StudyView):
     """What `sweep run --json` and `sweep best --json` print."""
 
     storage: str | None = Field(default=None, exclude=True)
-    """URL of the database that was named; None for the default."""
+    """URL of the database; None for the default."""
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Study(StudyView):
 class Winner:
     """The best configuration of a study, as arguments for transformers, PEFT and TRL.
 
-    A setting that a library cannot express is warned of by the method for that library.
+    A method warns of settings that its library does not support.
     """
 
     study: Study = field(repr=False)
@@ -120,8 +120,8 @@ class Winner:
     def load_model(self, model: str, *, seed: int = 0) -> PeftModel:
         """Return a model with fresh adapters, built by the code of the trials.
 
-        It has what `model_kwargs` cannot say: the fp32 upcast, the adapters' dtype, the share of
-        layers recomputed, layers compiled one by one, Liger's kernels, the allocator's segments.
+        It applies what `model_kwargs` cannot: the fp32 upcast, the adapters' dtype, the share of
+        checkpointed layers, compiled layers, Liger's kernels, expandable segments.
 
         Args:
             model: a directory, a hub id, or a shipped architecture, whose weights are random.
@@ -136,7 +136,7 @@ class Winner:
         return load_model(self.recipe, model, seed=seed)
 
     def callback(self, say: Callable[[str], object] | None = None) -> ThroughputCallback:
-        """Return a `TrainerCallback` that says what was promised and what is reached.
+        """Return a `TrainerCallback` that reports promised and reached speed and memory.
 
         Args:
             say: is given each line; by default they go to stderr.
@@ -162,18 +162,18 @@ def plan(
 
     Args:
         space: a preset, a YAML file or a GPU.
-        gpu: of the catalogue; None for the space's own, or the one that is here.
+        gpu: a name of the catalogue; None for the space's own, or this machine's.
         model: a shipped architecture, a directory or a hub id.
-        data: the dataset that would be trained on.
-        numerics: ``16-bit`` leaves compute in 8 bits out.
-        exact: whether one configuration is asked about: what is not set is the standard recipe's.
-        study: whose trials correct the predictions.
+        data: the dataset to plan for; None for random examples, or the space's own.
+        numerics: ``16-bit`` excludes 8-bit compute.
+        exact: whether to plan one configuration: settings that are not given are the baseline's.
+        study: the study whose trials calibrate the predictions.
         storage: URL of that study's database.
-        settings: of a configuration, fixed while the rest of the space is searched.
+        settings: fixed settings of a configuration; the rest of the space is searched.
 
     Raises:
-        InputError: something that is named is not right.
-        EnvironmentFault: a file, the hub, the database or the tracing process is not to be had.
+        InputError: an argument is wrong.
+        EnvironmentFault: a file, the hub, the database or the tracing process is not available.
     """
     from search_spaces.costs import AskedWork
     from sweep.planning.question import PlanRequest
@@ -218,36 +218,36 @@ def tune(
     progress: bool = False,
     **settings: Any,
 ) -> Study:
-    """Start or resume a study, and return it once it has ended.
+    """Start or resume a study, and return it when it has ended.
 
-    Ctrl-C, or another signal to stop, is heard in the main thread alone and only while the study
-    runs; the same call resumes it.
+    Ctrl-C and other stop signals are handled only in the main thread and while the study runs;
+    the same call resumes it.
 
     Args:
         space: a preset or a YAML file.
-        gpu: whose memory is the budget; None for the space's own.
+        gpu: the GPU whose memory is the budget; None for the space's own.
         model: a shipped architecture, a directory or a hub id.
         data: the dataset to train on; None for random examples, or the space's own.
         on: ``local``, ``ray:ADDRESS`` of a cluster (``ray:auto``), or ``recorded:SURFACE.jsonl``,
-            of which nothing is measured.
+            which measures nothing.
         devices: how many GPUs of this machine, ``all``, or which (``0,1``).
         study: its name; None derives one from the space.
         storage: URL of the database.
-        trials: at most, earlier runs included.
-        time_budget_seconds: after which this call stops.
-        max_dollars: that the study may cost in all, at the price of the GPU that runs it.
+        trials: the most trials, earlier runs included.
+        time_budget_seconds: time after which this call stops.
+        max_dollars: the most that the study may cost, at the price of the GPU that runs it.
         sampler: ``guided``, ``tpe``, ``gp``, ``random`` or ``grid``.
-        numerics: ``16-bit`` leaves compute in 8 bits out.
+        numerics: ``16-bit`` excludes 8-bit compute.
         seed: of sampling, weights and tokens.
         confirm: whether the winner is measured again, as the space says.
-        progress: whether the study is shown on stderr as `sweep run` shows it. Nothing is printed
-            otherwise; what works less well than it could is a warning.
-        settings: of a configuration, fixed while the rest of the space is searched.
+        progress: whether to print to stderr what `sweep run` prints. Otherwise nothing is printed;
+            problems are warnings.
+        settings: fixed settings of a configuration; the rest of the space is searched.
 
     Raises:
-        InputError: something that is named is not right.
-        EnvironmentFault: database, device or disk is not to be had.
-        KeyboardInterrupt: somebody asked to stop. All that was measured is stored.
+        InputError: an argument is wrong.
+        EnvironmentFault: the database, GPU or disk is not available.
+        KeyboardInterrupt: the study was stopped. All results are stored.
     """
     from sweep.paths import storage_url
     from sweep.request import RunRequest, Where

@@ -32,9 +32,9 @@ from sweep.predict.forecast import Progress
 from sweep.terminal.console import folded, note, say_result, table, width_of, working
 
 _KINDS: Mapping[TextsKind, str] = {
-    "text": "one text a row",
-    "instruction": "instructions, in the words of Alpaca's prompt",
-    "prompt-completion": "prompts and what completes them",
+    "text": "one text each",
+    "instruction": "instructions, in Alpaca's prompt",
+    "prompt-completion": "prompts and completions",
     "messages": "chats, by the tokenizer's chat template",
     "conversations": "ShareGPT's chats, by the tokenizer's chat template",
 }
@@ -93,11 +93,11 @@ def data(
     }
     width = width_of(sys.stdout)
     explanation = (
-        "padded, grouped, packed: share of computed tokens that are padding, in micro-batches of "
-        f"{batch} rows drawn at random, drawn by like length, and of packed rows.\n"
+        "padded, grouped, packed: share of padding in computed tokens, with micro-batches of "
+        f"{batch} random examples, of {batch} of similar length, and with packed sequences.\n"
         f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
     )
-    header = ("seq_len", "rows cut", "tokens cut", "padded", "grouped", "packed", "")
+    header = ("seq_len", "examples cut", "tokens cut", "padded", "grouped", "packed", "")
     rows = [
         (
             f"{waste.seq_len:,}",
@@ -164,25 +164,25 @@ def _opening(summary: TextsSummary) -> str:
     found = summary.quantiles
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
     loss = units.share(summary.loss_tokens / summary.tokens)
-    which = "completions only" if summary.completions_only else "all but the first of a row"
+    which = "completions only" if summary.completions_only else "all but an example's first"
     return (
-        f"{summary.source}: {units.plural(summary.rows, 'row')}{broken}: "
+        f"{summary.source}: {units.plural(summary.rows, 'example')}{broken}: "
         f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
-        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {loss} of them carry loss "
+        f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {loss} of them supervised "
         f"({which})\n"
-        f"Tokens of a row: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
+        f"Tokens per example: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
         f"{found.p95:,}, 99 % up to {found.p99:,}, longest {found.max:,}"
     )
 
 
 def _drawn(bins: Sequence[Bin], *, width: int | None) -> str:
-    """Return a histogram, a line for each range; at least one character where there are rows."""
+    """Return a histogram, a line for each range, of at least one character if it has examples."""
     most = max(bin.rows for bin in bins)
     names = [f"{bin.at_least:,}–{bin.at_most:,}" for bin in bins]
     counts = [f"{bin.rows:,}" for bin in bins]
-    left, right = max(map(len, names)), max(map(len, counts))
+    left, right = max(map(len, names)), max(len("examples"), *map(len, counts))
     room = _BAR if width is None else max(5, min(_BAR, width - left - right - 4))
-    lines = [f"{'tokens':>{left}}  {'rows':>{right}}"]
+    lines = [f"{'tokens':>{left}}  {'examples':>{right}}"]
     for bin, name, count in zip(bins, names, counts, strict=True):
         bar = "█" * max(round(room * bin.rows / most), 1 if bin.rows else 0)
         lines.append(f"{name:>{left}}  {count:>{right}}  {bar}".rstrip())
