@@ -78,7 +78,7 @@ def test_padding_wastes_more_in_larger_micro_batches(typed: Typed) -> None:
 def test_a_person_sees_kind_lengths_and_what_is_worth_searching(typed: Typed) -> None:
     code, out, err = typed("dataset.jsonl", "--model", "demo")
     assert code == 0
-    assert "200 rows, and 2 broken: chats" in out
+    assert "200 examples, and 2 broken: chats" in out
     assert "(messages, recognised by its columns)" in out
     assert "seq_len: [256, 320, 384, 448]" in out
     assert len(re.findall(r"^ *\d+–\d+ +\d+  [█#]+$", out, flags=re.MULTILINE)) == 12
