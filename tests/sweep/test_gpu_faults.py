@@ -66,13 +66,6 @@ def test_what_is_no_fault_of_the_card_is_none(then: dict[str, Any]) -> None:
     assert watched(**then) is None
 
 
-def test_a_fault_once_seen_stays() -> None:
-    nvml = PretendNvml(**WELL)
-    watch = FaultWatch("GPU-a", nvml)
-    nvml.answers["nvmlEventSetWait_v2"] = xids(79)
-    assert watch() == watch() != None  # noqa: E711
-
-
 def test_a_driver_that_refuses_every_question_knows_of_no_fault() -> None:
     refused = PretendNvml(nvmlInit=pynvml.NVMLError_LibraryNotFound())
     refused.answers["nvmlDeviceGetHandleByUUID"] = pynvml.NVMLError_Uninitialized()

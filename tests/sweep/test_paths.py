@@ -12,7 +12,6 @@ from sweep.paths import (
     storage_url,
     worker_log_path,
 )
-from sweep.terminal.console import table
 
 
 def test_a_home_moves_everything_of_every_study(
@@ -53,8 +52,3 @@ def test_a_variable_that_is_no_database_is_named_without_its_password(
     with pytest.raises(InputError, match=r"SWEEP_STORAGE: .*unknown database 'mysql'") as caught:
         storage_url(None)
     assert "s3cret" not in str(caught.value)
-
-
-def test_a_table_is_aligned_and_has_no_trailing_blanks() -> None:
-    text = table(("name", "what"), [("a", "first"), ("longer", "")])
-    assert text.splitlines() == ["name    what", "a       first", "longer"]

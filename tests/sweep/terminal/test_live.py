@@ -78,14 +78,6 @@ def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
     assert " left" not in text
 
 
-def test_the_panel_shows_how_far_tracing_is_until_it_is_done() -> None:
-    board = a_board()
-    board.take(SpaceTraced(done=12, of=36))
-    assert "12 of 36 structures traced" in shown(panel(board))
-    board.take(SpaceTraced(done=36, of=36))
-    assert "choosing the next configuration" in shown(panel(board))
-
-
 def test_without_a_terminal_tracing_is_said_in_some_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -95,10 +87,6 @@ def test_without_a_terminal_tracing_is_said_in_some_lines(
     out, err = capsys.readouterr()
     assert out == ""
     assert re.findall(r"(\d+) of 36 structures", err) == ["0", "9", "18", "27", "36"]
-
-
-def test_an_empty_board_can_be_shown() -> None:
-    assert "nothing fits yet" in shown(panel(a_board()))
 
 
 def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
@@ -137,15 +125,6 @@ def test_who_asks_to_stop_hears_so_at_once_and_then_every_two_seconds(
     ]
 
 
-def test_a_terminal_keeps_a_line_for_each_finished_trial() -> None:
-    stream = Terminal()
-    board = a_board(trials=9)
-    with watching(board, is_stopping=lambda: False, stream=stream) as listener:
-        for event in (STARTED, PROGRESS, finished(1)):
-            listener(event)
-    assert "trial 1: fits" in stream.getvalue()
-
-
 AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
 RUNNING_AGAIN = TrialStarted(
     number=2,
@@ -181,14 +160,6 @@ def test_the_panel_shows_what_is_measured_again() -> None:
     text = shown(panel(board))
     assert "again trial 1, measuring step 4" in text
     assert "1 of at most 9 trials" in text
-
-
-def test_a_terminal_keeps_a_line_for_what_is_measured_again() -> None:
-    stream = Terminal()
-    with watching(a_board(trials=9), is_stopping=lambda: False, stream=stream) as listener:
-        for event in (finished(1), AGAIN):
-            listener(event)
-    assert "the search has ended: measuring trials 1, 0 again" in stream.getvalue()
 
 
 LONG = TrialConfig(

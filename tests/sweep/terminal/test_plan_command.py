@@ -297,19 +297,6 @@ def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(
     assert "free lora_rank; all else is fixed you fixed micro-batch 2 next" in out
 
 
-def test_a_rank_that_is_typed_is_the_class_that_is_recommended_from(
-    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(space=a_space_file(home, SMALL), configuration={"lora_rank": 64}, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    assert document["capacity_class"] == {
-        "lora_rank": 64,
-        "target_modules": "attention",
-        "is_standard": False,
-    }
-    assert document["recommended"]["config"]["lora_rank"] == 64
-
-
 def test_a_space_of_which_everything_is_typed_is_one_configuration(
     answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,14 +311,6 @@ def test_a_space_of_which_everything_is_typed_is_one_configuration(
     assert asked.items() <= document["config"].items()
 
 
-def test_exactly_the_recipe_is_asked_about_where_nothing_is_typed(
-    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(space=a_space_file(home, SMALL), is_exact=True, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    assert document["config"] == TrialConfig().model_dump(mode="json")
-
-
 def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
     answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,37 +319,6 @@ def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(
     document = json.loads(capsys.readouterr().out)
     assert document["table"]["micro_batch_sizes"] == [1, 3, 4]
     assert document["recommended"]["config"]["effective_batch_size"] == 12
-
-
-@pytest.mark.parametrize(
-    ("text", "typed", "message"),
-    [
-        (
-            "micro_batch_size: [4, 8]",
-            {"effective_batch_size": 6},
-            "effective_batch_size must be a multiple of micro_batch_size, got 6 and 4 or 8",
-        ),
-        ("lora_rank: [4, 8]", {"effective_batch_size": 6}, "micro_batch_size, got 6 and 4"),
-        (
-            "effective_batch_size: [6, 8]",
-            {"micro_batch_size": 5},
-            "effective_batch_size must be a multiple of micro_batch_size, got 6 or 8 and 5",
-        ),
-        ("lora_rank: [4, 8]", {"seq_len": 0}, "options: seq_len must be at least 1, got 0"),
-        ("lora_rank: [4, 8]", {"kernels": "x"}, "options: kernels must be one of"),
-    ],
-)
-def test_what_is_typed_must_go_with_the_space(
-    answer: Plan, home: Path, text: str, typed: Mapping[str, Any], message: str
-) -> None:
-    fixed = "fixed: {micro_batch_size: 4}\n" if "lora_rank" in text else ""
-    fixed = "fixed: {micro_batch_size: 2}\n" if text.startswith("effective") else fixed
-    with pytest.raises(InputError) as refused:
-        answer(
-            space=a_space_file(home, f"gpu: a10\ndimensions:\n  {text}\n{fixed}"),
-            configuration=typed,
-        )
-    assert message in str(refused.value)
 
 
 # A file of configurations
@@ -395,14 +343,8 @@ def test_a_file_is_answered_line_by_line_in_its_order(
     [
         ('{"micro_batch": 3}', "unknown key 'micro_batch'; did you mean 'micro_batch_size'?"),
         ('{"seq_len": "a"}', "seq_len must be a whole number, got 'a'"),
-        ('{"seq_len": 0}', "seq_len must be at least 1"),
         ("[1]", "must be a JSON object, got [1]"),
-        ("7", "must be a JSON object, got 7"),
-        ('{"seq_len": 5', "not valid JSON"),
-        ('{"seq_len": 5} {}', "not valid JSON"),
         ('{"seq_len": 5, "seq_len": 6}', "key 'seq_len' is given twice"),
-        ('{"lora_alpha": NaN}', "lora_alpha must be a finite number"),
-        ('{"seq_len": 1' + "0" * 5000 + "}", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ('{"effective_batch_size": 6}', "must be a multiple of micro_batch_size, got 6 and 4"),
     ],
@@ -705,14 +647,6 @@ def test_the_longest_rows_are_asked_for(
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 2
 
 
-def test_where_no_row_fits_the_exit_code_says_so(
-    answer: Plan, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    space = a_space_file(home, SMALL + "budget_gib: 4\n")
-    assert answer(space=space, is_longest=True) == 1
-    assert "No sequence of 64 tokens surely fits for mistral" in capsys.readouterr().out
-
-
 def test_the_whole_catalogue_is_asked_for_the_cheapest_card(
     answer: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -765,17 +699,6 @@ def test_prices_of_the_users_are_taken_from_where_they_are_kept(
         answer(space="a10", is_exact=True, prices=prices, as_json=True)
         providers.append(json.loads(capsys.readouterr().out)["cost"]["provider"])
     assert providers == ["Mine", "Theirs"]
-
-
-def test_the_work_that_is_asked_about_is_billed(
-    answer: Plan, capsys: pytest.CaptureFixture[str]
-) -> None:
-    work = AskedWork(dataset_samples=800, epochs=2)
-    asked = {"configuration": {"micro_batch_size": 8}, "is_exact": True}
-    answer(space="a10", **asked, work=work, as_json=True)
-    cost = json.loads(capsys.readouterr().out)["cost"]
-    assert cost["steps"] == 200
-    assert cost["usd_per_epoch"] == pytest.approx(cost["usd"] / 2)
 
 
 def test_several_cards_are_compared_by_one_effective_batch(
@@ -970,21 +893,6 @@ def test_the_command_answers_with_json_alone_and_never_imports_torch() -> None:
     asked = {"micro_batch_size": 2, "seq_len": 64, "lora_rank": 8, "upcast_fp32": False}
     assert asked.items() <= document["config"].items()
     assert sum(document["breakdown"].values()) == document["peak_allocated_bytes"]
-
-
-def test_both_spellings_of_a_gpu_give_one_answer_on_one_screen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    data = ("--data", str(ROOT / "docs" / "examples" / "dataset.jsonl"))
-    typed = ("--model", "demo", "--set", "kernels=hf", "--set", "compile=false", "--rank", "8")
-    answers = []
-    for named in (("a10",), ("--gpu", "a10")):
-        for more in (("--json",), (), data):
-            assert main(["plan", *named, *typed, *more]) == 0
-            answers.append(capsys.readouterr().out)
-    assert answers[:3] == answers[3:]
-    assert all(len(answer.splitlines()) <= 25 for answer in answers)
-    assert "--details" in answers[1]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,12 @@ from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, Target
 from storage.records import (
     Measured,
-    TrialRecord,
 )
 from sweep.running.wire import Progress
 from sweep.study.events import (
     ConfirmationStarted,
     GainForeseen,
     LaneLost,
-    StopReason,
-    StudyFinished,
     TrialFinished,
     TrialProgress,
     TrialStarted,
@@ -58,23 +55,6 @@ def drawn(board: Board) -> str:
 def finished(number: int, batch: int = 4, **changes: Any) -> TrialFinished:
     config = TrialConfig(micro_batch_size=batch)
     return TrialFinished(record=a_record(config, number=number, **changes))
-
-
-def test_the_board_follows_a_trial_from_start_to_end() -> None:
-    board = a_board()
-    board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
-    board.take(TrialProgress(number=3, progress=Progress(phase="measure", step=2)))
-    assert board.running[3].progress == Progress(phase="measure", step=2)
-    board.take(finished(3))
-    assert not board.running
-    assert board.trials_done == 1
-
-
-def test_the_best_so_far_includes_earlier_runs() -> None:
-    earlier: TrialRecord = finished(0, batch=8).record
-    board = a_board(records=[earlier])
-    board.take(finished(1, batch=2))
-    assert board.ranking.winner == earlier
 
 
 def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
@@ -176,15 +156,6 @@ def test_a_confirmation_that_takes_longer_than_expected_is_not_said_to_end_soon(
     assert " left" not in time_line(board)
 
 
-def test_a_time_budget_bounds_what_is_left() -> None:
-    clock = Clock()
-    board = a_board(clock=clock, trials=1000, time_budget_seconds=60)
-    assert board.search_seconds == 60.0
-    clock.seconds = 50.0
-    board.take(lasting(0))
-    assert board.search_seconds == 10.0
-
-
 def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
     board = a_board(trials=40)
     board.take(lasting(0))
@@ -274,10 +245,3 @@ def test_how_long_something_is_done_begins_anew_with_each_phase() -> None:
     clock.seconds = 9.0
     board.take(TrialProgress(number=1, progress=Progress(phase="measure", step=3)))
     assert ", measuring step 3, 2 s: " in now_lines(board)[0]
-
-
-def test_after_the_study_nothing_runs() -> None:
-    board = a_board()
-    board.take(TrialStarted(number=3, config=CONFIG, is_baseline=False, attempt=1))
-    board.take(StudyFinished(reason=StopReason.INTERRUPTED))
-    assert not board.running
