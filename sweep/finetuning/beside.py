@@ -77,7 +77,7 @@ def _apart(ratio: float) -> str:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Figures that are not as promised, each in words, and what may be behind it."""
+    """Figures that are not as promised, each in words, and likely causes."""
 
     figures: tuple[str, ...]
     causes: tuple[str, ...]
@@ -86,7 +86,7 @@ class Deviation:
     def words(self) -> str:
         """All of it in a line."""
         causes = "; ".join(self.causes) or "nothing that is recorded explains it"
-        return f"Not as promised: {'; '.join(self.figures)}. What may be behind it: {causes}."
+        return f"Not as promised: {'; '.join(self.figures)}. Likely causes: {causes}."
 
 
 def behind(

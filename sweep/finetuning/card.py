@@ -29,7 +29,7 @@ Row = Sequence[str]
 
 FEW_STEPS = 35
 """Behind the warm-up; `sweep verify` measures as many where nobody says how many."""
-TOGETHER = "the texts of a packed row see each other: this model does not keep them apart"
+TOGETHER = "packed examples see each other: this model does not keep them apart"
 
 
 def model_card(
@@ -77,7 +77,7 @@ def promised_and_reached(job: TrainingJob, result: TrainingResult) -> tuple[Row,
 
 
 def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
-    """Return why what was promised is no measure of what was reached; None where it is one.
+    """Return why promised and reached figures are not comparable; None if they are.
 
     Args:
         job: with what was promised.
@@ -90,13 +90,13 @@ def incomparable(job: TrainingJob, result: TrainingResult) -> str | None:
         return f"promised on another device, {promise.device}"
     if promise.texts is None and job.texts is not None:
         return (
-            "promised on full rows of random tokens, where every token counts; rows of texts are "
-            "padded, and other work"
+            "promised on full sequences of random tokens, where every token counts; a dataset's "
+            "examples are padded"
         )
     if promise.texts != job.fingerprint:
-        return "promised on other texts"
+        return "promised on another dataset"
     if result.steps_measured == 0:
-        return "no step is behind the warm-up and without compiling, so its speed is a guess"
+        return "no step was measured after warm-up and compilation, so the speed is an estimate"
     return None
 
 
@@ -156,11 +156,11 @@ def _sections(
     yield f"Trained by qlora-sweep as {shown(subject)}."
     if job.weights == "random":
         yield (
-            "**The base's weights are random**: this shows how a training runs, and the adapter is "
-            "of no other use."
+            "**The base's weights are random**: this shows how a training runs; the adapter has no "
+            "other use."
         )
     yield "## Trained on\n\n" + _table(("", ""), _texts(job, result, texts))
-    yield "## What came of it\n\n" + _table(("", ""), _outcome(result))
+    yield "## Result\n\n" + _table(("", ""), _outcome(result))
     yield "## Promised and reached\n\n" + _table(
         ("", "promised", "reached", "reached / promised"), promised_and_reached(job, result)
     )
@@ -189,17 +189,17 @@ def _configuration(config: TrialConfig) -> list[Row]:
 
 def _texts(job: TrainingJob, result: TrainingResult, texts: TextsSummary | None) -> list[Row]:
     if texts is None:
-        return [("texts", "full rows of random tokens")]
+        return [("dataset", "full sequences of random tokens")]
     return [
         ("base", f"`{shown(base_of(job.spec))}` ({job.weights} weights)"),
-        ("texts", f"`{shown(texts.source)}`"),
+        ("dataset", f"`{shown(texts.source)}`"),
         ("fingerprint", f"`{texts.fingerprint}`"),
-        ("kind", texts.kind + (", loss on completions alone" if texts.completions_only else "")),
+        ("kind", texts.kind + (", loss on completions only" if texts.completions_only else "")),
         ("tokenizer", f"`{shown(texts.tokenizer)}`"),
-        ("rows trained on", _rows(result)),
-        ("rows held out", units.count(result.rows_held_out)),
-        ("rows left out, for want of a token that carries loss", units.count(result.rows_left_out)),
-        ("broken rows, left out", units.count(texts.broken)),
+        ("examples trained on", _rows(result)),
+        ("examples held out", units.count(result.rows_held_out)),
+        ("examples left out, without a supervised token", units.count(result.rows_left_out)),
+        ("broken examples, left out", units.count(texts.broken)),
         ("seed", str(job.seed)),
     ]
 
@@ -215,7 +215,7 @@ def _outcome(result: TrainingResult) -> list[Row]:
     return [
         ("optimizer steps", units.count(result.steps)),
         ("epochs", f"{result.epochs:.2f}"),
-        ("tokens that carry loss", units.count(result.tokens)),
+        ("supervised tokens", units.count(result.tokens)),
         ("training loss, last tenth", f"{result.final_train_loss:.4f}"),
         ("training loss, mean", f"{result.train_loss:.4f}"),
         ("held-out loss", units.DASH if held is None else f"{held:.4f}"),

@@ -147,7 +147,7 @@ def _of_shipped(name: str, *, model: str | None) -> Subject:
     return Subject(
         config=TrialConfig(),
         model=load_model_spec(model or name),
-        words=f"the standard recipe on model '{model or name}', as there is no study '{name}'",
+        words=f"the standard recipe on model '{model or name}' (no study '{name}')",
     )
 
 

@@ -114,7 +114,9 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         if as_json:
             say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
         return DONE
-    dataset = f"{summary.source} ({units.plural(summary.rows, 'row')}, {summary.tokens:,} tokens)"
+    dataset = (
+        f"{summary.source} ({units.plural(summary.rows, 'example')}, {summary.tokens:,} tokens)"
+    )
     what = f"Training {prepared.subject.words} on {dataset}, {units.size(prepared.job.config)}."
     for text in (what, *prepared.notes):
         note(folded(text, width_of(sys.stderr)))
@@ -171,7 +173,7 @@ def _result_text(
 ) -> str:
     job, width, held = prepared.job, width_of(sys.stdout), result.eval_loss
     lines = [
-        f"{units.plural(result.steps, 'step')}, {result.tokens:,} loss tokens, in "
+        f"{units.plural(result.steps, 'step')}, {result.tokens:,} supervised tokens, in "
         f"{units.duration(result.seconds)}",
         f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average"
         + ("" if held is None else f"; held out {held:.4f}"),
@@ -182,7 +184,7 @@ def _result_text(
     if (different := deviation(job, result, environment=environment)) is not None:
         lines.append(folded(different.words, width))
     if result.rows_left_out:
-        lines.append(f"{units.plural(result.rows_left_out, 'row')} had no loss token.")
+        lines.append(f"{units.plural(result.rows_left_out, 'example')} had no supervised token.")
     return "\n".join([*lines, f"Adapter: {job.output}"])
 
 
@@ -219,12 +221,12 @@ def _shown() -> Iterator[Callable[[Event], None]]:
 
 def _started(started: Started) -> str:
     begun = f"from step {started.steps_done:,} " if started.steps_done else ""
-    rows = units.plural(started.rows, "row")
+    examples = units.plural(started.rows, "example")
     if started.texts_rows not in (None, started.rows):
-        rows = f"{units.plural(started.texts_rows, 'row')} packed into {started.rows:,}"
+        examples = f"{units.plural(started.texts_rows, 'example')} packed into {started.rows:,}"
     return (
-        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over {rows}, "
-        f"{units.plural(started.rows_held_out, 'row')} held out; "
+        f"{started.device_name}: {units.plural(started.steps, 'step')} {begun}over {examples}, "
+        f"{units.plural(started.rows_held_out, 'example')} held out; "
         f"{units.count(started.trainable_parameters)} trainable parameters"
     )
 
@@ -320,8 +322,9 @@ def comparison_lines(compared: Comparison) -> Iterator[str]:
         )
 
     yield (
-        f"Logits beside base and adapter, {compared.rows} rows of {compared.tokens_per_row} random "
-        f"tokens ({compared.device}): {difference(compared)}; the adapter itself moves them by "
+        f"Logits beside base and adapter, {compared.rows} sequences of "
+        f"{compared.tokens_per_row} random tokens ({compared.device}): {difference(compared)}; "
+        f"the adapter itself moves them by "
         f"{compared.adapter_mean_abs:.2g} on average."
     )
     words = "An adapter trained on a quantized base knows that base: this is near it, not the same"

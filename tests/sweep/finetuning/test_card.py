@@ -72,7 +72,7 @@ def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reache
         return str(incomparable(a_job(promise), RESULT.model_copy(update=changes)))
 
     assert why_not(promised("abc")) == "None"
-    assert "other texts" in why_not(promised("def"))
+    assert "another dataset" in why_not(promised("def"))
     assert "random tokens" in why_not(promised(None))
     assert "nothing was measured" in why_not(None)
     assert "another device, CPU" in why_not(promised("abc"), device_name="NVIDIA L4")
@@ -151,7 +151,7 @@ def test_what_may_be_behind_it_is_named_on_the_card() -> None:
     told = deviation(a_job(promise), slow, environment=here)
     assert told is not None
     assert told.words == (
-        "Not as promised: tokens/s 25.0 % below the record: 150 beside 200. What may be behind it: "
+        "Not as promised: tokens/s 25.0 % below the record: 150 beside 200. Likely causes: "
         "driver 580.1 -> 590.2; the record is flagged noisy: its steps varied, so its speed is "
         "uncertain; the record is not confirmed: `sweep confirm` measures it again; the speed is "
         "of 5 steps alone."
