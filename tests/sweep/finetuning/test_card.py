@@ -79,7 +79,7 @@ def test_only_what_was_measured_on_the_same_texts_is_a_measure_of_what_is_reache
     by_catalogue = promised("abc").model_copy(update={"device": "l4"})
     assert why_not(by_catalogue, device_name="NVIDIA L4") == "None"
     assert "another device, l4" in why_not(by_catalogue, device_name="NVIDIA A10")
-    assert "behind the warm-up" in why_not(promised("abc"), steps_measured=0)
+    assert "after warm-up" in why_not(promised("abc"), steps_measured=0)
 
 
 def test_the_card_says_what_was_promised_and_reached() -> None:
