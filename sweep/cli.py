@@ -24,8 +24,6 @@ from sweep.terminal import options as opt
 from sweep.terminal.console import announce_if_slow, note, prepare_streams, say_version
 from sweep.terminal.edge import guarded
 
-STEPS_WITHOUT_END = 1_000_000
-"""Where a time was typed, steps do not end it sooner."""
 SLOW_TO_LOAD = frozenset(["run", "confirm", "status", "best", "report", "export", "train", "rm"])
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
@@ -221,7 +219,7 @@ def plan(
     from sweep.planning.question import PlanRequest
     from sweep.terminal import plan as command
 
-    amounts = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
+    known = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
     also = (*opt.DATA_SETTINGS, "numerics")
     configuration, of_space = opt.settings(context.params, settings, also=also)
     files = [each for each in price or () if "=" not in each]
@@ -235,7 +233,7 @@ def plan(
         numerics=of_space.get("numerics"),
         is_exact=exact,
         from_file=from_file,
-        work=AskedWork(**opt.work(work, amounts), has_texts=data is not None),
+        work=AskedWork(**opt.amounts(work, known), has_texts=data is not None),
         data=opt.dataset(data, of_space),
         prices=Path(files[0]) if files else None,
         typed_prices=tuple(each for each in price or () if "=" in each),
@@ -250,33 +248,21 @@ def plan(
     return command.plan(request)
 
 
-@app.command(
-    epilog=_shown(
-        "sweep data dataset.jsonl --model demo",
-        "sweep data dataset.jsonl --model demo --set data.completions_only=true --json",
-    )
+@command(
+    "dataset.data",
+    "sweep data dataset.jsonl --model demo",
+    "sweep data dataset.jsonl --model demo --set data.completions_only=true --json",
 )
 def data(
-    dataset: opt.Dataset,
+    source: opt.Dataset,
     model: opt.Model = None,
     settings: opt.Set = None,
     as_json: opt.Json = False,
-) -> int:
+) -> None:
     """Say how long a dataset's examples are, what a length truncates, what packing saves.
 
     Needs no GPU. They are counted in tokens of the model, or of --set data.tokenizer.
     """
-    from sweep.terminal import dataset as command
-
-    batch, section = opt.settings({}, settings, also=opt.DATA_SETTINGS, only=["micro_batch_size"])
-    given = dict.fromkeys(("text_column", "format", "completions_only", "tokenizer"))
-    return command.data(
-        dataset,
-        model=model,
-        batch_size=batch.get("micro_batch_size"),
-        as_json=as_json,
-        **{**given, **opt.dataset(None, section)},
-    )
 
 
 @command("listings.status", "sweep status", "sweep status a10 --watch")
@@ -289,22 +275,17 @@ def status(
     """Show what ran, what is running, and the best so far."""
 
 
-@app.command(epilog=_shown("sweep confirm a10 --soak 10m"))
+@command("driving.confirm", "sweep confirm a10 --soak 10m")
 def confirm(
     study: opt.Study,
     soak: opt.Soak = None,
     storage: opt.Storage = None,
     as_json: opt.Json = False,
-) -> int:
+) -> None:
     """Measure a study's winner again, beside its rivals.
 
     Then it trains for a while in one go.
     """
-    from sweep.terminal import driving
-
-    long = opt.seconds("--soak", soak)
-    typed = {} if long is None else {"soak_seconds": long, "soak_steps": STEPS_WITHOUT_END}
-    return driving.confirm(study, typed=typed, storage=storage, as_json=as_json)
 
 
 @command("listings.best", "sweep best a10", "sweep best a10 --json")
@@ -317,36 +298,25 @@ def remove(study: opt.Study, is_sure: opt.Yes = False, storage: opt.Storage = No
     """Remove a study with its trials, report and logs."""
 
 
-@app.command(
-    epilog=_shown("sweep report a10", "sweep report a10 -o a10.html --work dataset-samples=50000")
+@command(
+    "commands.report",
+    "sweep report a10",
+    "sweep report a10 -o a10.html --work dataset-samples=50000",
 )
 def report(
-    studies: opt.Reported = None,
+    named: opt.Reported = None,
     work: opt.Work = None,
     figure: opt.Figure = None,
     output: opt.Output = None,
-    force: opt.Force = False,
+    is_forced: opt.Force = False,
     storage: opt.Storage = None,
-) -> int:
+) -> None:
     """Write a study's report, or compare GPUs; one HTML file, by default runs/STUDY/report.html.
 
     With --work it says what your training costs. Several studies, and files (.json) that
     `sweep plan --json` printed, are set beside each other: which GPU is the cheapest and which the
     soonest. Where the extra `images` is installed, -o front.png draws a figure.
     """
-    from reports.decision import Job
-    from sweep.terminal import commands
-
-    named = studies or []
-    return commands.report(
-        [name for name in named if not name.endswith(".json")],
-        plans=[name for name in named if name.endswith(".json")],
-        job=Job(**opt.work(work, ("tokens", "dataset_samples", "epochs"))),
-        figure=figure,
-        storage=storage,
-        output=output,
-        is_forced=force,
-    )
 
 
 @command(
@@ -397,14 +367,13 @@ def verify(
     """
 
 
-@app.command(
-    epilog=_shown(
-        "sweep train a10 --data dataset.jsonl --output adapter --max-steps 200",
-        "sweep train demo --data dataset.jsonl --output adapter --max-steps 10",
-    )
+@command(
+    "finishing.train",
+    "sweep train a10 --data dataset.jsonl --output adapter --max-steps 200",
+    "sweep train demo --data dataset.jsonl --output adapter --max-steps 10",
 )
 def train(
-    subject: opt.Trained,
+    name: opt.Trained,
     output: opt.NewDirectory,
     data: opt.Data = None,
     trial: opt.Trial = None,
@@ -413,54 +382,18 @@ def train(
     epochs: opt.Epochs = None,
     seed: opt.Seed = None,
     checkpoint_every: opt.CheckpointEvery = None,
-    resume: opt.Resume = False,
+    is_resumed: opt.Resume = False,
     devices: opt.Devices = None,
     settings: opt.TrainSet = None,
     storage: opt.Storage = None,
     as_json: opt.Json = False,
-) -> int:
+) -> None:
     """Train an adapter on a dataset, with the settings that were measured.
 
     The winner of a study, or another trial of it, or a configuration of a file: what
     `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
     what was measured.
     """
-    from sweep.terminal import finishing as command
-
-    also = (*opt.DATA_SETTINGS, "data.eval_fraction", "weights")
-    configuration, of_space = opt.settings({}, settings, also=also, only=["learning_rate"])
-    if devices is not None:
-        _train_on(devices)
-    return command.train(
-        subject,
-        output=Path(output),
-        texts={"eval_fraction": None, **opt.dataset(data, of_space)},
-        trial=trial,
-        model=model,
-        weights=of_space.get("weights"),
-        numbers={
-            "max_steps": max_steps,
-            "epochs": epochs,
-            "learning_rate": configuration.get("learning_rate"),
-            "seed": seed,
-            "checkpoint_every": checkpoint_every,
-        },
-        is_resumed=resume,
-        storage=storage,
-        as_json=as_json,
-    )
-
-
-def _train_on(devices: str) -> None:
-    """Let this process and its children see the one GPU that was named."""
-    import os
-
-    from sweep.running.device_info import choose_cards, read_cards
-
-    chosen = choose_cards(devices, read_cards())
-    if len(chosen) > 1:
-        raise InputError(f"--devices {devices}: a training is on one GPU, and it names several")
-    os.environ["CUDA_VISIBLE_DEVICES"] = chosen[0].cuda_name
 
 
 @command("replay.replay", "sweep replay surface.jsonl --samplers guided,random --seeds 5")

@@ -1,23 +1,17 @@
-"""Owns what each command does once its options are read: call, print, and say how it ended.
-
-Knows nothing of how options are spelled or how errors become exit codes.
-"""
+"""`sweep report`, `export`, `rm` and `doctor` once their options are read."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from reports import images, units
 from reports.cards import card_of_study, cards_of_plan
 from reports.comparison import Comparison, compare_cards
 from reports.decision import Job
-from reports.page import (
-    render,
-    render_comparison,
-    write_page,
-)
+from reports.page import render, render_comparison, write_page
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.models import ModelSpec
@@ -47,6 +41,7 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.listings import read, warn_of_unreadable, with_offer
+from sweep.terminal.options import amounts
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
 _NOTES_WIDTH = 80
@@ -79,26 +74,27 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     removed = remove_study(study, url=url, home=home)
     # Where the directory is another study's, nothing of it was removed.
     jobs = remove_jobs(home / study) if removed.files else ()
-    say(f"Removed study {study}: {trials}")
-    for path in (*removed.files, *jobs):
-        say(f"Removed {path}")
-    for path in removed.left:
-        if path.exists() or path.is_symlink():
-            say(f"Left {path}, which is not sweep's")
+    left = [path for path in removed.left if path.exists() or path.is_symlink()]
+    lines = [f"Removed study {study}: {trials}"]
+    lines += [f"Removed {path}" for path in (*removed.files, *jobs)]
+    lines += [f"Left {path}, which is not sweep's" for path in left]
+    say("\n".join(lines))
     return DONE
 
 
 def report(
-    studies: Sequence[str],
+    named: Sequence[str] | None,
     *,
-    plans: Sequence[str],
-    job: Job,
+    work: Sequence[str] | None,
     figure: str | None,
     storage: str | None,
     output: str | None,
     is_forced: bool,
 ) -> int:
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
+    studies = [name for name in named or () if not name.endswith(".json")]
+    plans = [name for name in named or () if name.endswith(".json")]
+    job = Job(**amounts(work, ("tokens", "dataset_samples", "epochs")))
     endings = (".html", ".htm", *images.SUFFIXES)
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:
@@ -109,54 +105,37 @@ def report(
     if output is None and studies and not is_file_name(name):
         raise InputError(f"study {quote(name)}: no file has such a name: add -o FILE")
     snapshots = [read_for_report(study, url=storage_url(storage)) for study in studies]
+    is_one = len(studies) == 1 and not plans
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
-    if len(studies) == 1 and not plans:
-        if path is not None and is_picture:
-            images.write_image(snapshots[0], path, figure=figure)
-            say(str(path))
-            return DONE
-        page = render(job.priced(snapshots[0]))
-        return _put(page, output, unless=report_path(name))
-    if is_picture:
+    if is_picture and not is_one:
         raise InputError("a picture is of one study: several have a page alone")
-    page = render_comparison(compared(snapshots, plans, job=job))
-    return _put(page, output, unless=comparison_path([name, *studies[1:]]))
-
-
-def _put(page: str, output: str | None, *, unless: Path) -> int:
-    """Print a page, or write it and print where it is: where nothing was typed, ``unless``."""
-    if output is None:
-        write_page(page, unless)
-    elif output == STDOUT:
-        say_as_is(page)
-        return DONE
+    if path is not None and is_picture:
+        images.write_image(snapshots[0], path, figure=figure)
     else:
-        write_output(Path(output), page.encode("utf-8", errors="replace"))
-    say(str(output or unless))
+        compare = partial(_compared, snapshots, plans, job=job)
+        page = render(job.priced(snapshots[0])) if is_one else render_comparison(compare())
+        if output == STDOUT:
+            say_as_is(page)
+            return DONE
+        if path is not None:
+            write_output(path, page.encode("utf-8", errors="replace"))
+        else:
+            path = report_path(name) if is_one else comparison_path([name, *studies[1:]])
+            write_page(page, path)
+    say(str(output or path))
     return DONE
 
 
-def compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: Job) -> Comparison:
-    """Return studies and plans beside each other.
-
-    Args:
-        snapshots: the studies.
-        plans: files with what `sweep plan --json` printed.
-        job: the training that is to be priced.
-
-    Raises:
-        InputError: a file is no plan, or there is nothing to compare.
-    """
-    models = [
-        (snapshot.definition.model_fingerprint, ModelSpec.from_json(snapshot.definition.model))
-        for snapshot in snapshots
-    ]
-    cards = [card_of_study(snapshot) for snapshot in snapshots]
+def _compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: Job) -> Comparison:
+    """Return studies and the plans of some files beside each other."""
+    studies = [snapshot.definition for snapshot in snapshots]
+    models = [(study.model_fingerprint, ModelSpec.from_json(study.model)) for study in studies]
+    gpus = [card_of_study(snapshot) for snapshot in snapshots]
     for file in plans:
         document = parse_object(read_text(Path(file), label=file), where=file)
-        cards += cards_of_plan(document, where=file, models=models)
-    return compare_cards(cards, job=job)
+        gpus += cards_of_plan(document, where=file, models=models)
+    return compare_cards(gpus, job=job)
 
 
 def export(

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from reports import units
-from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
 from sweep.data.cutting import cut_exactly
@@ -29,6 +28,7 @@ from sweep.data.lengths import (
 from sweep.data.request import BROKEN_KEPT
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
+from sweep.terminal import options
 from sweep.terminal.console import folded, note, say_result, table, width_of, working
 
 _KINDS: Mapping[TextsKind, str] = {
@@ -54,32 +54,12 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
     return texts
 
 
-def data(
-    source: str,
-    *,
-    model: str | None,
-    text_column: str | None,
-    format: str | None,
-    completions_only: bool | None,
-    tokenizer: str | None,
-    batch_size: int | None,
-    as_json: bool,
-) -> int:
+def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_json: bool) -> int:
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
-    batch = MICRO_BATCH_SIZE if batch_size is None else batch_size
-    if batch < 1:
-        raise InputError(f"--set micro_batch_size must be at least 1, got {batch}")
+    how = options.settings({}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS)
+    batch = how[0].get("micro_batch_size", MICRO_BATCH_SIZE)
     spec = None if model is None else load_model_spec(model)
-    texts = prepared(
-        TextsRequest(
-            source,
-            spec,
-            text_column=text_column,
-            format=format or "auto",
-            completions_only=bool(completions_only),
-            tokenizer=tokenizer,
-        )
-    )
+    texts = prepared(TextsRequest(source, spec, **options.dataset(None, how[1])))
     limit, lengths = None if spec is None else spec.max_positions, texts.lengths()
     with working("looking at lengths") as part:
         wastes = _wastes(texts, limit, micro_batch_size=batch, tell=part("lengths"))

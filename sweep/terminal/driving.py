@@ -6,11 +6,10 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from reports import units
 from reports.page import write_report
@@ -30,31 +29,15 @@ from storage.urls import parse_url
 from sweep.data.choice import ReadTexts
 from sweep.paths import STORAGE, report_path, runs_directory, storage_url
 from sweep.request import RunRequest, Where
-from sweep.running.device_info import (
-    Card,
-    ChosenCard,
-    cards_for,
-    check_spelling,
-    choose_cards,
-    read_card,
-    read_cards,
-    teams_of,
-)
+from sweep.running import device_info as gpus
+from sweep.running.device_info import Card, ChosenCard, read_card
 from sweep.running.ray_nodes import Cluster, checked_address, joined
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Lanes, Runner
 from sweep.stop_signals import INTERRUPTED
-from sweep.study import recorded
+from sweep.study import recorded, session
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
-from sweep.study.session import (
-    Prepared,
-    Watch,
-    drive,
-    lanes_on_ray,
-    prepare,
-    prepare_again,
-    supervised_runner,
-)
+from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal import many_models
 from sweep.terminal.board import Board, fixed_words, search_words
@@ -64,15 +47,16 @@ from sweep.terminal.console import (
     announce_if_slow,
     note,
     note_folded,
-    say,
-    say_json,
+    say_result,
     width_of,
     working,
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.live import watching
+from sweep.terminal.options import seconds
 from sweep.terminal.summary import has_fit, last_screen, why_invalid
 
+STEPS_WITHOUT_END = 1_000_000
 _REASONS = {
     StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
     StopReason.DOLLARS_SPENT: "The dollars of the study are spent; a higher --max-dollars goes on.",
@@ -95,7 +79,7 @@ class LocalGpus:
         """Return the GPU that decides what a study is for: all that run its trials are like it."""
         if self.typed is None:
             return read_card()
-        self.cards = self.cards or choose_cards(self.typed, read_cards())
+        self.cards = self.cards or gpus.choose_cards(self.typed, gpus.read_cards())
         return self.cards[0].card
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
@@ -111,7 +95,10 @@ class LocalGpus:
         """
         size = prepared.cards_per_trial
         if self.typed is None:
-            return replace(prepared, cards=() if size == 1 else cards_for(size, read_cards()))
+            return replace(
+                prepared,
+                cards=() if size == 1 else gpus.cards_for(size, gpus.read_cards()),
+            )
         if not self.cards:
             raise InputError(
                 f"--devices {self.typed}: space '{prepared.space.name}' is for the CPU"
@@ -125,7 +112,7 @@ class LocalGpus:
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
         """Return what runs the trials of a study."""
-        return supervised_runner(prepared)
+        return session.supervised_runner(prepared)
 
     def close(self) -> None:
         """Leave it."""
@@ -156,7 +143,7 @@ class RayGpus(LocalGpus):
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
         """Return a lane on each GPU of the cluster."""
-        return lanes_on_ray(prepared, self._cluster(), warn=self._warn)
+        return session.lanes_on_ray(prepared, self._cluster(), warn=self._warn)
 
     def _cluster(self) -> Cluster:
         if self._joined is None:
@@ -247,16 +234,15 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
 
 def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]) -> int:
     if request.devices is not None:
-        check_spelling(request.devices)
+        gpus.check_spelling(request.devices)
     for one in request.of_models(models):
         name, space = one.named()
         about = {"space": space.name, "model": space.model, "gpu": space.gpu}
-        if request.as_json:
-            say_json({"study": name, "on": str(where), **about, "trials": space.trials})
-        else:
-            words = ", ".join(f"{key} {value}" for key, value in about.items())
-            most = units.plural(space.trials, "trial")
-            say(f"Would start or resume study {name} on {where}: {words}, at most {most}.")
+        words = ", ".join(f"{key} {value}" for key, value in about.items())
+        most = units.plural(space.trials, "trial")
+        text = f"Would start or resume study {name} on {where}: {words}, at most {most}."
+        document = {"study": name, "on": str(where), **about, "trials": space.trials}
+        say_result(document, text, as_json=request.as_json)
     return DONE
 
 
@@ -277,7 +263,7 @@ def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
         raise InputError(f"--model: {' and '.join(alike)} would both be study '{name}': {cure}")
     # The largest first, so that none is left alone at the end.
     studies.sort(key=lambda s: -(least_weight_bytes(s.prepared.space, s.prepared.model) or 0))
-    teams = teams_of(place.cards, size=max(each.prepared.cards_per_trial for each in studies))
+    teams = gpus.teams_of(place.cards, size=max(each.prepared.cards_per_trial for each in studies))
     devices = [",".join(str(card.index) for card in team) + "," for team in teams]
     return many_models.run(studies, devices=devices or [None], as_json=request.as_json)
 
@@ -326,8 +312,11 @@ def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     return read_study(carried, url=url, home=runs_directory())
 
 
-def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_json: bool) -> int:
-    """Measure a study's winner again, by what was typed of how; then end as a run does."""
+def confirm(study: str, *, soak: str | None, storage: str | None, as_json: bool) -> int:
+    """Measure a study's winner again; then conclude as a run does."""
+    long = seconds("--soak", soak)
+    # Where a time was typed, steps do not end it sooner.
+    typed = {} if long is None else {"soak_seconds": long, "soak_steps": STEPS_WITHOUT_END}
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     if stored.target.recorded is not None:
@@ -341,39 +330,32 @@ def confirm(study: str, *, typed: Mapping[str, Any], storage: str | None, as_jso
 
 
 def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
-    """Write the study's report and print what came out, also where Ctrl-C is pressed on."""
-    if reason is not StopReason.INTERRUPTED:
-        return _tell(prepared, reason, storage=storage, as_json=as_json)
-    with undisturbed(), suppress(ReaderGoneError):
-        _tell(prepared, reason, storage=storage, as_json=as_json)
-    return INTERRUPTED
+    """Say why a study stopped, write its report and print what came out; return the exit code.
 
-
-def _tell(prepared: Prepared, reason: StopReason, *, storage: str | None, as_json: bool) -> int:
-    """Say why a study ended and what came of it; return the exit code."""
-    if reason in _REASONS:
-        note(_REASONS[reason])
-    snapshot, report, fault = reported(prepared.name, url=storage_url(storage))
-    if reason is not StopReason.INTERRUPTED and (expected := stopped_words(snapshot)):
-        note_folded(expected)
-    if as_json:
-        say_json(view_of(snapshot).document())
-    else:
+    All of it also where Ctrl-C is pressed on.
+    """
+    is_cut = reason is StopReason.INTERRUPTED
+    with undisturbed() if is_cut else nullcontext(), suppress(*[ReaderGoneError] * is_cut):
+        if reason in _REASONS:
+            note(_REASONS[reason])
+        snapshot, report, fault = reported(prepared.name, url=storage_url(storage))
+        if not is_cut and (expected := stopped_words(snapshot)):
+            note_folded(expected)
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
         width = width_of(sys.stdout)
-        say(last_screen(snapshot, report=report, storage_option=option, width=width))
-    if fault is not None:
-        raise fault
-    if reason is StopReason.INTERRUPTED:
-        return INTERRUPTED
-    invalid = why_invalid(snapshot)
-    if invalid is not None:
-        # Only the real model knows its modules, where its architecture is not known from here.
-        raise InputError(
-            f"space '{prepared.space.name}': no configuration that was tried is valid: "
-            f"{invalid.rule}: {invalid.detail}"
-        )
-    return DONE if has_fit(snapshot) else NOTHING_FITS
+        screen = last_screen(snapshot, report=report, storage_option=option, width=width)
+        say_result(view_of(snapshot).document(), screen, as_json=as_json)
+        if fault is not None:
+            raise fault
+        if not is_cut and (invalid := why_invalid(snapshot)) is not None:
+            # Only the real model knows its modules, where its architecture is not known from here.
+            raise InputError(
+                f"space '{prepared.space.name}': no configuration that was tried is valid: "
+                f"{invalid.rule}: {invalid.detail}"
+            )
+        if not is_cut:
+            return DONE if has_fit(snapshot) else NOTHING_FITS
+    return INTERRUPTED
 
 
 def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, EnvironmentFault | None]:
@@ -392,42 +374,34 @@ def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, Envir
 def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     """Say what begins or resumes, then show it on stderr."""
     definition, records, name = study.definition, study.records(), study.study.study_name
-    total = definition.space.trials
+    space, total = definition.space, definition.space.trials
     if study.was_resumed:
         done = study.ledger.trials_spent(since=study.ledger.next_number)
         note(f"Resuming study {name}: {progress_words(done, total)}.")
     else:
-        most = "at most " if definition.space.sampler == "guided" else ""
+        most = "at most " if space.sampler == "guided" else ""
         note(f"Starting study {name}: {most}{units.plural(total, 'trial')}.")
     known = Counter(record.carried.study for record in records if record.carried is not None)
     for other, count in known.items():
         trials = units.plural(count, "trial")
         note_folded(f"Carried over from {other}: {trials}, measured there and not run again.")
-    for line in _opening(definition):
+    # What holds for every trial, so that the trials' lines need not say it.
+    emulation, baseline = emulation_note(definition.target), space.baseline_config()
+    what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
+    gains = f"Gains are over {search_words(baseline, space=space)}{what}."
+    fixed = fixed_words(space)
+    same = f"The same in every other trial, and changed over the baseline: {fixed}."
+    for line in filter(None, (emulation, gains, same if fixed else "")):
         note_folded(line)
     board = Board(name, definition, (*records, *study.confirmations()), clock=time.monotonic)
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
 
 
-def _opening(definition: StudyDefinition) -> Iterator[str]:
-    """Yield what holds for every trial, so that the trials' lines need not say it."""
-    emulation, space = emulation_note(definition.target), definition.space
-    if emulation is not None:
-        yield emulation
-    fixed, baseline = fixed_words(space), space.baseline_config()
-    what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
-    yield f"Gains are over {search_words(baseline, space=space)}{what}."
-    if fixed:
-        yield f"The same in every other trial, and changed over the baseline: {fixed}."
-
-
 def progress_words(done: int, total: int) -> str:
     """Return how many trials are done; an earlier run may have been asked for more than this."""
-    verb = "is" if done == 1 else "are"
-    if done > total:
-        return f"{units.plural(done, 'trial')} {verb} done, {total:,} asked for"
-    return f"{done:,} of {units.plural(total, 'trial')} {verb} done"
+    trials = units.plural(max(done, total), "trial")
+    return f"{done:,} of {trials} {'is' if done == 1 else 'are'} done"
 
 
 def _warn(text: str) -> None:

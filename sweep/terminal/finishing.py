@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, assert_never, cast
@@ -41,8 +42,9 @@ from sweep.merging.job import MergeRequest
 from sweep.merging.job import merge as run_merge
 from sweep.merging.report import Comparison, Trained
 from sweep.paths import storage_url
-from sweep.running.device_info import read_card
+from sweep.running.device_info import choose_cards, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
+from sweep.terminal import options
 from sweep.terminal.console import (
     folded,
     note,
@@ -71,14 +73,19 @@ _MERGED = ("bf16", "fp16")
 def train(
     name: str,
     *,
-    output: Path,
-    texts: Mapping[str, Any],
-    numbers: Mapping[str, Any],
+    output: str,
+    data: str | None,
+    settings: Sequence[str] | None,
+    devices: str | None,
     storage: str | None,
     as_json: bool,
     **asked: Any,
 ) -> int:
     """Train, and print what came of it beside what was promised."""
+    also = (*options.DATA_SETTINGS, "data.eval_fraction", "weights")
+    learning, of_space = options.settings({}, settings, only=["learning_rate"], also=also)
+    asked |= {"learning_rate": learning.get("learning_rate"), "weights": of_space.get("weights")}
+    texts = options.dataset(data, of_space)
     limits: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
         ("max_steps", "at least 1", lambda steps: steps >= 1),
         ("checkpoint_every", "at least 1", lambda steps: steps >= 1),
@@ -87,15 +94,21 @@ def train(
         ("weights", "pretrained or random", lambda kind: kind in ("pretrained", "random")),
     )
     for key, words, is_right in limits:
-        value = {**numbers, **asked}[key]
+        value = asked[key]
         if value is not None and not is_right(value):
             told = f"{value:g}" if isinstance(value, float) else quote(value)
             option = "--set weights" if key == "weights" else f"--{key.replace('_', '-')}"
             raise InputError(f"{option} must be {words}, got {told}")
-    request = TrainingRequest(name=name, output=output, texts=dict(texts), **asked, **numbers)
-    is_begun = directories.known_run(output) is not None
+    if devices is not None:
+        chosen = choose_cards(devices, read_cards())
+        if len(chosen) > 1:
+            raise InputError(f"--devices {devices}: a training is on one GPU, and it names several")
+        # This process and its children see no other.
+        os.environ["CUDA_VISIBLE_DEVICES"] = chosen[0].cuda_name
+    request = TrainingRequest(name=name, output=Path(output), texts=texts, **asked)
+    is_begun = directories.known_run(request.output) is not None
     # A directory that is refused is not made, and one that is held is not again.
-    with directories.held(output) if is_begun else nullcontext():
+    with directories.held(request.output) if is_begun else nullcontext():
         return _train(request, is_held=is_begun, storage=storage, as_json=as_json)
 
 

@@ -70,48 +70,31 @@ def studies() -> list[str]:
 
 # Declared once each; a command has one under the name of its parameter, unless it says another.
 
-Space = Annotated[
-    str,
-    Argument(metavar="SPACE", help="A preset or a YAML file.", autocompletion=completed(presets)),
-]
+_PRESETS: dict[str, Any] = {"autocompletion": completed(presets)}
+_MODELS: dict[str, Any] = {"autocompletion": completed(models)}
+_GPUS: dict[str, Any] = {"autocompletion": completed(gpus)}
+_BOTH: dict[str, Any] = {"autocompletion": completed(presets, gpus)}
+_BUDGETS: dict[str, Any] = {"autocompletion": completed(lambda: ("auto", "cpu"), gpus)}
+_STUDIES: dict[str, Any] = {"autocompletion": completed(studies)}
+
+Space = Annotated[str, Argument(metavar="SPACE", help="A preset or a YAML file.", **_PRESETS)]
 SpaceOrGpu = Annotated[
-    str | None,
-    Argument(
-        metavar="SPACE",
-        help="A preset, a YAML file or a GPU.",
-        autocompletion=completed(presets, gpus),
-    ),
+    str | None, Argument(metavar="SPACE", help="A preset, a YAML file or a GPU.", **_BOTH)
 ]
-Study = Annotated[
-    str, Argument(metavar="STUDY", help="Name of a study.", autocompletion=completed(studies))
-]
+Study = Annotated[str, Argument(metavar="STUDY", help="Name of a study.", **_STUDIES)]
 AnyStudy = Annotated[
-    str | None,
-    Argument(metavar="[STUDY]", help="One study; all without.", autocompletion=completed(studies)),
+    str | None, Argument(metavar="[STUDY]", help="One study; all without.", **_STUDIES)
 ]
 Reported = Annotated[
     list[str] | None,
-    Argument(
-        metavar="STUDY|SURFACE|PLAN...",
-        help="One for its report; several to compare.",
-        autocompletion=completed(studies),
-    ),
+    Argument(metavar="STUDY|SURFACE|PLAN...", help="One, or several to compare.", **_STUDIES),
 ]
 Trained = Annotated[
     str,
-    Argument(
-        metavar="STUDY|CONFIG",
-        help="A study, a file with a configuration, or a shipped model.",
-        autocompletion=completed(studies),
-    ),
+    Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES),
 ]
 Verified = Annotated[
-    str,
-    Argument(
-        metavar="STUDY|EXPORT",
-        help="A study, or a file that sweep export wrote.",
-        autocompletion=completed(studies),
-    ),
+    str, Argument(metavar="STUDY|EXPORT", help="A file of sweep export, or a study.", **_STUDIES)
 ]
 _DATASET = "A file, a directory of files, or a hub id."
 Dataset = Annotated[str, Argument(metavar="DATASET", help=_DATASET)]
@@ -128,21 +111,13 @@ Force = Annotated[bool, Option("--force", help="Replace a file that sweep did no
 Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]
 NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]
-Model = Annotated[
-    str | None,
-    Option(help="Shipped architecture, directory or hub id.", autocompletion=completed(models)),
-]
+Model = Annotated[str | None, Option(help="Shipped name, directory or hub id.", **_MODELS)]
 Models = Annotated[
-    list[str] | None,
-    Option("--model", help="The same; several: a study each.", autocompletion=completed(models)),
+    list[str] | None, Option("--model", help="The same; several: a study each.", **_MODELS)
 ]
 Data = Annotated[str | None, Option(metavar="DATASET", help=_DATASET)]
-_budget = completed(lambda: ("auto", "cpu"), gpus)
-Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", autocompletion=_budget)]
-Gpus = Annotated[
-    list[str] | None,
-    Option("--gpu", help="GPU; several to compare them.", autocompletion=completed(gpus)),
-]
+Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", **_BUDGETS)]
+Gpus = Annotated[list[str] | None, Option("--gpu", help="Several: they are compared.", **_GPUS)]
 Seed = Annotated[int | None, Option(help="Of sampling, weights and tokens.")]
 Trial = Annotated[int | None, Option(help="Another trial than the winner.")]
 Set = Annotated[
@@ -185,12 +160,7 @@ MaxDollars = Annotated[float | None, Option(help="What the study may cost in all
 Sampler = Annotated[str | None, Option(help="guided, tpe, gp, random or grid.")]
 From = Annotated[
     str | None,
-    Option(
-        "--from",
-        metavar="STUDY",
-        help="Take over what this study's trials measured, or a spool's.",
-        autocompletion=completed(studies),
-    ),
+    Option("--from", metavar="STUDY", help="Whose measurements to take over.", **_STUDIES),
 ]
 NoConfirm = Annotated[bool, Option("--no-confirm", help="Do not measure the winner again.")]
 Soak = Annotated[str | None, Option(help="Let the winner train for 10m in one go; 15s.")]
@@ -347,7 +317,7 @@ def seconds(option: str, typed: str | None) -> float | None:
         raise InputError(f"{option}: {error}") from error
 
 
-def work(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
+def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
     """Return the amounts of ``--work``, by key."""
     found: dict[str, Any] = {}
     for name, text in pairs("--work", typed).items():

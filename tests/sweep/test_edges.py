@@ -250,7 +250,7 @@ def test_two_spaces_with_other_letters_are_two_studies() -> None:
     [
         (4, 40, "4 of 40 trials are done"),
         (1, 1, "1 of 1 trial is done"),
-        (7, 2, "7 trials are done, 2 asked for"),
+        (7, 2, "7 of 7 trials are done"),
     ],
 )
 def test_a_lowered_ceiling_makes_no_nonsense(done: int, total: int, said: str) -> None:
