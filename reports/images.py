@@ -22,7 +22,7 @@ from reports.figures.style import themes
 from reports.page import figures_of
 from search_spaces.errors import EnvironmentFault, InputError, install_extra, listed
 from storage.definition import StudySnapshot
-from storage.outputs import WRITTEN_BY, write_output
+from storage.files import WRITTEN_BY, write_output
 
 SUFFIXES = (".png", ".svg")
 FRONT = "front-figure"

@@ -8,7 +8,6 @@ import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from json import JSONDecodeError
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -35,8 +34,6 @@ from storage import files
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
-Connected = Callable[[Any], None]
-"""Called with each new connection of psycopg's."""
 
 FAILURES = (SQLAlchemyError, StorageInternalError, JSONDecodeError)
 """What a database raises, and what Optuna makes of it."""
@@ -61,18 +58,7 @@ _SESSION = """SET lock_timeout = '10s'; SET statement_timeout = '60s';
 SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30;
 SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"""
 """A server must notice by itself that a client is gone, to free its locks."""
-_OWN = {"studies": "study_name", "trials": "study_id"}
-"""A column of Optuna's in tables whose names another application may well have."""
-_CLASHING = frozenset(("alembic_version", "studies", "trials"))
-"""Of Optuna's tables those whose names another application may well have, too."""
-_LASTING = re.compile(
-    r"authentication failed|no password|requires? (a )?password|does not exist|permission denied"
-    r"|pg_hba\.conf|certificate|does not support SSL|resolve host|translate host|disk|readonly"
-    r"|unable to open|pooling mode|unsupported startup|has not answered|timeout expired",
-    re.IGNORECASE,
-)
-"""What waiting does not help."""
-_ADVICE = (
+_LASTING = (
     (
         r"authentication failed|no password supplied|requires? (a )?password",
         "check the user and the password, in SWEEP_STORAGE, ~/.pgpass or PGPASSWORD",
@@ -83,17 +69,11 @@ _ADVICE = (
         "'?sslmode=require' behind the URL",
     ),
     (r'database "[^"]*" does not exist', "create it first, with `createdb`"),
-    (r"resolve host|translate host name", "check the host's name, and the network"),
-    (r"Connection refused|timeout expired", "does the server run on that host and port?"),
+    (r"(resolve|translate) host", "check the host's name, and the network"),
     (
-        r"too many (clients|connections)|connection slots|no more connections|query_wait_timeout",
-        "a driver needs three connections while it starts, then one: close other sessions, or "
-        "raise max_connections, of a pooler its pool size (default_pool_size)",
-    ),
-    (
-        r"has not answered",
-        "it is stopped or out of reach, or a pooler has no connection left: a driver needs three "
-        "while it starts (default_pool_size)",
+        r"has not answered|timeout expired",
+        "does the server run on that host and port? Or a pooler has no connection left: a driver "
+        "needs three while it starts (default_pool_size)",
     ),
     (
         r"statement pooling mode",
@@ -101,36 +81,32 @@ _ADVICE = (
         "mode",
     ),
     (r"permission denied", "grant this user the right to it"),
+    (r"No space left|disk (is )?full|disk I/O error", "free some space there, then try again"),
+    (r"certificate|SSL", "see sslmode and sslrootcert of the URL"),
+    (r"readonly database|unable to open", "make the file and its directory writable"),
+    (r"malformed|not a database", "put a copy in its place, or choose another --storage"),
+)
+"""What a failure means that waiting does not help, and what to do about it."""
+_PASSING = (
+    (r"Connection refused", "does the server run on that host and port?"),
+    (
+        r"too many (clients|connections)|connection slots|no more connections|query_wait_timeout",
+        "a driver needs three connections while it starts, then one: close other sessions, or "
+        "raise max_connections, of a pooler its pool size (default_pool_size)",
+    ),
     (
         r"read-only transaction|in a read-only",
         "a standby only reads: name the primary, or all hosts with "
         "'?target_session_attrs=read-write'",
     ),
-    (r"No space left|disk (is )?full|disk I/O error", "free some space there, then try again"),
-    (r"certificate|SSL", "see sslmode and sslrootcert of the URL"),
-    (r"readonly database", "make the file and its directory writable"),
-    (r"malformed|not a database", "put a copy in its place, or choose another --storage"),
 )
-
-
-_COUNTS = sqlalchemy.text("""SELECT s.study_name, count(t.trial_id) FROM studies s
-LEFT JOIN trials t ON t.study_id = s.study_id GROUP BY s.study_id, s.study_name
-ORDER BY s.study_id""")
-"""Optuna reads all that is stored of a study to name it, and of its trials to count them."""
-
-_COUNT = sqlalchemy.text("SELECT count(*) FROM trials WHERE study_id = :study_id")
+"""The same of what may be over soon."""
+_OWN_COLUMNS = {"studies": "study_name", "trials": "study_id"}
+"""A column of Optuna's in tables whose names another application may well have."""
 
 
 class Storage(RDBStorage):
     """Optuna's storage, with transactions of several operations."""
-
-    def trial_counts(self) -> dict[str, int]:
-        """Return how many trials each study has, by name, oldest first; in a transaction."""
-        return dict(self.scoped_session().execute(_COUNTS).all())
-
-    def trial_count(self, study_id: int) -> int:
-        """Return how many trials a study has; in a transaction."""
-        return int(self.scoped_session().execute(_COUNT, {"study_id": study_id}).scalar_one())
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -168,14 +144,24 @@ def retried(action: Callable[[], T], *, more_seconds: Sequence[float] = ()) -> T
         action: safe to repeat, also where it did all that it should and nobody was told.
         more_seconds: further pauses before it is given up.
     """
-    for pause in (*_RETRY_SECONDS, *more_seconds, None):
+    for pause in (*_RETRY_SECONDS, *more_seconds):
         try:
             return action()
         except FAILURES as error:
-            if pause is None or not _may_pass(error):
+            if not _may_pass(error):
                 raise
             time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    return action()
+
+
+def _may_pass(error: BaseException) -> bool:
+    text = str(_original(error))
+    cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+    if re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text):
+        return True
+    # The last is what an earlier fault, which Optuna passed over, left of a transaction.
+    kinds = OperationalError | InterfaceError | InternalError | InvalidRequestError
+    return isinstance(cause, kinds) and not any(re.search(known, text) for known, _ in _LASTING)
 
 
 def open_for_writing(url: DatabaseUrl) -> Storage:
@@ -185,16 +171,20 @@ def open_for_writing(url: DatabaseUrl) -> Storage:
         EnvironmentFault: the directory, the file or the server is not to be had.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with opening(url):
-        if isinstance(url, SqliteUrl):
-            _prepare_file(url)
+    with faults(url):
+        if isinstance(url, SqliteUrl) and not _is_file(url):
+            # No connection creates it, so that a file that vanishes is noticed.
+            try:
+                files.make_directory(url.path.parent)
+                # Another driver may have made it in the meantime. Its journals take on its rights.
+                with suppress(FileExistsError):
+                    files.create(url.path)
+            except OSError as error:
+                raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
         # Of processes that create tables at once one is first, and the others try again.
-        storage = retried(lambda: _storage(url, Storage, has_tables=has_tables(url)))
-        if isinstance(url, SqliteUrl):
-            # Optuna reads before it writes. A transaction that starts as a reader cannot wait for
-            # the write lock without risking a deadlock, so each takes it at its start.
-            _begin_with(storage, "BEGIN IMMEDIATE")
-    return storage
+        return retried(
+            lambda: _storage(url, Storage, "BEGIN IMMEDIATE", has_tables=has_tables(url))
+        )
 
 
 def open_for_reading(url: DatabaseUrl, *, kind: type[S] = Storage) -> S | None:  # type: ignore[assignment]
@@ -203,18 +193,43 @@ def open_for_reading(url: DatabaseUrl, *, kind: type[S] = Storage) -> S | None: 
     Raises:
         EnvironmentFault: the file or the server is not to be had.
     """
-    with opening(url):
+    with faults(url):
         if (isinstance(url, SqliteUrl) and not _is_file(url)) or not has_tables(url):
             return None
-        storage = _storage(url, kind, is_reader=True, has_tables=True)
-        if isinstance(url, SqliteUrl):
-            # One snapshot a session, so that a trial's state and its attributes belong together.
-            _begin_with(storage, "BEGIN")
+        return _storage(url, kind, "BEGIN", has_tables=True)
+
+
+def _storage(url: DatabaseUrl, kind: type[S], begin: str, *, has_tables: bool) -> S:
+    """Open Optuna's storage.
+
+    Args:
+        url: of the database.
+        kind: class of the storage.
+        begin: how a transaction of SQLite begins: with the right to write, as one that takes it
+            later may find it taken; or with one moment to read.
+        has_tables: whether Optuna's tables are there.
+    """
+    # Optuna formats the text, so braces are doubled.
+    text = (url.text if isinstance(url, PostgresUrl) else str(url)).translate(
+        {123: "{{", 125: "}}"}
+    )
+    options = engine_options(url, is_reader=begin == "BEGIN")
+    try:
+        storage = kind(text, engine_kwargs=options, skip_table_creation=has_tables)
+    except RuntimeError as error:
+        # Optuna's own, of tables of another version.
+        raise EnvironmentFault(f"database {url}: {redact(str(error))}") from None
+    if isinstance(url, SqliteUrl):
+        sqlalchemy.event.listen(storage.engine, "begin", lambda c: c.exec_driver_sql(begin))
     return storage
 
 
 def engine_options(
-    url: DatabaseUrl, *, is_reader: bool = False, name: str = "sweep", connected: Connected | None
+    url: DatabaseUrl,
+    *,
+    is_reader: bool = False,
+    name: str = "sweep",
+    connected: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
     """Return what SQLAlchemy makes an engine by.
 
@@ -222,13 +237,12 @@ def engine_options(
         url: of the database.
         is_reader: whether nothing may be written through it.
         name: what other sessions of a server know it by.
-        connected: takes a lock for each connection to a server.
+        connected: takes a lock for each connection to a server; all is written through one then.
     """
     if isinstance(url, SqliteUrl):
         return {"creator": lambda: _connect_file(url, is_reader=is_reader), "poolclass": NullPool}
     options: dict[str, Any] = {"creator": lambda: _connect_server(url, name, connected)}
     if connected is not None:
-        # All is written through the one connection that has a lock.
         return options | {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 0}
     if is_reader:
         execution = {"postgresql_readonly": True, "isolation_level": "REPEATABLE READ"}
@@ -237,40 +251,35 @@ def engine_options(
 
 
 def has_tables(url: DatabaseUrl) -> bool:
-    """Whether Optuna's tables are there.
+    """Whether Optuna's tables are there, all of them.
 
     Raises:
         EnvironmentFault: those of another application are.
     """
     engine = sqlalchemy.create_engine(
         "sqlite://" if isinstance(url, SqliteUrl) else url.text,
-        **engine_options(url, is_reader=True, connected=None),
+        **engine_options(url, is_reader=True),
     )
     try:
         inspector = sqlalchemy.inspect(engine)
         names = set(inspector.get_table_names())
-        if names >= {"version_info", "alembic_version"}:
-            # Optuna makes the second of them last.
+        foreign = {"alembic_version"} & names
+        if foreign and "version_info" in names:
+            # Optuna makes the first of them last: whoever is stopped before begins anew.
             return True
-        columns = [(t, {c["name"] for c in inspector.get_columns(t)}) for t in names & _OWN.keys()]
+        for table in names & _OWN_COLUMNS.keys():
+            if _OWN_COLUMNS[table] not in {
+                column["name"] for column in inspector.get_columns(table)
+            }:
+                foreign.add(table)
     finally:
         engine.dispose()
-    # Whoever was stopped while it created the tables left some of them, and nothing else.
-    is_begun = names < _tables() and all(_OWN[table] in known for table, known in columns)
-    is_begun = is_begun and "alembic_version" not in names
-    if "version_info" not in names and names & _CLASHING and not is_begun:
+    if foreign:
         raise EnvironmentFault(
-            f"database {url}: some of its tables ({', '.join(sorted(names & _CLASHING))}) are "
-            "another application's: create a database for sweep, and name that"
+            f"database {url}: some of its tables ({', '.join(sorted(foreign))}) are another "
+            "application's: create a database for sweep, and name that"
         )
-    return "version_info" in names and not is_begun
-
-
-@cache
-def _tables() -> frozenset[str]:
-    """Return the names of Optuna's tables."""
-    storage = RDBStorage("sqlite://")
-    return frozenset(sqlalchemy.inspect(storage.engine).get_table_names())
+    return False
 
 
 @contextmanager
@@ -283,21 +292,12 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
         yield
     except FAILURES as error:
         raise EnvironmentFault(f"database {url}: {reason(error)}") from None
-
-
-@contextmanager
-def opening(url: DatabaseUrl) -> Iterator[None]:
-    """Translate what is raised while a database is opened, as `faults` does."""
-    try:
-        with faults(url):
-            yield
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "psycopg":
+            raise
         raise EnvironmentFault(
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
         ) from None
-    except RuntimeError as error:
-        # Optuna's own, of tables of another version.
-        raise EnvironmentFault(f"database {url}: {redact(str(error))}") from None
 
 
 def reason(error: BaseException) -> str:
@@ -306,9 +306,8 @@ def reason(error: BaseException) -> str:
     SQL and parameters are not in it, nor any password.
     """
     original = _original(error)
-    line, whole = words_of(original), str(original)
-    advice = next((words for pattern, words in _ADVICE if re.search(pattern, whole)), None)
-    return line if advice is None else f"{line}: {advice}"
+    hints = (words for known, words in _LASTING + _PASSING if re.search(known, str(original)))
+    return ": ".join([words_of(original), *[*hints][:1]])
 
 
 def _original(error: BaseException) -> BaseException:
@@ -316,30 +315,6 @@ def _original(error: BaseException) -> BaseException:
     if isinstance(error, DBAPIError) and error.orig is not None:
         return error.orig
     return error if error.__cause__ is None else _original(error.__cause__)
-
-
-def _may_pass(error: BaseException) -> bool:
-    text = str(_original(error))
-    cause = error.__cause__ if isinstance(error, StorageInternalError) else error
-    is_race = re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text)
-    # The last is what an earlier fault, which Optuna passed over, left of a transaction.
-    kinds = OperationalError | InterfaceError | InternalError | InvalidRequestError
-    return bool(is_race or (isinstance(cause, kinds) and not _LASTING.search(text)))
-
-
-def _storage(url: DatabaseUrl, kind: type[S], *, is_reader: bool = False, has_tables: bool) -> S:
-    # Optuna formats the text, so braces are doubled.
-    text = url.text if isinstance(url, PostgresUrl) else str(url)
-    text = text.replace("{", "{{").replace("}", "}}")
-    options = engine_options(url, is_reader=is_reader, connected=None)
-    return kind(text, engine_kwargs=options, skip_table_creation=has_tables)
-
-
-def _begin_with(storage: RDBStorage, statement: str) -> None:
-    def begin(connection: sqlalchemy.Connection) -> None:
-        connection.exec_driver_sql(statement)
-
-    sqlalchemy.event.listen(storage.engine, "begin", begin)
 
 
 def _connect_file(url: SqliteUrl, *, is_reader: bool) -> sqlite3.Connection:
@@ -356,7 +331,7 @@ def _connect_file(url: SqliteUrl, *, is_reader: bool) -> sqlite3.Connection:
     return connection
 
 
-def _connect_server(url: PostgresUrl, name: str, connected: Connected | None) -> Any:
+def _connect_server(url: PostgresUrl, name: str, connected: Callable[[Any], None] | None) -> Any:
     # Imported here: the driver is an extra.
     import psycopg
     from psycopg import waiting
@@ -400,11 +375,7 @@ def is_direct(connection: Any) -> bool:
 
 
 def _bounded(gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Pass on what psycopg waits for, while answers come.
-
-    Raises:
-        TimeoutError: none came in time.
-    """
+    """Pass on what psycopg waits for. Raises `TimeoutError` where no answer comes in time."""
     asked = time.monotonic()
     try:
         wanted = next(gen)
@@ -419,19 +390,6 @@ def _bounded(gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         return answered.value
 
 
-def _prepare_file(url: SqliteUrl) -> None:
-    """Create directory and file: no connection ever does, so a file that vanishes is noticed."""
-    if _is_file(url):
-        return
-    try:
-        files.make_directory(url.path.parent)
-        # Another driver may have made it in the meantime. Its journals take on its rights.
-        with suppress(FileExistsError):
-            files.create(url.path)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
-
-
 def _is_file(url: SqliteUrl) -> bool:
     try:
         kind = url.path.stat().st_mode
@@ -440,6 +398,5 @@ def _is_file(url: SqliteUrl) -> bool:
     except OSError as error:
         raise EnvironmentFault(f"cannot open database {url}: {error.strerror}") from error
     if not stat.S_ISREG(kind):
-        what = "a directory; name a file in it" if stat.S_ISDIR(kind) else "no file: remove it"
-        raise EnvironmentFault(f"database {url}: {url.path} is {what}")
+        raise EnvironmentFault(f"database {url}: {url.path} is no file: name another, or remove it")
     return True

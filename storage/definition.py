@@ -1,11 +1,9 @@
-"""Owns what a study is about (space, model, target) and what a reader sees of it. No Optuna.
-
-Two definitions differ where trials of the one cannot be compared with trials of the other.
-"""
+"""What a study is called, what it is about (space, model, target), and what a reader sees of it."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,15 +12,33 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_training_second
+from search_spaces.errors import InputError, quote
 from search_spaces.prices import Offer
-from search_spaces.space import Objective, SearchSpace
+from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsSummary
-from storage.records import Measurement, Purpose, TrialRecord, without_repeated
+from storage.records import TrialRecord, without_repeated
 
-_ABSENT = ("(absent)", "(absent)")
-_OF_TEXTS = {"data.eval_fraction", "data.quality_tokens", "seed"}
+NAME_MAX = 100
+_NAME_BYTES_MAX = 200
+"""A file system's names end at 255 bytes, and the lock's begins with the database's."""
+_OF_TEXTS = ("data.eval_fraction", "data.quality_tokens", "seed")
 """What says which examples are trained on, and how."""
 _RECIPE = TrialConfig().model_dump(mode="json")
+
+
+def check_name(name: str) -> None:
+    """Raise `InputError` where no study can have this name, which is a directory's too."""
+    if len(name) > NAME_MAX or not is_file_name(name):
+        raise InputError(
+            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
+            f"got {quote(name)}"
+        )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a study's name can be that of a directory: others are some other tool's."""
+    is_plain = re.fullmatch(r"[^\W_][\w.-]*", name) is not None
+    return is_plain and len(name.encode()) <= _NAME_BYTES_MAX
 
 
 class Target(BaseModel):
@@ -64,19 +80,15 @@ def differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, .
     their rows are held out.
     """
     old, new = _compared(stored), _compared(given)
-    differing = [
-        key
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, _ABSENT)[0] != new.get(key, _ABSENT)[0]
-    ]
+    absent = (None, "(absent)")
+    found = {
+        key: (old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys())
+    }
+    lines = {key: f"{key}: {a[1]} -> {b[1]}" for key, (a, b) in found.items() if a[0] != b[0]}
     # A baseline inherits what is fixed: one change there is one line. Of other texts all else is.
-    implied = {f"baseline.{key.removeprefix('fixed.')}" for key in differing}
-    implied |= _OF_TEXTS if "texts" in differing else set()
-    return tuple(
-        f"{key}: {old.get(key, _ABSENT)[1]} -> {new.get(key, _ABSENT)[1]}"
-        for key in differing
-        if key not in implied
-    )
+    implied = {f"baseline.{key.removeprefix('fixed.')}" for key in lines}
+    implied |= set(_OF_TEXTS) if "texts" in lines else set()
+    return tuple(line for key, line in lines.items() if key not in implied)
 
 
 def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[str, ...]:
@@ -87,71 +99,34 @@ def step_differences(stored: StudyDefinition, given: StudyDefinition) -> tuple[s
 
 def _compared(definition: StudyDefinition) -> dict[str, tuple[object, str]]:
     """Return what counts of a definition, by key, each with how it is shown."""
-    dumped, texts = definition.space.model_dump(mode="json"), definition.texts
-    # What is neither searched nor fixed is the recipe's: a setting that a later version writes out
-    # changes nothing.
-    rest = {key: value for key, value in _RECIPE.items() if key not in definition.space.dimensions}
+    space, texts = definition.space, definition.texts
+    dumped = space.model_dump(mode="json")
+    # What is neither searched nor fixed is the recipe's, and a baseline is what it resolves to:
+    # writing a default out changes nothing.
+    rest = {key: value for key, value in _RECIPE.items() if key not in space.dimensions}
     nested = {
         "dimensions": dumped["dimensions"],
         "fixed": rest | dumped["fixed"],
-        # Only what the baseline resolves to counts, not which of its defaults were spelled out.
-        "baseline": definition.space.baseline_config().model_dump(mode="json"),
+        "baseline": space.baseline_config().model_dump(mode="json"),
         "target": definition.target.model_dump(mode="json"),
     }
     plain = {key: dumped[key] for key in ("weights", "objectives", "numerics", "leave_out")}
     plain |= {f"{outer}.{key}": of for outer, inner in nested.items() for key, of in inner.items()}
     if texts is not None:
-        chosen = dumped["data"] or {}
-        plain |= {key: chosen.get(key.removeprefix("data.")) for key in _OF_TEXTS}
-        plain["seed"] = definition.space.seed
-    shown: dict[str, tuple[object, str]] = {
-        k: (value, json.dumps(value)) for k, value in plain.items()
-    }
-    fingerprint = definition.model_fingerprint
-    shown["model"] = fingerprint, f"{definition.model.get('name')} (config {fingerprint})"
-    shown["texts"] = (
-        (None, "none")
-        if texts is None
-        else (texts.fingerprint, f"{texts.source} (fingerprint {texts.fingerprint})")
-    )
-    return shown
-
-
-@dataclass(frozen=True)
-class RunningTrial:
-    """A trial that is running, or was when its driver ended."""
-
-    number: int
-    config: TrialConfig | None
-    started_at: str | None
-    purpose: Purpose = "search"
-    confirms: int | None = None
-    """Number of the trial that it measures again."""
-    series: int = 0
-    """Which confirmation of the study it belongs to; 0 for a trial of the search."""
-    attempt_id: str | None = None
-    """Of this one try; None where it was asked for and never begun."""
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A trial that is in the database and of which this version can make nothing."""
-
-    number: int | None
-    """None where not even that can be read."""
-    reason: str
-    was_told_elsewhere: bool = False
-    """Whether it was ended by something other than sweep, so that nothing of ours is in it: its
-    configuration is as good as not tried."""
-
-    def __str__(self) -> str:
-        name = "a trial without a number" if self.number is None else f"trial {self.number}"
-        return f"{name} cannot be read and is left out: {self.reason}"
+        chosen = {f"data.{key}": value for key, value in (dumped["data"] or {}).items()}
+        plain |= {key: (chosen | {"seed": space.seed}).get(key) for key in _OF_TEXTS}
+    compared: dict[str, tuple[object, str]] = {k: (v, json.dumps(v)) for k, v in plain.items()}
+    model, named = definition.model_fingerprint, definition.model.get("name")
+    compared["model"] = model, f"{named} (config {model})"
+    compared["texts"] = None, "none"
+    if texts is not None:
+        compared["texts"] = texts.fingerprint, f"{texts.source} (fingerprint {texts.fingerprint})"
+    return compared
 
 
 @dataclass(frozen=True)
 class UnreadableStudy:
-    """A study whose definition cannot be read, so that nothing can be said of its trials."""
+    """A study of which nothing can be said, as what is stored of it cannot be read."""
 
     name: str
     reason: str
@@ -197,9 +172,8 @@ class StudySnapshot:
     """Finished trials of the search, by number."""
     confirmations: tuple[TrialRecord, ...] = ()
     """What measured its winners again, by number; none of it is a trial of the search."""
-    running: tuple[RunningTrial, ...] = ()
-    unreadable: tuple[Unreadable, ...] = ()
-    """Trials that are neither ranked nor counted: nothing is known of them."""
+    running: tuple[TrialRecord, ...] = ()
+    """Trials that were begun and have not ended, as lost."""
     wall_seconds: float = 0.0
     """Driver time over all runs of the study."""
     holder: str | None = None
@@ -259,33 +233,3 @@ class StudySnapshot:
             return None
         second = usd_per_training_second(self.offer, config.data_parallel)
         return second / tokens_per_second * 1e6
-
-
-@dataclass(frozen=True)
-class StudySummary:
-    """One line of a list of studies."""
-
-    name: str
-    gpu: str
-    model: str
-    trials: int
-    """Finished trials."""
-    objectives: tuple[Objective, ...]
-    """What its trials are ranked by."""
-    best_number: int | None
-    """The best trial of the space that fits, by those; None where nothing fits yet."""
-    best: Measurement | None
-    """What was measured of it, on whatever GPU ran it."""
-    wall_seconds: float
-    holder: str | None
-    """Who drives it now (``host:pid``), here or elsewhere."""
-    is_confirmed: bool = False
-    """Whether the best was measured again."""
-    speed: TargetSpeed | None = None
-    """Of the best on the target GPU; None where that is not known."""
-    unreadable: int = 0
-    """Trials of which nothing is known, as they cannot be read."""
-    driven_since: str | None = None
-    """When its driver took it, UTC in ISO 8601."""
-    running: tuple[int, ...] = ()
-    """Numbers of the trials that were begun and have not ended."""

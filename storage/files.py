@@ -1,55 +1,50 @@
-"""Owns how files of a study are made, opened and replaced: private, and never by way of a link.
+"""Files of a study, private and never by way of a link, and files that a person names for output.
 
-New files are for their owner alone (0600), new directories too (0700), from the moment they are
-there and whatever the umask; what is there already keeps its rights. A link, a pipe, a device or a
-directory where a file belongs is an `OSError` that says so, and nothing waits for a pipe's other
-end. A file that the user names for output is the user's: `write_chosen` follows links and leaves
-the rights to the umask.
+New files of a study are for their owner alone (0600), new directories too (0700), whatever the
+umask; what is there keeps its readers. A link, a pipe or a device where a file belongs is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import re
 import shlex
 import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.documents import is_directory
+from search_spaces.errors import EnvironmentFault, InputError, listed, words_of
 
-PRIVATE_FILE, PRIVATE_DIRECTORY = 0o600, 0o700
 _TEMPORARY = ".sweep.tmp"
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-_KINDS = (
-    (stat.S_ISLNK, "is a symbolic link, which is not followed: remove it"),
-    (stat.S_ISDIR, "is a directory where a file belongs: remove it"),
-    (stat.S_ISFIFO, "is a named pipe where a file belongs: remove it"),
-    (stat.S_ISSOCK, "is a socket where a file belongs: remove it"),
-    (lambda _: True, "is a device where a file belongs: remove it"),
-)
+
+
+@contextmanager
+def writing(path: Path, what: str = "") -> Iterator[None]:
+    """Translate what the system refuses inside the ``with`` to `EnvironmentFault`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or words_of(error)
+        raise EnvironmentFault(f"cannot write {what}{path}: {reason}") from error
 
 
 def make_directory(path: Path) -> None:
     """Make a directory and those above it where they are missing, for their owner alone.
 
     Raises:
-        OSError: it cannot be made, something else is in its place, or another user put it, or a
-            link to it, into a directory that everybody writes to.
+        OSError: it cannot be made, or another user put it, or a link to it, into a directory that
+            everybody writes to.
     """
-    there = _lstat(path)
-    if there is not None:
-        _require_owner(path, there)
     for directory in (*reversed(path.parents), path):
         if not directory.is_dir():
-            try:
-                directory.mkdir(mode=PRIVATE_DIRECTORY)
-            except FileExistsError:
-                if not directory.is_dir():
-                    raise
+            directory.mkdir(mode=0o700, exist_ok=True)
+    _require_owner(path, path.lstat())
 
 
 def refuse_public(directory: Path) -> None:
@@ -68,19 +63,11 @@ def refuse_public(directory: Path) -> None:
 def open_append(path: Path) -> IO[bytes]:
     """Open a file for reading and for writing at its end, made where it is missing.
 
-    One with a second name (a hard link) gives way to a copy, so that what is written reaches this
-    name alone.
-
     Raises:
         OSError: it cannot be opened, or is no file of ours.
     """
     make_directory(path.parent)
-    descriptor = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    if os.fstat(descriptor).st_nlink > 1:
-        with os.fdopen(descriptor, "rb") as linked:
-            replace(path, linked.read())
-        descriptor = _open(path, os.O_RDWR | os.O_APPEND)
-    return os.fdopen(descriptor, "a+b")
+    return os.fdopen(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
 
 def open_reading(path: Path) -> IO[bytes]:
@@ -99,14 +86,6 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def read_end(path: Path, *, count: int) -> bytes:
-    """Return the last ``count`` bytes of a file, whatever its size. Raises as `open_reading`."""
-    with open_reading(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - count))
-        return file.read(count)
-
-
 def create(path: Path, data: bytes = b"") -> None:
     """Write a file that is not there yet.
 
@@ -114,8 +93,8 @@ def create(path: Path, data: bytes = b"") -> None:
         FileExistsError: something is there, a link to nowhere included.
         OSError: it cannot be made.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, PRIVATE_FILE)
-    with os.fdopen(descriptor, "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)
 
 
@@ -133,33 +112,34 @@ def replace(path: Path, data: bytes, *, is_durable: bool = True) -> None:
         OSError: it cannot be written, or what is there is no file; what was there is untouched.
     """
     make_directory(path.parent)
-    there = _lstat(path)
-    if there is not None and not stat.S_ISLNK(there.st_mode):
-        _require_file(path, there.st_mode)
-    is_ours = there is not None and there.st_uid == os.geteuid() and stat.S_ISREG(there.st_mode)
-    readers = there.st_mode & 0o044 if there is not None and is_ours else 0
-    _swap_in(path, data, mode=PRIVATE_FILE | readers, is_durable=is_durable)
+    readers = 0
+    with suppress(FileNotFoundError):
+        there = path.lstat()
+        if not stat.S_ISLNK(there.st_mode):
+            _require_file(path, there)
+            readers = there.st_mode & 0o044 if there.st_uid == os.geteuid() else 0
+    _swap_in(path, data, mode=0o600 | readers, is_durable=is_durable)
 
 
-def write_chosen(path: Path, data: bytes) -> None:
-    """Write a file that the user named, whole or not at all.
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a person named, whole or not at all.
 
-    A link stays one, and a device or a pipe, ``/dev/null`` say, is written to: putting a file in
-    its place, as is done otherwise, would take it from everybody else.
+    A link stays one, rights are those that the umask leaves or that were there, and a device or a
+    pipe, ``/dev/null`` say, is written to.
 
     Raises:
-        OSError: it cannot be written there; what was there before is untouched.
+        EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    try:
-        target = path.resolve()
-    except RuntimeError as error:
-        # What Python before 3.13 raises of links in a circle.
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
-    there = _lstat(target)
-    _swap_in(target, data, mode=None if there is None else stat.S_IMODE(there.st_mode))
+    with writing(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        try:
+            target = path.resolve()
+        except RuntimeError as error:
+            # What Python before 3.13 raises of links in a circle.
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+        _swap_in(target, data, mode=target.stat().st_mode & 0o7777 if target.exists() else None)
 
 
 def lock(descriptor: int) -> None:
@@ -182,16 +162,12 @@ def is_temporary(path: Path) -> bool:
 
 
 def sweep_temporary(directory: Path) -> None:
-    """Remove what writers that were killed left in a directory, and nothing else that is there.
-
-    What somebody is still writing is locked, and stays; so does what cannot be removed.
-    """
-    with contextlib.suppress(OSError):
+    """Remove what writers that were killed left in a directory; what is being written is locked."""
+    with suppress(OSError):
         for path in filter(is_temporary, directory.iterdir()):
-            with contextlib.suppress(OSError), open_reading(path) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_uid == os.geteuid():
-                    path.unlink()
+            with suppress(OSError), open_reading(path) as file:
+                lock(file.fileno())
+                path.unlink()
 
 
 def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = True) -> None:
@@ -205,13 +181,11 @@ def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = Tr
     """
     temporary = path.with_name(f".{os.urandom(8).hex()}{_TEMPORARY}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY
-    descriptor = os.open(temporary, flags, 0o666 if mode is None else PRIVATE_FILE)
+    descriptor = os.open(temporary, flags, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            # Not every file system has locks; the file is then not told from one left behind.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if mode is not None and mode != PRIVATE_FILE:
+            lock(descriptor)
+            if mode is not None:
                 os.fchmod(descriptor, mode)
             file.write(data)
             file.flush()
@@ -219,61 +193,124 @@ def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = Tr
                 os.fsync(descriptor)
             temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink()
         raise
     if is_durable:
-        _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Wait until the disk has a directory's names; not every file system can be asked to."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        # Not every file system can be asked to keep a directory's names.
+        with suppress(OSError):
+            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _open(path: Path, flags: int) -> int:
     """Open a file of ours and nothing else; looks before, as opening a device can do something."""
-    there = _lstat(path)
-    if there is not None:
-        _require_file(path, there.st_mode)
+    with suppress(FileNotFoundError):
+        _require_file(path, path.lstat())
+    descriptor = os.open(path, flags | _SAFELY, 0o600)
     try:
-        descriptor = os.open(path, flags | _SAFELY, PRIVATE_FILE)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            _require_file(path, path.lstat().st_mode)
-        raise
-    try:
-        opened = os.fstat(descriptor)
-        _require_file(path, opened.st_mode)
-        _require_owner(path, opened)
+        _require_file(path, os.fstat(descriptor))
+        _require_owner(path, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def _lstat(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
+def _require_file(path: Path, there: os.stat_result) -> None:
+    if not stat.S_ISREG(there.st_mode):
+        is_link = stat.S_ISLNK(there.st_mode)
+        reason = "a symbolic link, which is not followed" if is_link else "no file"
+        raise OSError(errno.EINVAL, f"is {reason}: remove it", str(path))
 
 
-def _require_file(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        reason = next(words for is_kind, words in _KINDS if is_kind(mode))
-        raise OSError(errno.EINVAL, reason, str(path))
-
-
-def _require_owner(path: Path, opened: os.stat_result) -> None:
+def _require_owner(path: Path, there: os.stat_result) -> None:
     """Refuse what another user put into a directory that everybody writes to."""
-    if opened.st_uid in (0, os.geteuid()) or not path.parent.stat().st_mode & stat.S_IWOTH:
-        return
-    raise OSError(
-        errno.EPERM, "belongs to another user, in a directory that everybody can write", str(path)
-    )
+    if there.st_uid not in (0, os.geteuid()) and path.parent.stat().st_mode & stat.S_IWOTH:
+        words = "belongs to another user, in a directory that everybody can write"
+        raise OSError(errno.EPERM, words, str(path))
+
+
+# Files that a person names.
+
+WRITTEN_BY = "Written by qlora-sweep"
+"""Begins a comment, on a line of its own, in every file of sweep's that can hold comments."""
+
+_MARK = re.compile(
+    rb'^# Written by qlora-sweep|^<meta name="generator" content="qlora-sweep">'
+    rb"|<svg[^>]*><!-- Written by qlora-sweep|tEXtSoftware\0qlora-sweep",
+    re.MULTILINE,
+)
+_DOCUMENT = re.compile(
+    rb'\A{"surface": \d+, "model": |^ +"provenance": {\n +"study": ', re.MULTILINE
+)
+"""What an export has in JSON, which holds no comments."""
+_MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20
+"""A mark stands at a file's beginning; a document of JSON is smaller."""
+_KNOWN_ENDINGS = re.compile(
+    r"\.(arrow|bz2|csv|eps|gif|gz|html?|ini|jpe?g|jsonl?|md|ndjson|parquet|pdf|png|py|safetensors|"
+    r"sh|svg|toml|tsv|txt|webp|xz|ya?ml|zip)"
+)
+"""Endings that say what a file holds; any other is a part of its name."""
+
+
+def checked_output(
+    typed: str | None,
+    *,
+    what: str,
+    endings: Sequence[str],
+    is_forced: bool,
+    is_marked: bool = True,
+) -> Path | None:
+    """Return the path of a file that a person named, which may be written; None where none is
+    named, and for ``-``, which is stdout.
+
+    Args:
+        typed: its name; a link stands for what it points to.
+        what: is written, for the message.
+        endings: of its name, the usual one first; a name may also have none.
+        is_forced: whether a file that sweep did not write may be replaced.
+        is_marked: whether one that it did write may be replaced all the same.
+
+    Raises:
+        InputError: its ending means another format, it is a directory or in one that does not
+            exist, or it would replace somebody's file.
+        EnvironmentFault: it cannot be looked at.
+    """
+    if typed is None or typed == "-":
+        return None
+    path, label = Path(typed), f"--output: {typed}"
+    suffix = path.suffix.lower()
+    if _KNOWN_ENDINGS.fullmatch(suffix) and suffix not in endings:
+        raise InputError(f"{label}: {what} goes into a file that ends in {listed(endings)}")
+    if typed.endswith("/") or is_directory(path, label=label):
+        raise InputError(f"{label} names a directory: name a file in it")
+    require_parent(path)
+    if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path)):
+        whose = "is not sweep's to replace" if is_marked else "is there already"
+        raise InputError(f"{label} {whose}: name another file, or replace it with --force")
+    return path
+
+
+def require_parent(path: Path) -> None:
+    """Refuse an output in a directory that does not exist.
+
+    Raises:
+        InputError: names that directory.
+    """
+    parent = Path(os.path.realpath(path)).parent
+    if not is_directory(parent, label=f"--output: {path}"):
+        raise InputError(f"--output: {path}: there is no directory {parent}: make it first")
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether a file is empty, or sweep wrote it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_DOCUMENT_BYTES)
+    except OSError as error:
+        raise EnvironmentFault(f"--output: {words_of(error)}") from error
+    return not head or bool(_MARK.search(head[:_MARKED_BYTES]) or _DOCUMENT.search(head))

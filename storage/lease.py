@@ -25,7 +25,7 @@ import sqlalchemy
 
 from search_spaces.errors import EnvironmentFault
 from storage import files
-from storage.database import Storage, close, engine_options, is_direct, open_for_writing, opening
+from storage.database import Storage, close, engine_options, faults, is_direct, open_for_writing
 from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 _GRACE_SECONDS = 1.0
@@ -47,7 +47,7 @@ AND l.objsubid = 2 AND l.database = (SELECT oid FROM pg_database WHERE datname =
 class Holder:
     """Who drives a study."""
 
-    who: str
+    who: str = "another process"
     """``host:pid``."""
     since: str | None = None
     """UTC, ISO 8601; None where that is not known."""
@@ -79,14 +79,16 @@ def open_leased(
         storage = open_for_writing(url)
         undo(storage.engine.dispose)
         lease = FileLease(url.path, study)
-        lease.acquire()
         undo(lease.release)
+        lease.acquire()
         return storage
-    session = _Session(url, study)
-    with opening(url):
-        engine = sqlalchemy.create_engine(
-            url.text, **engine_options(url, name=session.name, connected=session.lock)
-        )
+    own = f"{int(time.time()):08x}{secrets.token_hex(3)}"
+    # Of a long name the first letters go; bytes are what is counted.
+    who = this_driver().encode()[-(_NAME_BYTES - len(f"sweep  {own}")) :]
+    name = f"sweep {who.decode(errors='ignore')} {own}"
+    with faults(url):
+        options = engine_options(url, name=name, connected=lambda c: _lock(c, url, study, name))
+        engine = sqlalchemy.create_engine(url.text, **options)
         undo(engine.dispose)
         # Nothing is created through what nothing can be driven.
         engine.connect().close()
@@ -115,19 +117,16 @@ def holders(
     return {study: _holder_of(names[_key(study)]) for study in studies if _key(study) in names}
 
 
-def _taken(study: str, holder: Holder | None) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"study '{study}' is driven by {holder or 'another process'}; wait for it, stop it, "
-        "or start another study with --study"
-    )
-
-
-def _tried(attempt: Callable[[], bool]) -> bool:
-    """Return whether something went well within a moment."""
+def _take(attempt: Callable[[], bool], study: str, holder: Callable[[], Holder | None]) -> None:
+    """Take a lease within a moment. Raises `EnvironmentFault` where another driver has it."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    while not (is_done := attempt()) and time.monotonic() < deadline:
+    while not attempt():
+        if time.monotonic() > deadline:
+            raise EnvironmentFault(
+                f"study '{study}' is driven by {holder() or Holder()}; wait for it, stop it, or "
+                "start another study with --study"
+            )
         time.sleep(0.05)
-    return is_done
 
 
 @dataclass(eq=False)
@@ -146,17 +145,11 @@ class FileLease:
     def acquire(self) -> None:
         """Take the lease. Raises `EnvironmentFault` naming the holder where another has it."""
         try:
-            if self.path.exists() and self.path.stat().st_nlink > 1:
-                # Another name's lock would be another lock.
-                raise OSError(errno.EMLINK, "it is a hard link; remove its other name")
-            self._file = files.open_append(self.path)
-            if not _tried(self._lock):
-                self.release()
-                raise _taken(self.study, self._written())
-            self._file.truncate(0)
-            os.write(self._file.fileno(), f"{this_driver()} {_iso(time.time())}\n".encode())
+            self._file = file = files.open_append(self.path)
+            _take(self._lock, self.study, self._written)
+            file.truncate(0)
+            os.write(file.fileno(), f"{this_driver()} {_iso(time.time())}\n".encode())
         except OSError as error:
-            self.release()
             has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
             advice = "; put the database on a local disk" if has_no_locks else ""
             raise EnvironmentFault(
@@ -193,63 +186,55 @@ class FileLease:
 
     def _written(self) -> Holder:
         words = files.read_bytes(self.path).decode(errors="replace").split()
-        return Holder(*words) if len(words) == 2 else Holder("another process")
+        return Holder(*words) if len(words) == 2 else Holder()
 
 
-class _Session:
-    """What the connections of one driver to a server have in common.
+def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
+    """Take a study's lock for a new connection to a server, which is in autocommit.
 
-    Two containers may well have a host's name and a process in common, so each has a name.
+    Args:
+        connection: psycopg's.
+        url: of the database.
+        study: its name.
+        name: of this driver's sessions.
+
+    Raises:
+        EnvironmentFault: another driver has it, or a pooler shares its sessions.
     """
+    key = _key(study)
 
-    def __init__(self, url: PostgresUrl, study: str) -> None:
-        self._url, self._study = url, study
-        own = f"{int(time.time()):08x}{secrets.token_hex(3)}"
-        # A name of many letters loses its first ones; bytes are what is counted.
-        who = this_driver().encode()[-(_NAME_BYTES - len(f"sweep  {own}")) :]
-        self.name = f"sweep {who.decode(errors='ignore')} {own}"
+    def ask(query: str, *values: object) -> Any:
+        return connection.execute(query, values).fetchone()
 
-    def lock(self, connection: Any) -> None:
-        """Take the study's lock for a new connection, which is in autocommit.
+    def holder() -> Holder | None:
+        held = ask(f"{_HELD} AND l.objid = {key}")
+        return held and _holder_of(held[1])
 
-        Raises:
-            EnvironmentFault: another driver has it, or a pooler shares its sessions.
-        """
-        key = _key(self._study)
+    def attempt() -> bool:
+        held = ask(f"{_HELD} AND l.objid = {key}")
+        if held is not None and held[1] == name:
+            # A connection of our own that broke, which the server has not noticed.
+            ask("SELECT pg_terminate_backend(%s)", held[2])
+        return held is None and bool(
+            ask("SELECT pg_try_advisory_lock(%s, %s)", _APPLICATION, key)[0]
+        )
 
-        def attempt() -> bool:
-            held = connection.execute(f"{_HELD} AND l.objid = {key}").fetchone()
-            if held is not None and held[1] == self.name:
-                # A connection of our own that broke, which the server has not noticed.
-                connection.execute("SELECT pg_terminate_backend(%s)", (held[2],))
-            query = "SELECT pg_try_advisory_lock(%s, %s)"
-            return held is None and bool(
-                connection.execute(query, (_APPLICATION, key)).fetchone()[0]
+    process, info = ask("SELECT pg_backend_pid()"), connection.info
+    if not is_direct(connection):
+        with type(connection).connect(info.dsn, password=info.password) as other:
+            # A session that is another client's after each statement holds no lock.
+            is_shared = other.execute("SELECT pg_backend_pid()").fetchone() == process
+        if is_shared:
+            raise EnvironmentFault(
+                f"database {url}: a connection pooler in transaction mode, which cannot hold a "
+                "study's lock; name the server itself, or the pooler's session mode"
             )
-
-        self._refuse_shared_sessions(connection)
-        if not _tried(attempt):
-            held = connection.execute(f"{_HELD} AND l.objid = {key}").fetchone()
-            raise _taken(self._study, None if held is None else _holder_of(held[1]))
-
-    def _refuse_shared_sessions(self, connection: Any) -> None:
-        """Raise where a pooler gives our session to its next client after each statement."""
-        if is_direct(connection):
-            return
-        process = connection.execute("SELECT pg_backend_pid()").fetchone()
-        with type(connection).connect(connection.info.dsn, password=connection.info.password) as o:
-            if o.execute("SELECT pg_backend_pid()").fetchone() == process:
-                raise EnvironmentFault(
-                    f"database {self._url}: a connection pooler in transaction mode, which cannot "
-                    "hold a study's lock; name the server itself, or the pooler's session mode"
-                )
+    _take(attempt, study, holder)
 
 
 def _holder_of(session: str) -> Holder:
     found = _NAMED.match(session or "")
-    if found is None:
-        return Holder("another process")
-    return Holder(found[1], _iso(int(found[2], 16)))
+    return Holder() if found is None else Holder(found[1], _iso(int(found[2], 16)))
 
 
 def _iso(seconds: float) -> str:

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import copy
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
-from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from optuna.trial import FrozenTrial
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from search_spaces.documents import explain
 from search_spaces.errors import InputError, did_you_mean, quote
+from storage import codec
 from storage.database import Storage, close, faults, open_for_reading
-from storage.definition import StudyDefinition, StudySnapshot, StudySummary, UnreadableStudy
-from storage.identity import read_identity, stranger_words
-from storage.keys import DEFINITION, IDENTITY
-from storage.lease import Holder, holders
-from storage.names import is_file_name
-from storage.ranking import rank_study
-from storage.spool import NAME as SPOOL
-from storage.spool import Spool, newest_study, spool_words
-from storage.stored import (
-    StoredTrials,
-    StudyAttributes,
-    read_attributes,
-    read_trials,
-    unreadable_words,
+from storage.definition import (
+    StudyDefinition,
+    StudySnapshot,
+    UnreadableStudy,
+    is_file_name,
 )
-from storage.stored import unreadable_in_words as unreadable_in_words
+from storage.directory import (
+    SPOOL,
+    Spool,
+    read_identity,
+    spool_words,
+    spooled_lines,
+    stranger_words,
+)
+from storage.lease import holders
 from storage.urls import DatabaseUrl, parse_url
+
+S = TypeVar("S", bound=Storage)
 
 
 def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
@@ -43,42 +46,27 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         home: the directory of all studies' files (``runs``).
 
     Raises:
-        InputError: there is no such study, or no database yet, or its definition cannot be read.
+        InputError: there is no such study, or no database yet, or it cannot be read.
         EnvironmentFault: the database is not to be had.
     """
-    found = _read(url, home, name)
-    if not found:
-        raise _unknown(name, url, _lost(name, url, home))
-    (study,) = found
+    (study,) = _read(url, home, name)
     if isinstance(study, UnreadableStudy):
-        raise InputError(unreadable_words(study))
+        raise refusal(study)
     return study
 
 
-def list_studies(
-    url: str, home: Path, *, completed: Callable[[StudySnapshot], StudySnapshot] = lambda s: s
-) -> list[StudySummary | UnreadableStudy]:
-    """Return a summary of every study, oldest first. Raises as `read_study` does, but for studies
-    that cannot be read: those are in the list.
-
-    Args:
-        url: of the database.
-        home: the directory of all studies' files.
-        completed: adds to a study what storage does not know: its speeds on the target GPU.
-    """
-    return [
-        study if isinstance(study, UnreadableStudy) else _summary(completed(study))
-        for study in _read(url, home)
-    ]
+def list_studies(url: str, home: Path) -> list[StudySnapshot | UnreadableStudy]:
+    """Return every study, oldest first. Raises as `read_study` does, but for studies that cannot be
+    read: those are in the list."""
+    return _read(url, home)
 
 
 def count_trials(name: str, *, url: str) -> int:
-    """Return how many trials a study has, whichever version wrote it. Raises as `read_study`."""
+    """Return how many trials a study has, whatever wrote it. Raises as `read_study`."""
     with _opened(url) as storage:
-        count = _ours(storage).get(name)
-    if count is None:
-        raise _unknown(name, url)
-    return count
+        if name not in (known := _studies(storage)):
+            raise _unknown(name, url, known)
+        return len(storage.get_all_trials(storage.get_study_id_from_name(name), deepcopy=False))
 
 
 def identity_in(database: DatabaseUrl, name: str) -> str | None:
@@ -94,7 +82,7 @@ def identity_in(database: DatabaseUrl, name: str) -> str | None:
         return None
     finally:
         close(storage)
-    return str(attributes.get(IDENTITY, ""))
+    return str(attributes.get("identity", ""))
 
 
 def read_spooled_study(path: Path) -> StudySnapshot:
@@ -110,10 +98,10 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     """
     if not path.exists():
         raise InputError(f"--from {path}: no such file")
-    identity = newest_study(path)
-    if identity is None:
+    lines, problems = spooled_lines(path)
+    if not lines:
         raise InputError(f"--from {path}: there is no result of a study in it")
-    contents, beside = Spool(path, identity).look(), read_identity(path.parent)
+    identity, beside = lines[-1].study, read_identity(path.parent)
     if beside is None or beside.identity != identity:
         raise InputError(
             f"--from {path}: no study.json beside it says on what GPU and model its results were "
@@ -125,194 +113,177 @@ def read_spooled_study(path: Path) -> StudySnapshot:
         raise InputError(
             f"--from {path}: another version of sweep wrote it ({explain(error)})"
         ) from error
+    records = Spool(path, identity).read().records
     return StudySnapshot(
         name=beside.name,
         definition=definition,
         environment=beside.environment,
-        records=tuple(r for r in contents.records if r.purpose == "search"),
-        confirmations=tuple(r for r in contents.records if r.purpose != "search"),
-        warnings=contents.problems,
+        records=tuple(r for r in records if r.purpose == "search"),
+        confirmations=tuple(r for r in records if r.purpose != "search"),
+        warnings=problems,
         identity=identity,
     )
 
 
 def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return each driver or library that differs between two runs: ``torch 2.10 -> 2.11``."""
-    before, after = _versions(old), _versions(new)
+    machine = ("gpu", "driver", "cuda_driver", "python", "commit")
+    before, after = (
+        {key: run.get(key) for key in machine} | dict(run.get("versions", {})) for run in (old, new)
+    )
     return [
         f"{key} {before[key]} -> {after[key]}"
         for key in after
-        # Another version of ours looked at fewer packages; that is no change.
         if key in before and before[key] != after[key]
     ]
 
 
-def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    machine = {
-        key: environment.get(key) for key in ("gpu", "driver", "cuda_driver", "python", "commit")
-    }
-    return machine | dict(environment.get("versions", {}))
+def refusal(study: UnreadableStudy) -> InputError:
+    """Return why a study cannot be read, and what to do."""
+    return InputError(
+        f"study {quote(study.name)} cannot be read: {study.reason}; it may be of another version "
+        "of sweep: read it with that one, or choose another --study"
+    )
 
 
 @contextmanager
 def _opened(url: str, lost: str = "") -> Iterator[Storage]:
-    """Open the database to read studies, each as it stands at one moment."""
+    """Open the database to read studies, all of one moment.
+
+    Args:
+        url: of the database.
+        lost: what is said where there is none.
+    """
     database = parse_url(url)
     storage = open_for_reading(database)
     if storage is None:
         raise InputError(lost or f"no studies yet at {database}: run `sweep run` first")
     try:
-        with faults(database):
+        with faults(database), storage.together():
             yield storage
     finally:
         close(storage)
 
 
-_Stored = tuple[Mapping[str, Any], list[FrozenTrial]]
-"""Attributes and trials of a study, of one moment."""
+def _studies(storage: Storage) -> dict[str, dict[str, Any]]:
+    """Return the attributes of each of sweep's studies, by name, oldest first."""
+    studies = storage.get_all_studies()
+    return {s.study_name: s.user_attrs for s in studies if "definition" in s.user_attrs}
 
 
-def _ours(storage: Storage) -> dict[str, int]:
-    """Return how many trials each of sweep's studies has, by name, oldest first; of every study
-    where some hold what is no JSON."""
-    with storage.together():
-        counts = storage.trial_counts()
-
-    def is_ours(name: str) -> bool:
-        number = storage.get_study_id_from_name(name)
-        return DEFINITION in storage.get_study_user_attrs(number)
-
-    with suppress(JSONDecodeError, KeyError), storage.together():
-        return {name: count for name, count in counts.items() if is_ours(name)}
-    return counts
-
-
-def _stored(storage: Storage, name: str | None) -> dict[str, _Stored | int]:
-    """Return what is stored of the study of a name, or of all of them, of one moment; how many
-    trials there are where that is no JSON."""
-
-    def of(study: str) -> _Stored | None:
-        number = storage.get_study_id_from_name(study)
-        attributes = storage.get_study_user_attrs(number)
-        if DEFINITION not in attributes:
-            return None
-        return attributes, storage.get_all_trials(number, deepcopy=False)
-
-    with suppress(JSONDecodeError), storage.together():
-        wanted = [study for study in storage.trial_counts() if name in (None, study)]
-        return {study: known for study in wanted if (known := of(study)) is not None}
-    found = dict[str, _Stored | int]()
-    for study, count in _ours(storage).items():
-        # Each by itself, and one that is gone by now is left out.
-        with suppress(KeyError):
-            try:
-                with storage.together():
-                    its: _Stored | int | None = of(study)
-            except JSONDecodeError:
-                its = count
-            if its is not None and name in (None, study):
-                found[study] = its
-    return found
-
-
-def _unknown(name: str, url: str, lost: str = "") -> InputError:
-    with _opened(url) as storage:
-        names = _ours(storage)
-    meant = did_you_mean(name, names, lists="sweep status")
-    return InputError(lost or f"no study {quote(name)} in {parse_url(url)}{meant}")
-
-
-def _lost(name: str | None, url: str, home: Path) -> str:
-    """Return what is said of the files of a study that the database has not; "" without any."""
-    if name is None or not is_file_name(name):
-        return ""
-    return "".join(stranger_words(home / name, name, None, str(parse_url(url))))
+def _unknown(name: str, url: str, known: Iterable[str]) -> InputError:
+    meant = did_you_mean(name, known, lists="sweep status")
+    return InputError(f"no study {quote(name)} in {parse_url(url)}{meant}")
 
 
 def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot | UnreadableStudy]:
     """Return the study of a name, or all of them, oldest first."""
-    database = parse_url(url)
-    with _opened(url, _lost(name, url, home)) as storage:
-        stored = _stored(storage, name)
+    database, lost = parse_url(url), ""
+    if name is not None and is_file_name(name):
+        lost = stranger_words(home / name, name, None, str(database))
+    with _opened(url, lost) as storage:
+        studies = _studies(storage)
+        if name is not None and name not in studies:
+            raise InputError(lost) if lost else _unknown(name, url, studies)
+        stored = {
+            study: codec.read_stored(
+                study,
+                attributes,
+                storage.get_all_trials(storage.get_study_id_from_name(study), deepcopy=False),
+            )
+            for study, attributes in studies.items()
+            if name in (None, study)
+        }
         driven = holders(storage.engine, database, filter(is_file_name, stored))
     found = list[StudySnapshot | UnreadableStudy]()
     for study, its in stored.items():
-        if isinstance(its, int):
-            found.append(UnreadableStudy(study, "what is stored of it is no JSON", its))
+        if isinstance(its, UnreadableStudy):
+            found.append(its)
             continue
-        attributes = read_attributes(study, its[0], trials=len(its[1]))
-        if isinstance(attributes, StudyAttributes):
-            holder, trials = driven.get(study), read_trials(its[1])
-            found.append(_snapshot(study, attributes, trials, holder, home, database))
-        else:
-            found.append(attributes)
+        known, holder = its.attributes, driven.get(study)
+        environments = [run.environment for run in known.runs]
+        warnings = [
+            f"run {number} changed {', '.join(changed)}; its trials may not compare with earlier "
+            "ones"
+            for number, (old, new) in enumerate(pairwise(environments), start=2)
+            if (changed := changed_versions(old, new))
+        ]
+        if is_file_name(study):
+            if words := stranger_words(home / study, study, known.identity, str(database)):
+                warnings.append(words)
+            if holder is None:
+                spool = Spool(home / study / SPOOL, known.identity)
+                warnings += spool_words(spool, study=study, known=its.records, running=its.running)
+        found.append(
+            StudySnapshot(
+                name=study,
+                definition=known.definition,
+                environment=environments[-1],
+                records=tuple(r for r in its.records if r.purpose == "search"),
+                confirmations=tuple(r for r in its.records if r.purpose != "search"),
+                running=its.running,
+                wall_seconds=known.wall_seconds,
+                ended=known.ended,
+                identity=known.identity,
+                holder=None if holder is None else holder.who,
+                driven_since=None if holder is None else holder.since,
+                warnings=tuple(warnings),
+            )
+        )
     return found
 
 
-def _snapshot(
-    name: str,
-    study: StudyAttributes,
-    trials: StoredTrials,
-    holder: Holder | None,
-    home: Path,
-    database: DatabaseUrl,
-) -> StudySnapshot:
-    environments = [run.environment for run in study.runs]
-    warnings = list(_version_changes(environments))
-    if study.is_newer:
-        warnings.insert(0, f"{study.newer_words}: what is shown may lack what this one ignores")
-    if is_file_name(name):
-        warnings += stranger_words(home / name, name, study.identity, str(database))
-        warnings += spool_words(
-            Spool(home / name / SPOOL, study.identity),
-            study=name,
-            known=trials.records,
-            open_attempts={trial.attempt_id for trial in trials.running},
-            is_driven=holder is not None,
-        )
-    return StudySnapshot(
-        name=name,
-        definition=study.definition,
-        environment=environments[-1] if environments else {},
-        records=tuple(record for record in trials.records if record.purpose == "search"),
-        confirmations=tuple(record for record in trials.records if record.purpose != "search"),
-        running=trials.running,
-        unreadable=trials.unreadable,
-        wall_seconds=study.wall_seconds,
-        ended=study.ended,
-        identity=study.identity,
-        holder=None if holder is None else holder.who,
-        driven_since=None if holder is None else holder.since,
-        warnings=(*warnings, *unreadable_in_words(trials.unreadable)),
-    )
+@contextmanager
+def shown_storage(name: str, *, url: str) -> Iterator[BaseStorage]:
+    """Open one study for Optuna's tools to look at, also while it is driven; nothing can be
+    written.
+
+    Raises:
+        InputError: there is no such study.
+        EnvironmentFault: the database is not to be had.
+    """
+    database = parse_url(url)
+    storage = open_for_reading(database, kind=_Shown)
+    if storage is None:
+        raise InputError(f"no studies yet at {database}: run `sweep run` first")
+    storage.name = name
+    try:
+        yield storage
+    finally:
+        close(storage)
 
 
-def _summary(snapshot: StudySnapshot) -> StudySummary:
-    ranking = rank_study(snapshot)
-    best = ranking.winner
-    return StudySummary(
-        name=snapshot.name,
-        gpu=snapshot.definition.target.gpu,
-        model=str(snapshot.definition.model.get("name")),
-        trials=len(snapshot.records),
-        objectives=snapshot.definition.space.objectives,
-        best_number=None if best is None else best.number,
-        best=None if best is None else best.measurement,
-        wall_seconds=snapshot.wall_seconds,
-        holder=snapshot.holder,
-        driven_since=snapshot.driven_since,
-        running=tuple(trial.number for trial in snapshot.running),
-        is_confirmed=ranking.is_confirmed,
-        speed=None if best is None else snapshot.target_speed(best),
-        unreadable=len(snapshot.unreadable),
-    )
+class _Shown(Storage):
+    """One study, with its search's trials, their constraints and short attributes."""
+
+    name: str
+
+    def get_all_studies(self) -> list[Any]:
+        """Return the one study, without how it was defined and on what it ran: a page of JSON."""
+        shown = [s for s in super().get_all_studies() if s.study_name == self.name]
+        for study in shown:
+            study.user_attrs = {}
+        return shown
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        """Return one trial."""
+        return _shown_trial(super().get_trial(trial_id))
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """Return the trials that a search began; what measured its winners again is none."""
+        trials = super().get_all_trials(study_id, deepcopy=False, states=states)
+        records = ((trial, trial.user_attrs.get(codec.RECORD)) for trial in trials)
+        return [
+            _shown_trial(t) for t, record in records if record and record["purpose"] == "search"
+        ]
 
 
-def _version_changes(environments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Say which driver or library changed from one run of the study to the next."""
-    for number, (old, new) in enumerate(pairwise(environments), start=2):
-        if changed := changed_versions(old, new):
-            yield (
-                f"run {number} changed {', '.join(changed)}; "
-                "its trials may not compare with earlier ones"
-            )
+def _shown_trial(trial: FrozenTrial) -> FrozenTrial:
+    shown = copy.copy(trial)
+    shown.user_attrs = {k: v for k, v in trial.user_attrs.items() if k != codec.RECORD}
+    # Tools look for a list; Optuna 5 keeps each constraint under its own name.
+    constraints = list(trial.constraints.values())
+    shown.system_attrs = {**trial.system_attrs, "constraints": constraints}
+    return shown

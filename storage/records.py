@@ -1,8 +1,4 @@
-"""Owns what a trial leaves behind: measurement, outcome and record, with their JSON codec.
-
-The same types travel from the worker to the parent and into storage. What memory a trial needs
-that did not fit is one number here, wherever it is shown. Knows nothing of Optuna or processes.
-"""
+"""What a trial leaves behind: measurement, outcome and record, from the worker into storage."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -211,6 +207,11 @@ class Measurement(_Frozen):
         return self.step_seconds_ci95 is None or not _NOISY_FLAGS.isdisjoint(self.flags)
 
 
+class _Told(_Frozen):
+    detail: Detail = ""
+    """What happened, in the words of whatever it happened to."""
+
+
 class Measured(_Frozen):
     """The configuration ran within the budget and was measured."""
 
@@ -225,7 +226,7 @@ class PrunedSlow(_Frozen):
     measurement: Measurement
 
 
-class OutOfMemory(_Frozen):
+class OutOfMemory(_Told):
     """A real allocation failed."""
 
     verdict: Literal[Verdict.OOM] = Verdict.OOM
@@ -235,18 +236,16 @@ class OutOfMemory(_Frozen):
     requested_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     """Most that had been allocated when it failed: a lower bound of the need."""
-    detail: Detail = ""
     flags: tuple[str, ...] = ()
     """``neighbour`` where another process had taken what the trial was to have."""
 
 
-class PredictedOutOfMemory(_Frozen):
+class PredictedOutOfMemory(_Told):
     """Predicted not to fit, beyond the prediction's uncertainty; never launched."""
 
     verdict: Literal[Verdict.PREDICTED_OOM] = Verdict.PREDICTED_OOM
     predicted_bytes: int
     """The least budget that it would run under; above the peak where memory is cut up."""
-    detail: Detail = ""
 
 
 class DominatedOutOfMemory(_Frozen):
@@ -257,53 +256,47 @@ class DominatedOutOfMemory(_Frozen):
     """Number of the trial that ran out of memory."""
 
 
-class Diverged(_Frozen):
+class Diverged(_Told):
     """The loss was not finite."""
 
     verdict: Literal[Verdict.DIVERGED] = Verdict.DIVERGED
     step: int
-    detail: Detail = ""
 
 
-class Invalid(_Frozen):
+class Invalid(_Told):
     """A validity rule forbids it on this model or GPU."""
 
     verdict: Literal[Verdict.INVALID] = Verdict.INVALID
     rule: str
-    detail: Detail = ""
 
 
-class Ineffective(_Frozen):
+class Ineffective(_Told):
     """A setting did not take effect, so the run does not count as this configuration."""
 
     verdict: Literal[Verdict.INEFFECTIVE] = Verdict.INEFFECTIVE
     knob: str
-    detail: Detail = ""
 
 
-class TimedOut(_Frozen):
+class TimedOut(_Told):
     """A phase outlasted its deadline; the worker was killed."""
 
     verdict: Literal[Verdict.TIMED_OUT] = Verdict.TIMED_OUT
     phase: Phase
-    detail: Detail = ""
 
 
-class Crashed(_Frozen):
+class Crashed(_Told):
     """The worker ended or raised something that is neither the device's memory nor a rule."""
 
     verdict: Literal[Verdict.CRASHED] = Verdict.CRASHED
     phase: Phase
     cause: CrashCause | None = None
     """None where nobody knows."""
-    detail: Detail = ""
 
 
-class Lost(_Frozen):
+class Lost(_Told):
     """The driver ended while the trial ran, or somebody ended the trial; nothing is known of it."""
 
     verdict: Literal[Verdict.LOST] = Verdict.LOST
-    detail: Detail = ""
     is_kept: bool = False
     """Whether it ended well and its result is in the spool alone: to run it again is in vain."""
     is_interrupted: bool = False
@@ -445,14 +438,8 @@ class TrialRecord(Errand):
     @property
     def measurement(self) -> Measurement | None:
         """The measurement, also a pruned trial's partial one; None where nothing ran to it."""
-        # Not matched by class, nor asked for by name: of thousands of trials either takes pydantic
-        # longer than reading them took.
-        measurement: Measurement | None = self.outcome.__dict__.get("measurement")
-        return measurement
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return self.model_dump(mode="json")
+        outcome = self.outcome
+        return outcome.measurement if isinstance(outcome, Measured | PrunedSlow) else None
 
 
 def without_repeated(records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:

@@ -1,4 +1,4 @@
-"""A study that this process drives alone: asked, told, and recovered after a crash.
+"""A study that this process drives alone: opened, asked, told, and recovered after a crash.
 
 Everything is written in transactions that first see that the study is still this driver's. A result
 reaches the spool first, then the database, where its trial is still the attempt that it is of;
@@ -7,37 +7,203 @@ whatever else became of the trial, the result is kept.
 
 from __future__ import annotations
 
-import itertools
 import uuid
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage import database, mapping
+from storage import codec, database
 from storage.database import Storage, faults, retried
-from storage.definition import RunningTrial, StudyDefinition
-from storage.keys import CARD_SECONDS, DRIVER, ENDED, QUALITY_TOKENS, WALL_SECONDS
-from storage.ledger import Ledger
-from storage.outcome_file import outcome_files
-from storage.records import SEARCH, Attempt, Errand, Lost, TrialRecord
-from storage.recovery import ended_unseen, record_left
-from storage.spool import WORTH_KEEPING, Spool, kept_among, kept_words, settled_attempts
-from storage.urls import DatabaseUrl
+from storage.definition import (
+    StudyDefinition,
+    UnreadableStudy,
+    check_name,
+    differences,
+    step_differences,
+)
+from storage.directory import (
+    SPOOL,
+    WORTH_KEEPING,
+    Left,
+    Spool,
+    StudyFile,
+    kept_among,
+    kept_words,
+    left_outcomes,
+    note_identity,
+    read_identity,
+    settled_attempts,
+    stranger_words,
+)
+from storage.files import refuse_public, sweep_temporary
+from storage.lease import open_leased
+from storage.ledger import Ledger, attempts
+from storage.reading import identity_in, refusal
+from storage.records import (
+    NEIGHBOUR,
+    SEARCH,
+    Attempt,
+    Errand,
+    Lost,
+    OutOfMemory,
+    TrialRecord,
+    held_to_budget,
+)
+from storage.urls import DatabaseUrl, parse_url
 
 T = TypeVar("T")
 
-_CLOSED = (UpdateFinishedTrialError, KeyError)
-"""What Optuna raises where a trial ended, or is gone, since it was asked for."""
 _OPEN = (TrialState.RUNNING, TrialState.WAITING)
+
+
+def open_study(
+    name: str,
+    *,
+    url: str,
+    definition: StudyDefinition,
+    sampler: optuna.samplers.BaseSampler,
+    environment: Mapping[str, Any],
+    home: Path,
+    warn: Callable[[str], None] = lambda _: None,
+) -> OpenStudy:
+    """Create or resume a study and take its lease; close it, or use it in a ``with``.
+
+    Args:
+        name: becomes a directory's name, so letters, digits, dots, dashes and underscores.
+        url: ``sqlite:///path`` or ``postgresql://user:password@host/database``.
+        definition: must agree with the stored one in space, model and target.
+        sampler: proposes the next trial.
+        environment: fingerprint of this run, kept beside those of earlier runs.
+        home: the directory of all studies' files (``runs``).
+        warn: told, in words, what becomes of results that cannot be told or written.
+
+    Raises:
+        InputError: the name or URL is not right, the stored study is about something else, or the
+            study's directory holds the files of one that this database does not have. Nothing was
+            created or changed.
+        EnvironmentFault: the database is not to be had, or another driver has the study.
+    """
+    check_name(name)
+    where, directory = parse_url(url), home / name
+    refuse_public(directory)
+    if read_identity(directory) is not None:
+        words = stranger_words(directory, name, identity_in(where, name), str(where))
+        if words:
+            raise InputError(words)
+    started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    run = {"started_at": started_at, "environment": dict(environment)}
+    ours = {"driver": uuid.uuid4().hex, "identity": uuid.uuid4().hex}
+    with ExitStack() as closing:
+        storage = open_leased(where, name, closing.callback)
+        named = f"study '{name}' in {where}"
+
+        def begin() -> tuple[optuna.Study, codec.StoredStudy | None]:
+            """Create the study, or see that it can be resumed, all in one transaction."""
+            with storage.together():
+                # Where Optuna looks in vain it gives up the transaction.
+                is_there = name in {study.study_name for study in storage.get_all_studies()}
+                found, stored = _load(name, storage, sampler) if is_there else None, None
+                if found is not None:
+                    # Not through Optuna's cache, in which one of two trials of a number is hidden.
+                    number = storage.get_study_id_from_name(name)
+                    trials = storage.get_all_trials(number, deepcopy=False)
+                    stored = _checked(named, found, trials, definition)
+                study = found or optuna.create_study(
+                    study_name=name,
+                    storage=storage,
+                    sampler=sampler,
+                    pruner=optuna.pruners.NopPruner(),
+                    directions=codec.directions(definition.space.objectives),
+                )
+                earlier = [] if stored is None else study.user_attrs["runs"]
+                attributes = {
+                    "format": codec.FORMAT_WRITTEN,
+                    "definition": definition.model_dump(mode="json"),
+                    "runs": [*(kept for kept in earlier if kept != run), run],
+                    **ours,
+                }
+                if stored is not None:
+                    attributes["identity"] = stored.attributes.identity
+                for key, value in attributes.items():
+                    study.set_user_attr(key, value)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ExperimentalWarning)
+                    study.set_metric_names(list(definition.space.objectives))
+                return study, stored
+
+        with faults(where):
+            study, stored = retried(begin)
+        identity = ours["identity"] if stored is None else stored.attributes.identity
+        try:
+            beside = StudyFile(
+                identity=identity,
+                name=name,
+                database=str(where),
+                definition=definition.model_dump(mode="json"),
+                environment=dict(environment),
+            )
+            note_identity(directory, beside)
+        except EnvironmentFault as fault:
+            warn(f"{fault}; the database goes on without it")
+        if stored is not None:
+            changed = step_differences(stored.attributes.definition, definition)
+            if changed:
+                warn(
+                    f"{named} was started with other steps ({', '.join(changed)}): its trials may "
+                    "not compare with earlier ones"
+                )
+        sweep_temporary(directory)
+        return OpenStudy(
+            study=study,
+            definition=definition,
+            was_resumed=stored is not None,
+            environment=environment,
+            ledger=Ledger(() if stored is None else stored.records),
+            identity=identity,
+            _storage=storage,
+            _url=where,
+            _driver=ours["driver"],
+            _closing=closing.pop_all(),
+            _spool=Spool(directory / SPOOL, identity),
+            _warn=warn,
+        )
+
+
+def _load(name: str, storage: Storage, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
+    """Return a study anew from the database."""
+    pruner = optuna.pruners.NopPruner()
+    return optuna.load_study(study_name=name, storage=storage, sampler=sampler, pruner=pruner)
+
+
+def _checked(
+    named: str, study: optuna.Study, trials: list[FrozenTrial], definition: StudyDefinition
+) -> codec.StoredStudy:
+    """Return what is stored. Raises `InputError` where the study cannot be gone on with."""
+    if "definition" not in study.user_attrs:
+        raise InputError(f"{named} is not one of sweep's; choose another --study")
+    stored = codec.read_stored(study.study_name, study.user_attrs, trials)
+    if isinstance(stored, UnreadableStudy):
+        raise refusal(stored)
+    lines = differences(stored.attributes.definition, definition)
+    if lines:
+        raise InputError(
+            f"{named} was started with another definition:\n  "
+            + "\n  ".join(lines)
+            + "\nStart a new study with --study and another name, or go on as it was started."
+        )
+    return stored
 
 
 @dataclass(eq=False)
@@ -54,6 +220,8 @@ class OpenStudy:
     """Fingerprint of this run."""
     ledger: Ledger
     """Every finished trial, from memory: nobody else writes."""
+    identity: str
+    """What tells it from every other study, whatever that is called."""
     _storage: Storage
     _url: DatabaseUrl
     _driver: str
@@ -62,7 +230,7 @@ class OpenStudy:
     _spool: Spool
     _warn: Callable[[str], None]
     _open: dict[int, TrialRecord | None] = field(default_factory=dict, init=False)
-    """What was asked for and not told, by number: once it began as interrupted, until it is."""
+    """What was asked for and not told, by number: once it began as lost, until it is."""
     _is_stale: bool = field(default=False, init=False)
     """Whether Optuna may hold trials of a transaction that failed."""
     cards: int = field(default=1, init=False)
@@ -83,11 +251,6 @@ class OpenStudy:
         """What the study is called."""
         return self.study.study_name
 
-    @property
-    def identity(self) -> str:
-        """What tells it from every other study, whatever that is called."""
-        return self._spool.study_id
-
     def records(self) -> tuple[TrialRecord, ...]:
         """Return every finished trial's record, by number.
 
@@ -99,10 +262,6 @@ class OpenStudy:
         """Return every finished run that measured a winner again, by number."""
         return self.ledger.confirmations
 
-    def on_errand(self, errand: Errand) -> tuple[TrialRecord, ...]:
-        """Return the finished runs of one purpose and one confirmation, by number."""
-        return self.ledger.on_errand(errand)
-
     def recover(self) -> tuple[TrialConfig, ...]:
         """Close what an earlier driver left open, and return the configurations to try again.
 
@@ -111,34 +270,72 @@ class OpenStudy:
         says that nobody runs it any more. What was lost, crashed or timed out is returned until it
         was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
-        left = {(record.attempt_id, record.config): record for record in self._left()}
-        contents = self._spool.look(known=settled_attempts(self.ledger.all))
-        known = left | {(record.attempt_id, record.config): record for record in contents.records}
-        begun = [(mapping.how_begun(t), t) for t in self._write(lambda: self._trials(*_OPEN))]
-        waiting = {(trial.attempt_id, trial.config) for trial, _ in begun}
-        for attempt, record in left.items():
-            is_spooled = record.attempt_id in {spooled.attempt_id for spooled in contents.records}
-            if attempt not in waiting and record.verdict in WORTH_KEEPING and not is_spooled:
-                # Before the worker's next outcome replaces it.
-                self._spool.append(record)
-        for trial, frozen in begun:
-            ended = known.get((trial.attempt_id, trial.config)) if trial.config else None
-            ended = ended or self._unseen(trial, frozen)
-            if ended is None:
-                self._write(partial(self._fail, trial.number))
-            elif self._has_stored(ended):
-                self.ledger.add(ended)
-        for words in contents.problems:
+        settled = settled_attempts(self.ledger.all)
+        spooled = self._spool.read(known=settled)
+        ended = {record.attempt_id: record for record in spooled.records}
+        begun = [(t, codec.begun_of(t)) for t in self._write(lambda: self._trials(*_OPEN))]
+        lost = {record.attempt_id: record for _, record in begun if record is not None}
+        for left in left_outcomes(self._spool.path.parent, study=self.identity):
+            attempt = left.attempt.id
+            if attempt in settled or attempt in ended:
+                continue
+            record = self._record_of(left, lost.get(attempt))
+            if record is not None:
+                ended[attempt] = record
+                if attempt not in lost and record.verdict in WORTH_KEEPING:
+                    # Before the worker's next outcome replaces it.
+                    self._spool.append(record)
+        for trial, record in begun:
+            if record is None:
+                self._write(partial(self._close, trial))
+                continue
+            known = ended.get(record.attempt_id, record)
+            record = known if known.config == record.config else record
+            if self._has_stored(record):
+                self.ledger.add(record)
+        for words in spooled.problems:
             self._warn(words)
-        kept = kept_among(self._spool.read(), self.ledger.all)
+        kept = kept_among(self._spool.read().records, self.ledger.all)
         if kept:
             self._warn(kept_words(kept, study=self.name, path=self._spool.path))
         return self.ledger.to_retry()
 
+    def _record_of(self, left: Left, begun: TrialRecord | None) -> TrialRecord | None:
+        """Return what a worker left as the record of its attempt, whatever became of its trial.
+
+        None where it is of another configuration than the trial, or where memory ran out as another
+        process had it. Its seconds are those that the worker measured.
+        """
+        outcome = held_to_budget(left.outcome, budget_bytes=self.definition.target.budget_bytes)
+        is_neighbours = isinstance(outcome, OutOfMemory) and NEIGHBOUR in outcome.flags
+        record = begun or self._begun(left.attempt, left.config)
+        if is_neighbours or record.config != left.config:
+            return None
+        record = record.model_copy(update={"outcome": outcome})
+        measured = record.measurement
+        if measured is None:
+            return record
+        seconds = measured.setup_seconds + measured.measured_seconds
+        return record.model_copy(update={"device_seconds": seconds, "wall_seconds": seconds})
+
+    def _begun(self, attempt: Attempt, config: TrialConfig) -> TrialRecord:
+        """Return the record of a trial that begins: as lost, until more is known."""
+        errand = Errand.model_validate(attempt.model_dump(include=set(Errand.model_fields)))
+        return TrialRecord(
+            number=attempt.number,
+            config=config,
+            outcome=Lost(detail="the driver ended while the trial ran"),
+            is_baseline=config == self.definition.space.baseline_config(),
+            attempt=attempts(self.ledger.on_errand(errand), config) + 1,
+            attempt_id=attempt.id,
+            started_at=attempt.started_at,
+            **errand.model_dump(),
+        )
+
     def lacking(self, spooled: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         running = self._write(lambda: self._trials(TrialState.RUNNING))
-        begun = {trial.user_attrs.get(mapping.ATTEMPT) for trial in running}
+        begun = {record.attempt_id for trial in running if (record := codec.begun_of(trial))}
         return kept_among((r for r in spooled if r.attempt_id not in begun), self.ledger.all)
 
     def ask(
@@ -148,50 +345,19 @@ class OpenStudy:
         params: Mapping[str, Any] | None = None,
     ) -> Trial:
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
-        attempts, suggestions = itertools.count(), itertools.count()
 
-        def create() -> Trial:
-            if next(attempts):
-                # An attempt may have gone through although nobody was told.
-                for trial in self._trials(TrialState.RUNNING):
-                    if trial.number not in self._open:
-                        self._fail(trial.number)
-            self._free_number()
+        def attempt() -> Trial:
+            # An earlier attempt may have gone through although nobody was told.
+            for trial in self._trials(TrialState.RUNNING):
+                if trial.number not in self._open and codec.RECORD not in trial.user_attrs:
+                    self._close(trial)
             if params is not None:
                 self.study.enqueue_trial(dict(params))
-            return self.study.ask()
+            return self.study.ask(dict(distributions))
 
-        def suggest() -> Trial:
-            given = trial
-            if next(suggestions) or trial.study is not self.study:
-                # What a trial was given in a transaction that failed, it believes to have.
-                self.study.get_trials(deepcopy=False)
-                given = Trial(self.study, self._id(trial.number))
-            for name, distribution in distributions.items():
-                mapping.suggest(given, name, distribution)
-            return given
-
-        trial = self._write(create)
+        trial = self._write(attempt)
         self._open[trial.number] = None
-        if params is None and any(not d.single() for d in distributions.values()):
-            # Chosen before the database is held, as that may take seconds.
-            with faults(self._url):
-                retried(lambda: trial.relative_params)
-        return self._write(suggest)
-
-    def _free_number(self) -> int:
-        """Return the next trial's number, which no trial has that this driver knows.
-
-        Optuna counts trials to number them: where one was deleted, a number would come twice.
-        """
-        while True:
-            number = self._storage.trial_count(self._study_id)
-            if self.ledger.record(number) is None and number not in self._open:
-                return number
-            closed = {mapping.NEVER_RAN: True}
-            self.study.add_trial(
-                optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=closed)
-            )
+        return trial
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""
@@ -217,29 +383,25 @@ class OpenStudy:
             params: of the trial, where this study's space has them.
             distributions: of those.
         """
-        number = self._write(self._free_number)
-        numbered = record.model_copy(update={"number": number})
-        result = self._result(numbered)
-        frozen = optuna.trial.create_trial(
+        number = self._write(lambda: len(self.study.get_trials(deepcopy=False)))
+        record = record.model_copy(update={"number": number})
+        result = self._result(record)
+        frozen = create_trial(
             state=result.state,
             values=result.values,
             params=dict(params),
             distributions=dict(distributions),
-            user_attrs={
-                mapping.STARTED_AT: numbered.started_at,
-                mapping.CONFIG: numbered.config.model_dump(mode="json"),
-                **result.attributes,
-            },
-            constraints={mapping.CONSTRAINT: result.violation},
+            user_attrs=result.attributes,
+            constraints={codec.CONSTRAINT: result.violation},
         )
 
         def attempt() -> None:
             # One more than there were is this one, which went through although nobody was told.
-            if self._storage.trial_count(self._study_id) == number:
+            if len(self.study.get_trials(deepcopy=False)) == number:
                 self.study.add_trial(frozen)
 
         self._write(attempt)
-        self.ledger.add(numbered)
+        self.ledger.add(record)
 
     def begin(
         self, trial: Trial, config: TrialConfig, started_at: str, *, errand: Errand = SEARCH
@@ -257,26 +419,16 @@ class OpenStudy:
             started_at=started_at,
             **errand.model_dump(),
         )
-        self._open[trial.number] = TrialRecord(
-            number=trial.number,
-            config=config,
-            outcome=Lost(detail="interrupted before it ran", is_interrupted=True),
-            attempt_id=begun.id,
-            started_at=started_at,
-            **errand.model_dump(),
-        )
-        attributes: dict[str, Any] = {mapping.ATTEMPT: begun.id, mapping.STARTED_AT: started_at}
-        if errand != SEARCH:
-            attributes[mapping.PURPOSE] = errand.model_dump(mode="json")
-        attributes[mapping.CONFIG] = config.model_dump(mode="json")
-
-        def attempt() -> None:
-            for key, value in attributes.items():
-                self._storage.set_trial_user_attr(self._id(trial.number), key, value)
-
+        record = self._begun(begun, config)
+        self._open[trial.number] = record
+        values = record.model_dump(mode="json")
         # Where somebody closed or deleted it already its result is kept, and that is said then.
-        with suppress(*_CLOSED):
-            self._write(attempt)
+        with suppress(UpdateFinishedTrialError, KeyError):
+            self._write(
+                lambda: self._storage.set_trial_user_attr(
+                    self._id(trial.number), codec.RECORD, values
+                )
+            )
         return begun
 
     def tell(self, trial: Trial, record: TrialRecord) -> TrialRecord:
@@ -294,9 +446,7 @@ class OpenStudy:
             raise ValueError(
                 f"a record of trial {record.number} cannot be told for trial {trial.number}"
             )
-        begun = self._open.pop(record.number, None)
-        if record.attempt_id is None and begun is not None:
-            record = record.model_copy(update={"attempt_id": begun.attempt_id})
+        self._open.pop(record.number, None)
         result, unspooled = f"the result of trial {record.number} ({record.verdict})", ""
         try:
             self._spool.append(record)
@@ -312,29 +462,20 @@ class OpenStudy:
             if unspooled:
                 where = f"is nowhere: it runs again ({unspooled})"
             raise type(fault)(f"{fault}; {result} {where}") from fault
-        if not is_told:
-            return self._keep(record)
         if unspooled:
             self._warn(f"{unspooled}; {result} is in the database alone")
+        if not is_told:
+            self._warn(kept_words([record], study=self.name, path=self._spool.path))
+            lost = Lost(
+                detail=f"it ended as {record.verdict}, but somebody closed the trial in the "
+                f"database: the result is kept in {self._spool.path} alone",
+                is_kept=True,
+            )
+            record = record.model_copy(update={"outcome": lost})
+            # The database is not as it was left: perhaps a copy was written over it.
+            self._is_stale = True
         self.ledger.add(record)
         return record
-
-    def _keep(self, record: TrialRecord) -> TrialRecord:
-        """Say that a result is in the spool alone, and go on as if the trial had been lost."""
-        path = self._spool.path
-        self._warn(kept_words([record], study=self.name, path=path))
-        lost = Lost(
-            detail=f"it ended as {record.verdict}, but somebody closed the trial in the database: "
-            f"the result is kept in {path} alone",
-            is_kept=True,
-        )
-        kept = record.model_copy(update={"outcome": lost})
-        there = self.ledger.record(record.number)
-        if there is None or there.attempt_id == record.attempt_id:
-            self.ledger.add(kept)
-        # The database is not as it was left: perhaps a copy was written over it.
-        self._write(self._forget_cached)
-        return kept
 
     def abandon(self, *, besides: Collection[int] = ()) -> None:
         """Close what was begun and never ran: nothing can be lost, and no attempt was made.
@@ -349,15 +490,16 @@ class OpenStudy:
         def close() -> None:
             for trial in self._trials(TrialState.RUNNING):
                 if trial.number not in besides:
-                    self._fail(trial.number)
+                    self._close(trial)
 
         never_ran = {n: record for n, record in self._open.items() if n not in besides}
         try:
             self._write(close)
         except BaseException:
+            lost = Lost(detail="interrupted before it ran", is_interrupted=True)
             for record in filter(None, never_ran.values()):
                 with suppress(EnvironmentFault):
-                    self._spool.append(record)
+                    self.spool(record.model_copy(update={"outcome": lost}))
             raise
         for number in never_ran:
             del self._open[number]
@@ -373,71 +515,58 @@ class OpenStudy:
 
     def wall_seconds(self) -> float:
         """Return the driver's time over all runs of the study so far."""
-        return float(self._attributes().get(WALL_SECONDS, 0.0))
+        return float(self._attributes().get("wall_seconds", 0.0))
 
     def card_seconds(self) -> float:
         """Return the driver's time over all runs, times the GPUs that each had: what is paid."""
-        return float(self._attributes().get(CARD_SECONDS, 0.0))
+        return float(self._attributes().get("card_seconds", 0.0))
 
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        before, of_cards = self._attributes(), seconds * self.cards
-        totals = {
-            key: before.get(key, 0.0) + more
-            for key, more in ((WALL_SECONDS, seconds), (CARD_SECONDS, of_cards))
-        }
-
-        def write() -> None:
-            for key, total in totals.items():
-                self.study.set_user_attr(key, total)
-
-        self._write(write)
+        before, more = self._attributes(), {"wall_seconds": seconds}
+        more["card_seconds"] = seconds * self.cards
+        self._note(**{key: before.get(key, 0.0) + added for key, added in more.items()})
 
     def quality_tokens(self) -> int | None:
         """Return on how many tokens a trial trains for its held-out loss; None before that is
         chosen."""
-        tokens: int | None = self._attributes().get(QUALITY_TOKENS)
+        tokens: int | None = self._attributes().get("quality_tokens")
         return tokens
 
     def note_quality_tokens(self, tokens: int) -> None:
         """Keep on how many tokens every trial of the study trains for its held-out loss."""
-        self._write(lambda: self.study.set_user_attr(QUALITY_TOKENS, tokens))
+        self._note(quality_tokens=tokens)
 
     def note_end(self, values: Mapping[str, Any]) -> None:
         """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
-        self._write(lambda: self.study.set_user_attr(ENDED, dict(values)))
+        self._note(ended=dict(values))
 
     def _attributes(self) -> dict[str, Any]:
         return self._write(lambda: self.study.user_attrs)
 
-    @property
-    def _study_id(self) -> int:
-        """The database's number of the study. Raises `KeyError` where it is gone."""
-        return self._storage.get_study_id_from_name(self.name)
+    def _note(self, **attributes: Any) -> None:
+        """Keep attributes of the study, all in one transaction."""
+
+        def write() -> None:
+            for key, value in attributes.items():
+                self.study.set_user_attr(key, value)
+
+        self._write(write)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in some states, as the database has them."""
-        return self._storage.get_all_trials(self._study_id, deepcopy=False, states=states)
+        number = self._storage.get_study_id_from_name(self.name)
+        return self._storage.get_all_trials(number, deepcopy=False, states=states)
 
-    def _fail(self, number: int) -> None:
-        """Close a trial that never ran, where it is still there and open."""
-        for trial in self._trials(*_OPEN):
-            if trial.number == number:
-                self._storage.set_trial_user_attr(trial._trial_id, mapping.NEVER_RAN, True)
-                self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    def _close(self, trial: FrozenTrial) -> None:
+        """Close a trial that never ran."""
+        self._storage.set_trial_user_attr(trial._trial_id, codec.RECORD, None)
+        self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def _id(self, number: int) -> int:
         """Return the database's number of a trial. Raises `KeyError` where it is gone."""
-        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
-
-    def _forget_cached(self) -> None:
-        """Let Optuna read the trials anew."""
-        self.study = optuna.load_study(
-            study_name=self.name,
-            storage=self._storage,
-            sampler=self.study.sampler,
-            pruner=self.study.pruner,
-        )
+        study = self._storage.get_study_id_from_name(self.name)
+        return self._storage.get_trial_id_from_study_id_trial_number(study, number)
 
     def _write(self, action: Callable[[], T]) -> T:
         """Do something in one transaction, all of it or nothing, where the study is ours.
@@ -447,33 +576,34 @@ class OpenStudy:
         """
 
         def attempt() -> T:
-            with self._storage.together():
-                self._require_driver()
-                if self._is_stale:
-                    self._forget_cached()
-                self._is_stale = True
-                done = action()
-            self._is_stale = False
-            return done
+            with self._ours():
+                return action()
 
         with faults(self._url):
             return retried(attempt, more_seconds=database.RESTART_SECONDS)
 
-    def _require_driver(self) -> None:
-        """Raise where the study is no longer in the database, or somebody else drove it."""
-        named = f"study '{self.name}'"
-        try:
-            number = self._storage.get_study_id_from_name(self.name)
-            driver = self._storage.get_study_user_attrs(number).get(DRIVER)
-        except KeyError:
-            raise EnvironmentFault(
-                f"{named} was deleted from {self._url} while it was driven"
-            ) from None
-        if driver != self._driver:
-            raise EnvironmentFault(
-                f"{named} in {self._url} is no longer driven from here: another driver took it "
-                "over, or a copy was put in its place; the same command resumes it"
-            )
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Make one transaction that fails where the study is gone, or somebody else drove it."""
+        with self._storage.together():
+            named = f"study '{self.name}'"
+            try:
+                number = self._storage.get_study_id_from_name(self.name)
+                driver = self._storage.get_study_user_attrs(number).get("driver")
+            except KeyError:
+                raise EnvironmentFault(
+                    f"{named} was deleted from {self._url} while it was driven"
+                ) from None
+            if driver != self._driver:
+                raise EnvironmentFault(
+                    f"{named} in {self._url} is no longer driven from here: another driver took it "
+                    "over, or a copy was put in its place; the same command resumes it"
+                )
+            if self._is_stale:
+                self.study = _load(self.name, self._storage, self.study.sampler)
+            self._is_stale = True
+            yield
+        self._is_stale = False
 
     def _has_stored(self, record: TrialRecord) -> bool:
         """Write a result; return whether the database has it."""
@@ -487,53 +617,28 @@ class OpenStudy:
         return whether the database has it. Raises `KeyError` where the trial is gone."""
         trial_id = self._id(record.number)
         stored = self._storage.get_trial(trial_id)
-        if stored.user_attrs.get(mapping.ATTEMPT) != record.attempt_id:
-            return False
         if stored.state.is_finished():
             # By this very result, which may have gone through unheard, or by somebody else.
-            told = mapping.record_of(stored)
-            return told is not None and told.verdict is record.verdict
+            told = codec.record_of(stored)
+            kind = (record.attempt_id, record.verdict)
+            return told is not None and (told.attempt_id, told.verdict) == kind
+        begun = codec.begun_of(stored)
+        if (None if begun is None else begun.attempt_id) != record.attempt_id:
+            return False
         result, trial = self._result(record), Trial(self.study, trial_id)
         for key, value in result.attributes.items():
             trial.set_user_attr(key, value)
-        if mapping.CONSTRAINT not in stored.constraints:
-            trial.set_constraint(mapping.CONSTRAINT, result.violation)
+        if codec.CONSTRAINT not in stored.constraints:
+            trial.set_constraint(codec.CONSTRAINT, result.violation)
         if result.intermediate is not None:
             step, value = result.intermediate
             trial.report(value, step)
         self.study.tell(trial, values=result.values, state=result.state)
         return True
 
-    def _result(self, record: TrialRecord) -> mapping.OptunaResult:
-        return mapping.to_optuna(
+    def _result(self, record: TrialRecord) -> codec.OptunaResult:
+        return codec.to_optuna(
             record,
             objectives=self.definition.space.objectives,
             budget_bytes=self.definition.target.budget_bytes,
         )
-
-    def _unseen(self, trial: RunningTrial, frozen: FrozenTrial) -> TrialRecord | None:
-        """Return the record of a trial that its driver did not see the end of: it was lost; None
-        where it had no whole configuration."""
-        config = trial.config or self._config_of_params(frozen.params)
-        if config is None or frozen.state is TrialState.WAITING:
-            return None
-        lost = Lost(detail="the driver ended while the trial ran")
-        return ended_unseen(trial, config, lost, definition=self.definition, known=self.ledger.all)
-
-    def _left(self) -> Iterator[TrialRecord]:
-        """Yield what the last workers left on disk and is not known already."""
-        settled = settled_attempts(self.ledger.all)
-        for file in outcome_files(self._spool.path.parent):
-            left = record_left(
-                file, definition=self.definition, study=self.identity, known=self.ledger.all
-            )
-            if left is not None and left.attempt_id not in settled:
-                yield left
-
-    def _config_of_params(self, params: Mapping[str, Any]) -> TrialConfig | None:
-        """Return the configuration of a trial that never began; None where it is not whole."""
-        space = self.definition.space
-        try:
-            return space.config(params) if params.keys() >= space.dimensions.keys() else None
-        except InputError:
-            return None

@@ -1,7 +1,4 @@
-"""Owns the text of a storage URL: what it may be, what it means, how it reads without its password.
-
-Opens nothing and touches no file.
-"""
+"""Storage URLs: what one may be, what it means, and how it reads without its password."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from search_spaces.redaction import redact, remember
 
 _EXAMPLE = "postgresql://user@host:port/database"
 """With no password in it: what is printed would show stars in its place."""
+_SQLITE = ("sqlite", "sqlite+pysqlite")
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
-_SCHEMES = ("sqlite", "sqlite+pysqlite", *_POSTGRESQL)
-# In a URL that is none, whatever is between the first ':' and the last '@' may be a password.
 _SUSPECT = re.compile(r":.*@", re.DOTALL)
+"""In a URL that is none, whatever is between the first ':' and the last '@' may be a password."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +57,53 @@ def parse_url(url: str) -> DatabaseUrl:
         InputError: it is neither; the message never shows a password.
     """
     scheme, separator, rest = url.partition("://")
-    if scheme not in _SCHEMES[:2]:
-        remember(*_written_passwords(url))
+    if scheme in _POSTGRESQL and separator:
+        return _parse_postgresql(url)
+    if scheme not in _SQLITE:
+        _remember_written(url)
+    named = f"{scheme}://" if separator else ""
+    guarded = named + _SUSPECT.sub(":***@", redact(rest if separator else url))
     if not separator:
         meant = _EXAMPLE if "@" in url else f"sqlite:///{redact(url) or 'runs/sweep.db'}"
-        raise InputError(f"storage '{_guarded(url)}' is no database URL; did you mean '{meant}'?")
-    if scheme not in _SCHEMES:
+        raise InputError(f"storage '{guarded}' is no database URL; did you mean '{meant}'?")
+    if scheme not in _SQLITE:
         raise InputError(
-            f"storage '{_guarded(url)}': unknown database '{scheme}'; "
-            "known are sqlite and postgresql"
+            f"storage '{guarded}': unknown database '{scheme}'; known are sqlite and postgresql"
         )
-    return _parse_postgresql(url) if scheme in _POSTGRESQL else _parse_sqlite(url, rest)
+    path = rest.removeprefix("/")
+    if path == rest or "?" in path or "\0" in path or path in ("", ":memory:"):
+        raise InputError(
+            f"storage '{guarded}': three slashes and the path of a file, without options, as in "
+            "'sqlite:///runs/sweep.db'"
+        )
+    return SqliteUrl(home_expanded(path).resolve())
+
+
+def _parse_postgresql(url: str) -> PostgresUrl:
+    # From here on no text has it, whoever writes it: libraries quote what they were given.
+    _remember_written(url)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # The original may quote the part with the password, so it is not chained.
+        raise InputError(
+            f"storage '{redact(url)}' is malformed; it reads like {_EXAMPLE}"
+        ) from None
+    if not parsed.database:
+        raise InputError(f"storage '{redact(url)}' names no database; it reads like {_EXAMPLE}")
+    if "@" in (parsed.host or ""):
+        raise InputError(f"storage '{redact(url)}': an '@' in a password is written %40")
+    remember(parsed.password or "")
+    for key, value in parsed.query.items():
+        if key.endswith("password"):
+            remember(*([value] if isinstance(value, str) else value))
+    text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    return PostgresUrl(text)
+
+
+def _remember_written(url: str) -> None:
+    """Let no text show a password as it was typed, whether or not that is a URL."""
+    remember(*re.findall(r"://[^:/@\s]*:(.*)@", url, re.DOTALL))
 
 
 def require_directory(url: str, *, made: Path) -> None:
@@ -88,55 +121,3 @@ def require_directory(url: str, *, made: Path) -> None:
         directory = parsed.path.parent
         if directory != made.resolve() and not is_directory(directory, label=str(parsed)):
             raise InputError(f"storage '{url}': there is no directory {directory}: make it first")
-
-
-def _guarded(url: str) -> str:
-    """Return a URL that is not right without anything that could be meant as a password."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        scheme, rest = "", url
-    return f"{scheme}{separator}{_SUSPECT.sub(':***@', redact(rest))}"
-
-
-def _parse_sqlite(url: str, rest: str) -> SqliteUrl:
-    if not rest.startswith("/"):
-        raise InputError(
-            f"storage '{_guarded(url)}': three slashes and a path, as in 'sqlite:///runs/sweep.db'"
-        )
-    path = rest[1:]
-    if path in ("", ":memory:"):
-        raise InputError(
-            f"storage '{url}' keeps nothing: name a file, as in 'sqlite:///runs/sweep.db'"
-        )
-    if "?" in path or "\0" in path:
-        raise InputError(
-            f"storage '{_guarded(url)}': options behind '?' are not supported; give the path alone"
-        )
-    return SqliteUrl(home_expanded(path).resolve())
-
-
-def _parse_postgresql(url: str) -> PostgresUrl:
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        # The original may quote the part with the password, so it is not chained.
-        raise InputError(
-            f"storage '{redact(url)}' is malformed; it reads like {_EXAMPLE}"
-        ) from None
-    if not parsed.database:
-        raise InputError(f"storage '{redact(url)}' names no database; it reads like {_EXAMPLE}")
-    if "@" in (parsed.host or ""):
-        raise InputError(f"storage '{redact(url)}': an '@' in a password is written %40")
-    text = parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
-    values = [parsed.password or ""]
-    for key, value in parsed.query.items():
-        if key.endswith("password"):
-            values += [value] if isinstance(value, str) else value
-    # From here on no text has it, whoever writes it: libraries quote what they were given.
-    remember(*values, *_written_passwords(url))
-    return PostgresUrl(text)
-
-
-def _written_passwords(url: str) -> list[str]:
-    """Return the password as it was typed, whether or not that is a URL."""
-    return re.findall(r"://[^:/@\s]*:(.*)@", url, re.DOTALL)

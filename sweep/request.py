@@ -24,7 +24,7 @@ from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import load_model_spec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
-from storage.names import NAME_MAX, check_name, is_file_name
+from storage.definition import NAME_MAX, check_name, is_file_name
 from sweep.data.choice import typed_texts
 from sweep.data.files import is_on_hub
 from sweep.data.first_rows import look_at

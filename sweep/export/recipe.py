@@ -25,7 +25,7 @@ from search_spaces.space import Objective
 from search_spaces.texts import TextsChoice, TextsSummary
 from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
-from storage.outputs import WRITTEN_BY
+from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -352,11 +352,6 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
     """Return a trial as it is ranked: what was measured again with the speed of those runs."""
     known = {record.number: record for record in ranking.records}
     tried = {record.number for record in snapshot.records}
-    unreadable = {trial.number: trial.reason for trial in snapshot.unreadable}
-    if number in unreadable:
-        raise InputError(
-            f"trial {number} of study {quote(snapshot.name)} cannot be read: {unreadable[number]}"
-        )
     if number not in tried:
         raise InputError(
             f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"

@@ -16,7 +16,7 @@ from typing import Any
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage import files
-from storage.outputs import require_parent
+from storage.files import require_parent
 from sweep.finetuning import checkpoints
 
 RUN, TRAINING = "run.json", "training.json"

@@ -11,8 +11,8 @@ from search_spaces.documents import exists, home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
-from storage.identity import NAME as IDENTITY
-from storage.spool import NAME as SPOOL
+from storage.directory import SPOOL
+from storage.directory import STUDY as IDENTITY
 from sweep.data.files import is_on_hub, text_files
 from sweep.paths import runs_directory
 from sweep.request import BESIDE, RunRequest

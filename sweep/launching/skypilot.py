@@ -20,7 +20,7 @@ import yaml
 
 from search_spaces.errors import InputError, did_you_mean, listed, quote
 from search_spaces.prices import TYPED_PROVIDER, Offer
-from storage.outputs import WRITTEN_BY
+from storage.files import WRITTEN_BY
 from sweep.launching.rental import BUCKETS, RESULTS, Machine, Rental, card_name, short_name
 
 CLOUDS: Mapping[str, str] = {"aws": "AWS", "gcp": "GCP", "lambda": "Lambda", "runpod": "Runpod"}

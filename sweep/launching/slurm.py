@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from storage.outputs import WRITTEN_BY
+from storage.files import WRITTEN_BY
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;

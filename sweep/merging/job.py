@@ -20,7 +20,7 @@ from search_spaces.documents import home_expanded, read_json
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec, fetch_weights, load_model_spec
 from storage import files
-from storage.outputs import require_parent
+from storage.files import require_parent
 from sweep.child_environment import child_environment
 from sweep.errands import run_errand
 from sweep.merging.adapter import WEIGHTS, Adapter, TensorInfo, read_adapter, read_tensors

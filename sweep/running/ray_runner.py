@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from search_spaces.errors import CardLost, EnvironmentFault
-from storage.outcome_file import NAME as OUTCOME
+from storage.directory import OUTCOME
 from storage.records import INTERRUPTED, Crashed, Outcome, Phase
 from sweep.paths import cache_directory
 from sweep.running.child import AttentiveClock, shown, storable

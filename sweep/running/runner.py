@@ -49,7 +49,7 @@ class Runner(Protocol):
         """Train a configuration for a few steps and say how that ended.
 
         Whoever measures may leave the outcome on disk as that of the request's attempt (see
-        `storage.outcome_file`), so that a death on the way to the caller loses nothing.
+        `storage.directory`), so that a death on the way to the caller loses nothing.
 
         A soak trains on however steady its steps are, until the steps or the seconds are spent,
         and on the way evaluates and saves a checkpoint as a training does; its measurement says

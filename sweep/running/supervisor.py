@@ -15,7 +15,7 @@ from search_spaces.gpus import match_product
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.definition import Target
-from storage.outcome_file import beside_log
+from storage.directory import beside_log
 from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase, TimedOut
 from sweep.data.strata import STRATA_MAX
 from sweep.nvml import FaultWatch

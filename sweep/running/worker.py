@@ -19,7 +19,7 @@ import torch
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError, words_of
-from storage.outcome_file import OutcomeFile
+from storage.directory import OutcomeFile
 from storage.records import (
     INTERRUPTED,
     CrashCause,

@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.space import Objective, StepBudget
-from storage import mapping
+from storage import codec
 from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.predict.forecast import Forecaster
@@ -240,11 +240,13 @@ class CandidateSampler(BaseSampler):
         """
         if trial.number in self._known:
             return self._known[trial.number]
-        config, record = None, mapping.record_of(trial)
-        if record is None and not mapping.never_ran(trial):
-            config = mapping.config_of(trial)
-            if config is None and self._candidates.free.keys() <= trial.params.keys():
-                config = self._candidates.config(trial.params)
+        config, record = None, codec.record_of(trial)
+        if record is None:
+            begun, known = codec.begun_of(trial), self._candidates
+            if begun is not None:
+                config = begun.config
+            elif trial.state is not TrialState.FAIL and known.free.keys() <= trial.params.keys():
+                config = known.config(trial.params)
         elif record and (record.purpose == "search" or isinstance(record.outcome, OutOfMemory)):
             config = record.config
         if trial.state.is_finished():

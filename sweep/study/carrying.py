@@ -79,7 +79,7 @@ def carry_over(
     """Store every trial of another study that holds in this one and is not there yet;
     return how many.
 
-    Of the study's own spool those are the results that it has not; see `storage.spool`.
+    Of the study's own spool those are the results that it has not; see `storage.directory`.
 
     Args:
         study: open, under its lease.

@@ -13,9 +13,9 @@ from functools import cached_property
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
 from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
+from storage.ledger import MAX_ATTEMPTS, attempts, next_number
 from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord
-from storage.recovery import MAX_ATTEMPTS, attempts, next_number
 from storage.study import OpenStudy
 from sweep.planning.evidence import target_speeds
 from sweep.running.runner import Lane

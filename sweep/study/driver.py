@@ -20,6 +20,7 @@ import optuna
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault, words_of
 from search_spaces.space import SearchSpace, StepBudget
+from storage.ledger import attempts
 from storage.records import (
     INTERRUPTED,
     SEARCH,
@@ -34,7 +35,6 @@ from storage.records import (
     TrialRecord,
     held_to_budget,
 )
-from storage.recovery import attempts
 from storage.study import OpenStudy
 from sweep.predict.forecast import Forecaster
 from sweep.running.runner import Ended, Lane, Lanes, Runner
@@ -278,9 +278,7 @@ class Driver:
             handle = study.ask_again()
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         begun = study.begin(handle, config, started_at, errand=errand)
-        failed = study.ledger.attempts(config)
-        if errand != SEARCH:
-            failed = attempts(study.on_errand(errand), config)
+        failed = attempts(study.ledger.on_errand(errand), config)
         record = TrialRecord(
             number=begun.number,
             config=config,

@@ -30,7 +30,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.presets import starting_text
 from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace
-from storage import mapping
+from storage import codec
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow, read_surface
@@ -345,10 +345,10 @@ def tell(
     record = record_of(row, recorded.surface.model, number=trial.number, budget_bytes=budget_bytes)
     prediction = forecaster.expect(row.config).record
     record = record.model_copy(update={"prediction": prediction})
-    result = mapping.to_optuna(record, objectives=("tokens_per_second",), budget_bytes=budget_bytes)
+    result = codec.to_optuna(record, objectives=("tokens_per_second",), budget_bytes=budget_bytes)
     for key, value in result.attributes.items():
         trial.set_user_attr(key, value)
-    trial.set_constraint(mapping.CONSTRAINT, result.violation)
+    trial.set_constraint(codec.CONSTRAINT, result.violation)
     study.tell(trial, values=result.values, state=result.state)
     forecaster.learn(record)
 

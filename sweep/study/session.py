@@ -22,9 +22,8 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, Violation, violation
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.opening import open_study
-from storage.outcome_file import keep_outcomes
-from storage.study import OpenStudy
+from storage.directory import keep_outcomes
+from storage.study import OpenStudy, open_study
 from storage.surfaces import Surface
 from sweep import stop_signals
 from sweep.data.choice import ReadTexts, is_same_choice, space_with_texts, texts_of_study

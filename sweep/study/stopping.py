@@ -18,6 +18,7 @@ from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
 from storage.definition import StudyDefinition
+from storage.directory import WORTH_KEEPING
 from storage.ranking import CONCLUSIVE, Ranking, rank
 from storage.records import (
     NEIGHBOUR,
@@ -32,7 +33,6 @@ from storage.records import (
     TrialRecord,
     Verdict,
 )
-from storage.spool import WORTH_KEEPING
 from sweep.paths import own_price_file
 from sweep.running.wire import Progress
 from sweep.sampling.encoding import identity

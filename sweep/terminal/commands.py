@@ -15,9 +15,8 @@ from reports.page import render, render_comparison, write_page
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.models import ModelSpec
-from storage.definition import StudySnapshot
-from storage.names import is_file_name
-from storage.outputs import checked_output, write_output
+from storage.definition import StudySnapshot, is_file_name
+from storage.files import checked_output, write_output
 from storage.reading import count_trials
 from sweep.export import formats
 from sweep.paths import (
@@ -40,7 +39,7 @@ from sweep.terminal.console import (
     working,
 )
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
-from sweep.terminal.listings import read, warn_of_unreadable, with_offer
+from sweep.terminal.listings import read, with_offer
 from sweep.terminal.options import amounts
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
@@ -67,7 +66,7 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
             note("Nothing was removed.")
             return DONE
     # Removing needs Optuna, whose import nobody else here waits for.
-    from storage.removal import remove_study
+    from storage.transfer import remove_study
     from sweep.launching.job_files import remove_jobs
 
     home = runs_directory()
@@ -151,7 +150,6 @@ def export(
     endings = formats.endings_of(format)
     path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
     snapshot = read(study, url=storage_url(storage))
-    warn_of_unreadable(snapshot)
     export = formats.exported(snapshot, format=format, number=trial)
     lost = list(export.lost)
     if path is None and export.beside:

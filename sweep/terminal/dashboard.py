@@ -12,8 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from search_spaces.errors import EnvironmentFault, install_extra
-from storage.reading import count_trials
-from storage.shown import shown_storage
+from storage.reading import count_trials, shown_storage
 from sweep.paths import storage_url
 from sweep.terminal.console import note, say
 

@@ -22,9 +22,9 @@ from search_spaces.models import load_model_spec
 from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace, parse_duration
-from storage.fetched import refuse_local, take_in
 from storage.files import make_directory
 from storage.files import replace as put
+from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.texts import prepare_texts
 from sweep.data.tokenizers import find_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from reports import units
@@ -16,8 +16,8 @@ from search_spaces.linears import parameters
 from search_spaces.loading import shipped_presets
 from search_spaces.models import shipped_models
 from search_spaces.prices import load_prices
-from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
-from storage.reading import list_studies, read_study, unreadable_in_words
+from storage.definition import StudySnapshot, UnreadableStudy
+from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
 from sweep.terminal.console import note, say, say_json, say_result, table, width_of
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
@@ -60,17 +60,10 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
     snapshot = read(study, url=storage_url(storage))
     if as_json:
-        warn_of_unreadable(snapshot)
         say_json(view_of(snapshot).document())
     else:
         say(best_text(snapshot, width=width_of(sys.stdout)))
     return DONE if has_fit(snapshot) else NOTHING_FITS
-
-
-def warn_of_unreadable(snapshot: StudySnapshot) -> None:
-    """Say of which trials nothing is known, where a result does not say it itself."""
-    for words in unreadable_in_words(snapshot.unreadable):
-        warn(words)
 
 
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:
@@ -79,9 +72,12 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
     if study is None:
         if watch:
             raise InputError("--watch follows one study: name it")
-        summaries = list_studies(url, runs_directory(), completed=_on_target)
-        document = {"studies": [_study_line(summary) for summary in summaries]}
-        say_result(document, studies_text(summaries, width=width), as_json=as_json)
+        studies = [
+            study if isinstance(study, UnreadableStudy) else _on_target(study)
+            for study in list_studies(url, runs_directory())
+        ]
+        document = {"studies": [_study_line(study) for study in studies]}
+        say_result(document, studies_text(studies, width=width), as_json=as_json)
         return DONE
     if watch:
         from sweep.terminal.live import follow
@@ -97,7 +93,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
     return DONE
 
 
-def _study_line(study: StudySummary | UnreadableStudy) -> dict[str, Any]:
+def _study_line(study: StudySnapshot | UnreadableStudy) -> dict[str, Any]:
     """Return one study of ``sweep status --json``.
 
     ``{"study", "gpu", "model", "trials", "objectives", "best": {"number", "tokens_per_second",
@@ -114,26 +110,29 @@ def _study_line(study: StudySummary | UnreadableStudy) -> dict[str, Any]:
         unknown = dict.fromkeys((*nothing, "driven_by", "driven_since", "running"))
         counts = {"trials": study.trials, "unreadable_trials": study.trials}
         return {"study": study.name, **unknown, **counts, "unreadable": study.reason}
-    measured, best, speed = study.best, None, None
-    if study.speed is not None:
-        speed = asdict(study.speed)
-        speed = {"value": speed.pop("tokens_per_second"), **speed}
-    if measured is not None:
+    view, best = view_of(study), None
+    if view.best is not None:
+        speed = view.target_tokens_per_second
+        measured = ("tokens_per_second", "peak_allocated_bytes")
         best = {
-            "number": study.best_number,
-            "tokens_per_second": measured.tokens_per_second,
-            "peak_allocated_bytes": measured.peak_allocated_bytes,
-            "target_tokens_per_second": speed,
+            "number": view.best.number,
+            **{key: view.best.measurement[key] for key in measured},
+            "target_tokens_per_second": None if speed is None else speed.model_dump(),
         }
-    same = ("gpu", "model", "trials", "objectives", "is_confirmed", "driven_since", "running")
     return {
         "study": study.name,
-        **{key: getattr(study, key) for key in same},
+        "gpu": view.gpu.name,
+        "model": view.model,
+        "trials": len(study.records),
+        "objectives": list(view.objectives),
         "best": best,
+        "is_confirmed": view.confirmed,
         "seconds": {"wall": study.wall_seconds},
         "driven_by": study.holder,
+        "driven_since": study.driven_since,
+        "running": [trial.number for trial in study.running],
         "unreadable": None,
-        "unreadable_trials": study.unreadable,
+        "unreadable_trials": 0,
     }
 
 
@@ -142,14 +141,14 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
 
     That of ``sweep best --json``, and beside it ``{"driven_by", "driven_since", "running":
     [{"number", "config", "started_at", "purpose"}], "ended": {"reason", "open", "most_promising"} |
-    null, "warnings", "unreadable": [{"number", "reason"}]}``. What is most promising has a
-    ``chance`` to be better, a ``gain`` that is expected over all cases, and its
-    ``gain_if_better``.
+    null, "warnings", "unreadable"}``, the last always empty: a study is read whole or not at all.
+    What is most promising has a ``chance`` to be better, a ``gain`` that is expected over all
+    cases, and its ``gain_if_better``.
     """
     running = [
         {
             "number": trial.number,
-            "config": None if trial.config is None else trial.config.model_dump(mode="json"),
+            "config": trial.config.model_dump(mode="json"),
             "started_at": trial.started_at,
             "purpose": trial.purpose,
         }
@@ -162,7 +161,7 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
         "running": running,
         "ended": snapshot.ended,
         "warnings": list(snapshot.warnings),
-        "unreadable": [{"number": t.number, "reason": t.reason} for t in snapshot.unreadable],
+        "unreadable": [],
     }
 
 

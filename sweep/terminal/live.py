@@ -351,9 +351,9 @@ def follow(
 
 def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
     """Yield what happened since the board was fed last, in the order in which it did."""
-    known, by_number = board.ledger, attrgetter("number")
-    new = [r for r in snapshot.records if known.record(r.number) is None]
-    again = [r for r in snapshot.confirmations if known.record(r.number) is None]
+    known, by_number = {record.number for record in board.ledger.all}, attrgetter("number")
+    new = [r for r in snapshot.records if r.number not in known]
+    again = [r for r in snapshot.confirmations if r.number not in known]
     yield from map(TrialFinished, sorted(new, key=by_number))
     is_confirming = any(trial.purpose != "search" for trial in snapshot.running)
     if board.confirming is None and (is_confirming or again):
@@ -361,7 +361,7 @@ def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
         yield ConfirmationStarted(series=series, numbers=())
     yield from map(TrialFinished, sorted(again, key=by_number))
     for trial in sorted(snapshot.running, key=by_number):
-        if trial.config is not None and trial.number not in board.running:
+        if trial.number not in board.running:
             errand = Errand(purpose=trial.purpose, confirms=trial.confirms)
             yield TrialStarted(trial.number, trial.config, False, 1, errand)
 

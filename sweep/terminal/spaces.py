@@ -8,7 +8,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import match_product
 from search_spaces.presets import starting_text
 from search_spaces.schema import schema_text
-from storage.outputs import checked_output, write_output
+from storage.files import checked_output, write_output
 from sweep.running.device_info import read_card
 from sweep.terminal.console import note, say, say_as_is
 

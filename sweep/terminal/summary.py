@@ -10,8 +10,8 @@ from reports.advice import how_to_go_faster
 from reports.view import StudyView, view_of
 from search_spaces import redaction
 from search_spaces.errors import quote
-from storage.definition import StudySnapshot, StudySummary, UnreadableStudy
-from storage.ranking import rank_study
+from storage.definition import StudySnapshot, UnreadableStudy
+from storage.ranking import measured_of, rank_study
 from storage.records import Invalid, Purpose
 from sweep.terminal.console import folded, table
 
@@ -74,10 +74,10 @@ def status_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     if is_driven:
         lines.append(f"Driven by {snapshot.holder}{_since(snapshot.driven_since)}.")
     for trial in snapshot.running:
-        what = "not yet chosen" if trial.config is None else units.shape(trial.config)
         state = "running" if is_driven else "left unfinished; resuming retries it"
         began = _since(trial.started_at)
-        lines.append(f"Trial {trial.number} ({what}{_DOING[trial.purpose]}){began}: {state}.")
+        what = f"{units.shape(trial.config)}{_DOING[trial.purpose]}"
+        lines.append(f"Trial {trial.number} ({what}){began}: {state}.")
     return folded("\n".join(lines), width, indent=2)
 
 
@@ -109,7 +109,7 @@ def _since(moment: str | None) -> str:
 
 
 def studies_text(
-    studies: Sequence[StudySummary | UnreadableStudy], *, width: int | None = None
+    studies: Sequence[StudySnapshot | UnreadableStudy], *, width: int | None = None
 ) -> str:
     """Return a table of studies, within so many columns, and what of them cannot be read."""
     header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
@@ -117,39 +117,43 @@ def studies_text(
     for study in studies:
         if isinstance(study, UnreadableStudy):
             lines.append(f"Study {quote(study.name)} cannot be read: {study.reason}.")
-        elif study.unreadable:
-            lines.append(
-                f"Study {quote(study.name)} has {units.plural(study.unreadable, 'trial')} that "
-                f"cannot be read; `sweep status {study.name}` names them."
-            )
     return "\n".join([lines[0], *(folded(line, width) for line in lines[1:])])
 
 
-def _study_row(study: StudySummary | UnreadableStudy) -> tuple[str, ...]:
-    name, trials = redaction.shown(study.name), units.count(study.trials)
+def _study_row(study: StudySnapshot | UnreadableStudy) -> tuple[str, ...]:
+    name, nothing = redaction.shown(study.name), units.DASH
     if isinstance(study, UnreadableStudy):
-        return name, units.DASH, units.DASH, trials, "cannot be read", *[units.DASH] * 3
-    ranked_by, took = words.names_of(study.objectives), units.duration(study.wall_seconds)
-    best, driver = _best_of(study), units.DASH
+        return name, nothing, nothing, units.count(study.trials), "cannot be read", *[nothing] * 3
+    view, driver = view_of(study), nothing
     if study.holder is not None:
-        numbers = ", ".join(map(str, study.running))
+        numbers = ", ".join(str(trial.number) for trial in study.running)
         doing = f", trial{'s' if len(study.running) > 1 else ''} {numbers}" if numbers else ""
         driver = f"{study.holder}{_since(study.driven_since)}{doing}"
-    return name, study.gpu, study.model, trials, best, ranked_by, took, driver
+    return (
+        name,
+        view.gpu.name,
+        str(view.model),
+        units.count(len(study.records)),
+        _best_of(view),
+        words.names_of(view.objectives),
+        units.duration(study.wall_seconds),
+        driver,
+    )
 
 
-def _best_of(study: StudySummary) -> str:
+def _best_of(view: StudyView) -> str:
     """Return the best trial's speed on the target GPU and, where it is ranked by more or else, that
     as well."""
-    if study.best is None:
+    if view.winner is None:
         return units.DASH
-    speed = words.speed(study.best)
-    if study.speed is not None and study.speed.basis == "predicted":
-        low, high = study.speed.low, study.speed.high
+    measured, predicted = measured_of(view.winner), view.target_tokens_per_second
+    speed = words.speed(measured)
+    if predicted is not None and predicted.basis == "predicted":
+        low, high = predicted.low, predicted.high
         ends = "" if low is None or high is None else f" {units.rate_interval((low, high))}"
-        speed = f"{units.rate(study.speed.tokens_per_second)} tokens/s (predicted{ends})"
-    parts = [words.value(o, study.best) for o in study.objectives if o != "tokens_per_second"]
-    return ", ".join([speed, *parts, "confirmed" if study.is_confirmed else "not confirmed"])
+        speed = f"{units.rate(predicted.value)} tokens/s (predicted{ends})"
+    parts = [words.value(o, measured) for o in view.objectives if o != "tokens_per_second"]
+    return ", ".join([speed, *parts, "confirmed" if view.confirmed else "not confirmed"])
 
 
 def has_fit(snapshot: StudySnapshot) -> bool:

@@ -35,12 +35,11 @@ from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from search_spaces.rules import violation
 from search_spaces.space import SamplerName, SearchSpace
-from storage import mapping
+from storage import codec
 from storage.database import close, open_for_writing
 from storage.definition import StudyDefinition, Target
-from storage.opening import open_study
 from storage.records import Outcome, PredictionRecord, PrunedSlow, TrialRecord
-from storage.study import OpenStudy
+from storage.study import OpenStudy, open_study
 from storage.urls import parse_url
 from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.running.replay import ReplayRunner
@@ -198,7 +197,7 @@ class _Rows:
 
     def add(self, record: TrialRecord) -> None:
         """Add one trial's."""
-        result = mapping.to_optuna(
+        result = codec.to_optuna(
             record, objectives=self.definition.space.objectives, budget_bytes=BUDGET
         )
         trial_id, started = self.last + record.number + 1, datetime(2026, 11, 21)
@@ -219,14 +218,10 @@ class _Rows:
         for objective, value in enumerate(values):
             row = {"objective": objective, "value": value, "value_type": "FINITE"}
             self.of["trial_values"].append({"trial_id": trial_id, **row})
-        own = {
-            mapping.STARTED_AT: record.started_at,
-            mapping.CONFIG: record.config.model_dump(mode="json"),
-        }
-        for key, value in {**own, **result.attributes}.items():
+        for key, value in result.attributes.items():
             row = {"key": key, "value_json": json.dumps(value)}
             self.of["trial_user_attributes"].append({"trial_id": trial_id, **row})
-        row = {"key": f"constraints:{mapping.CONSTRAINT}", "value_json": str(result.violation)}
+        row = {"key": f"constraints:{codec.CONSTRAINT}", "value_json": str(result.violation)}
         self.of["trial_system_attributes"].append({"trial_id": trial_id, **row})
         if result.intermediate is not None:
             step, value = result.intermediate

@@ -10,8 +10,8 @@ import pytest
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
-from storage.opening import open_study
 from storage.reading import read_study
+from storage.study import open_study
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.sampling.samplers import make_sampler
@@ -39,8 +39,9 @@ def test_a_studys_steps_are_the_trials_that_were_measured_to_the_end(
     ) as study:
         for record in TRIALS[:2]:
             handle = study.ask({})
-            study.begin(handle, record.config, "2026-11-21T00:00:00.000+00:00")
-            study.tell(handle, record.model_copy(update={"number": handle.number}))
+            begun = study.begin(handle, record.config, "2026-11-21T00:00:00.000+00:00")
+            told = {"number": handle.number, "attempt_id": begun.id}
+            study.tell(handle, record.model_copy(update=told))
     out = tmp_path / "steps.jsonl"
     monkeypatch.setattr(sys, "argv", ["study_steps.py", str(out), "mine", "--storage", url])
     study_steps.main()

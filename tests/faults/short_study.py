@@ -26,11 +26,10 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from search_spaces.loading import parse_space
 from search_spaces.models import load_model_spec
-from storage import outcome_file
 from storage.database import close, open_for_reading
 from storage.definition import StudyDefinition
+from storage.directory import OUTCOME, OutcomeFile
 from storage.lease import holders
-from storage.outcome_file import OutcomeFile
 from storage.reading import read_study
 from storage.records import RETRYABLE, Attempt, Lost, Measured, Measurement, Outcome, TrialRecord
 from storage.study import OpenStudy
@@ -206,7 +205,7 @@ def leave(place: Place, attempt: Attempt | None, config: TrialConfig, outcome: O
     """Leave a measurement on disk, as the worker does before it answers, come what may of that."""
     assert attempt is not None
     with contextlib.suppress(EnvironmentFault):
-        OutcomeFile(place.runs / NAME / outcome_file.NAME).write(attempt, config, outcome)
+        OutcomeFile(place.runs / NAME / OUTCOME).write(attempt, config, outcome)
 
 
 @contextmanager
@@ -334,7 +333,7 @@ _FILES = {
     NAME,
     f"{NAME}/spool.jsonl",
     f"{NAME}/study.json",
-    f"{NAME}/{outcome_file.NAME}",
+    f"{NAME}/{OUTCOME}",
     f"{NAME}/worker.log",
     f"{NAME}/worker.log.1",
 }

@@ -29,9 +29,9 @@ from optuna.trial import Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage import lease, outcome_file
+from storage import lease
 from storage.database import close, open_for_reading, open_for_writing
-from storage.outcome_file import OutcomeFile
+from storage.directory import OUTCOME, OutcomeFile
 from storage.reading import read_study
 from storage.records import Attempt, Crashed, Lost, Outcome, TrialRecord
 from storage.study import OpenStudy
@@ -345,7 +345,7 @@ class Study(RuleBasedStateMachine):
 
     def _leave(self, run: Run) -> bool:
         """Leave a measurement on disk, as the worker does before it answers; False if it cannot."""
-        file = OutcomeFile(self.home / NAME / outcome_file.NAME)
+        file = OutcomeFile(self.home / NAME / OUTCOME)
         try:
             with self._disk():
                 file.write(run.attempt, TrialConfig(micro_batch_size=run.batch), fits(run.speed))

@@ -44,8 +44,11 @@ def store(study: StudySnapshot, *, url: str, home: Path) -> None:
             params = encoding.params_of(told.config) if told.purpose == "search" else None
             trial = opened.ask(searched, params=params) if params else opened.ask_again()
             errand = told.model_dump(include=set(ended.Errand.model_fields))
-            opened.begin(trial, told.config, str(told.started_at), errand=ended.Errand(**errand))
-            opened.tell(trial, told.model_copy(update={"number": trial.number}))
+            begun = opened.begin(
+                trial, told.config, str(told.started_at), errand=ended.Errand(**errand)
+            )
+            named = {"number": trial.number, "attempt_id": begun.id}
+            opened.tell(trial, told.model_copy(update=named))
         opened.note_end({"reason": "trials_spent", "open": 7, "most_promising": None})
         opened.add_wall_seconds(study.wall_seconds)
 

@@ -12,9 +12,8 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
-from storage.opening import open_study
 from storage.records import SEARCH, Attempt, Errand, Measured, Measurement, Outcome, TrialRecord
-from storage.study import OpenStudy
+from storage.study import OpenStudy, open_study
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB

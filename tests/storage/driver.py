@@ -18,8 +18,7 @@ import optuna
 from optuna.trial import TrialState
 
 from search_spaces.errors import EnvironmentFault
-from storage.outcome_file import OutcomeFile
-from storage.spool import Spool
+from storage.directory import OutcomeFile, Spool
 from tests.storage.builders import DISTRIBUTIONS, a_record, an_attempt, begun, fits, open_it
 
 MOMENTS = ("queued", "asked", "begun", "left", "spooled", "telling", "told")

@@ -21,10 +21,10 @@ from search_spaces.errors import EnvironmentFault
 from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition
-from storage.opening import open_study
+from storage.directory import Spool
 from storage.reading import read_study
 from storage.records import Outcome, TrialRecord
-from storage.spool import Spool
+from storage.study import open_study
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
@@ -99,9 +99,12 @@ def broken(
             wrong.append(f"driver {driver}: numbers {numbers}")
         if [run_of(r) for r in study.records] != [(driver, run + 1) for run in range(trials)]:
             wrong.append(f"driver {driver}: runs {[run_of(r) for r in study.records]}")
-        if Spool(home / name(driver) / "spool.jsonl", study.identity).read() != study.records:
+        if (
+            Spool(home / name(driver) / "spool.jsonl", study.identity).read().records
+            != study.records
+        ):
             wrong.append(f"driver {driver}: its spool differs from the database")
-        if study.running or study.unreadable or study.warnings or study.holder:
+        if study.running or study.warnings or study.holder:
             wrong.append(f"driver {driver}: {study.running} {study.warnings} {study.holder}")
     return wrong
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.fetched import refuse_local, take_in
 from storage.lease import FileLease
 from storage.reading import list_studies, read_study
-from storage.removal import remove_study
+from storage.transfer import refuse_local, remove_study, take_in
 from tests.storage import postgres
 from tests.storage.builders import open_it, run_one
 

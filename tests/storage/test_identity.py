@@ -14,9 +14,9 @@ import pytest
 
 from reports.page import write_report
 from search_spaces.errors import InputError
-from storage.identity import NAME, StudyFile, note_identity, read_identity
+from storage.directory import STUDY, StudyFile, note_identity, read_identity
 from storage.reading import list_studies, read_study
-from storage.removal import remove_study
+from storage.transfer import remove_study
 from tests.storage.builders import a_definition, open_it, run_one
 
 
@@ -140,7 +140,7 @@ def test_an_identity_that_cannot_be_read_stops_its_own_study_least_of_all(
     home: Path, url: str, content: bytes
 ) -> None:
     drive_once(url, home)
-    (home / "study" / NAME).write_bytes(content)
+    (home / "study" / STUDY).write_bytes(content)
     with open_it(url, home) as study:
         assert study.was_resumed
         file = read_identity(home / "study")
@@ -152,7 +152,7 @@ def test_it_is_the_users_alone_small_and_says_what_a_spool_is_taken_over_by(
     home: Path, url: str
 ) -> None:
     with open_it(url, home) as study:
-        path = home / "study" / NAME
+        path = home / "study" / STUDY
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.stat().st_size < 20_000
         entry = json.loads(path.read_text())
@@ -164,7 +164,7 @@ def test_a_planted_link_is_replaced_and_not_followed(home: Path, tmp_path: Path)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (home / "study").mkdir(parents=True)
-    (home / "study" / NAME).symlink_to(victim)
+    (home / "study" / STUDY).symlink_to(victim)
     note_identity(
         home / "study",
         StudyFile(
@@ -172,7 +172,7 @@ def test_a_planted_link_is_replaced_and_not_followed(home: Path, tmp_path: Path)
         ),
     )
     assert victim.read_text() == "mine"
-    assert not os.path.islink(home / "study" / NAME)
+    assert not os.path.islink(home / "study" / STUDY)
 
 
 def test_after_a_study_was_removed_its_name_starts_anew(home: Path, url: str) -> None:

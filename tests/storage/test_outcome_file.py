@@ -8,7 +8,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
-from storage.outcome_file import BYTES_MAX, OutcomeFile
+from storage.directory import OUTCOME_BYTES_MAX, OutcomeFile
 from storage.records import Attempt, Crashed, Outcome, OutOfMemory
 from tests.storage.builders import fits
 
@@ -64,7 +64,7 @@ def test_only_the_last_outcome_is_kept_and_for_the_user_alone(left: OutcomeFile)
         b'{"attempt": "one", "config": {}, "outcome": {"verdict": "crashed", "phase": "run"}}',
         b'{"attempt": "one", "config": {"wheels": 4}, "outcome": {}}',
         b"1" * 5000,
-        b'{"attempt": "one", "pad": "' + b"x" * BYTES_MAX + b'"}',
+        b'{"attempt": "one", "pad": "' + b"x" * OUTCOME_BYTES_MAX + b'"}',
     ],
     ids=lambda content: repr(content[:20]),
 )

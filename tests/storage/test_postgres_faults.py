@@ -95,7 +95,7 @@ def test_a_silent_server_is_an_error_in_time_and_loses_nothing(
 ) -> None:
     with open_it(url, home) as study:
         trial = study.ask(DISTRIBUTIONS)
-        study.begin(trial, TrialConfig(), "2025-01-01T00:00:00+00:00")
+        record = begun(study, trial, a_record(trial.number))
         with (
             silence(),
             within(ANSWER_SECONDS + 5.0),
@@ -103,7 +103,7 @@ def test_a_silent_server_is_an_error_in_time_and_loses_nothing(
                 EnvironmentFault, match=r"(not answered|timeout expired).*safe in .*spool\.jsonl"
             ),
         ):
-            study.tell(trial, a_record(trial.number))
+            study.tell(trial, record)
         run_one(study)
         assert study.recover() == ()
         assert [record.number for record in study.records()] == [0, 1]
@@ -271,9 +271,7 @@ def steps(study: OpenStudy) -> Trial:
     study.recover()
     run_one(study)
     trial = study.ask_again()
-    record = a_record(trial.number)
-    study.begin(trial, record.config, "2025-01-01T00:00:00+00:00")
-    study.tell(trial, record)
+    study.tell(trial, begun(study, trial, a_record(trial.number)))
     carried = a_record(2).model_copy(update={"config": TrialConfig(micro_batch_size=8)})
     study.carry(carried, params={"micro_batch_size": 8}, distributions=DISTRIBUTIONS)
     study.add_wall_seconds(2.0)

@@ -6,10 +6,9 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
-from storage.ledger import Ledger
+from storage.directory import Spool
+from storage.ledger import Ledger, attempts, next_number
 from storage.records import Crashed, Lost, Measured, Outcome, OutOfMemory, TimedOut, held_to_budget
-from storage.recovery import attempts, next_number
-from storage.spool import Spool
 from tests.storage.builders import BUDGET, a_record, fits
 
 
@@ -22,11 +21,11 @@ def test_a_spool_gives_back_what_it_was_given(spool: Spool) -> None:
     records = a_record(0, attempt_id="a"), a_record(1, Lost(), attempt_id="b")
     for record in records:
         spool.append(record)
-    assert spool.read() == records
+    assert spool.read().records == records
 
 
 def test_a_spool_that_was_never_written_is_empty_and_stays_away(spool: Spool) -> None:
-    assert spool.read() == ()
+    assert spool.read().records == ()
     assert not spool.path.parent.exists()
 
 
@@ -37,15 +36,15 @@ def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next_result(
     spool.append(a_record(0, attempt_id="a"))
     with spool.path.open("ab") as file:
         file.write(torn)
-    assert [record.number for record in spool.read()] == [0]
+    assert [record.number for record in spool.read().records] == [0]
     spool.append(a_record(1, attempt_id="b"))
-    assert [record.number for record in spool.read()] == [0, 1]
+    assert [record.number for record in spool.read().records] == [0, 1]
 
 
 def test_results_of_an_earlier_study_of_the_same_name_are_not_this_ones(spool: Spool) -> None:
     Spool(spool.path, "earlier").append(a_record(0, fits(9.0)))
     spool.append(a_record(1))
-    assert [record.number for record in spool.read()] == [1]
+    assert [record.number for record in spool.read().records] == [1]
 
 
 def test_a_spool_that_cannot_be_written_is_a_fault_that_names_the_file(tmp_path: Path) -> None:

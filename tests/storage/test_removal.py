@@ -6,7 +6,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.reading import count_trials, list_studies, read_study
-from storage.removal import remove_study
+from storage.transfer import remove_study
 from tests.storage.builders import open_it, run_one
 
 

@@ -9,9 +9,9 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from search_spaces.errors import InputError
+from storage.reading import shown_storage
 from storage.records import Errand, OutOfMemory
-from storage.shown import shown_storage
-from tests.storage.builders import a_record, open_it, run_one
+from tests.storage.builders import a_record, begun, open_it, run_one
 
 
 def test_one_study_is_shown_with_what_tools_look_for(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_one_study_is_shown_with_what_tools_look_for(tmp_path: Path) -> None:
         }
         fitted, ran_out = storage.get_all_trials(number)
         assert storage.get_best_trial(number).number == fitted.number
-    assert fitted.user_attrs.keys() == {"started_at", "verdict", "tokens_per_second", "peak_gib"}
+    assert fitted.user_attrs.keys() == {"verdict", "tokens_per_second", "peak_gib"}
     assert ran_out.user_attrs["stage"] == "forward"
     assert fitted.system_attrs["constraints"][0] < 0 < ran_out.system_attrs["constraints"][0]
 
@@ -43,8 +43,8 @@ def test_it_is_seen_as_it_goes_on_and_without_what_measures_again(tmp_path: Path
         assert [t.state for t in storage.get_all_trials(number)] == [TrialState.COMPLETE]
         again = study.ask_again()
         errand = Errand(purpose="confirm", series=1, confirms=first.number)
-        study.begin(again, first.config, "2025-01-01T00:00:00+00:00", errand=errand)
-        study.tell(again, a_record(again.number, **errand.model_dump()))
+        record = a_record(again.number, **errand.model_dump())
+        study.tell(again, begun(study, again, record, errand=errand))
         assert [t.number for t in storage.get_all_trials(number)] == [first.number]
 
 

@@ -43,9 +43,9 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
         ("mysql://u:secret@h/d", "known are sqlite and postgresql"),
         ("sqlite://x.db", "three slashes"),
         ("sqlite://", "three slashes"),
-        ("sqlite:///", "keeps nothing"),
-        ("sqlite:///:memory:", "keeps nothing"),
-        ("sqlite:///x.db?mode=ro", "not supported"),
+        ("sqlite:///", "three slashes and the path"),
+        ("sqlite:///:memory:", "path of a file"),
+        ("sqlite:///x.db?mode=ro", "without options"),
         ("postgresql://u:secret@h", "names no database"),
         (
             "postgresql://u:secret@h:port/d",
@@ -58,7 +58,7 @@ def test_every_spelling_of_postgresql_means_psycopg_3(scheme: str) -> None:
         ("postgresql:u:secret@h/d", "did you mean 'postgresql://user"),
         ("postgresql:/u:secret@h/d", "did you mean 'postgresql://user"),
         ("sqlite://u:secret@h/d", "three slashes"),
-        ("sqlite:///u:secret@h/d?z=1", "not supported"),
+        ("sqlite:///u:secret@h/d?z=1", "without options"),
     ],
 )
 def test_a_url_that_is_not_right_is_refused_without_its_password(url: str, message: str) -> None:

@@ -17,9 +17,8 @@ from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
-from storage.opening import open_study
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
-from storage.study import OpenStudy
+from storage.study import OpenStudy, open_study
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.sampling.surrogate import Array

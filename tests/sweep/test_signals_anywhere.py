@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from search_spaces.config import TrialConfig
+from storage.ledger import attempts
 from storage.reading import read_study
 from storage.records import Measured, Outcome
-from storage.recovery import attempts
 from sweep import cli
 from sweep.processes import STOP_SIGNALS
 from sweep.terminal import driving

@@ -17,7 +17,7 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.presets import preset_texts
-from storage.identity import StudyFile, note_identity
+from storage.directory import StudyFile, note_identity
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.launching.box import Box, prepared, reached

@@ -21,8 +21,7 @@ import pytest
 from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.identity import StudyFile, note_identity
-from storage.outcome_file import keep_outcomes, outcome_files
+from storage.directory import StudyFile, keep_outcomes, left_outcomes, note_identity
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
 from sweep.running.ray_nodes import Cluster, Node, checked_address, joined
@@ -238,9 +237,7 @@ def test_what_a_killed_drivers_worker_measured_is_there_for_the_next_driver(
             lane.runner.close()
     for lane in places(cluster, "left", keep=partial(keep_outcomes, tmp_path)):
         lane.runner.close()
-    (file,) = outcome_files(tmp_path)
-    left = file.read()
-    assert left is not None
+    (left,) = left_outcomes(tmp_path, study="mine")
     assert (left.attempt.study, left.config) == ("mine", SMALL)
     assert isinstance(left.outcome, Measured)
 

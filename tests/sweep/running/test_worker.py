@@ -14,7 +14,7 @@ import torch
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
-from storage.outcome_file import OutcomeFile
+from storage.directory import OutcomeFile
 from storage.records import Attempt, Crashed, Diverged, Outcome
 from sweep.running.wire import (
     RunCommand,

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.loading import shipped_presets
 from search_spaces.space import SearchSpace
-from storage import mapping
+from storage import codec
 from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
 from sweep.sampling.encoding import Encoding, SpaceCandidates
 from sweep.sampling.guided import GuidedSampler
@@ -63,7 +63,7 @@ class Foresight:
 
 
 def a_study(space: SearchSpace, foresight: Any, *, seed: int = 0) -> optuna.Study:
-    directions = mapping.directions(space.objectives)
+    directions = codec.directions(space.objectives)
     sampler = make_sampler("guided", space, seed=seed, forecaster=foresight)
     return optuna.create_study(sampler=sampler, directions=directions)
 
@@ -78,7 +78,7 @@ def step(
     trial = study.ask(encoding.distributions)
     config = encoding.config(trial.params)
     record = a_record(config, answer(config), number=trial.number)
-    result = mapping.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
+    result = codec.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
     for key, value in result.attributes.items():
         trial.set_user_attr(key, value)
     study.tell(trial, values=result.values, state=result.state)
@@ -177,7 +177,7 @@ def test_several_objectives_are_bettered_together(objectives: list[str]) -> None
     def volume(sampler: str) -> float:
         study = optuna.create_study(
             sampler=make_sampler(sampler, space, seed=1, forecaster=Foresight()),  # type: ignore[arg-type]
-            directions=mapping.directions(space.objectives),
+            directions=codec.directions(space.objectives),
         )
         for _ in range(8):
             step(study, space)
@@ -319,8 +319,9 @@ def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() ->
             record = a_record(
                 records[-1].config, again, number=trial.number, purpose="confirm", series=1
             )
-            result = mapping.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
-            trial.set_user_attr(mapping.RECORD, result.attributes[mapping.RECORD])
+            result = codec.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
+            for key, value in result.attributes.items():
+                trial.set_user_attr(key, value)
             study.tell(trial, state=result.state)
         assert isinstance(study.sampler, GuidedSampler)
         found = study.sampler.outlook(study)
@@ -343,7 +344,7 @@ def test_one_trial_more_never_makes_fewer_teach_the_sampler() -> None:
     ]
     taught = []
     for number, config in enumerate(configs[:203]):
-        result = mapping.to_optuna(
+        result = codec.to_optuna(
             a_record(config, number=number), objectives=space.objectives, budget_bytes=BUDGET
         )
         study.add_trial(

@@ -12,7 +12,6 @@ from optuna.trial import TrialState
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.space import SamplerName, SearchSpace
-from storage.mapping import NEVER_RAN
 from sweep.sampling.encoding import Encoding, Frontier, identity
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from tests.sweep.simulated_device import (
@@ -241,7 +240,6 @@ def test_what_was_closed_before_it_ran_is_still_to_be_tried() -> None:
         sampler = make_sampler(name, space, seed=0, forecaster=Knowing())  # type: ignore[arg-type]
         study = optuna.create_study(sampler=sampler, direction="maximize")
         closed = study.ask(encoding.distributions)
-        closed.set_user_attr(NEVER_RAN, True)
         study.tell(closed, state=TrialState.FAIL)
         asked_then = [study.ask(encoding.distributions).params for _ in range(2)]
         assert closed.params in asked_then

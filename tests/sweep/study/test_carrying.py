@@ -12,10 +12,9 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.opening import open_study
 from storage.reading import read_study
 from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
-from storage.study import OpenStudy
+from storage.study import OpenStudy, open_study
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.guided import GuidedSampler
@@ -231,5 +230,5 @@ def test_a_rule_keeps_a_trial_out(source: StudySnapshot, tmp_path: Path) -> None
 def test_a_record_says_where_it_was_measured() -> None:
     mark = Carried(study="narrow", identity="f00d", number=3)
     record = FITS.model_copy(update={"carried": mark})
-    assert TrialRecord.model_validate(record.to_json()) == record
+    assert TrialRecord.model_validate(record.model_dump(mode="json")) == record
     assert record.verdict is Verdict.FITS

@@ -13,10 +13,10 @@ from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
 from storage.definition import StudyDefinition, Target
-from storage.opening import open_study
 from storage.ranking import rank, rank_study
 from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory, Verdict
+from storage.study import open_study
 from sweep.planning.evidence import with_target_speeds
 from sweep.predict.forecast import Forecaster, SpeedForecast
 from sweep.running.replay import ReplayRunner

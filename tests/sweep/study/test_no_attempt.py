@@ -10,8 +10,8 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
+from storage.ledger import MAX_ATTEMPTS, attempts
 from storage.records import Crashed, Lost, Measured, Outcome, TrialRecord, Verdict
-from storage.recovery import MAX_ATTEMPTS, attempts
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver

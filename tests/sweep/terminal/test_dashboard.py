@@ -12,7 +12,7 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 
 from search_spaces.errors import EnvironmentFault
-from storage.shown import shown_storage
+from storage.reading import shown_storage
 from sweep.cli import main
 from sweep.terminal.dashboard import only_to_look_at
 from tests.storage.builders import open_it, run_one
@@ -66,7 +66,7 @@ def test_the_dashboard_shows_constraints_names_and_short_attributes(tmp_path: Pa
     (trial,) = shown["trials"]
     assert trial["constraints"] == [-0.5]
     names = {attribute["key"] for attribute in trial["user_attrs"]}
-    assert names == {"started_at", "verdict", "tokens_per_second", "peak_gib"}
+    assert names == {"verdict", "tokens_per_second", "peak_gib"}
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import pytest
 from optuna.storages import BaseStorage
 
 from search_spaces.config import TrialConfig
-from storage.definition import RunningTrial, StudySnapshot
+from storage.definition import StudySnapshot
 from storage.reading import read_study
-from storage.records import TrialRecord
+from storage.records import Lost, TrialRecord
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver
@@ -54,7 +54,8 @@ def driven(*known: TrialRecord, running: int | None = None, purpose: str = "sear
     trials = ()
     if running is not None:
         confirms = None if purpose == "search" else 0
-        trials = (RunningTrial(running, TrialConfig(), None, purpose, confirms),)  # type: ignore[arg-type]
+        changes = {"number": running, "purpose": purpose, "confirms": confirms}
+        trials = (a_record(TrialConfig(), Lost(), **changes),)
     return replace(a_snapshot(*known), holder="host:12", running=trials)
 
 
@@ -85,7 +86,7 @@ def test_a_study_is_followed_until_nobody_drives_it(capsys: pytest.CaptureFixtur
 def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     started = (datetime.now(UTC) - timedelta(seconds=120)).isoformat()
-    running = RunningTrial(1, TrialConfig(), started)
+    running = a_record(TrialConfig(), Lost(), number=1, started_at=started)
     driven_now = replace(a_snapshot(*records(1)), holder="host:12", running=(running,))
     screen = Screen(100)
     follow(
@@ -98,7 +99,7 @@ def test_a_trial_is_shown_as_old_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("began", ["yesterday", "2026-11-22T10:00:00", ""])
 def test_a_time_that_is_none_says_nothing(began: str) -> None:
-    running = RunningTrial(1, TrialConfig(), began)
+    running = a_record(TrialConfig(), Lost(), number=1, started_at=began)
     driven_now = replace(a_snapshot(*records(1)), holder="host:12", running=(running,))
     last = follow(Looks(driven_now, a_snapshot(*records(1))), stream=io.StringIO(), sleep=print)
     assert last.holder is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.loading import parse_space
-from storage.outputs import checked_output, write_output
+from storage.files import checked_output, write_output
 from sweep.cli import main
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner

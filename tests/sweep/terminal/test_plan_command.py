@@ -21,8 +21,8 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GIB, gpu_catalogue
 from storage.definition import StudySnapshot
 from storage.environment import fingerprint
-from storage.opening import open_study
 from storage.reading import read_study
+from storage.study import open_study
 from sweep.cli import main
 from sweep.paths import runs_directory, storage_url
 from sweep.planning.question import PlanRequest, read_configurations
@@ -735,8 +735,9 @@ def test_a_study_calibrates_the_plan(
     ) as study:
         for record in TRIALS:
             trial = study.ask({}, params=None)
-            study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
-            study.tell(trial, record.model_copy(update={"number": trial.number}))
+            begun = study.begin(trial, record.config, "2026-11-21T00:00:00+00:00")
+            told = {"number": trial.number, "attempt_id": begun.id}
+            study.tell(trial, record.model_copy(update=told))
     asked: dict[str, Any] = {"space": "a10", "study": "mine", "storage": url, "is_exact": True}
     asked["is_detailed"] = True
     answer(**asked, configuration={"micro_batch_size": 2})

@@ -10,14 +10,12 @@ from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import NothingFits
 from storage.definition import (
-    RunningTrial,
     StudyDefinition,
     StudySnapshot,
-    StudySummary,
     Target,
     TargetSpeed,
 )
-from storage.records import Crashed, OutOfMemory, TrialRecord
+from storage.records import Crashed, Lost, Measured, OutOfMemory, TrialRecord
 from sweep.export.recipe import recipe_of
 from sweep.terminal.summary import best_text, has_fit, last_screen, status_text, studies_text
 from tests.storage.builders import confirmed
@@ -123,8 +121,8 @@ def test_the_status_says_what_is_measured_again() -> None:
     driven = replace(
         a_snapshot(*trials()),
         running=(
-            RunningTrial(3, TrialConfig(), None, "confirm"),
-            RunningTrial(4, TrialConfig(), None, "soak"),
+            a_record(TrialConfig(), Lost(), number=3, purpose="confirm"),
+            a_record(TrialConfig(), Lost(), number=4, purpose="soak"),
         ),
         holder="host:12",
     )
@@ -135,7 +133,8 @@ def test_the_status_says_what_is_measured_again() -> None:
 
 
 def test_the_status_says_what_is_running_and_what_was_left_behind() -> None:
-    running = RunningTrial(number=3, config=TrialConfig(), started_at="2026-01-01T00:00:00+00:00")
+    since = "2026-01-01T00:00:00+00:00"
+    running = a_record(TrialConfig(), Lost(), number=3, started_at=since)
     driven = replace(a_snapshot(*trials()), running=(running,), holder="host:12")
     assert "Driven by host:12." in status_text(driven)
     assert "Trial 3 (4 x 512, rank 16) since 2026-01-01T00:00:00+00:00: running." in status_text(
@@ -172,18 +171,13 @@ def test_where_only_a_baseline_outside_the_space_fits_there_is_nothing_to_export
 
 def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:
     noisy = a_measurement(TrialConfig(), spread=0.2, flags=("noisy",))
-    text = studies_text(
-        [
-            StudySummary("fast", "a10", "m", 3, ("tokens_per_second",), 1, noisy, 9.0, None),
-            StudySummary("small", "a10", "m", 3, ("peak_memory",), 1, noisy, 9.0, None, True),
-            StudySummary("none", "a10", "m", 3, ("peak_memory",), None, None, 9.0, None),
-        ]
-    )
-    fast, small, none = text.splitlines()[1:]
-    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\), not confirmed +speed", fast)
-    assert re.search(r"noisy\), 6.65 GiB, confirmed +peak memory", small)
-    assert "peak memory" in small
-    assert "–  " in none
+    trial = a_record(TrialConfig(), Measured(measurement=noisy), number=1)
+    fast = a_snapshot(trial, emulated_on=None)
+    small = with_space(fast, objectives=["peak_memory"])
+    first, second, third = studies_text([fast, small, a_snapshot()]).splitlines()[1:]
+    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\), not confirmed +speed", first)
+    assert re.search(r"noisy\), 6.65 GiB, not confirmed +peak memory", second)
+    assert "–  " in third
 
 
 def test_attempts_that_were_repeated_are_counted_as_one_trial_on_screens() -> None:

@@ -34,7 +34,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             f"'\"melted\"') WHERE key = 'record' AND trial_id = ({attribute})"
         )
         connection.execute(
-            "UPDATE study_user_attributes SET value_json = '[' WHERE key = 'definition' "
+            "UPDATE study_user_attributes SET value_json = '7' WHERE key = 'definition' "
             "AND study_id = 3"
         )
     return runs
@@ -58,41 +58,15 @@ def test_status_lists_what_can_be_read_and_says_what_cannot(
 ) -> None:
     status, out, _ = run(capsys, "status")
     assert status == 0
-    assert "Study 'broken' cannot be read: what is stored of it is no JSON." in out
-    assert "Study 'odd' has 1 trial that cannot be read; `sweep status odd` names them." in out
+    assert "Study 'broken' cannot be read: definition" in out
+    assert "Study 'odd' cannot be read: trial 1: " in out
     assert "2,000 tokens/s" in next(line for line in out.splitlines() if line.startswith("whole"))
     whole, odd, broken = document(capsys, "status")["studies"]
-    assert (whole["trials"], whole["unreadable"], whole["unreadable_trials"]) == (2, None, 0)
-    assert (odd["trials"], odd["best"]["number"], odd["unreadable_trials"]) == (1, 0, 1)
-    assert (broken["best"], broken["trials"]) == (None, 2)
-    assert broken["unreadable"] == "what is stored of it is no JSON"
+    assert (whole["trials"], whole["best"]["number"], whole["unreadable"]) == (2, 1, None)
+    for line in (odd, broken):
+        assert (line["best"], line["trials"]) == (None, 2)
+        assert line["unreadable"]
     assert whole.keys() == broken.keys()
-
-
-@pytest.mark.usefixtures("runs")
-def test_a_study_names_its_trials_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "trial 1 cannot be read and is left out: it has a verdict"
-    status, out, _ = run(capsys, "status", "odd")
-    assert (status, words in " ".join(out.split())) == (0, True)
-    (trial,) = document(capsys, "status", "odd")["unreadable"]
-    assert trial["number"] == 1
-    assert "'melted'" in trial["reason"]
-    for arguments in (["best", "odd"], ["best", "odd", "--json"], ["export", "odd"]):
-        options = ["--format", "json"] if arguments[0] == "export" else []
-        status, out, err = run(capsys, *arguments, *options)
-        assert status == 0
-        assert " ".join((out + err).split()).count(words) == 1
-        assert ("melted" in out) == (arguments == ["best", "odd"])
-    status, out, _ = run(capsys, "report", "odd", "-o", "-")
-    assert status == 0
-    assert "trial 1 cannot be read" in out
-
-
-@pytest.mark.usefixtures("runs")
-def test_a_trial_that_cannot_be_read_is_not_exported(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "export", "odd", "--format", "json", "--trial", "1")
-    assert status == 2
-    assert "trial 1 of study 'odd' cannot be read" in err
 
 
 @pytest.mark.usefixtures("runs")
@@ -101,10 +75,11 @@ def test_a_study_that_cannot_be_read_is_one_message(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--format", "json"] if command == "export" else []
-    status, _, err = run(capsys, command, "broken", *options)
-    assert status == 2
-    assert "study 'broken' cannot be read: what is stored of it is no JSON" in " ".join(err.split())
-    assert "Traceback" not in err
+    for study, words in (("broken", "definition"), ("odd", "trial 1: ")):
+        status, _, err = run(capsys, command, study, *options)
+        assert status == 2
+        assert f"study '{study}' cannot be read: {words}" in " ".join(err.split())
+        assert "Traceback" not in err
 
 
 def test_a_name_that_leads_elsewhere_is_shown_harmless_and_written_nowhere(

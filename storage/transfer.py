@@ -1,26 +1,35 @@
-"""Taking in a study that was driven on another machine: its trials into the database here, its
-files into its directory, with a note of where it is from.
+"""Whole studies: taken in from the machine that drove them, and removed.
 
 What is here alone is never lost to what is fetched.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage.database import close, faults, open_for_reading
-from storage.files import make_directory, read_bytes, replace
-from storage.identity import HOST, stranger_words
+from storage.directory import (
+    HOST,
+    OUTCOMES,
+    REPORT,
+    SPOOL,
+    STUDY,
+    WORTH_KEEPING,
+    Spool,
+    stranger_words,
+)
+from storage.files import is_temporary, read_bytes, replace, writing
 from storage.lease import open_leased
 from storage.reading import identity_in, read_study
-from storage.spool import NAME as SPOOL
-from storage.spool import WORTH_KEEPING, Spool
 from storage.urls import SqliteUrl, parse_url
 
 
@@ -37,10 +46,11 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
         InputError: there is one; or its directory holds another study's files.
         EnvironmentFault: the database is not to be had.
     """
-    noted = _noted(home / name)
-    if noted == host:
-        return
-    if identity_in(parse_url(url), name) or stranger_words(home / name, name, None, url):
+    noted = None
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        noted = str(json.loads(read_bytes(home / name / HOST))["host"])
+    is_here = identity_in(parse_url(url), name) or stranger_words(home / name, name, None, url)
+    if noted != host and is_here:
         raise InputError(
             f"study '{name}' is here already, of {noted or 'this machine'}: choose another name "
             f"for that of {host} with --study"
@@ -76,8 +86,7 @@ def take_in(
         source = open_for_reading(there)
         assert source is not None, "its identity was read"
         closing.callback(close, source)
-        try:
-            make_directory(home / name)
+        with writing(home / name):
             # Before its trials, so that whatever happens then the next fetch knows whose they are.
             replace(home / name / HOST, json.dumps({"host": host}).encode())
             with faults(here), target.together():
@@ -86,8 +95,6 @@ def take_in(
                 optuna.copy_study(from_study_name=name, from_storage=source, to_storage=target)
             for file, copy in files.items():
                 replace(home / name / file, copy.read_bytes())
-        except OSError as error:
-            raise EnvironmentFault(f"cannot write to {home / name}: {words_of(error)}") from error
 
 
 def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | None) -> None:
@@ -103,7 +110,7 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | N
         for study in (ours, theirs)
     )
     for path, known in ((home / name / SPOOL, here), (spool, fetched)):
-        spooled = () if path is None else Spool(path, ours.identity).read()
+        spooled = () if path is None else Spool(path, ours.identity).read().records
         known |= {(r.number, r.attempt_id) for r in spooled if r.verdict in WORTH_KEEPING}
     if lost := here - fetched:
         raise InputError(
@@ -113,10 +120,62 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | N
         )
 
 
-def _noted(directory: Path) -> str | None:
-    """Return where a study's directory was fetched from; None for one of this machine's."""
-    try:
-        noted = json.loads(read_bytes(directory / HOST))
-    except (OSError, ValueError):
-        return None
-    return str(noted["host"]) if isinstance(noted, dict) and "host" in noted else None
+FILES = (
+    SPOOL,
+    *OUTCOMES,
+    REPORT,
+    *(f"worker{n}.log{older}" for n in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")),
+    # Of a study that a queue ran: its job's script, and what each allocation leaves.
+    *("slurm.sh", "slurm.run.json", "slurm-*.log", "slurm-*.idle"),
+    HOST,
+    STUDY,
+)
+"""Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
+
+The last one is what says whose they are: where that fails half-way it is still known.
+"""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed, and what was found beside it and left."""
+
+    files: tuple[Path, ...]
+    left: tuple[Path, ...]
+
+
+def remove_study(name: str, *, url: str, home: Path) -> Removed:
+    """Remove a study that is there from its database, then its files.
+
+    Files that are another study's, which another database may still have, are left.
+
+    Args:
+        name: of the study.
+        url: of the database; see `storage.urls.parse_url`.
+        home: the directory of all studies' files (``runs``).
+
+    Raises:
+        EnvironmentFault: somebody drives it, and nothing was removed; or the database or a file
+            is not to be had.
+    """
+    database, directory = parse_url(url), home / name
+    with ExitStack() as closing:
+        storage = open_leased(database, name, closing.callback)
+        with faults(database), storage.together():
+            number = storage.get_study_id_from_name(name)
+            identity = storage.get_study_user_attrs(number).get("identity")
+            storage.delete_study(number)
+        is_its_own = not stranger_words(directory, name, identity, str(database))
+        there = sorted(os.listdir(directory)) if directory.is_dir() else []
+        files = [directory / f for pattern in FILES for f in fnmatch.filter(there, pattern)]
+        # What a process that was killed had not yet given its name.
+        torn = [directory / f for f in there if is_temporary(directory / f)]
+        try:
+            for path in (*torn, *files) if is_its_own else ():
+                path.unlink()
+            left = tuple(sorted(directory.iterdir())) if directory.is_dir() else ()
+            if directory.is_dir() and not left:
+                directory.rmdir()
+        except OSError as error:
+            raise EnvironmentFault(f"cannot remove {directory}: {words_of(error)}") from error
+        return Removed(tuple(files) if is_its_own else (), left)

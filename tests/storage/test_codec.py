@@ -8,7 +8,7 @@ from optuna.trial import TrialState
 
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage.mapping import (
+from storage.codec import (
     FAULT_VIOLATION,
     LEAST_VIOLATION,
     OptunaResult,

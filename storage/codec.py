@@ -1,0 +1,193 @@
+"""What a record becomes in Optuna's database, and back: attributes, state, values, constraint.
+
+Where nothing of a trial was measured its constraint says so. Its values are then the worst finite
+ones, because the Gaussian-process sampler learns from completed trials alone:
+
+    tokens_per_second     0
+    peak_memory           what it needs, at least the budget (GiB)
+    trainable_parameters  0
+    eval_loss             `WORST_LOSS`: of a uniform guess among 100,000 tokens it is 11.5
+
+A run that confirms a winner is told as failed and without parameters: samplers read neither, so
+that measuring again never disturbs the search. Its record says what really became of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import BaseModel, Field, ValidationError
+
+from search_spaces.documents import explain
+from search_spaces.errors import InputError
+from search_spaces.gpus import GIB
+from search_spaces.models import ModelSpec
+from search_spaces.space import Objective
+from storage.definition import StudyDefinition, UnreadableStudy
+from storage.ranking import LESS_IS_BETTER, objective_value
+from storage.records import RETRYABLE, OutOfMemory, TrialRecord, Verdict, need_of
+
+FORMAT_WRITTEN = 1
+"""How this version stores a study. It goes up with whatever an earlier version would overlook or
+undo: one that knows a lower number alone refuses the study."""
+RECORD, VERDICT = "record", "verdict"
+"""Of a trial's user attributes. The record is there from its beginning, as that of a trial that
+was lost, the verdict with its end; the others are for people who look into the database."""
+
+CONSTRAINT = "fit"
+"""Feasible at 0 and below: the share by which the peak is above the budget."""
+LEAST_VIOLATION = 0.01
+"""Of a trial that ran out of memory by an unknown amount."""
+FAULT_VIOLATION = 1.0
+"""Of a trial that fails for a reason other than memory: as bad as needing twice the budget."""
+WORST_LOSS = 12.0
+"""Held-out loss of a trial that has none, in nats a token."""
+
+
+class _Run(BaseModel):
+    started_at: str
+    environment: dict[str, Any]
+
+
+class StudyAttributes(BaseModel):
+    """A study's user attributes, each under its name."""
+
+    definition: StudyDefinition
+    identity: str
+    """Of the study, which another one of the same name has not."""
+    driver: str
+    """What tells the process that drives it from those that drove it before."""
+    format: Annotated[int, Field(ge=0, le=FORMAT_WRITTEN, strict=True)]
+    runs: list[_Run]
+    wall_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The driver's time over all runs."""
+    card_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """The same times the GPUs that each run had: what is paid."""
+    quality_tokens: int | None = None
+    """On how many tokens a trial trains for its held-out loss; None before that is chosen."""
+    ended: dict[str, Any] | None = None
+    """Why the search ended last."""
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """What is stored of a study."""
+
+    attributes: StudyAttributes
+    records: tuple[TrialRecord, ...]
+    """Of trials that ended, those that measured winners again included; by number."""
+    running: tuple[TrialRecord, ...]
+    """Of trials that were begun and have not ended, as lost."""
+
+
+def read_stored(
+    name: str, attributes: Mapping[str, Any], trials: Sequence[FrozenTrial]
+) -> StoredStudy | UnreadableStudy:
+    """Return what is stored of a study, or why it cannot be read."""
+    written, what = attributes.get("format"), ""
+    if isinstance(written, int) and written > FORMAT_WRITTEN:
+        words = f"a newer sweep wrote it (format {written}, this one knows {FORMAT_WRITTEN})"
+        return UnreadableStudy(name, f"{words}: `pip install -U qlora-sweep`", len(trials))
+    try:
+        known = StudyAttributes.model_validate(attributes)
+        ModelSpec.from_json(known.definition.model)
+        known.definition.space.baseline_config()
+        records, running = list[TrialRecord](), list[TrialRecord]()
+        for trial in trials:
+            what = f"trial {trial.number}: "
+            if (record := record_of(trial)) is not None:
+                records.append(record)
+            elif trial.state is TrialState.RUNNING and (begun := begun_of(trial)) is not None:
+                running.append(begun)
+    except ValidationError as error:
+        return UnreadableStudy(name, what + explain(error), len(trials))
+    except (InputError, LookupError, TypeError, ValueError) as error:
+        return UnreadableStudy(name, str(error), len(trials))
+    return StoredStudy(known, tuple(records), tuple(running))
+
+
+def record_of(trial: FrozenTrial) -> TrialRecord | None:
+    """Return the record of a trial that was told; None of every other.
+
+    Raises:
+        ValidationError: it is none of this version's.
+    """
+    is_told = trial.state.is_finished() and VERDICT in trial.user_attrs
+    return _record(trial) if is_told else None
+
+
+def begun_of(trial: FrozenTrial) -> TrialRecord | None:
+    """Return the record, as lost, of a trial that was begun and not told; None of one that never
+    ran. Raises as `record_of`."""
+    return None if VERDICT in trial.user_attrs else _record(trial)
+
+
+def _record(trial: FrozenTrial) -> TrialRecord | None:
+    values = trial.user_attrs.get(RECORD)
+    return None if values is None else TrialRecord.model_validate(values)
+
+
+@dataclass(frozen=True)
+class OptunaResult:
+    """What Optuna is told of one trial."""
+
+    state: TrialState
+    values: tuple[float, ...] | None
+    violation: float
+    attributes: dict[str, Any]
+    intermediate: tuple[int, float] | None = None
+    """Step and tokens per second of a trial that was pruned, for samplers that learn from those."""
+
+
+def directions(objectives: Sequence[Objective]) -> list[Literal["maximize", "minimize"]]:
+    """Return Optuna's direction of each objective."""
+    return ["minimize" if o in LESS_IS_BETTER else "maximize" for o in objectives]
+
+
+def to_optuna(
+    record: TrialRecord, *, objectives: Sequence[Objective], budget_bytes: int
+) -> OptunaResult:
+    """Return what Optuna is told of ``record`` in a study of those objectives and that budget."""
+    measured, need = record.measurement, need_of(record, budget_bytes=budget_bytes)
+    values = tuple(_value(objective, record, budget_bytes) for objective in objectives)
+    attributes: dict[str, Any] = {
+        RECORD: record.model_dump(mode="json"),
+        VERDICT: str(record.verdict),
+    }
+    if record.carried is not None:
+        attributes["carried_from"] = f"{record.carried.study} #{record.carried.number}"
+    if measured is not None:
+        attributes["tokens_per_second"] = round(measured.tokens_per_second, 1)
+        attributes["peak_gib"] = round(measured.peak_allocated_bytes / GIB, 3)
+        violation = min(measured.peak_allocated_bytes / budget_bytes - 1.0, 0.0)
+    elif need is not None:
+        attributes["need_gib"] = round(need.allocated_bytes / GIB, 3)
+        violation = max(need.allocated_bytes / budget_bytes - 1.0, LEAST_VIOLATION)
+    else:
+        violation = FAULT_VIOLATION
+    if isinstance(record.outcome, OutOfMemory):
+        attributes["stage"] = record.outcome.stage
+    state, intermediate = TrialState.COMPLETE, None
+    if record.verdict in RETRYABLE or record.purpose != "search":
+        state = TrialState.FAIL
+    elif record.verdict is Verdict.PRUNED_SLOW and len(objectives) == 1 and measured is not None:
+        # Optuna prunes in single-objective studies only, and keeps the last reported value.
+        state, intermediate = TrialState.PRUNED, (measured.steps_measured, values[0])
+    told = values if state is TrialState.COMPLETE else None
+    return OptunaResult(state, told, violation, attributes, intermediate)
+
+
+def _value(objective: Objective, record: TrialRecord, budget_bytes: int) -> float:
+    """Return what Optuna is told of an objective: the worst where nothing was measured."""
+    measured, need = record.measurement, need_of(record, budget_bytes=budget_bytes)
+    if objective == "peak_memory":
+        needed = max(need.allocated_bytes if need else 0, budget_bytes)
+        return (needed if measured is None else measured.peak_allocated_bytes) / GIB
+    if measured is None:
+        return WORST_LOSS if objective == "eval_loss" else 0.0
+    value = objective_value(objective, measured)
+    return float(value) if math.isfinite(value) else WORST_LOSS
