@@ -1,7 +1,6 @@
-"""Owns checking that a directory's weights are all there before minutes are spent on loading them.
+"""Whether a directory's weights are all there, before minutes are spent on loading them.
 
-Reads the headers of safetensors files, never a tensor, and no pickles. Knows nothing of what a
-model is made of.
+Reads the headers of safetensors files, never a tensor, and no pickles.
 """
 
 from __future__ import annotations

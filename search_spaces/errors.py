@@ -1,4 +1,4 @@
-"""Owns the error tree of what a person can type or name, and naming the nearest right word.
+"""The error tree of what a person can type or name, and naming the nearest right word.
 
 SweepError                  what the terminal translates into one message and an exit code
 +-- NothingFits             exit 1: everything was right, and no configuration fits

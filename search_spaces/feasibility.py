@@ -10,15 +10,13 @@ from typing import Any
 from search_spaces.config import TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError, quote
-from search_spaces.rules import RULES, Setting, Violation
+from search_spaces.rules import MISNAMED, Setting, Violation, broken_rules, misnamed_targets
 from search_spaces.space import SearchSpace
 
 TRIED_MAX = 5_000
 """Configurations that are held against the rules: all of a space, or so many drawn from it."""
 DRAWN_MIN = 500
 """Drawn ones from which a rule that forbids every one is taken to forbid all."""
-MISNAMED = "unknown-target-module"
-"""The rule against what is not there under its name."""
 HOW_TO_NAME_TEXTS = "name one with --data DATASET, or under data in a space file"
 
 
@@ -35,7 +33,7 @@ def refuse_impossible(asked: SearchSpace | TrialConfig, setting: Setting) -> Non
         broken = obstacles(asked, setting)
         what = f"space '{asked.name}': no configuration is valid"
     else:
-        reason = RULES[MISNAMED](asked, setting)
+        reason = misnamed_targets(asked, setting.model)
         broken = () if reason is None else (Violation(MISNAMED, reason),)
         what = "target_modules"
     if broken:
@@ -49,20 +47,22 @@ def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
     to be possible unless one rule forbids them all.
     """
     reasons: dict[str, str] = {}
-    by_all: set[str] = set(RULES)
+    by_all: set[str] | None = None
     size, tried = space.size(), 0
     is_whole = size is not None and size <= TRIED_MAX
     for params in space.combinations() if is_whole else _drawn(space):
-        config = space.config(params)
-        broken = {name: why for name, rule in RULES.items() if (why := rule(config, setting))}
+        broken = dict(broken_rules(space.config(params), setting))
         if not broken:
             return ()
-        reasons, tried = broken | reasons, tried + 1
-        by_all &= broken.keys()
+        tried += 1
+        for name, why in broken.items():
+            reasons.setdefault(name, why)
+        by_all = broken.keys() & (broken.keys() if by_all is None else by_all)
     if not is_whole and (not by_all or tried < DRAWN_MIN):
         return ()
-    named = [name for name in RULES if name in reasons and (name in by_all or not by_all)]
-    return tuple(Violation(name, reasons[name]) for name in named)
+    return tuple(
+        Violation(name, why) for name, why in reasons.items() if not by_all or name in by_all
+    )
 
 
 def _drawn(space: SearchSpace) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""Owns the GPU catalogue: what each GPU has that a training can use, and what it costs.
-
-Values only; what GPU is really in the machine is read elsewhere.
-"""
+"""The GPU catalogue: what each GPU has that a training can use."""
 
 from __future__ import annotations
 

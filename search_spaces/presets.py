@@ -57,7 +57,7 @@ class _Entry:
 
     lines: list[str]
     key: str = ""
-    is_example: bool = False
+    """With its ``#`` where it is an example."""
     comment: list[str] = field(default_factory=list)
     section: list[_Entry] | None = None
 
@@ -75,7 +75,7 @@ def _entries(lines: Sequence[str], indent: str = "") -> list[_Entry]:
         end = at + 1
         while end < len(lines) and lines[end].startswith(f"{indent}{mark}  "):
             end += 1
-        entry = _Entry([*lines[at:end]], key, bool(mark))
+        entry = _Entry([*lines[at:end]], mark + key)
         if key in _SECTIONS and not rest and not mark:
             entry.lines, entry.section = [lines[at]], _entries(lines[at + 1 : end], "  ")
         while found and not found[-1].key and found[-1].lines[0].startswith(f"{indent}# "):
@@ -94,18 +94,10 @@ def _composed(
     """
     entries = [each for each in _entries(text.splitlines()) if each.key not in without]
     others = [each for each in _entries(overlay.splitlines()) if each.key != "extends"]
-    sections = {each.key: each.section for each in entries if each.section is not None}
+    own, new = ({each.key: each.section or [] for each in of} for of in (entries, others))
     for here, there in (("dimensions", "fixed"), ("fixed", "dimensions")):
-        moved = {
-            one.key
-            for each in others
-            if each.key == here
-            for one in each.section or ()
-            if not one.is_example
-        }
-        sections[there][:] = [
-            x for x in sections[there] if x.is_example or x.key not in moved - {""}
-        ]
+        moved = {each.key for each in new.get(here, ()) if each.key.isidentifier()}
+        own[there][:] = [each for each in own[there] if each.key not in moved]
     _put(entries, others)
     head = f"# yaml-language-server: $schema={schema}\n{title}\n#\n"
     return head + "".join(f"{line}\n" for line in _lines(entries))
@@ -113,12 +105,13 @@ def _composed(
 
 def _put(entries: list[_Entry], others: Sequence[_Entry]) -> None:
     for new in (each for each in others if each.key):
-        same = [at for at, old in enumerate(entries) if old.key == new.key]
-        same.sort(key=lambda at: entries[at].is_example)
+        keys = [at for at, old in enumerate(entries) if old.key.isidentifier()]
+        same = [at for at, old in enumerate(entries) if old.key.strip("#") == new.key.strip("#")]
         if not same:
-            keys = [at for at, old in enumerate(entries) if old.key and not old.is_example]
             entries.insert(max(keys, default=-1) + 1, new)
             continue
+        # An example only where the text has no such key.
+        same.sort(key=lambda at: at not in keys)
         old = entries[same[0]]
         new.comment = new.comment or old.comment
         if new.section is not None and old.section is not None:

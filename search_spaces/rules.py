@@ -7,7 +7,7 @@ trains float16 adapters) needs no rule: a configuration has only one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,8 @@ WITHOUT_SDPA = types(
 WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
+MISNAMED = "unknown-target-module"
+"""The rule against what is not there under its name."""
 AMPERE = (8, 0)
 TURING = (7, 5)
 VOLTA = (7, 0)
@@ -84,8 +86,8 @@ class Setting:
         return f"{what} needs compute capability {needed}, this GPU has {has}: use {instead}"
 
 
-Rule = Callable[[TrialConfig, Setting], str | None]
-"""Returns why the configuration is forbidden, or None."""
+Asked = Iterator[tuple[str, str | None]]
+"""Names of rules, each with why it forbids a configuration, or None."""
 
 
 def violation(
@@ -106,133 +108,130 @@ def violation(
         has_texts: whether it would train on a dataset, and not on full-length random sequences.
     """
     setting = Setting(model, device, compute_capability, has_texts)
-    for name, rule in RULES.items():
-        reason = rule(config, setting)
-        if reason is not None:
-            return Violation(name, reason)
-    return None
+    return next((Violation(*each) for each in broken_rules(config, setting)), None)
 
 
-def _bf16(config: TrialConfig, setting: Setting) -> str | None:
-    if config.compute_dtype != "bf16":
-        return None
-    return setting.lacks(AMPERE, "bf16", "compute_dtype fp16")
+def broken_rules(config: TrialConfig, setting: Setting) -> Iterator[tuple[str, str]]:
+    """Yield every rule that forbids ``config``, in the order in which they are told, and why."""
+    for rules in (_of_types, _of_kernels, _of_model, _of_many_gpus):
+        for name, why in rules(config, setting):
+            if why is not None:
+                yield name, why
 
 
-def _adapters(config: TrialConfig, setting: Setting) -> str | None:
-    if config.adapter_dtype != "bf16":
-        return None
-    if config.compute_dtype == "fp16":
-        return "fp16 scales the loss, and torch cannot unscale gradients in bf16: use adapters fp32"
-    return setting.lacks(AMPERE, "adapter_dtype bf16", "adapter_dtype fp32")
+def _of_types(config: TrialConfig, setting: Setting) -> Asked:
+    compute = config.compute_dtype
+    reason: str | None
+    if compute == "bf16":
+        yield "bf16-needs-ampere", setting.lacks(AMPERE, "bf16", "compute_dtype fp16")
+    yield "eight-bit", _eight_bit(config, setting)
+    if compute == "fp16" and setting.device == "cpu":
+        yield "fp16-needs-cuda", "fp16 is not supported on a CPU: use compute_dtype bf16 or fp32"
+    if config.adapter_dtype == "bf16":
+        reason = setting.lacks(AMPERE, "adapter_dtype bf16", "adapter_dtype fp32")
+        if compute == "fp16":
+            reason = "fp16 scales the loss, and torch cannot unscale gradients in bf16: use fp32"
+        yield "bf16-adapters", reason
 
 
 def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     """Return why 8-bit storage or compute is not to be had."""
     compute, base = config.compute_dtype, config.quantization
+    if compute not in EIGHT_BIT and base not in EIGHT_BIT:
+        return None
     half = "fp16" if setting.older_than(AMPERE) else "bf16"
     int8 = "" if setting.older_than(TURING) else "int8 or "
     for key, kind, other in (("compute_dtype", compute, half), ("quantization", base, "nf4")):
         since = EIGHT_BIT_SINCE.get(kind)
         if since and (reason := setting.lacks(since, f"{key} {kind}", f"{int8}{other}")):
             return reason
-    if compute in EIGHT_BIT and base in EIGHT_BIT and compute != base:
+    if config.is_8bit_compute and base in EIGHT_BIT and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
-    if compute in EIGHT_BIT and not config.is_quantized:
+    if config.is_8bit_compute and not config.is_quantized:
         return f"{compute} multiplies by weights of 4 or 8 bits: use quantization {compute} or nf4"
-    if (compute in EIGHT_BIT or base in EIGHT_BIT) and config.quantized_fraction < 1:
+    if config.quantized_fraction < 1:
         return "every layer is in 8 bits or none is: use quantized_fraction 1"
-    return _odd_shape(config, setting.model) if compute in EIGHT_BIT else None
-
-
-def _odd_shape(config: TrialConfig, model: ModelSpec) -> str | None:
-    for name, shape in (linear_shapes(model) or {}).items():
+    if not config.is_8bit_compute:
+        return None
+    for name, shape in (linear_shapes(setting.model) or {}).items():
         if any(width % EIGHT_BIT_MULTIPLE for width in shape):
-            return (
-                f"8-bit products need widths that are multiples of {EIGHT_BIT_MULTIPLE}, and "
-                f"'{name}' of {model.name} is {shape[0]} x {shape[1]}: use bf16"
-            )
-    if config.compute_dtype == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
+            widths = f"'{name}' of {setting.model.name} is {shape[0]} x {shape[1]}"
+            return f"8 bits need widths in multiples of {EIGHT_BIT_MULTIPLE}, {widths}: use bf16"
+    if compute == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
         return f"int8 needs more than {INT8_ROWS} tokens in a micro-batch: use a larger one"
     return None
 
 
-def _fp16(config: TrialConfig, setting: Setting) -> str | None:
-    if config.compute_dtype == "fp16" and setting.device == "cpu":
-        return "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32"
-    return None
+def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
+    kernels, is_cpu, kind = config.kernels, setting.device == "cpu", setting.model.model_type
+    if kernels != "hf":
+        reason = setting.lacks(VOLTA, "Triton", "kernels hf")
+        if is_cpu:
+            reason = f"kernels {kernels} are Triton kernels and need CUDA: use kernels hf"
+        yield "kernels-need-triton", reason
+        if kind not in LIGER_MODEL_TYPES:
+            reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
+            yield "kernels-need-liger-model", reason
+        elif kernels == "liger" and unquantized(setting.model) is not None:
+            reason = f"Liger's kernel for experts of '{kind}' is not known: use kernels fused-loss"
+            yield "kernels-need-liger-model", reason
+    if config.compile:
+        reason = setting.lacks(VOLTA, "Triton", "compile false")
+        if is_cpu:
+            reason = "compile is not supported on a CPU: it needs a C++ compiler on the machine"
+        yield "compile-needs-triton", reason
+        if kernels == "liger":
+            reason = "torch's compiler breaks on Liger's layer kernels: use kernels fused-loss"
+            yield "compile-breaks-on-liger", reason
+    if config.attention == "flash_attention_2":
+        reason = setting.lacks(AMPERE, "FlashAttention-2", "attention sdpa")
+        if is_cpu:
+            reason = "FlashAttention-2 needs CUDA: use attention sdpa"
+        elif reason is None and config.compute_dtype == "fp32":
+            reason = (
+                "FlashAttention-2 has no fp32 kernels: use compute_dtype bf16 or attention sdpa"
+            )
+        yield "flash-attention-2", reason
+    if config.is_paged and is_cpu:
+        reason = "a paged optimizer pages between CUDA and host memory: use adamw_8bit on a CPU"
+        yield "paged-optimizer-needs-cuda", reason
+    if config.expandable_segments and is_cpu:
+        reason = (
+            "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
+        )
+        yield "expandable-segments-need-cuda", reason
 
 
-def _triton(config: TrialConfig, setting: Setting) -> str | None:
-    if config.kernels == "hf":
-        return None
-    if setting.device == "cpu":
-        return f"kernels {config.kernels} are Triton kernels and need CUDA: use kernels hf"
-    return setting.lacks(VOLTA, "Triton", "kernels hf")
+def _of_model(config: TrialConfig, setting: Setting) -> Asked:
+    model, kind = setting.model, setting.model.model_type
+    length, positions, layers = config.seq_len, model.max_positions, model.hidden_layers
+    if positions is not None and length > positions:
+        beyond = f"seq_len {length} is beyond the {positions} positions of {model.name}"
+        yield "seq-len-beyond-positions", f"{beyond} (max_position_embeddings)"
+    if length < 2:
+        reason = "seq_len 1 has no next token to predict, so no token carries a loss"
+        yield "seq-len-without-loss", reason
+    yield MISNAMED, misnamed_targets(config, model)
+    if config.is_quantized and (left := unquantized(model)) is not None:
+        most = f"quantization {config.quantization} would leave most of model type '{kind}' in 16"
+        why = f"bits, as it replaces linear layers only: {left}. Use quantization none, or a model"
+        yield "quantization-leaves-weights", f"{most} {why} without such weights"
+    if config.is_quantized and not config.quantized_count(layers):
+        held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
+        share = f"quantized_fraction {config.quantized_fraction:g}"
+        yield "quantized-fraction-of-no-layer", f"{share} {held}"
+    if config.attention == "sdpa" and kind in WITHOUT_SDPA:
+        reason = f"transformers has no sdpa attention for model type '{kind}': use attention eager"
+        yield "attention-not-in-model", reason
+    if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
+        reason = f"transformers cannot checkpoint model type '{kind}': use checkpoint_fraction 0"
+        yield "checkpointing-not-in-model", reason
 
 
-def _liger_model(config: TrialConfig, setting: Setting) -> str | None:
-    kind = setting.model.model_type
-    if config.kernels != "hf" and kind not in LIGER_MODEL_TYPES:
-        return f"Liger has no kernels for model type '{kind}': use kernels hf"
-    if config.kernels == "liger" and unquantized(setting.model) is not None:
-        return f"Liger's kernel for the experts of '{kind}' is not known: use kernels fused-loss"
-    return None
-
-
-def _compile(config: TrialConfig, setting: Setting) -> str | None:
-    if not config.compile:
-        return None
-    if setting.device == "cpu":
-        return "compile is not supported on a CPU: it needs a C++ compiler on the machine"
-    return setting.lacks(VOLTA, "Triton", "compile false")
-
-
-def _compiled_liger(config: TrialConfig, _: Setting) -> str | None:
-    if config.compile and config.kernels == "liger":
-        return "torch's compiler breaks on Liger's layer kernels: use kernels fused-loss"
-    return None
-
-
-def _flash(config: TrialConfig, setting: Setting) -> str | None:
-    if config.attention != "flash_attention_2":
-        return None
-    if setting.device == "cpu":
-        return "FlashAttention-2 needs CUDA: use attention sdpa"
-    if config.compute_dtype == "fp32" and not setting.older_than(AMPERE):
-        return "FlashAttention-2 has no fp32 kernels: use compute_dtype bf16 or attention sdpa"
-    return setting.lacks(AMPERE, "FlashAttention-2", "attention sdpa")
-
-
-def _paged(config: TrialConfig, setting: Setting) -> str | None:
-    if config.is_paged and setting.device == "cpu":
-        return "a paged optimizer pages between CUDA and host memory: use adamw_8bit on a CPU"
-    return None
-
-
-def _segments(config: TrialConfig, setting: Setting) -> str | None:
-    if config.expandable_segments and setting.device == "cpu":
-        return "expandable_segments is of CUDA's allocator: use expandable_segments false on a CPU"
-    return None
-
-
-def _positions(config: TrialConfig, setting: Setting) -> str | None:
-    positions, name = setting.model.max_positions, setting.model.name
-    if positions is None or config.seq_len <= positions:
-        return None
-    beyond = f"seq_len {config.seq_len} is beyond the {positions} positions of {name}"
-    return f"{beyond} (max_position_embeddings)"
-
-
-def _loss(config: TrialConfig, _: Setting) -> str | None:
-    if config.seq_len < 2:
-        return "seq_len 1 has no next token to predict, so no token carries a loss"
-    return None
-
-
-def _targets(config: TrialConfig, setting: Setting) -> str | None:
-    wanted, kind = config.target_modules, setting.model.model_type
-    sets, modules = target_sets(setting.model), known_linear_modules(setting.model)
+def misnamed_targets(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return why adapters cannot go where the configuration names; None where they can."""
+    wanted, kind = config.target_modules, model.model_type
+    sets, modules = target_sets(model), known_linear_modules(model)
     possible = f"target_modules can be {' or '.join(sets)}"
     if wanted == "all-linear" and wanted not in sets:
         return f"adapters cannot go on every linear layer of model type '{kind}': {possible}"
@@ -249,58 +248,19 @@ def _targets(config: TrialConfig, setting: Setting) -> str | None:
     return f"{none}{meant} ({possible} here)"
 
 
-def _quantized(config: TrialConfig, setting: Setting) -> str | None:
-    left = unquantized(setting.model) if config.is_quantized else None
-    if left is None:
-        return None
-    return (
-        f"quantization {config.quantization} would leave most of model type "
-        f"'{setting.model.model_type}' in 16 bits, as it replaces linear layers only: {left}. "
-        "Use quantization none, or a model without such weights"
-    )
+def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
+    if config.packing != "none" and not setting.has_texts:
+        needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
+        yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
+    if config.data_parallel > 1 and setting.has_texts:
+        alone = "several GPUs are measured on full-length random sequences alone"
+        yield "data-parallel-on-texts", f"{alone}: use data_parallel 1, or leave the dataset out"
+    if config.is_sharded:
+        yield "sharding", _unsharded(config)
 
 
-def _no_layer(config: TrialConfig, setting: Setting) -> str | None:
-    layers = setting.model.hidden_layers
-    if not config.is_quantized or config.quantized_count(layers):
-        return None
-    held = f"holds none of {layers} layers in {config.weight_bits} bits"
-    return f"quantized_fraction {config.quantized_fraction:g} {held}: use quantization none"
-
-
-def _attention(config: TrialConfig, setting: Setting) -> str | None:
-    kind = setting.model.model_type
-    if config.attention == "sdpa" and kind in WITHOUT_SDPA:
-        return f"transformers has no sdpa attention for model type '{kind}': use attention eager"
-    return None
-
-
-def _checkpoints(config: TrialConfig, setting: Setting) -> str | None:
-    kind = setting.model.model_type
-    if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
-        return f"transformers cannot checkpoint model type '{kind}': use checkpoint_fraction 0"
-    return None
-
-
-def _packing(config: TrialConfig, setting: Setting) -> str | None:
-    if config.packing == "none" or setting.has_texts:
-        return None
-    needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
-    return f"{needs}: name yours with --data, or use packing none"
-
-
-def _data_of_many(config: TrialConfig, setting: Setting) -> str | None:
-    if config.data_parallel == 1 or not setting.has_texts:
-        return None
-    return (
-        "several GPUs are measured on full-length random sequences alone, as a dataset is not "
-        "dealt out to them here: use data_parallel 1, or leave the dataset out"
-    )
-
-
-def _sharded(config: TrialConfig, _: Setting) -> str | None:
-    if not config.is_sharded:
-        return None
+def _unsharded(config: TrialConfig) -> str | None:
+    """Return what FSDP does not go with."""
     if config.data_parallel == 1:
         return "sharding fsdp splits the model among GPUs: use data_parallel 2 or more, or none"
     if config.upcast_fp32:
@@ -320,29 +280,3 @@ def _sharded(config: TrialConfig, _: Setting) -> str | None:
     if config.adapter_dtype != "fp32" and config.is_quantized:
         return "FSDP gathers bf16 adapters with the 4-bit weights and damages those: use fp32"
     return None
-
-
-RULES: dict[str, Rule] = {
-    "bf16-needs-ampere": _bf16,
-    "eight-bit": _eight_bit,
-    "fp16-needs-cuda": _fp16,
-    "bf16-adapters": _adapters,
-    "kernels-need-triton": _triton,
-    "kernels-need-liger-model": _liger_model,
-    "compile-needs-triton": _compile,
-    "compile-breaks-on-liger": _compiled_liger,
-    "flash-attention-2": _flash,
-    "paged-optimizer-needs-cuda": _paged,
-    "expandable-segments-need-cuda": _segments,
-    "seq-len-beyond-positions": _positions,
-    "seq-len-without-loss": _loss,
-    "unknown-target-module": _targets,
-    "quantization-leaves-weights": _quantized,
-    "quantized-fraction-of-no-layer": _no_layer,
-    "attention-not-in-model": _attention,
-    "checkpointing-not-in-model": _checkpoints,
-    "packing-needs-texts": _packing,
-    "data-parallel-on-texts": _data_of_many,
-    "sharding": _sharded,
-}
-"""Every rule by name, in the order they are asked."""

@@ -49,15 +49,14 @@ The second has the first one's gradients beside it, as every later one would: th
 the whole accumulation, and so is the time of a micro-step.
 """
 
+TOGETHER_MAX = 2_000_000
+"""Combinations of settings of which only some go together, which are gone through one by one."""
 DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
 
 Objective = Literal["tokens_per_second", "peak_memory", "trainable_parameters", "eval_loss"]
 SamplerName = Literal["guided", "tpe", "gp", "random", "grid"]
 Weights = Literal["random", "pretrained"]
-
-BATCHES = BATCH_KEYS
-"""The first two together must go into the third."""
 
 
 def _name(name: str) -> str:
@@ -193,11 +192,23 @@ class SearchSpace(Strict):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, values: Any) -> Any:
-        """Read a duration in place of seconds; a section with nothing under it is not there."""
+        """Read a duration in place of seconds, a dataset's path in place of a section, and true,
+        false or 0 for ``confirm``; a section with nothing under it is not there."""
         if not isinstance(values, dict):
             return values
         sections = ("dimensions", "fixed", "baseline", "steps")
         values = {k: v for k, v in values.items() if k not in sections or v is not None}
+        if isinstance(values.get("data"), str):
+            values["data"] = {"texts": values["data"]}
+        if values.get("confirm") in (True, False):
+            values["confirm"] = ConfirmBudget() if values["confirm"] else None
+        objectives = values.get("objectives")
+        if isinstance(objectives, list | tuple) and "cost" in objectives:
+            message = (
+                "objectives cannot hold cost: on one GPU at one price it is 1 / speed. Ask for "
+            )
+            shown = "tokens_per_second; plan, report and best show what tokens cost"
+            raise ContradictionError(message + shown, "objectives")
         if "time_budget" in values:
             if "time_budget_seconds" in values:
                 message = "time_budget and time_budget_seconds are both given: keep one"
@@ -231,35 +242,11 @@ class SearchSpace(Strict):
             for at, entry in enumerate(entries)
         )
 
-    @field_validator("confirm", mode="before")
-    @classmethod
-    def _on_or_off(cls, confirm: Any) -> Any:
-        """Read true and false, or 0, beside a section."""
-        if confirm is True:
-            return ConfirmBudget()
-        return None if confirm is False or confirm == 0 else confirm
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _path_alone(cls, data: Any) -> Any:
-        """Read a path beside a section."""
-        return {"texts": data} if isinstance(data, str) else data
-
-    @field_validator("objectives", mode="before")
-    @classmethod
-    def _without_cost(cls, objectives: Any) -> Any:
-        if isinstance(objectives, list | tuple) and "cost" in objectives:
-            raise ValueError(
-                "cannot hold cost: on one GPU at one price it is 1 / speed. Ask for "
-                "tokens_per_second; plan, report and best show what tokens cost"
-            )
-        return objectives
-
     @model_validator(mode="after")
     def _consistent(self) -> SearchSpace:
         for message, *path in self._contradictions():
             raise ContradictionError(message, *path)
-        for key, column in zip(BATCHES, zip(*self.batches, strict=True), strict=False):
+        for key, column in zip(BATCH_KEYS, zip(*self.batches, strict=True), strict=False):
             values = self.values_of(key)
             if key in self.dimensions and not set(values) <= set(column):
                 kept = tuple(value for value in values if value in column)
@@ -274,14 +261,22 @@ class SearchSpace(Strict):
             yield f"objectives lists one twice, got {', '.join(self.objectives)}", "objectives"
         if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:
             message = (
-                "neither speed nor memory depends on learning_rate, so nothing that is searched "
-                "for does: fix it, or search for eval_loss too"
+                "neither speed nor memory depends on learning_rate, so nothing that is searched"
             )
-            yield message, "dimensions", "learning_rate"
+            instead = "for does: fix it, or search for eval_loss too"
+            yield f"{message} {instead}", "dimensions", "learning_rate"
         if self.numerics == "16-bit" and self.baseline.get("compute_dtype") in EIGHT_BIT:
             message = "numerics 16-bit leaves the baseline's compute_dtype out: name another"
             yield message, "baseline", "compute_dtype"
-        micro, gpus, effective = (self.values_of(key) for key in BATCHES)
+        if any(key in entry for entry in self.leave_out for key in BATCH_KEYS):
+            yield f"leave_out cannot name {listed(BATCH_KEYS)}", "leave_out"
+        for keys in (BATCH_KEYS, sorted({key for entry in self._left_out for key in entry})):
+            if math.prod(len(self.values_of(key)) or 1 for key in keys) > TOGETHER_MAX:
+                yield (
+                    f"{', '.join(keys)} go together in too many ways: list fewer values",
+                    "dimensions",
+                )
+        micro, gpus, effective = (self.values_of(key) for key in BATCH_KEYS)
         if not self.batches and micro and gpus and effective:
             is_of_many = any(count != 1 for count in gpus)
             of = (effective, micro, gpus) if is_of_many else (effective, micro)
@@ -290,8 +285,6 @@ class SearchSpace(Strict):
             message = f"effective_batch_size must be a multiple of micro_batch_size{times}, got"
             section = "fixed" if "effective_batch_size" in self.fixed else "dimensions"
             yield f"{message} {got}", section, "effective_batch_size"
-        if any(key in entry for entry in self.leave_out for key in BATCHES):
-            yield f"leave_out cannot name {listed(BATCHES)}", "leave_out"
         if not self.together:
             key = "leave_out" if self.numerics == "any" else "numerics"
             known = {k: self.values_of(k) for entry in self._left_out for k in entry}
@@ -318,8 +311,8 @@ class SearchSpace(Strict):
 
     @cached_property
     def batches(self) -> tuple[tuple[Any, ...], ...]:
-        """Values of `BATCHES` in the space that go into each other."""
-        each = itertools.product(*map(self.values_of, BATCHES))
+        """Values of `BATCH_KEYS` in the space that go into each other."""
+        each = itertools.product(*map(self.values_of, BATCH_KEYS))
         return tuple(values for values in each if _is_whole(*values))
 
     @cached_property
@@ -327,19 +320,19 @@ class SearchSpace(Strict):
         """One part of each column makes a combination; None where a dimension is continuous.
 
         A column is a dimension, or several together where only some of their values go together:
-        those of `BATCHES`, and those that `leave_out` names.
+        those of `BATCH_KEYS`, and those that `leave_out` names.
         """
         if any(dimension.values() is None for dimension in self.dimensions.values()):
             return None
-        searched = [key for key in BATCHES if key in self.dimensions]
-        places = [BATCHES.index(key) for key in searched]
+        searched = [key for key in BATCH_KEYS if key in self.dimensions]
+        places = [BATCH_KEYS.index(key) for key in searched]
         each = dict.fromkeys(tuple(values[place] for place in places) for values in self.batches)
         whole = tuple(dict(zip(searched, values, strict=True)) for values in each)
         is_partial = len(whole) < math.prod(len(self.values_of(key)) for key in searched)
         columns: dict[str, tuple[Mapping[str, Any], ...]] = {}
         for key in self.dimensions:
             if key in searched and is_partial:
-                columns[BATCHES[0]] = whole
+                columns[BATCH_KEYS[0]] = whole
             elif key in self.together[0]:
                 columns["leave_out"] = self.together
             else:
@@ -372,7 +365,7 @@ class SearchSpace(Strict):
 
     def holds_batches_of(self, params: Mapping[str, Any]) -> bool:
         """Return whether the micro-batches of ``params`` go into their effective batch."""
-        return _is_whole(*(params.get(key, self.values_of(key)[0]) for key in BATCHES))
+        return _is_whole(*(params.get(key, self.values_of(key)[0]) for key in BATCH_KEYS))
 
     def goes_together(self, params: Mapping[str, Any]) -> bool:
         """Return whether the space has the values of ``params`` together."""
@@ -478,10 +471,10 @@ class SearchSpace(Strict):
     @cached_property
     def _rest(self) -> dict[str, Any]:
         """What a configuration of the space has where nothing is searched."""
-        values = {key: self.fixed[key] for key in self.fixed if key not in BATCHES}
+        values = {key: self.fixed[key] for key in self.fixed if key not in BATCH_KEYS}
         plain = parse_config(values, where=f"space '{self.name}'")
         rest = {key: getattr(plain, key) for key in CONFIG_KEYS if key not in self.dimensions}
-        return rest | {key: self.values_of(key)[0] for key in BATCHES if key in rest}
+        return rest | {key: self.values_of(key)[0] for key in BATCH_KEYS if key in rest}
 
 
 def largest_whole(micro: int, effective: int) -> int:

@@ -18,9 +18,9 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from search_spaces.config import TrialConfig, canonical
+from search_spaces.config import BATCH_KEYS, TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
-from search_spaces.space import BATCHES, SearchSpace
+from search_spaces.space import SearchSpace
 
 IDENTITIES_KEPT = 32_768
 """Identities that are not worked out again; one takes a kilobyte with its configuration."""
@@ -115,8 +115,8 @@ class Encoding:
             params = params | {key: value for key, value in others.items() if key in self.free}
         if self.space.holds_batches_of(params):
             return params
-        whole = [dict(zip(BATCHES, values, strict=True)) for values in self.space.batches]
-        for kept in (BATCHES[:2], BATCHES[:1]):
+        whole = [dict(zip(BATCH_KEYS, values, strict=True)) for values in self.space.batches]
+        for kept in (BATCH_KEYS[:2], BATCH_KEYS[:1]):
             held = {key: params[key] for key in kept if key in params}.items()
             if possible := [batches for batches in whole if held <= batches.items()]:
                 break

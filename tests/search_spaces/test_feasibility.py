@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search_spaces import feasibility
 from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.feasibility import obstacles
 from search_spaces.models import load_model_spec
@@ -31,6 +32,13 @@ def rules_against(
     setting = Setting(MISTRAL, "cpu" if card is None else "cuda", card)
     found = obstacles(space, setting)
     return [one.rule for one in found]
+
+
+def use(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: Any, setting: Any) -> Any:
+        return ((name, why) for name, rule in rules.items() if (why := rule(config, setting)))
+
+    monkeypatch.setattr(feasibility, "broken_rules", broken)
 
 
 @pytest.mark.parametrize("dtypes", [("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16", "fp32")])
@@ -83,8 +91,6 @@ def test_the_rules_that_leave_nothing_are_named(
 def test_rules_that_leave_nothing_only_together_are_all_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from search_spaces import feasibility
-
     rules = {
         "even-rank": lambda config, _: None if config.lora_rank % 2 == 0 else "odd",
         "odd-rank-at-512": lambda config, _: (
@@ -92,7 +98,7 @@ def test_rules_that_leave_nothing_only_together_are_all_named(
         ),
         "says-nothing": lambda config, _: None,
     }
-    monkeypatch.setattr(feasibility, "RULES", rules)
+    use(rules, monkeypatch)
     both = ["even-rank", "odd-rank-at-512"]
     assert rules_against(lora_rank=RANKS, seq_len=among(512)) == both
     assert rules_against(lora_rank=RANKS, seq_len=among(512, 1024)) == []
@@ -101,10 +107,8 @@ def test_rules_that_leave_nothing_only_together_are_all_named(
 def test_a_rule_may_read_what_follows_from_several_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from search_spaces import feasibility
-
     rules = {"few-tokens": lambda config, _: "many" if config.tokens_per_step > 600 else None}
-    monkeypatch.setattr(feasibility, "RULES", rules)
+    use(rules, monkeypatch)
     batches = IntRange(low=1, high=4)
     assert rules_against(micro_batch_size=batches, seq_len=among(512, 601)) == []
     assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
@@ -122,10 +126,8 @@ def test_a_rule_may_read_what_follows_from_one_setting() -> None:
 def test_batches_that_do_not_go_into_each_other_are_no_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from search_spaces import feasibility
-
     rules = {"no-ones": lambda config, _: "one" if config.accumulation_steps == 1 else None}
-    monkeypatch.setattr(feasibility, "RULES", rules)
+    use(rules, monkeypatch)
     effective = among(4, 6)
     assert rules_against(micro_batch_size=among(4, 6), effective_batch_size=effective) == [
         "no-ones"
@@ -160,10 +162,8 @@ def test_a_large_space_with_few_valid_configurations_is_not_refused() -> None:
 def test_of_a_space_without_end_some_configurations_are_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from search_spaces import feasibility
-
     rules = {"dropout": lambda config, _: "much" if config.lora_dropout > 0.001 else None}
-    monkeypatch.setattr(feasibility, "RULES", rules)
+    use(rules, monkeypatch)
     assert rules_against(lora_dropout=FloatRange(low=0.0, high=0.1)) == []
     assert rules_against(lora_dropout=FloatRange(low=0.01, high=0.1)) == ["dropout"]
 

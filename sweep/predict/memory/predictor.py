@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import KNOBS, TrialConfig
+from search_spaces.config import BATCH_KEYS, KNOBS, TrialConfig
 from search_spaces.dimensions import Dimension, FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import is_tied
 from search_spaces.models import ModelSpec
-from search_spaces.space import BATCHES, SearchSpace
+from search_spaces.space import SearchSpace
 from storage.records import TrialRecord
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
@@ -289,7 +289,7 @@ def one_of_each_kind(space: SearchSpace) -> Iterator[TrialConfig]:
     """
     yield space.baseline_config()
     params = {key: dimension.first for key, dimension in space.dimensions.items()}
-    batches = zip(BATCHES, space.batches[0], strict=True) if space.batches else ()
+    batches = zip(BATCH_KEYS, space.batches[0], strict=True) if space.batches else ()
     params |= {key: value for key, value in batches if key in params}
     if "seq_len" in params:
         params["seq_len"] = max(space.values_of("seq_len"))
