@@ -19,19 +19,8 @@ from storage.ranking import Ranking, rank
 from storage.records import TrialRecord
 from sweep.planning.evidence import target_speeds
 from sweep.running.wire import Progress
+from sweep.study import events
 from sweep.study.confirmation import Plan
-from sweep.study.events import (
-    ConfirmationStarted,
-    Event,
-    GainForeseen,
-    LaneLost,
-    LanesOpened,
-    SpaceTraced,
-    StudyFinished,
-    TrialFinished,
-    TrialProgress,
-    TrialStarted,
-)
 
 _PACE_OF = 10
 """Newest trials whose mean time is the pace."""
@@ -74,7 +63,7 @@ def fixed_words(space: SearchSpace) -> str:
 class Running:
     """A trial that runs; seconds are by the board's clock."""
 
-    started: TrialStarted
+    started: events.TrialStarted
     began_seconds: float
     since_seconds: float
     """When what it does now began."""
@@ -110,11 +99,11 @@ class Board:
         self.ledger = Ledger(records)
         self.running: dict[int, Running] = {}
         """What runs, by number."""
-        self.tracing: SpaceTraced | None = None
+        self.tracing: events.SpaceTraced | None = None
         """How far tracing the space is, while it is traced."""
-        self.foreseen: GainForeseen | None = None
+        self.foreseen: events.GainForeseen | None = None
         """What the sampler expects of the next trial; None from one that cannot tell."""
-        self.confirming: ConfirmationStarted | None = None
+        self.confirming: events.ConfirmationStarted | None = None
         """What is measured again, once the search has ended."""
         self.is_stopping = False
         self.since_seconds = clock()
@@ -124,34 +113,34 @@ class Board:
         self._finished, self._lanes = 0, 1
         self._ranked: tuple[Ranking, int] | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         """Take in one event."""
         before = self._doing
         match event:
-            case SpaceTraced():
+            case events.SpaceTraced():
                 self.tracing = event if event.done < event.of else None
-            case GainForeseen():
+            case events.GainForeseen():
                 self.foreseen = event
-            case TrialStarted():
+            case events.TrialStarted():
                 self.running[event.number] = Running(event, self.clock(), self.clock())
-            case TrialProgress() if (running := self.running.get(event.number)) is not None:
+            case events.TrialProgress() if (running := self.running.get(event.number)) is not None:
                 if running.progress is None or running.progress.phase != event.progress.phase:
                     running.since_seconds = self.clock()
                 running.progress = event.progress
-            case TrialFinished(record=record):
+            case events.TrialFinished(record=record):
                 self.ledger.add(record)
                 self.running.pop(record.number, None)
                 self._finished += 1
                 self._ranked = None
-            case ConfirmationStarted():
+            case events.ConfirmationStarted():
                 self.confirming, self._ranked = event, None
                 # What a lost GPU left in the middle does not run any more.
                 self.running.clear()
-            case LanesOpened(names=names):
+            case events.LanesOpened(names=names):
                 self._lanes = len(names)
-            case LaneLost(left=left):
+            case events.LaneLost(left=left):
                 self._lanes = left
-            case StudyFinished():
+            case events.StudyFinished():
                 self.running.clear()
         if self._doing != before:
             self.since_seconds = self.clock()

@@ -12,7 +12,7 @@ from typing import Any, assert_never, cast
 from reports import units
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
-from sweep.finetuning import checkpoints
+from sweep.finetuning import checkpoints, wire
 from sweep.finetuning import output as directories
 from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
 from sweep.finetuning.training import (
@@ -23,21 +23,6 @@ from sweep.finetuning.training import (
     smaller_than,
 )
 from sweep.finetuning.training import train as run_training
-from sweep.finetuning.wire import (
-    End,
-    Evaluated,
-    Event,
-    NotFinite,
-    NotSaved,
-    Progressed,
-    RanOut,
-    Refused,
-    Saved,
-    Started,
-    Stopped,
-    TrainingResult,
-    Unable,
-)
 from sweep.merging.job import MergeRequest
 from sweep.merging.job import merge as run_merge
 from sweep.merging.report import Comparison, Trained
@@ -143,33 +128,33 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     return _conclude(prepared, end, as_json=as_json)
 
 
-def _conclude(prepared: PreparedTraining, end: End, *, as_json: bool) -> int:
+def _conclude(prepared: PreparedTraining, end: wire.End, *, as_json: bool) -> int:
     """Finish what came to its end, and say of anything else what it was and what to do."""
     match end:
-        case TrainingResult() as result:
+        case wire.TrainingResult() as result:
             document = finished(prepared, result)
             here = {**document["environment"], "versions": document["versions"]}
             words = _result_text(prepared, result, environment=here)
             say_result(document, words, as_json=as_json)
             return DONE
-        case Stopped(step=step, checkpoint_step=kept):
+        case wire.Stopped(step=step, checkpoint_step=kept):
             note(f"Interrupted at step {step:,}; {_kept(kept, _RESUMED)}.")
             return INTERRUPTED
-        case RanOut(doing=doing, step=step, detail=detail, checkpoint_step=kept):
+        case wire.RanOut(doing=doing, step=step, detail=detail, checkpoint_step=kept):
             smaller = smaller_than(prepared)
             then = "" if smaller is None else smaller.words(prepared.job.config)
             raise NothingFits(
                 f"out of memory in {doing}, after step {step:,} ({detail}); "
                 f"{_kept(kept, 'and usable')}{then and f'. The next smaller one: {then}'}"
             )
-        case NotFinite(what=what, step=step, checkpoint_step=kept):
+        case wire.NotFinite(what=what, step=step, checkpoint_step=kept):
             raise NothingFits(
                 f"{what} at step {step:,}: the training stopped there; "
                 f"{_kept(kept, 'it is sound')}. A lower learning_rate may help"
             )
-        case Refused(reason=reason):
+        case wire.Refused(reason=reason):
             raise InputError(reason)
-        case Unable(reason=reason, checkpoint_step=kept):
+        case wire.Unable(reason=reason, checkpoint_step=kept):
             raise EnvironmentFault(f"{reason}; {_kept(kept, _RESUMED)}")
         case _:
             assert_never(end)
@@ -182,7 +167,7 @@ def _kept(step: int | None, then: str) -> str:
 
 
 def _result_text(
-    prepared: PreparedTraining, result: TrainingResult, *, environment: Mapping[str, Any]
+    prepared: PreparedTraining, result: wire.TrainingResult, *, environment: Mapping[str, Any]
 ) -> str:
     job, width, held = prepared.job, width_of(sys.stdout), result.eval_loss
     lines = [
@@ -202,28 +187,28 @@ def _result_text(
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Event], None]]:
+def _shown() -> Iterator[Callable[[wire.Event], None]]:
     """Show a training on stderr: how far it is, and a line for what happens once."""
     steps = 0
     with working("training") as part:
 
-        def observe(event: Event) -> None:
+        def observe(event: wire.Event) -> None:
             nonlocal steps
             match event:
-                case Started():
+                case wire.Started():
                     steps = event.steps
                     note(_started(event))
                     if event.documents_apart is False:
                         note(f"warning: {TOGETHER}")
-                case Progressed(step=step, loss=loss):
+                case wire.Progressed(step=step, loss=loss):
                     rate, left = units.rate(event.tokens_per_second), event.seconds_left
                     words = f"loss {loss:.4f}, {rate} tokens/s, {units.duration(left)} left"
                     part(f"steps: {words}")(step, steps)
-                case Evaluated(step=step, loss=loss):
+                case wire.Evaluated(step=step, loss=loss):
                     note(f"step {step:,}: held-out loss {loss:.4f}")
-                case Saved(step=step):
+                case wire.Saved(step=step):
                     note(f"step {step:,}: checkpoint written")
-                case NotSaved(step=step, reason=reason):
+                case wire.NotSaved(step=step, reason=reason):
                     note(
                         f"warning: step {step:,}: no checkpoint, as the disk does not take it "
                         f"({reason}); the training continues, and the one before is kept"
@@ -232,7 +217,7 @@ def _shown() -> Iterator[Callable[[Event], None]]:
         yield observe
 
 
-def _started(started: Started) -> str:
+def _started(started: wire.Started) -> str:
     begun = f"from step {started.steps_done:,} " if started.steps_done else ""
     examples = units.plural(started.rows, "example")
     if started.texts_rows not in (None, started.rows):

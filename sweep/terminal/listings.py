@@ -146,13 +146,9 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     cases, and its ``gain_if_better``.
     """
     running = [
-        {
-            "number": trial.number,
-            "config": trial.config.model_dump(mode="json"),
-            "started_at": trial.started_at,
-            "purpose": trial.purpose,
-        }
-        for trial in snapshot.running
+        {"number": t.number, "config": t.config.model_dump(mode="json")}
+        | {"started_at": t.started_at, "purpose": t.purpose}
+        for t in snapshot.running
     ]
     return {
         **view_of(snapshot).document(),

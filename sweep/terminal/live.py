@@ -23,17 +23,7 @@ from reports.words import outcome_line, verdict_words
 from storage.definition import StudySnapshot
 from storage.records import Errand, Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
-from sweep.study.events import (
-    ConfirmationStarted,
-    Event,
-    LaneLost,
-    LanesOpened,
-    Listener,
-    SpaceTraced,
-    TrialFinished,
-    TrialProgress,
-    TrialStarted,
-)
+from sweep.study import events
 from sweep.terminal.board import Board, Running
 from sweep.terminal.console import (
     Rhythm,
@@ -77,7 +67,7 @@ _AGAIN: dict[Purpose, str] = {
 @contextmanager
 def watching(
     board: Board, *, is_stopping: Callable[[], bool], stream: TextIO
-) -> Iterator[Listener]:
+) -> Iterator[events.Listener]:
     """Show a study while it runs; yields what the tuner's events go to.
 
     Args:
@@ -114,7 +104,7 @@ class PlainLines:
         self._is_stopping = is_stopping
         self._rhythm = Rhythm(board.clock)
 
-    def listen(self, event: Event) -> None:
+    def listen(self, event: events.Event) -> None:
         """Take in an event, and say what is worth a line."""
         with self._board.lock:
             line = _taken(self._board, event, is_redrawn=False)
@@ -143,19 +133,19 @@ class PlainLines:
 
 def _drawn(
     board: Board, *, is_stopping: Callable[[], bool], console: Console
-) -> Iterator[Listener]:
+) -> Iterator[events.Listener]:
     def render() -> RenderableType:
         with board.lock:
             if is_stopping() and not board.is_stopping:
                 board.stop()
             return Shown(panel(board))
 
-    def listen(event: Event) -> None:
+    def listen(event: events.Event) -> None:
         with board.lock:
             line = _taken(board, event, is_redrawn=True)
         if line:
             console.print(Text(folded(line, console.width - 1, indent=2)))
-        if not isinstance(event, TrialProgress):
+        if not isinstance(event, events.TrialProgress):
             live.refresh()
 
     # Drawn when something happened and once a second: more is flicker and traffic over ssh.
@@ -163,33 +153,33 @@ def _drawn(
         yield listen
 
 
-def _taken(board: Board, event: Event, *, is_redrawn: bool) -> str:
+def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
     """Take in an event; return the line that stays of it, empty for none."""
     is_first = board.is_first and board.starts_a_worker
     board.take(event)
     match event:
-        case ConfirmationStarted(numbers=()):
+        case events.ConfirmationStarted(numbers=()):
             return "the search has ended: measuring its winner again"
-        case ConfirmationStarted(numbers=numbers, recipe=recipe):
+        case events.ConfirmationStarted(numbers=numbers, recipe=recipe):
             noun = "trials" if len(numbers) > 1 else "trial"
             beside = f" beside {words.at_capacity(recipe)}" if recipe else ""
             what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
             return f"the search has ended: measuring {what}, in turns in a fresh worker"
-        case LanesOpened(names=names):
+        case events.LanesOpened(names=names):
             return (
                 f"trials run on {', '.join(names)} at a time; the winner is measured again on one "
                 "of them while the others are idle"
             )
-        case LaneLost(name=name, reason=reason, left=left):
+        case events.LaneLost(name=name, reason=reason, left=left):
             again = f"What ran there is tried again elsewhere: {units.plural(left, 'place')} left"
             return f"{name} is lost: {reason.rstrip('.')}. {again}"
-        case TrialFinished(record=record):
+        case events.TrialFinished(record=record):
             return _trial_line(board, record)
-        case SpaceTraced(done=done, of=of) if (
+        case events.SpaceTraced(done=done, of=of) if (
             not is_redrawn and 4 * done // of > 4 * (done - 1) // of
         ):
             return progress_words(TRACED, done, of)
-        case TrialStarted(number=number) if not is_redrawn and is_first:
+        case events.TrialStarted(number=number) if not is_redrawn and is_first:
             return f"trial {number} starts the worker and builds the model"
         case _:
             return ""
@@ -349,21 +339,21 @@ def follow(
     return snapshot
 
 
-def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[Event]:
+def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[events.Event]:
     """Yield what happened since the board was fed last, in the order in which it did."""
     known, by_number = {record.number for record in board.ledger.all}, attrgetter("number")
     new = [r for r in snapshot.records if r.number not in known]
     again = [r for r in snapshot.confirmations if r.number not in known]
-    yield from map(TrialFinished, sorted(new, key=by_number))
+    yield from map(events.TrialFinished, sorted(new, key=by_number))
     is_confirming = any(trial.purpose != "search" for trial in snapshot.running)
     if board.confirming is None and (is_confirming or again):
         series = max((record.series for record in snapshot.confirmations), default=1)
-        yield ConfirmationStarted(series=series, numbers=())
-    yield from map(TrialFinished, sorted(again, key=by_number))
+        yield events.ConfirmationStarted(series=series, numbers=())
+    yield from map(events.TrialFinished, sorted(again, key=by_number))
     for trial in sorted(snapshot.running, key=by_number):
         if trial.number not in board.running:
             errand = Errand(purpose=trial.purpose, confirms=trial.confirms)
-            yield TrialStarted(trial.number, trial.config, False, 1, errand)
+            yield events.TrialStarted(trial.number, trial.config, False, 1, errand)
 
 
 def _age(began: str | None) -> float:

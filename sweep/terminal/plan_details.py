@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,6 @@ from rich.text import Text
 from reports import units
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_in_words
 from search_spaces.costs import Bill, OfferComparison, Workload
-from search_spaces.gpus import UNMEASURED_COPY_SHARE
 from search_spaces.linears import parameters
 from search_spaces.prices import Offer
 from sweep.planning.plan import CardPlan, few
@@ -104,11 +102,9 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
         yield from section("Where its memory and time go", *_memory_and_time(shown))
     if plan.table is not None:
         yield from section("What fits, in tokens/s", *_sizes(plan.table, plan))
-    if survey is not None:
-        yield from section("The study", *_study_lines(survey, plan.gpu.name))
-        if shown is not None and len(survey.fastest_by_class) > 1:
-            length = shown.config.seq_len
-            yield from section("Fastest of each capacity class", _classes(survey, length))
+    if survey is not None and shown is not None and len(survey.fastest_by_class) > 1:
+        length = shown.config.seq_len
+        yield from section("Fastest of each capacity class", _classes(survey, length))
     if plan.bills:
         title = f"Cost of {work_words(plan.bills[0].workload)}"
         yield from section(title, offers(plan.bills), *_bill_lines(plan.bills[0]))
@@ -174,16 +170,6 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     if rules := sorted({cell.broken.rule for cell in table.cells.values() if cell.broken}):
         words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"
         yield Text(words, style="dim")
-
-
-def _study_lines(survey: Survey, gpu: str) -> Iterator[str]:
-    for rule, number in sorted(survey.found.invalid.items()):
-        yield f"{number:,} configurations are forbidden on this model and GPU: {rule}"
-    for reason, number in sorted(survey.found.unpredicted.items()):
-        yield f"{number:,} configurations are not predicted: {reason}"
-    if (seconds := survey.study_seconds()) is not None:
-        low, high = map(units.duration, seconds)
-        yield f"{units.plural(survey.trials, 'trial')} take about {low} to {high} on the {gpu}"
 
 
 def _classes(survey: Survey, length: int) -> RenderableType:
@@ -256,6 +242,12 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
     count = parameters(model)
     size = "" if count is None else f"{count:,} parameters, "
     yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
+    if plan.survey is not None:
+        found = plan.survey.found
+        for rule, number in sorted(found.invalid.items()):
+            yield f"{number:,} configurations are forbidden on this model and GPU: {rule}"
+        for reason, number in sorted(found.unpredicted.items()):
+            yield f"{number:,} configurations are not predicted: {reason}"
     if shown is None:
         return
     if shown.memory is not None:
@@ -286,12 +278,8 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         trials = units.plural(evidence.calibration.trials, "trial")
         error = f"{100 * evidence.calibration.relative_error:.1f} %"
         return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
-    products, copies = "measured matrix products", "measured copies"
-    if dtype not in gpu.matrix_flops:
-        share = (gpu.matrix_rate(dtype) or math.nan) / gpu.peak_flops[dtype]
-        products = f"data sheet ({units.percent(share)} of its FLOP/s)"
-    if gpu.copy_bytes_per_second is None:
-        copies = f"data sheet ({units.percent(UNMEASURED_COPY_SHARE)} of its bandwidth)"
+    products = "measured matrix products" if dtype in gpu.matrix_flops else "data sheet's FLOP/s"
+    copies = "measured copies" if gpu.copy_bytes_per_second else "data sheet's bandwidth"
     return (
         f"predicted from the {gpu.name}'s {products} and {copies}, within "
         f"{units.percent(shown.speed.uncertainty)}; --from STUDY calibrates it"

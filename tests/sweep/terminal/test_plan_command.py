@@ -495,7 +495,6 @@ def test_people_see_table_breakdown_bottleneck_cost_and_grounds_in_details(
     for words in (
         "a10 (NVIDIA A10): 21.98 GiB usable",
         "What fits, in tokens/s",
-        "trials take about ",
         "activations 4.00 GiB",
         "bound by ",
         "Fastest of each capacity class",
