@@ -29,7 +29,7 @@ from sweep.data.request import BROKEN_KEPT
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
-from sweep.terminal.console import folded, note, say_result, table, width_of, working
+from sweep.terminal.console import folded, note_folded, say_result, table, width_of, working
 
 _KINDS: Mapping[TextsKind, str] = {
     "text": "one text each",
@@ -50,7 +50,7 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
     with working("reading the dataset") if progress is None else nullcontext(progress) as part:
         texts = prepare_texts(request, on_progress=lambda what, done, of: part(what)(done, of))
     for words in texts.notes(request.model):
-        note(folded(f"warning: {words}", width_of(sys.stderr), indent=2))
+        note_folded(f"warning: {words}", indent=2)
     return texts
 
 

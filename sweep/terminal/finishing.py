@@ -33,6 +33,7 @@ from sweep.terminal import options
 from sweep.terminal.console import (
     folded,
     note,
+    note_folded,
     say_json,
     say_result,
     table,
@@ -117,7 +118,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     )
     what = f"Training {prepared.subject.words} on {dataset}, {units.size(prepared.job.config)}."
     for text in (what, *prepared.notes):
-        note(folded(text, width_of(sys.stderr)))
+        note_folded(text)
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
         note("No checkpoint had been written yet: it begins at the first step.")

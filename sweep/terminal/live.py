@@ -5,7 +5,6 @@ Neither is silent for long: what is being done is said with its seconds.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,9 +29,8 @@ from sweep.terminal.console import (
     Synchronized,
     cancel_announced,
     folded,
-    note,
+    note_folded,
     progress_words,
-    width_of,
 )
 from sweep.terminal.drawing import Shown, facts
 
@@ -127,8 +125,7 @@ class PlainLines:
             self._say(f"... {now}")
 
     def _say(self, line: str) -> None:
-        said = f"{datetime.now():%H:%M:%S} {line}"
-        note(folded(said, width_of(sys.stderr), indent=2))
+        note_folded(f"{datetime.now():%H:%M:%S} {line}", indent=2)
 
 
 def _drawn(
