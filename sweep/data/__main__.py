@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sweep.errands import Say, serve_errand
+from sweep.subprocess_jobs import Say, serve_subprocess
 
 _ABSENT = ("torch", "scipy", "sklearn", "torchvision", "PIL")
 _TELLING_SECONDS = 0.2
@@ -62,4 +62,4 @@ def _teller(say: Say) -> Any:
 
 
 if __name__ == "__main__":
-    serve_errand(_prepare)
+    serve_subprocess(_prepare)

@@ -26,8 +26,8 @@ from sweep.data.files import is_on_hub, text_files
 from sweep.data.first_rows import look_at
 from sweep.data.request import BrokenRow, Progress, Question, content_of
 from sweep.data.tokenizers import find_tokenizer
-from sweep.errands import run_errand
 from sweep.paths import runs_directory
+from sweep.subprocess_jobs import run_subprocess
 
 _COMMAND = (sys.executable, "-P", "-m", "sweep.data")
 """Followed by this process's number."""
@@ -258,7 +258,7 @@ def _summary(directory: Path) -> TextsSummary:
 
 def _ask(question: Question, tell: Progress) -> Path:
     """Have texts prepared by a child."""
-    answer = run_errand(
+    answer = run_subprocess(
         _COMMAND,
         question.to_json(),
         on_news=lambda news: tell(news["what"], news["done"], news["of"]),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sweep.errands import Say, serve_errand
+from sweep.subprocess_jobs import Say, serve_subprocess
 
 _KIBIBYTE = 1024
 
@@ -76,4 +76,4 @@ def _lacking_bytes(nbytes: int) -> int:
 
 
 if __name__ == "__main__":
-    serve_errand(_merge)
+    serve_subprocess(_merge)

@@ -22,10 +22,10 @@ from search_spaces.models import ModelSpec, fetch_weights, load_model_spec
 from storage import files
 from storage.files import require_parent
 from sweep.child_environment import child_environment
-from sweep.errands import run_errand
 from sweep.merging.adapter import WEIGHTS, Adapter, TensorInfo, read_adapter, read_tensors
 from sweep.merging.plan import MergedDtype, MergePlan, natural_dtype, plan_merge
 from sweep.merging.report import MergeDone, MergeOrder, MergeReport
+from sweep.subprocess_jobs import run_subprocess
 
 ROWS = 4
 _COMMAND = (sys.executable, "-P", "-m", "sweep.merging")
@@ -94,7 +94,7 @@ def merge(
             pieces=list(plan.pieces),
             rows=request.rows,
         )
-        answer = run_errand(
+        answer = run_subprocess(
             _COMMAND,
             order.model_dump(mode="json"),
             on_news=on_news,

@@ -10,105 +10,87 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from reports import units
-from reports.sentences import gain_words
-from reports.view import view_of
+from reports.sentences import gain_words, headline
+from reports.view import StudyView, view_of
 from reports.words import verdict_words
 from search_spaces.documents import parse_object, read_text
 from search_spaces.loading import load_space
-from storage.definition import StudySnapshot
-from storage.ranking import measured_of, rank_study
-from storage.surfaces import Surface, read_surface
+from storage.ranking import measured_of
+from storage.surfaces import read_surface
 from sweep.paths import report_path, storage_url
 from sweep.request import RunRequest, Where
 from sweep.sampling.encoding import identity
-from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import StopReason
 from sweep.terminal import driving
 from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import folded, note, say, width_of
 from sweep.terminal.edge import guarded
-from sweep.terminal.summary import has_fit
-
-RECIPE = {"lora_rank": 16, "target_modules": "qv"}
-"""Adapters of the recorded study: its winner's."""
 
 
 def demonstrate(surface: str, replay: str) -> int:
-    """Run both studies and print what came of them; return 130 where somebody stopped it."""
+    """Run both studies and print what came of them."""
     note("1 of 2: a tiny model really trains on this CPU (`sweep run cpu-demo --study demo`).")
-    live = _study("cpu-demo", name="demo", on=None, held={})
-    if live is None:
-        return INTERRUPTED
-    shown = "--rank 16 --target-modules qv"
-    typed = f"sweep run a10 {shown} --on recorded:{surface} --study demo-a10"
-    note(f"\n2 of 2: a recorded GPU (`{typed}`).")
-    recorded = _study("a10", name="demo-a10", on=f"recorded:{surface}", held=RECIPE)
-    if recorded is None:
-        return INTERRUPTED
-    lines = ["", *_found(live), *_found(recorded), *_as_published(recorded, read_surface(surface))]
-    lines += [_searched(replay), *_next(live, recorded)]
+    live = _study(RunRequest(space="cpu-demo", study="demo"), None)
+    typed = "sweep run a10 --rank 16 --target-modules qv"
+    note(f"\n2 of 2: a recorded GPU (`{typed} --on recorded:{surface} --study demo-a10`).")
+    held = {"lora_rank": 16, "target_modules": "qv"}
+    request = RunRequest(space="a10", study="demo-a10", held=held)
+    recorded = _study(request, f"recorded:{surface}")
+    reports = ", ".join(str(report_path(each.study)) for each in (live, recorded))
+    lines = [
+        *("", *_found(live), *_found(recorded), *_as_published(recorded, surface)),
+        *(_searched(replay), f"Reports: {reports}"),
+        "Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU.",
+    ]
     say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
-    return DONE if has_fit(live) else NOTHING_FITS
+    return NOTHING_FITS if live.winner is None else DONE
 
 
-def _study(
-    space: str, *, name: str, on: str | None, held: dict[str, object]
-) -> StudySnapshot | None:
-    """Run a study and write its report; None where somebody asked to stop."""
+def _study(request: RunRequest, on: str | None) -> StudyView:
+    """Run a study and write its report."""
     url = storage_url(None)
-    request = RunRequest(space=space, held=held, study=name)
-    _, reason = driving.tune(request, Where.parse(on), url=url)
-    return None if reason is StopReason.INTERRUPTED else driving.reported(name, url=url)[0]
+    prepared, reason = driving.tune(request, Where.parse(on), url=url)
+    if reason is StopReason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return view_of(driving.reported(prepared.name, url=url)[0])
 
 
-def _found(snapshot: StudySnapshot) -> Iterator[str]:
+def _found(view: StudyView) -> Iterator[str]:
     """Yield what a study was about, how its trials ended, and what it found."""
-    target, winner = snapshot.definition.target, rank_study(snapshot).winner
-    model = units.model_name(snapshot.definition.model["name"])
-    when = "measured now" if target.recorded is None else f"recorded on {target.recorded}"
-    gpu, budget = units.gpu_name(target.gpu), units.gib(target.budget_bytes)
-    yield f"{model} on {units.with_article(gpu)} ({budget}), {when}:"
-    yield f"  {verdict_words(snapshot.records)}"
-    if winner is not None:
-        measured = measured_of(winner)
-        known = (
-            units.phrase("compute_dtype", winner.config.compute_dtype),
-            f"{units.rate(measured.tokens_per_second)} tokens/s",
-            units.gib(measured.peak_allocated_bytes),
-            gain_words(view_of(snapshot), winner).partition(" (")[0],
-        )
-        yield f"  fastest: {units.size(winner.config)}, {', '.join(filter(None, known))}"
+    recorded = view.snapshot.definition.target.recorded
+    when = "measured now" if recorded is None else f"recorded on {recorded}"
+    gpu = units.with_article(units.gpu_name(view.gpu.name))
+    about = f"{units.model_name(view.model or '')} on {gpu} ({units.gib(view.gpu.budget_bytes)})"
+    yield f"{about}, {when}:"
+    yield f"  {verdict_words(view.snapshot.records)}"
+    if view.winner is not None:
+        yield f"  {headline(view)} It is {gain_words(view, view.winner)}."
 
 
-def _as_published(snapshot: StudySnapshot, surface: Surface) -> Iterator[str]:
+def _as_published(view: StudyView, surface: str) -> Iterator[str]:
     """Yield how the winner compares with the published recipe on the adapters it was published
     with."""
-    winner = rank_study(snapshot).winner
-    recipe = load_space("a10").baseline_config()
-    rows = {identity(row.config): row.tokens_per_second for row in surface.rows}
-    known = rows.get(identity(recipe))
-    if winner is not None and known is not None:
-        ratio = measured_of(winner).tokens_per_second / known
+    recipe = identity(load_space("a10").baseline_config())
+    rows = {identity(row.config): row.tokens_per_second for row in read_surface(surface).rows}
+    if view.winner is not None and (known := rows.get(recipe)) is not None:
+        ratio = measured_of(view.winner).tokens_per_second / known
         yield f"  (that is {ratio:.2f}x the recipe as published, which has adapters on q,k,v,o)"
 
 
 def _searched(replay: str) -> str:
     """Return what samplers needed to find the best of the surface."""
     document = parse_object(read_text(Path(replay), label=replay), where=replay)
-    guided, rand = (document["samplers"][name] for name in ("guided", "random"))
-    return (
-        f"  found among {document['configurations']} by guided search in "
-        f"{units.plural(int(guided['trials']['median']), 'trial')} and "
-        f"{guided['device_seconds']['median']:.0f} s of the GPU, by random search in "
-        f"{rand['trials']['median']:.0f} and {rand['device_seconds']['median']:.0f} s (medians)"
-    )
 
+    def needed(sampler: dict[str, Any]) -> str:
+        trials, seconds = sampler["trials"]["median"], sampler["device_seconds"]["median"]
+        return f"{units.plural(round(trials), 'trial')} and {seconds:.0f} s of the GPU"
 
-def _next(*snapshots: StudySnapshot) -> Iterator[str]:
-    yield f"Reports: {', '.join(str(report_path(snapshot.name)) for snapshot in snapshots)}"
-    yield "Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU."
+    guided, rand = (needed(document["samplers"][name]) for name in ("guided", "random"))
+    found = f"  found among {document['configurations']} by guided search in {guided}"
+    return f"{found}, by random search in {rand} (medians)"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sweep.errands import Say, serve_errand
+from sweep.subprocess_jobs import Say, serve_subprocess
 
 
 def _do(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
@@ -50,4 +50,4 @@ def _trl(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    serve_errand(_do)
+    serve_subprocess(_do)

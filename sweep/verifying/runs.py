@@ -25,12 +25,12 @@ from search_spaces.errors import EnvironmentFault, InputError, NothingFits, word
 from search_spaces.models import ModelSpec, load_model_spec
 from storage.files import make_directory
 from sweep.child_environment import child_environment
-from sweep.errands import last_words, run_errand
 from sweep.finetuning.job import run_job
 from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
 from sweep.paths import runs_directory
 from sweep.processes import Child
 from sweep.running.device_info import environment_with, read_card
+from sweep.subprocess_jobs import last_words, run_subprocess
 from sweep.verifying.record import Record, refuse_several_cards
 from sweep.verifying.verdict import Reached, Verification, judge
 
@@ -315,7 +315,7 @@ def _trl(
         "tokens_per_step": record.config.tokens_per_step,
     }
     try:
-        return run_errand(
+        return run_subprocess(
             _ERRAND, request, on_news=lambda _: None, environment=_environment(record)
         )
     except (EnvironmentFault, OSError) as error:
@@ -345,7 +345,7 @@ def _weights(record: Record, place: Path, *, model: str | None, tell: Tell) -> P
         "directory": str(directory),
         "tokenizer": str(_tokenizer_of(spec)),
     }
-    run_errand(
+    run_subprocess(
         _ERRAND,
         request,
         on_news=lambda news: tell(news["what"], news["done"], news["of"]),

@@ -27,9 +27,9 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from storage import files
 from sweep.child_environment import child_environment
-from sweep.errands import last_words
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
 from sweep.processes import Child
+from sweep.subprocess_jobs import last_words
 
 _ROOT = Path(__file__).parents[3]
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")

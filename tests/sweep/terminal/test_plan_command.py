@@ -816,7 +816,7 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
         "processes",
         "paths",
         "child_environment",
-        "errands",
+        "subprocess_jobs",
     }
     ours = [name for name in ours if name.removeprefix("sweep.") not in decides_nothing]
     assert {Path(files[name]) for name in ours} <= set(source_files(*SURVEYED_BY))

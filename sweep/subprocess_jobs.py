@@ -1,8 +1,8 @@
-"""Owns a child that does one thing and is gone: a request on its stdin, news and the answer on its
-stdout, each a line of JSON.
+"""Subprocess jobs: a child that does one thing and is gone. Its request comes on stdin; news and
+the answer go to stdout, each a line of JSON.
 
-Both halves are here: `run_errand` for the parent, `serve_errand` for the child's ``__main__``.
-Light to import, as a child does so before anything else. Knows nothing of what is done.
+Both halves are here: `run_subprocess` for the parent, `serve_subprocess` for the child's
+``__main__``. Light to import, as a child does so before anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
@@ -27,11 +27,11 @@ Say = Callable[[Mapping[str, Any]], None]
 """Tells the parent how far something is."""
 
 
-def run_errand(
+def run_subprocess(
     command: Sequence[str],
     request: Mapping[str, Any],
     *,
-    on_news: Callable[[Mapping[str, Any]], None],
+    on_news: Say,
     environment: Mapping[str, str],
     name: str = "the child process",
 ) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def run_errand(
             answer.
         OSError: the system refuses it something; the edge knows what to do about a full disk.
     """
+    said: dict[str, Any] = {}
     with tempfile.TemporaryFile() as printed:
         try:
             child = Child([*command, str(os.getpid())], stderr=printed, environment=environment)
@@ -63,41 +64,29 @@ def run_errand(
                 with contextlib.suppress(BrokenPipeError):
                     stdin.write(json.dumps(request).encode() + b"\n")
                     stdin.flush()
-                answer = _heard(stdout, on_news)
+                for line in stdout:
+                    try:
+                        said = json.loads(line)
+                    except ValueError:
+                        # A library printed something of its own.
+                        continue
+                    if "news" not in said:
+                        break
+                    on_news(said["news"])
             except BaseException:
                 child.end()
                 raise
             end = child.end(patience=_LAST_MOMENT_SECONDS)
-        if answer is None:
-            raise EnvironmentFault(f"{name} ended with {end}{last_words(printed)}")
-    return _result(answer)
-
-
-def _result(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an answer holds, or raise the fault that it is."""
-    match answer:
-        case {"input": str(reason)}:
-            raise InputError(reason)
-        case {"environment": str(reason)}:
-            raise EnvironmentFault(reason)
-        case {"system": [int(number), str(reason), file]}:
-            raise OSError(number, reason, file)
-    return dict(answer["answer"])
-
-
-def _heard(
-    stdout: IO[bytes], on_news: Callable[[Mapping[str, Any]], None]
-) -> Mapping[str, Any] | None:
-    """Return what was said last of all, once it is no news; None where nothing was."""
-    for line in stdout:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if "news" not in said:
-            return dict(said)
-        on_news(said["news"])
-    return None
+        match said:
+            case {"answer": answer}:
+                return dict(answer)
+            case {"input": str(reason)}:
+                raise InputError(reason)
+            case {"environment": str(reason)}:
+                raise EnvironmentFault(reason)
+            case {"system": [int(number), str(reason), file]}:
+                raise OSError(number, reason, file)
+        raise EnvironmentFault(f"{name} ended with {end}{last_words(printed)}")
 
 
 def last_words(printed: IO[bytes]) -> str:
@@ -110,14 +99,15 @@ def last_words(printed: IO[bytes]) -> str:
     return f": {lines[-1].strip()[:500]}" if lines else ""
 
 
-def serve_errand(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]) -> None:
+def serve_subprocess(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]) -> None:
     """Do in this process, a child, what it was started for, and say what came of it.
 
     Its parent's number is the last argument. What libraries print goes to stderr.
     """
     # Before anything that takes time: whoever starts this may be killed at any moment.
     bind_to_parent(int(sys.argv[-1]))
-    with _own_stdout() as stdout:
+    with os.fdopen(os.dup(1), "wb") as stdout:
+        os.dup2(2, 1)
         leave_a_guard(stdout.fileno())
 
         def say(message: Mapping[str, Any]) -> None:
@@ -129,23 +119,11 @@ def serve_errand(work: Callable[[Mapping[str, Any], Say], Mapping[str, Any]]) ->
             say({"answer": answer})
         except InputError as error:
             say({"input": str(error)})
-        except OSError as error:
-            say(_of_system(error))
-        except (MemoryError, EnvironmentFault) as error:
-            say({"environment": words_of(error)})
-
-
-def _of_system(error: OSError) -> dict[str, Any]:
-    """Return what the system refused; some libraries' errors are none of the system's."""
-    if error.errno is None or error.strerror is None:
-        return {"environment": words_of(error)}
-    file = error.filename if isinstance(error.filename, str) else None
-    return {"system": [error.errno, error.strerror, file]}
-
-
-@contextlib.contextmanager
-def _own_stdout() -> Iterator[IO[bytes]]:
-    """Yield this process's stdout, and let what others print there go to stderr."""
-    with os.fdopen(os.dup(1), "wb") as stdout:
-        os.dup2(2, 1)
-        yield stdout
+        except (OSError, MemoryError, EnvironmentFault) as error:
+            # Some libraries' errors of this kind are none of the system's.
+            number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+            file = getattr(error, "filename", None)
+            if number is None or reason is None:
+                say({"environment": words_of(error)})
+            else:
+                say({"system": [number, reason, file if isinstance(file, str) else None]})
