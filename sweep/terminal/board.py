@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -78,9 +78,6 @@ class Board:
         definition: what it is about.
         records: trials that ended before, those that measured winners again included.
         clock: seconds; only differences count.
-        is_driven_here: whether the tuner's own events are heard; of a study that another process
-            drives less is known.
-        earlier_seconds: of the study before it was followed, where all of it counts.
     """
 
     def __init__(
@@ -90,11 +87,8 @@ class Board:
         records: Iterable[TrialRecord] = (),
         *,
         clock: Callable[[], float],
-        is_driven_here: bool = True,
-        earlier_seconds: float = 0.0,
     ) -> None:
         self.name, self.definition, self.clock = name, definition, clock
-        self.is_driven_here = is_driven_here
         self.lock = threading.Lock()
         self.ledger = Ledger(records)
         self.running: dict[int, Running] = {}
@@ -108,7 +102,7 @@ class Board:
         self.is_stopping = False
         self.since_seconds = clock()
         """When what is done now, beside trials, began."""
-        self._started_seconds = clock() - earlier_seconds
+        self._started_seconds = clock()
         self._first_number = self.ledger.next_number
         self._finished, self._lanes = 0, 1
         self._ranked: tuple[Ranking, int] | None = None
@@ -153,15 +147,9 @@ class Board:
         """Note that somebody asked to stop, and when."""
         self.is_stopping, self.since_seconds = True, self.clock()
 
-    def keep_running(self, seconds: Mapping[int, float]) -> None:
-        """Forget what runs no more and never ended; of the others note for how long they ran."""
-        self.running = {n: running for n, running in self.running.items() if n in seconds}
-        for number, running in self.running.items():
-            running.began_seconds = running.since_seconds = self.clock() - seconds[number]
-
     @property
     def is_first(self) -> bool:
-        """Whether no trial has finished since it was followed."""
+        """Whether no trial has finished yet since it was started or resumed."""
         return self._finished == 0
 
     @property
@@ -169,7 +157,7 @@ class Board:
         """Whether a trial that starts now is the first of a worker."""
         is_recorded = self.definition.target.recorded is not None
         is_fresh = self.is_first or (self.confirming is not None and not self.ledger.confirmations)
-        return is_fresh and self.is_driven_here and not is_recorded
+        return is_fresh and not is_recorded
 
     @property
     def may_end_sooner(self) -> bool:
@@ -208,7 +196,7 @@ class Board:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds that it was followed, and of the study before where that counts."""
+        """Seconds since it was started or resumed."""
         return self.clock() - self._started_seconds
 
     @property
@@ -216,7 +204,7 @@ class Board:
         """Seconds that the search still takes, at the pace of its newest trials or of its time
         budget; None where nothing ended yet, or a trial runs for longer than any of those did.
         """
-        limit = self.definition.space.time_budget_seconds if self.is_driven_here else None
+        limit = self.definition.space.time_budget_seconds
         left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
         own = (r.wall_seconds for r in reversed(self.ledger.records) if r.carried is None)
         newest = list(islice(own, _PACE_OF))

@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from operator import attrgetter
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
 from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +19,7 @@ from rich.text import Text
 from reports import units, words
 from reports.words import outcome_line, verdict_words
 from storage.definition import StudySnapshot
-from storage.records import Errand, Phase, Purpose, TrialRecord
+from storage.records import Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
 from sweep.study import events
 from sweep.terminal.board import Board, Running
@@ -33,6 +32,7 @@ from sweep.terminal.console import (
     progress_words,
 )
 from sweep.terminal.drawing import Shown, facts
+from sweep.terminal.summary import status_text
 
 _TICK_SECONDS = 0.2
 """Between two looks at whether somebody asked to stop."""
@@ -155,8 +155,6 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
     is_first = board.is_first and board.starts_a_worker
     board.take(event)
     match event:
-        case events.ConfirmationStarted(numbers=()):
-            return "the search has ended: measuring its winner again"
         case events.ConfirmationStarted(numbers=numbers, recipe=recipe):
             noun = "trials" if len(numbers) > 1 else "trial"
             beside = f" beside {words.at_capacity(recipe)}" if recipe else ""
@@ -211,10 +209,9 @@ def panel(board: Board) -> RenderableType:
         ("best", "nothing fits yet" if best is None else _best(board, best)),
         ("now", "\n".join(now_lines(board))),
     ]
-    if board.is_driven_here:
-        known = [r.progress.allocated_bytes or 0 for r in board.running.values() if r.progress]
-        used = units.gib(max(known, default=0) or None)
-        rows.append(("memory", f"{used} of {units.gib(target.budget_bytes)}"))
+    known = [r.progress.allocated_bytes or 0 for r in board.running.values() if r.progress]
+    used = units.gib(max(known, default=0) or None)
+    rows.append(("memory", f"{used} of {units.gib(target.budget_bytes)}"))
     total, done = board.definition.space.trials, board.trials_done
     most = "at most " if board.may_end_sooner else ""
     count = f"{done:,} of {most}{total:,}" if done <= total else units.out_of(done, total)
@@ -253,9 +250,7 @@ def _running_line(board: Board, running: Running) -> str:
         what = f"trial {started.number}"
     elif started.errand.confirms is None:
         what = words.at_capacity(started.config)
-    if not board.is_driven_here:
-        phase = "running"
-    elif progress is None:
+    if progress is None:
         phase = "starting the worker" if board.starts_a_worker else "getting ready"
     else:
         phase = _PHASES[progress.phase] + (f" step {progress.step}" if progress.step else "")
@@ -300,62 +295,29 @@ def follow(
     stream: TextIO,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> StudySnapshot:
-    """Show a study that another process drives until nobody does; return how it then stands.
+) -> None:
+    """Show how a study stands until nobody drives it any more.
 
     Args:
         read: returns the study as it stands.
-        stream: where it is shown.
+        stream: where it is shown; a terminal that can be drawn on is redrawn, any other is told
+            whenever a trial has ended.
         clock: seconds; only differences count.
         sleep: waits between two looks.
     """
-    snapshot = read()
-    if snapshot.holder is None:
-        return snapshot
-    board = Board(
-        snapshot.name,
-        snapshot.definition,
-        (*snapshot.records, *snapshot.confirmations),
-        clock=clock,
-        is_driven_here=False,
-        earlier_seconds=snapshot.wall_seconds,
-    )
-    with watching(board, is_stopping=lambda: False, stream=stream) as listener:
-        while snapshot.holder is not None:
-            for event in _changes(board, snapshot):
-                listener(event)
-            with board.lock:
-                board.keep_running({t.number: _age(t.started_at) for t in snapshot.running})
-            before = clock()
-            snapshot = read()
+    console, told = Console(file=cast(TextIO, Synchronized(stream)), highlight=False), -1
+    is_drawn = console.is_terminal and not console.is_dumb_terminal
+    drawn = Live(console=console, auto_refresh=False, transient=True)
+    with drawn if is_drawn else nullcontext() as live:
+        while True:
+            before, snapshot = clock(), read()
+            if snapshot.holder is None:
+                return
+            done = len(snapshot.records) + len(snapshot.confirmations)
+            if live is not None:
+                text = Text(status_text(snapshot, width=console.width))
+                live.update(Shown(text), refresh=True)
+            elif done != told:
+                note_folded(status_text(snapshot))
+            told = done
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
-        # The driver may have ended the last trial between the two halves of that look.
-        snapshot = read()
-        for event in _changes(board, snapshot):
-            listener(event)
-    return snapshot
-
-
-def _changes(board: Board, snapshot: StudySnapshot) -> Iterator[events.Event]:
-    """Yield what happened since the board was fed last, in the order in which it did."""
-    known, by_number = {record.number for record in board.ledger.all}, attrgetter("number")
-    new = [r for r in snapshot.records if r.number not in known]
-    again = [r for r in snapshot.confirmations if r.number not in known]
-    yield from map(events.TrialFinished, sorted(new, key=by_number))
-    is_confirming = any(trial.purpose != "search" for trial in snapshot.running)
-    if board.confirming is None and (is_confirming or again):
-        series = max((record.series for record in snapshot.confirmations), default=1)
-        yield events.ConfirmationStarted(series=series, numbers=())
-    yield from map(events.TrialFinished, sorted(again, key=by_number))
-    for trial in sorted(snapshot.running, key=by_number):
-        if trial.number not in board.running:
-            errand = Errand(purpose=trial.purpose, confirms=trial.confirms)
-            yield events.TrialStarted(trial.number, trial.config, False, 1, errand)
-
-
-def _age(began: str | None) -> float:
-    """Return the seconds since a time of this machine's clock; 0 for what is no time."""
-    try:
-        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(began or "")).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0

@@ -60,20 +60,18 @@ def _answer(sentence: str, table: Sequence[RenderableType], said: Sequence[Fact]
 def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
     shown, model, gpu = plan.shown, plan.forecaster.model.name, plan.gpu.name
-    said: list[Fact] = []
+    where, said = f"for {model} on the {gpu}", list[Fact]()
     if shown is None:
-        sentence = f"Nothing fits for {model} on the {gpu}: {_too_small(plan)}"
+        sentence = f"Nothing fits {where}: {_too_small(plan)}"
     elif shown.broken is not None:
-        what = _what(shown.config)
-        sentence = f"{what} is not possible for {model} on the {gpu}: {shown.broken.reason}"
+        sentence = f"{_what(shown.config)} is not possible {where}: {shown.broken.reason}"
     else:
         bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
-        numbers = _numbers(shown, bill)
-        sentence = f"Recommended for {model} on the {gpu}: {_what(shown.config)}: {numbers}"
-        if plan.survey is None:
-            fit = _FIT_WORDS[shown.fit]
-            sentence = f"{_what(shown.config)} {fit} for {model} on the {gpu}: {numbers}"
-        said += [*_facts(plan, shown, bill)]
+        what, numbers = _what(shown.config), _numbers(shown, bill)
+        sentence = f"{what} {_FIT_WORDS[shown.fit]} {where}: {numbers}"
+        if plan.survey is not None:
+            sentence = f"Recommended {where}: {what}: {numbers}"
+        said += _facts(plan, shown, bill)
     said += [*_searched([plan]), *_next(plan), _DETAILS]
     return Group(_answer(sentence, (), said), *(details(plan) if is_detailed else ()))
 
@@ -407,8 +405,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said.append(("or perhaps", ", ".join(card.gpu.name for card in answer.perhaps_cheapest)))
     least = answer.smallest
     if least is not None and least is not best:
-        late = " (perhaps late)" if least.outcome is Outcome.PERHAPS_LATE else ""
-        cost = f"{_cost(least.bill)} in {_took(least.bill)}{late}"
+        cost = f"{_cost(least.bill)} in {_took(least.bill)}"
         said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
     if is_detailed:
         said += [(card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}") for card in others]
@@ -424,26 +421,25 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
-    return _answer(sentence, _jobs(shown) if shown else (), said)
+    return _answer(sentence, [_jobs(shown)] if shown else (), said)
 
 
-def _jobs(cards: Sequence[JobCard]) -> list[RenderableType]:
+def _jobs(cards: Sequence[JobCard]) -> RenderableType:
     rows = [
         (
             card.gpu.name,
             card.bill.offer.label.removeprefix(f"{card.gpu.name} "),
             f"{card.gpu.memory_bytes / GIB:.0f} GiB",
             units.rate(card.forecast.tokens_per_second if card.forecast else None),
-            f"{card.bill.wall_hours:.2f}" + "?" * (card.outcome is Outcome.PERHAPS_LATE),
+            f"{card.bill.wall_hours:.2f}",
             units.usd(card.bill.usd),
             units.usd_interval((card.bill.extremes[0].usd, card.bill.extremes[1].usd)),
+            "may be late" * (card.outcome is Outcome.PERHAPS_LATE),
         )
         for card in cards
     ]
-    is_late = any(card.outcome is Outcome.PERHAPS_LATE for card in cards)
-    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between")
-    legend = [Text("'?' may be late", style="dim")] if is_late else []
-    return [grid(header, rows), *legend, Text("")]
+    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between", "")
+    return Group(grid(header, rows), Text(""))
 
 
 def _why_unable(card: JobCard) -> str:
