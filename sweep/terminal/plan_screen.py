@@ -399,7 +399,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said.append(("settings", _but(settings(best.forecast.config))))
     work = "a training" if answer.workload is None else work_words(answer.workload)
     limit = answer.deadline_seconds
-    by = "" if limit is None else f" within {units.duration(limit)}"
+    by = "" if limit is None else f" within {units.duration(limit)} ('?' may be late)"
     said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
     if answer.perhaps_cheapest:
         said.append(("or perhaps", ", ".join(card.gpu.name for card in answer.perhaps_cheapest)))
@@ -431,14 +431,13 @@ def _jobs(cards: Sequence[JobCard]) -> RenderableType:
             card.bill.offer.label.removeprefix(f"{card.gpu.name} "),
             f"{card.gpu.memory_bytes / GIB:.0f} GiB",
             units.rate(card.forecast.tokens_per_second if card.forecast else None),
-            f"{card.bill.wall_hours:.2f}",
+            f"{card.bill.wall_hours:.2f}" + "?" * (card.outcome is Outcome.PERHAPS_LATE),
             units.usd(card.bill.usd),
             units.usd_interval((card.bill.extremes[0].usd, card.bill.extremes[1].usd)),
-            "may be late" * (card.outcome is Outcome.PERHAPS_LATE),
         )
         for card in cards
     ]
-    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between", "")
+    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between")
     return Group(grid(header, rows), Text(""))
 
 
