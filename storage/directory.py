@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, words_of
+from storage.definition import StudyDefinition
 from storage.files import (
     create,
     make_directory,
@@ -57,8 +58,8 @@ class StudyFile(BaseModel):
     name: str
     database: str
     """Where the study was last driven, without a password."""
-    definition: dict[str, Any]
-    """What it is about, as plain JSON: a spool is taken over by it where no database is left."""
+    definition: StudyDefinition
+    """What it is about: a spool is taken over by it where no database is left."""
     environment: dict[str, Any]
 
 
@@ -98,7 +99,7 @@ def note_identity(directory: Path, ours: StudyFile) -> None:
         InputError: since anybody looked it has become another study's.
         EnvironmentFault: it cannot be written; a healthy database does not need it.
     """
-    path, data = directory / STUDY, ours.model_dump_json().encode()
+    path, data = directory / STUDY, json.dumps(ours.model_dump(mode="json")).encode()
     with writing(path):
         make_directory(directory)
         # Of two drivers at once one is first, and the other reads whose it is.

@@ -11,14 +11,11 @@ from typing import Any, TypeVar
 
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
-from pydantic import ValidationError
 
-from search_spaces.documents import explain
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage import codec
 from storage.database import Storage, close, faults, open_for_reading
 from storage.definition import (
-    StudyDefinition,
     StudySnapshot,
     UnreadableStudy,
     is_file_name,
@@ -63,26 +60,20 @@ def list_studies(url: str, home: Path) -> list[StudySnapshot | UnreadableStudy]:
 
 def count_trials(name: str, *, url: str) -> int:
     """Return how many trials a study has, whatever wrote it. Raises as `read_study`."""
-    with _opened(url) as storage:
+    database = parse_url(url)
+    with _opened(database) as opened:
+        storage = _required(opened, database)
         if name not in (known := _studies(storage)):
-            raise _unknown(name, url, known)
+            raise _unknown(name, database, known)
         return len(storage.get_all_trials(storage.get_study_id_from_name(name), deepcopy=False))
 
 
 def identity_in(database: DatabaseUrl, name: str) -> str | None:
     """Return the identity of a study; None where the database has none of that name. Raises as
     `read_study`."""
-    storage = open_for_reading(database)
-    if storage is None:
-        return None
-    try:
-        with faults(database):
-            attributes = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
-    except KeyError:
-        return None
-    finally:
-        close(storage)
-    return str(attributes.get("identity", ""))
+    with _opened(database) as storage:
+        attributes = None if storage is None else _studies(storage).get(name)
+    return None if attributes is None else str(attributes.get("identity", ""))
 
 
 def read_spooled_study(path: Path) -> StudySnapshot:
@@ -107,16 +98,10 @@ def read_spooled_study(path: Path) -> StudySnapshot:
             f"--from {path}: no study.json beside it says on what GPU and model its results were "
             "measured; put it back into its study's directory"
         )
-    try:
-        definition = StudyDefinition.model_validate(beside.definition)
-    except ValidationError as error:
-        raise InputError(
-            f"--from {path}: another version of sweep wrote it ({explain(error)})"
-        ) from error
     records = Spool(path, identity).read().records
     return StudySnapshot(
         name=beside.name,
-        definition=definition,
+        definition=beside.definition,
         environment=beside.environment,
         records=tuple(r for r in records if r.purpose == "search"),
         confirmations=tuple(r for r in records if r.purpose != "search"),
@@ -147,19 +132,14 @@ def refusal(study: UnreadableStudy) -> InputError:
 
 
 @contextmanager
-def _opened(url: str, lost: str = "") -> Iterator[Storage]:
-    """Open the database to read studies, all of one moment.
-
-    Args:
-        url: of the database.
-        lost: what is said where there is none.
-    """
-    database = parse_url(url)
-    storage = open_for_reading(database)
+def _opened(url: DatabaseUrl) -> Iterator[Storage | None]:
+    """Open a database to read studies, all of one moment; None where there are none yet."""
+    storage = open_for_reading(url)
     if storage is None:
-        raise InputError(lost or f"no studies yet at {database}: run `sweep run` first")
+        yield None
+        return
     try:
-        with faults(database), storage.together():
+        with faults(url), storage.together():
             yield storage
     finally:
         close(storage)
@@ -171,9 +151,15 @@ def _studies(storage: Storage) -> dict[str, dict[str, Any]]:
     return {s.study_name: s.user_attrs for s in studies if "definition" in s.user_attrs}
 
 
-def _unknown(name: str, url: str, known: Iterable[str]) -> InputError:
+def _required(storage: S | None, url: DatabaseUrl) -> S:
+    if storage is None:
+        raise InputError(f"no studies yet at {url}: run `sweep run` first")
+    return storage
+
+
+def _unknown(name: str, url: DatabaseUrl, known: Iterable[str]) -> InputError:
     meant = did_you_mean(name, known, lists="sweep status")
-    return InputError(f"no study {quote(name)} in {parse_url(url)}{meant}")
+    return InputError(f"no study {quote(name)} in {url}{meant}")
 
 
 def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot | UnreadableStudy]:
@@ -181,10 +167,13 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
     database, lost = parse_url(url), ""
     if name is not None and is_file_name(name):
         lost = stranger_words(home / name, name, None, str(database))
-    with _opened(url, lost) as storage:
+    with _opened(database) as opened:
+        if lost and (opened is None or name not in _studies(opened)):
+            raise InputError(lost)
+        storage = _required(opened, database)
         studies = _studies(storage)
         if name is not None and name not in studies:
-            raise InputError(lost) if lost else _unknown(name, url, studies)
+            raise _unknown(name, database, studies)
         stored = {
             study: codec.read_stored(
                 study,
@@ -243,9 +232,7 @@ def shown_storage(name: str, *, url: str) -> Iterator[BaseStorage]:
         EnvironmentFault: the database is not to be had.
     """
     database = parse_url(url)
-    storage = open_for_reading(database, kind=_Shown)
-    if storage is None:
-        raise InputError(f"no studies yet at {database}: run `sweep run` first")
+    storage = _required(open_for_reading(database, kind=_Shown), database)
     storage.name = name
     try:
         yield storage

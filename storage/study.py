@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
@@ -151,7 +151,7 @@ def open_study(
                 identity=identity,
                 name=name,
                 database=str(where),
-                definition=definition.model_dump(mode="json"),
+                definition=definition,
                 environment=dict(environment),
             )
             note_identity(directory, beside)
@@ -383,24 +383,10 @@ class OpenStudy:
             params: of the trial, where this study's space has them.
             distributions: of those.
         """
-        number = self._write(lambda: len(self.study.get_trials(deepcopy=False)))
-        record = record.model_copy(update={"number": number})
-        result = self._result(record)
-        frozen = create_trial(
-            state=result.state,
-            values=result.values,
-            params=dict(params),
-            distributions=dict(distributions),
-            user_attrs=result.attributes,
-            constraints={codec.CONSTRAINT: result.violation},
-        )
-
-        def attempt() -> None:
-            # One more than there were is this one, which went through although nobody was told.
-            if len(self.study.get_trials(deepcopy=False)) == number:
-                self.study.add_trial(frozen)
-
-        self._write(attempt)
+        trial = self.ask(distributions, params=params)
+        record = record.model_copy(update={"number": trial.number})
+        self._write(lambda: self._store(record, attempt=None))
+        del self._open[trial.number]
         self.ledger.add(record)
 
     def begin(
@@ -608,12 +594,12 @@ class OpenStudy:
     def _has_stored(self, record: TrialRecord) -> bool:
         """Write a result; return whether the database has it."""
         try:
-            return self._write(lambda: self._store(record))
+            return self._write(lambda: self._store(record, attempt=record.attempt_id))
         except KeyError:
             return False
 
-    def _store(self, record: TrialRecord) -> bool:
-        """Write a result, the state last, where its trial is open and the attempt that it is of;
+    def _store(self, record: TrialRecord, *, attempt: str | None) -> bool:
+        """Write a result, the state last, where its trial is open and was begun as an attempt;
         return whether the database has it. Raises `KeyError` where the trial is gone."""
         trial_id = self._id(record.number)
         stored = self._storage.get_trial(trial_id)
@@ -623,9 +609,14 @@ class OpenStudy:
             kind = (record.attempt_id, record.verdict)
             return told is not None and (told.attempt_id, told.verdict) == kind
         begun = codec.begun_of(stored)
-        if (None if begun is None else begun.attempt_id) != record.attempt_id:
+        if (None if begun is None else begun.attempt_id) != attempt:
             return False
-        result, trial = self._result(record), Trial(self.study, trial_id)
+        result = codec.to_optuna(
+            record,
+            objectives=self.definition.space.objectives,
+            budget_bytes=self.definition.target.budget_bytes,
+        )
+        trial = Trial(self.study, trial_id)
         for key, value in result.attributes.items():
             trial.set_user_attr(key, value)
         if codec.CONSTRAINT not in stored.constraints:
@@ -635,10 +626,3 @@ class OpenStudy:
             trial.report(value, step)
         self.study.tell(trial, values=result.values, state=result.state)
         return True
-
-    def _result(self, record: TrialRecord) -> codec.OptunaResult:
-        return codec.to_optuna(
-            record,
-            objectives=self.definition.space.objectives,
-            budget_bytes=self.definition.target.budget_bytes,
-        )

@@ -1,8 +1,6 @@
-"""Owns a surface: recorded trials of one model on one GPU, as a file that samplers can be tried
-on.
+"""Surfaces: recorded trials of one model on one GPU, as JSON lines that samplers are tried on.
 
-Reading is strict, and says file, line and key. Knows nothing of samplers, or of how the trials were
-run.
+Reading is strict, and says file, line and key.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.documents import ContradictionError, Document, parse_object, read_text, validate
@@ -23,15 +21,13 @@ from storage.definition import StudySnapshot
 from storage.records import TrialRecord, Verdict
 
 VERSION = 1
-SPEED_REPEATS_WITHIN = 0.05
-"""Relative: two measurements of one configuration that are further apart contradict each other."""
-PEAK_REPEATS_WITHIN = 0.01
-"""The same of the allocated peak, which repeats to the byte on one machine."""
-LEAST_TOO_LARGE = 1e18
+_REPEATS_WITHIN = {"verdict": 0.0, "tokens_per_second": 0.05, "peak_allocated_bytes": 0.01}
+"""Relative: two rows of one configuration that are further apart contradict each other."""
+_TOO_LARGE = 1e18
 """No speed, time or amount of memory reaches it."""
 
-Number = Annotated[float, Field(gt=0, lt=LEAST_TOO_LARGE, strict=True)]
-Bytes = Annotated[int, Field(gt=0, lt=LEAST_TOO_LARGE)]
+Number = Annotated[float, Field(gt=0, lt=_TOO_LARGE, strict=True)]
+Bytes = Annotated[int, Field(gt=0, lt=_TOO_LARGE)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -50,18 +46,13 @@ class SurfaceRow(BaseModel):
     predicted_peak_allocated_bytes: Bytes | None = None
     """What was predicted of it before it ran, where that is known."""
 
-    @field_validator("config")
-    @classmethod
-    def _rows_are_full(cls, config: TrialConfig) -> TrialConfig:
-        if config.packing != "none":
-            raise ValueError(
-                f"packing {config.packing} is of texts, and a surface is of full rows: leave the "
-                "line out"
-            )
-        return config
-
     @model_validator(mode="after")
-    def _what_fits_was_measured(self) -> Self:
+    def _is_whole(self) -> Self:
+        if self.config.packing != "none":
+            raise ContradictionError(
+                f"config packing {self.config.packing} is of texts, and a surface is of full rows: "
+                "leave the line out"
+            )
         for key in ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds"):
             if self.verdict == "fits" and getattr(self, key) is None:
                 raise ContradictionError(f"{key} must be a number where the verdict is fits")
@@ -81,7 +72,7 @@ class _Header(BaseModel):
     config: dict[str, Any] = Field(alias="model_config")
     gpu: Name
     measured_on: Name
-    date: str | None = None
+    date: str = ""
     budget_bytes: Bytes | None = None
 
 
@@ -118,28 +109,12 @@ def read_surface(name: str) -> Surface:
             row that is none or that contradicts another; the message names file, line and key.
         EnvironmentFault: the file is there and cannot be read.
     """
-    lines = [
-        (f"{name}: line {number}", line)
-        for number, line in enumerate(read_text(Path(name), label=name).split("\n"), start=1)
-        if line.strip()
-    ]
+    text = enumerate(read_text(Path(name), label=name).split("\n"), start=1)
+    lines = [(f"{name}: line {number}", line) for number, line in text if line.strip()]
     if not lines:
         raise InputError(f"{name}: the file is empty; its first line says what the surface is of")
-    header = _header(*lines[0])
-    known: dict[TrialConfig, tuple[str, SurfaceRow]] = {}
-    for where, line in lines[1:]:
-        row = validate(SurfaceRow, parse_object(line, where=where), Document(where))
-        first, other = known.setdefault(canonical(row.config), (where, row))
-        _check_agreement(first, other, where, row)
-    if not known:
-        raise InputError(f"{name}: no trial in it; each line after the first is one")
-    rows = tuple(row for _, row in known.values())
-    return Surface(name, rows=rows, repeated=len(lines) - 1 - len(rows), **header)
-
-
-def _header(where: str, line: str) -> dict[str, Any]:
-    """Return what the first line says, by the names of `Surface`."""
-    values = parse_object(line, where=where)
+    (where, first), *others = lines
+    values = parse_object(first, where=where)
     if "surface" not in values:
         raise InputError(
             f"{where}: surface is missing: the first line says what the surface is of, "
@@ -153,41 +128,39 @@ def _header(where: str, line: str) -> dict[str, Any]:
             "the one that wrote it, or a newer one"
         )
     config = checked_config(header.config, label=f"{where}: model_config")
-    return {
+    known: dict[TrialConfig, tuple[str, SurfaceRow]] = {}
+    for at, line in others:
+        row = validate(SurfaceRow, parse_object(line, where=at), Document(at))
+        earlier, other = known.setdefault(canonical(row.config), (at, row))
+        for key, share in _REPEATS_WITHIN.items():
+            old, new = getattr(other, key), getattr(row, key)
+            is_near = share and old and new and abs(old - new) <= share * max(old, new)
+            if old != new and not is_near and (share == 0.0 or (old and new)):
+                raise InputError(
+                    f"{at}: {key} {quote(new)} contradicts line {earlier.rpartition('line ')[2]}, "
+                    f"which says {quote(old)} of the same configuration: keep one of them"
+                )
+    if not known:
+        raise InputError(f"{name}: no trial in it; each line after the first is one")
+    return Surface(
+        name,
         # Its config stands here, so nothing is looked for anywhere.
-        "model": ModelSpec(header.model, "directory", config),
-        "gpu": _card(header.gpu, f"{where}: gpu").name,
-        "card": _card(header.measured_on, f"{where}: measured_on"),
-        "date": header.date or "",
-        "budget_bytes": header.budget_bytes,
-    }
+        model=ModelSpec(header.model, "directory", config),
+        gpu=_gpu(header.gpu, f"{where}: gpu").name,
+        card=_gpu(header.measured_on, f"{where}: measured_on"),
+        rows=tuple(row for _, row in known.values()),
+        repeated=len(others) - len(known),
+        date=header.date,
+        budget_bytes=header.budget_bytes,
+    )
 
 
-def _card(name: str, where: str) -> GpuSpec:
+def _gpu(name: str, where: str) -> GpuSpec:
     """Return the GPU of a name, the catalogue's or the product's."""
     try:
         return match_product(name) or find_gpu(name)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
-
-
-def _check_agreement(first: str, row: SurfaceRow, where: str, other: SurfaceRow) -> None:
-    within = {
-        "verdict": 0.0,
-        "tokens_per_second": SPEED_REPEATS_WITHIN,
-        "peak_allocated_bytes": PEAK_REPEATS_WITHIN,
-    }
-    for key, share in within.items():
-        old, new = getattr(row, key), getattr(other, key)
-        if old == new or (
-            share and (not old or not new or abs(old - new) <= share * max(old, new))
-        ):
-            continue
-        number = first.rpartition("line ")[2]
-        raise InputError(
-            f"{where}: {key} {quote(new)} contradicts line {number}, which says {quote(old)} "
-            "of the same configuration: keep one of them"
-        )
 
 
 def surface_text(snapshot: StudySnapshot) -> str:
@@ -200,13 +173,12 @@ def surface_text(snapshot: StudySnapshot) -> str:
         NothingFits: nothing was measured.
     """
     definition, name = snapshot.definition, f"study '{snapshot.name}'"
-    texts = definition.texts
+    texts, target = definition.texts, definition.target
     if texts is not None:
         raise InputError(
             f"{name}: a surface is of full rows, and its trials trained on {texts.source}, whose "
             "lengths decide what is fast; a study without texts makes one"
         )
-    target = definition.target
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     card = gpu_catalogue().get(target.gpu)
@@ -225,38 +197,30 @@ def surface_text(snapshot: StudySnapshot) -> str:
         "date": max(r.started_at or "" for r in snapshot.records)[:10],
         "budget_bytes": target.budget_bytes,
     }
-    lines = (row.model_dump(mode="json", exclude=_unpredicted(row)) for row in rows.values())
-    return "".join(json.dumps(line) + "\n" for line in (header, *lines))
+    return "".join(json.dumps(line) + "\n" for line in (header, *rows.values()))
 
 
-def _unpredicted(row: SurfaceRow) -> set[str]:
-    """Return the key that a row has only where something was predicted of it."""
-    key = "predicted_peak_allocated_bytes"
-    return {key} if row.predicted_peak_allocated_bytes is None else set()
+def _row_of(record: TrialRecord) -> dict[str, Any] | None:
+    """Return a trial as a line; None where it says nothing of speed and memory.
 
-
-def _seconds(record: TrialRecord) -> float | None:
-    """Return the device's time; the whole trial's where it is not kept apart.
-
-    What another study ran took none here: a measurement knows its own, running out does not.
+    Its seconds are the device's, or the whole trial's where those are not kept apart; of what
+    another study ran those that the measurement knows.
     """
-    if record.carried is None:
-        return max(record.device_seconds or record.wall_seconds, 1e-3)
-    measured = record.measurement
-    return None if measured is None else measured.setup_seconds + measured.measured_seconds
-
-
-def _row_of(record: TrialRecord) -> SurfaceRow | None:
     prediction, measured = record.prediction, record.measurement
-    known = {
-        "config": record.config,
-        "device_seconds": _seconds(record),
-        "predicted_peak_allocated_bytes": prediction and prediction.peak_allocated_bytes,
-    }
-    if record.verdict is Verdict.OOM:
-        # What it had allocated when it failed is no peak of its own.
-        return SurfaceRow(verdict="oom", **known)
-    if record.verdict is not Verdict.FITS or measured is None:
+    is_oom = record.verdict is Verdict.OOM
+    if not is_oom and (record.verdict is not Verdict.FITS or measured is None):
         return None
+    seconds: float | None = max(record.device_seconds or record.wall_seconds, 1e-3)
+    if record.carried is not None:
+        seconds = None if measured is None else measured.setup_seconds + measured.measured_seconds
     numbers = ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "peak_reserved_bytes")
-    return SurfaceRow(verdict="fits", **{key: getattr(measured, key) for key in numbers}, **known)
+    row = {
+        "config": record.config.model_dump(mode="json"),
+        "verdict": "oom" if is_oom else "fits",
+        # What was allocated when memory ran out is no peak of its own.
+        **{key: None if is_oom else getattr(measured, key) for key in numbers},
+        "device_seconds": seconds,
+    }
+    if prediction is not None:
+        row["predicted_peak_allocated_bytes"] = prediction.peak_allocated_bytes
+    return row

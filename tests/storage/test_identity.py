@@ -168,7 +168,11 @@ def test_a_planted_link_is_replaced_and_not_followed(home: Path, tmp_path: Path)
     note_identity(
         home / "study",
         StudyFile(
-            identity="one", name="study", database="sqlite:///x.db", definition={}, environment={}
+            identity="one",
+            name="study",
+            database="sqlite:///x.db",
+            definition=a_definition(),
+            environment={},
         ),
     )
     assert victim.read_text() == "mine"

@@ -25,6 +25,7 @@ from sweep.launching.package import version
 from sweep.launching.remote_study import HOME, RemoteStudy
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.launching.there import ALONE, STAMP
+from tests.storage.builders import a_definition
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
@@ -460,7 +461,13 @@ def test_a_study_of_this_machine_is_never_replaced(
     server: Server, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     database = f"sqlite:///{home}/runs/gone.db"
-    own = StudyFile(identity="1", name="cpu-demo", database=database, definition={}, environment={})
+    own = StudyFile(
+        identity="1",
+        name="cpu-demo",
+        database=database,
+        definition=a_definition(),
+        environment={},
+    )
     note_identity(home / "runs" / "cpu-demo", own)
     assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}"]) == 2
     assert "choose another name" in capsys.readouterr().err

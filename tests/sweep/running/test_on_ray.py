@@ -28,6 +28,7 @@ from sweep.running.ray_nodes import Cluster, Node, checked_address, joined
 from sweep.running.ray_runner import RayRunner
 from sweep.running.runner import Lane, Runner
 from sweep.running.wire import Progress, TrialRequest
+from tests.storage.builders import a_definition
 from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes_of
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 
@@ -227,7 +228,9 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
 def test_what_a_killed_drivers_worker_measured_is_there_for_the_next_driver(
     cluster: Cluster, nodes: list[Node], tmp_path: Path
 ) -> None:
-    ours = StudyFile(identity="mine", name="left", database="", definition={}, environment={})
+    ours = StudyFile(
+        identity="mine", name="left", database="", definition=a_definition(), environment={}
+    )
     note_identity(tmp_path, ours)
     request = TrialRequest(config=SMALL, steps=STEPS)
     for study in ("mine", "another"):
