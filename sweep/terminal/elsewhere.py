@@ -28,7 +28,7 @@ from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.texts import prepare_texts
 from sweep.data.tokenizers import find_tokenizer
-from sweep.launching import slurm
+from sweep.launching import rental, slurm
 from sweep.launching.box import prepared, reached
 from sweep.launching.costing import foreseen
 from sweep.launching.inputs import packed
@@ -37,15 +37,7 @@ from sweep.launching.ledger import STOP_SECONDS
 from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
 from sweep.launching.providers import PROVIDERS, require
 from sweep.launching.remote_study import HOME, RemoteStudy
-from sweep.launching.rental import (
-    Cost,
-    Machine,
-    Provider,
-    Rental,
-    cost_of,
-    machine_offer,
-    shared,
-)
+from sweep.launching.rental import Cost, Machine, Provider
 from sweep.launching.ssh import Address, Connection, ConnectionLostError
 from sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
 from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
@@ -56,14 +48,7 @@ from sweep.running.device_info import check_spelling
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.terminal.commands import DONE, ENVIRONMENT
-from sweep.terminal.console import (
-    confirmed,
-    note,
-    note_folded,
-    say_as_is,
-    say_result,
-    working,
-)
+from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
 from sweep.terminal.plan import tracing
 
 TOKEN = "HF_TOKEN"
@@ -340,9 +325,9 @@ def on_rented(
         parcel = Parcel(python_version(), requirements(), pack(file.parent), mounts)
     is_of_hub = question.model.source == "hub" and os.environ.get(TOKEN)
     secrets = (TOKEN,) if is_of_hub else ()
-    rental = Rental(study, machine, parcel, cost, volume, secrets)
-    _write(file, provider.text(rental))
-    command = provider.start(rental, file)
+    rented = rental.Rental(study, machine, parcel, cost, volume, secrets)
+    _write(file, provider.text(rented))
+    command = provider.start(rented, file)
     note_folded(cost_words(cost, machine), indent=2)
     if is_started and not is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
@@ -350,7 +335,7 @@ def on_rented(
         try:
             code = start(command)
         except KeyboardInterrupt:
-            note(f"It may go on at {provider.title}; what stops it: {provider.stop(rental)}")
+            note(f"It may go on at {provider.title}; what stops it: {provider.stop(rented)}")
             raise
         except OSError as error:
             raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
@@ -362,7 +347,7 @@ def on_rented(
         "study": study,
         "file": str(file),
         "command": shlex.join(command),
-        "results": provider.results(rental),
+        "results": provider.results(rented),
         "gpu": {"name": machine.card.name, "count": machine.cards},
         "volume": volume,
         "cost": cost.to_json(),
@@ -432,7 +417,7 @@ def _question_and_cost(
             ),
         )
         offers = provider.offers(machine, question.offers.get(gpu.name, ()))
-        offer = machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
+        offer = rental.machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
         if offer is None:
             on = f"{machine.cloud} with " if machine.cloud else ""
             raise InputError(
@@ -448,10 +433,10 @@ def _question_and_cost(
         note_folded(f"how long it takes is not predicted: {course.note}")
     spread = course.seconds
     if spread is not None:
-        low, high = shared(spread, cards=machine.cards, start=START_SECONDS)
+        low, high = rental.shared(spread, cards=machine.cards, start=START_SECONDS)
         # One GPU measures the winner again.
         spread = low + course.confirming[0], high + course.confirming[1]
-    cost = cost_of(
+    cost = rental.cost_of(
         spread,
         offer=offer,
         usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),

@@ -45,62 +45,6 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "cpu-demo", "--model", ""],
-        ["run", "cpu-demo", "--gpu", ""],
-        ["run", "cpu-demo", "--study", ""],
-        ["run", "cpu-demo", "--storage", ""],
-        ["run", "cpu-demo", "--sampler", ""],
-        ["run", "cpu-demo", "--time-budget", ""],
-        ["run", ""],
-        ["plan", ""],
-        ["plan", "a10", "--model", ""],
-        ["plan", "a10", "--model="],
-        ["plan", "--gpu", ""],
-        ["plan", "a10", "--from-file", ""],
-        ["plan", "a10", "--price", ""],
-        ["plan", "a10", "--study", ""],
-        ["plan", "a10", "--compute-dtype", ""],
-        ["plan", "a10", "--target-modules", ""],
-        ["status", ""],
-        ["best", ""],
-        ["report", "x", "-o", ""],
-        ["export", "x", "-o", ""],
-        ["export", "x", "--output="],
-        ["export", "x", "--format", ""],
-        ["report", "x", "-o", "."],
-    ],
-    ids=" ".join,
-)
-def test_an_empty_text_names_nothing(
-    home: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    # A busy machine takes so long to import what a study takes that it is announced.
-    assert said.err.removeprefix("Loading libraries ...\n").startswith("error: ")
-    assert not list(home.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["export", "x", "--trial", "y"], "--trial must be a whole number, got 'y'"),
-        (["plan", "--work", "epochs=many"], "--work epochs must be a number, got 'many'"),
-        (["plan", "--rank", "1.5"], "--rank must be a whole number, got '1.5'"),
-    ],
-    ids=" ".join,
-)
-def test_a_number_that_is_none_is_quoted(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
-
-
 def test_a_message_writes_out_what_would_work_unseen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "a10\x1b[31m\u202e"]) == 2
     said = capsys.readouterr().err
@@ -122,9 +66,6 @@ def test_a_message_is_folded_to_the_terminal(
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("sweep ")
-
-
-def test_the_front_door_still_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "--version" in capsys.readouterr().out
 

@@ -52,20 +52,3 @@ def test_a_surface_has_a_report_of_all_its_trials(
     assert "Recorded on an NVIDIA H200, 2026-11-21: nothing is measured now." in page
     # What ran out needs more than the cap it was recorded under, not more than all of the GPU.
     assert "44.00 GiB" in page
-
-
-@pytest.mark.parametrize(
-    ("typed", "more", "said"),
-    [
-        ("recorded:", [], "--on must be recorded:SURFACE"),
-        ("recorded:nowhere.jsonl", [], "nowhere.jsonl"),
-        (f"recorded:{SURFACE}", ["--devices", "1"], "no GPU takes part"),
-    ],
-)
-def test_where_nothing_can_run_is_bad_input(
-    capsys: pytest.CaptureFixture[str], typed: str, more: list[str], said: str
-) -> None:
-    assert main(["run", "a10", "--on", typed, *more]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert said in " ".join(error.split())
