@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError
 
 STORAGE = "SWEEP_STORAGE"
@@ -22,6 +21,9 @@ RESERVED = frozenset({"crashes", "prices.yaml", "sweep.db"})
 
 def runs_directory() -> Path:
     """Return the directory of all studies' files: ``runs``, under ``SWEEP_HOME`` where set."""
+    # Imported here: it takes longer than all of the help that this module is loaded for.
+    from search_spaces.documents import home_expanded
+
     return home_expanded(os.environ.get("SWEEP_HOME") or ".") / "runs"
 
 
@@ -82,5 +84,7 @@ def crash_log_directory() -> Path:
 
 def cache_directory() -> Path:
     """Return where what can be worked out again is kept."""
+    from search_spaces.documents import home_expanded
+
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return home_expanded(base) / "qlora-sweep"

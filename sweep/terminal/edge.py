@@ -24,7 +24,6 @@ from search_spaces.errors import (
     words_of,
 )
 from search_spaces.redaction import learn_environment, shown
-from storage import files
 from sweep import stop_signals
 from sweep.paths import crash_log_directory
 from sweep.stop_signals import INTERRUPTED
@@ -102,6 +101,8 @@ def _plainly(error: typer.TyperException) -> str:
 
 def _report_crash(error: Exception) -> str:
     """Keep the traceback in a private file of a new name, and return one line about it."""
+    from storage import files
+
     text = shown("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"
     message = f"error: {words_of(error)}"

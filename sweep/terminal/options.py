@@ -16,7 +16,6 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 import search_spaces
-from search_spaces.documents import home_expanded
 from search_spaces.errors import InputError, did_you_mean
 from sweep.paths import STORAGE, runs_directory
 
@@ -54,6 +53,8 @@ def studies() -> list[str]:
     """Return the studies of the SQLite file that is the database; none where it cannot be read."""
     import sqlite3
     from urllib.parse import quote
+
+    from search_spaces.documents import home_expanded
 
     scheme, _, named = os.environ.get(STORAGE, "").partition(":///")
     path = home_expanded(named) if scheme.startswith("sqlite") else runs_directory() / "sweep.db"

@@ -64,7 +64,7 @@ def sweep(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_help_answers_without_a_heavy_import() -> None:
     program = (
         "import sys; from sweep.cli import main; code = main(['run', '--help']);"
-        "heavy = {'torch', 'optuna', 'plotly', 'numpy', 'rich'} & set(sys.modules);"
+        "heavy = {'torch', 'optuna', 'plotly', 'numpy', 'rich', 'yaml'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
