@@ -149,6 +149,24 @@ plan a10 --data x.jsonl --set data.format=chat | --set data.format must be one o
 plan a10 --work eons=3                    | unknown amount; did you mean
 plan a10 --work epochs=many               | --work epochs must be a number, got 'many'
 plan a10 --model zzz                      | unknown model 'zzz'; `sweep models` lists them
+plan zzz                                  | no preset, no YAML file and no GPU; `sweep presets` and
+plan a11                                  | no preset, no YAML file and no GPU; did you mean 'a10'
+plan none.yaml                            | none.yaml: no such file
+plan cpu-demo                             | gpu is cpu
+plan --gpu zzz                            | unknown GPU 'zzz'; `sweep gpus` lists them
+plan --gpu a100:x                         | unknown GPU 'a100:x'; did you mean 'a100-40gb',
+plan a10 --storage sqlite:///x.db         | --storage needs --from
+plan a10 --from x                         | no studies yet
+plan a10 --from-file x --seq-len 1        | seq_len and --from-file
+plan t4 --gpu a10 --from-file x           | --from-file answers for one GPU
+plan --longest --cheapest                 | --longest and --cheapest are different
+plan --longest --from-file x              | --from-file and --longest are different
+plan a10 --longest --seq-len 9            | --longest asks for the length
+plan a10 --within 9h                      | --within needs --cheapest
+plan --cheapest --within -1h              | --within: a duration is written like
+plan --cheapest --work samples=0          | --work samples must be greater than 0
+plan a10 --price a10=x                    | --price: a10 must cost dollars an hour
+plan a10 --price a11=1                    | --price: unknown GPU 'a11'; did you mean 'a10'
 train demo --output o --set learning_rate=7 | learning_rate must be at most 1.0, got 7
 train demo --output o --set lora_rank=7   | unknown setting 'lora_rank'
 train demo --output o --epochs inf        | --epochs must be a finite number above 0, got inf
