@@ -18,20 +18,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from reports import units
-from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
+from storage.reading import list_studies
+from sweep.paths import runs_directory, storage_url
 from sweep.request import REQUEST, RunRequest
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.study.session import Prepared
-from sweep.terminal.board import search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS
-from sweep.terminal.console import note, say, say_json, table, width_of
+from sweep.terminal.console import note, say, say_json, width_of
 from sweep.terminal.edge import OUR_ERROR
+from sweep.terminal.summary import studies_text
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
 _BOUND = (
@@ -64,29 +64,14 @@ class Study:
 class Ended:
     """A study's driver that ended."""
 
-    study: Study
     code: int
     document: Mapping[str, Any] | None
-    """What `sweep best --json` says of it; None where its driver said nothing."""
+    """What `sweep best --json` says of its study; None where it said nothing."""
 
     @property
     def is_fault(self) -> bool:
         """Whether the machine may be the cause."""
         return self.code == _FAULT and self.document is None
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """Return the study with its winner, for a table."""
-        # Without the directory or the organisation that the model is in.
-        names = PurePath(self.study.prepared.model.name).name, self.study.name
-        best = None if self.document is None else self.document.get("best")
-        if best is None:
-            none = self.code == NOTHING_FITS
-            return *names, "", "", "nothing fits" if none else f"ended with exit code {self.code}"
-        measured, config = best["measurement"], TrialConfig.model_validate(best["config"])
-        speed, peak = measured["tokens_per_second"], measured["peak_allocated_bytes"]
-        words = search_words(config, space=self.study.prepared.space)
-        return *names, f"{speed:,.0f}", units.gib(peak), words
 
 
 def run(
@@ -124,8 +109,11 @@ def run(
             if wait(waiting, _END_SECONDS).not_done:
                 drivers.kill()
     if not as_json:
-        header = ("model", "study", "tokens/s", "memory", "best")
-        say(table(header, [end.row for end in ended], width=width_of(sys.stdout)))
+        url, names = storage_url(studies[0].request.storage), {each.name for each in studies}
+        # There may be no database yet where none of them could begin.
+        with suppress(InputError):
+            found = [each for each in list_studies(url, runs_directory()) if each.name in names]
+            say(studies_text(found, width=width_of(sys.stdout)))
     if interruption.is_requested():
         note("Interrupted; the same command goes on where this one stopped.")
         return INTERRUPTED
@@ -197,7 +185,7 @@ class _Drivers:
             with suppress(ValueError):
                 document = json.loads(answer.read())
             is_known = code in (DONE, *_WORST_FIRST)
-            return Ended(study, code if is_known else _FAULT, document)
+            return Ended(code if is_known else _FAULT, document)
 
     def stop(self) -> None:
         """Ask each driver to stop, once, and begin none any more."""

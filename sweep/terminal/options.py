@@ -319,18 +319,15 @@ def seconds(option: str, typed: str | None) -> float | None:
 
 
 def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]:
-    """Return the amounts of ``--work``, by key."""
-    found: dict[str, Any] = {}
-    for name, text in pairs("--work", typed).items():
-        key = name.replace("-", "_")
+    """Return the numbers of ``--work``, by key."""
+    found = {key.replace("-", "_"): _value(text) for key, text in pairs("--work", typed).items()}
+    for key, number in found.items():
+        name = key.replace("_", "-")
         if key not in known:
-            words = (each.replace("_", "-") for each in known)
-            raise InputError(f"--work {name}={text}: unknown amount{did_you_mean(name, words)}")
-        number = _value(text)
-        if not isinstance(number, int | float if key == "epochs" else int):
-            kind = "a number" if key == "epochs" else "a whole number"
-            raise InputError(f"--work {name} must be {kind}, got {text!r}")
-        found[key] = number
+            names = (each.replace("_", "-") for each in known)
+            raise InputError(f"--work {name}: unknown amount{did_you_mean(name, names)}")
+        if not isinstance(number, int | float):
+            raise InputError(f"--work {name} must be a number, got {number!r}")
     return found
 
 

@@ -95,13 +95,9 @@ def test_studies_of_several_models_run_and_print_a_document_each(
 def test_without_json_there_is_a_line_for_each_model(tmp_path: Path, models: list[str]) -> None:
     done = sweep_run(tmp_path, typed(tmp_path, models, "--study", "night"))
     assert done.returncode == 0, done.stderr
-    header, *rows = done.stdout.splitlines()
-    assert header.split() == ["model", "study", "tokens/s", "memory", "best"]
+    _, *rows = done.stdout.splitlines()
     # The largest begins.
-    assert [row.split()[:2] for row in rows] == [
-        ["large", "night-large"],
-        ["small", "night-small"],
-    ]
+    assert [row.split()[0] for row in rows] == ["night-large", "night-small"]
 
 
 @pytest.mark.parametrize(
