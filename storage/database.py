@@ -58,48 +58,29 @@ _SESSION = """SET lock_timeout = '10s'; SET statement_timeout = '60s';
 SET idle_in_transaction_session_timeout = '60s'; SET tcp_keepalives_idle = 30;
 SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"""
 """A server must notice by itself that a client is gone, to free its locks."""
-_LASTING = (
-    (
-        r"authentication failed|no password supplied|requires? (a )?password",
-        "check the user and the password, in SWEEP_STORAGE, ~/.pgpass or PGPASSWORD",
-    ),
-    (
-        r"pg_hba\.conf",
-        "the server does not let this user in from this host: see its pg_hba.conf, or try "
-        "'?sslmode=require' behind the URL",
-    ),
-    (r'database "[^"]*" does not exist', "create it first, with `createdb`"),
-    (r"(resolve|translate) host", "check the host's name, and the network"),
-    (
-        r"has not answered|timeout expired",
-        "does the server run on that host and port? Or a pooler has no connection left: a driver "
-        "needs three while it starts (default_pool_size)",
-    ),
-    (
-        r"statement pooling mode",
-        "a connection pooler in statement mode: name the server itself, or the pooler's session "
-        "mode",
-    ),
-    (r"permission denied", "grant this user the right to it"),
-    (r"No space left|disk (is )?full|disk I/O error", "free some space there, then try again"),
-    (r"certificate|SSL", "see sslmode and sslrootcert of the URL"),
-    (r"readonly database|unable to open", "make the file and its directory writable"),
-    (r"malformed|not a database", "put a copy in its place, or choose another --storage"),
+_THREE = (
+    "does the server run? A driver needs three connections while it starts: close other sessions, "
+    "or raise max_connections, of a pooler default_pool_size"
 )
-"""What a failure means that waiting does not help, and what to do about it."""
-_PASSING = (
-    (r"Connection refused", "does the server run on that host and port?"),
-    (
-        r"too many (clients|connections)|connection slots|no more connections|query_wait_timeout",
-        "a driver needs three connections while it starts, then one: close other sessions, or "
-        "raise max_connections, of a pooler its pool size (default_pool_size)",
-    ),
-    (
-        r"read-only transaction|in a read-only",
-        "a standby only reads: name the primary, or all hosts with "
-        "'?target_session_attrs=read-write'",
-    ),
-)
+_LASTING = {
+    r"authentication failed|no password|requires? (a )?password": "check the user and the password",
+    r"pg_hba\.conf": "see the server's pg_hba.conf, or try '?sslmode=require' behind the URL",
+    r'database "[^"]*" does not exist': "create it first, with `createdb`",
+    r"(resolve|translate) host": "check the host's name, and the network",
+    r"has not answered|timeout expired": _THREE,
+    r"statement pooling mode": "a pooler in statement mode: name the server, or session mode",
+    r"permission denied": "grant this user the right to it",
+    r"No space left|disk (is )?full|disk I/O error": "free some space there, then try again",
+    r"certificate|SSL": "see sslmode and sslrootcert of the URL",
+    r"readonly database|unable to open": "make the file and its directory writable",
+    r"malformed|not a database": "put a copy in its place, or choose another --storage",
+}
+"""What to do about a failure that waiting does not help, by a pattern of its words."""
+_PASSING = {
+    r"Connection refused": "does the server run on that host and port?",
+    r"too many (clients|connections)|connection slots|no more connections|query_wait": _THREE,
+    r"in a read-only": "a standby only reads: name the primary, or '?target_session_attrs=primary'",
+}
 """The same of what may be over soon."""
 _OWN_COLUMNS = {"studies": "study_name", "trials": "study_id"}
 """A column of Optuna's in tables whose names another application may well have."""
@@ -161,7 +142,7 @@ def _may_pass(error: BaseException) -> bool:
         return True
     # The last is what an earlier fault, which Optuna passed over, left of a transaction.
     kinds = OperationalError | InterfaceError | InternalError | InvalidRequestError
-    return isinstance(cause, kinds) and not any(re.search(known, text) for known, _ in _LASTING)
+    return isinstance(cause, kinds) and not any(re.search(known, text) for known in _LASTING)
 
 
 def open_for_writing(url: DatabaseUrl) -> Storage:
@@ -306,7 +287,8 @@ def reason(error: BaseException) -> str:
     SQL and parameters are not in it, nor any password.
     """
     original = _original(error)
-    hints = (words for known, words in _LASTING + _PASSING if re.search(known, str(original)))
+    known = {**_LASTING, **_PASSING}
+    hints = (words for pattern, words in known.items() if re.search(pattern, str(original)))
     return ": ".join([words_of(original), *[*hints][:1]])
 
 

@@ -1,4 +1,4 @@
-"""Owns the fingerprint of the machine and the libraries that a run of a study used.
+"""The fingerprint of the machine and the libraries that a run of a study used.
 
 Versions are read from package metadata: nothing here imports torch, or asks a driver. What cannot
 be read, or was not told, is null.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -64,30 +66,26 @@ def fingerprint(
     return {key: redacted(value) for key, value in found.items()}
 
 
-def _cpu() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def _cpu() -> str:
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def _commit(root: Path) -> str | None:
     """Return the commit, with ``-dirty`` where files differ; None where ``root`` is no checkout."""
-    if not (root / ".git").exists():
-        return None
-    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    command = ["git", "-C", str(root), *describe]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    if (root / ".git").exists():
+        describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        command = ["git", "-C", str(root), *describe]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            return done.stdout.strip()
+    return None
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import signal
 import threading
 import time
@@ -124,7 +123,7 @@ def test_a_server_that_was_silent_for_a_moment_is_outlasted(
 def test_connections_that_a_firewall_forgot_are_replaced_the_lease_too(
     url: str, home: Path, proxy: Proxy, is_short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_LASTING", re.compile("nothing"))
+    monkeypatch.setattr(database, "_LASTING", {})
     with open_it(url, home) as study:
         run_one(study)
         # The server goes on believing in the session that has the lock.
