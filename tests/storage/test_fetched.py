@@ -167,10 +167,3 @@ def test_a_fetch_that_is_cut_short_leaves_what_was_there(here: Place, there: Pla
     here.take_in(there)
     assert len(read_study("study", url=here.url, home=here.home).records) == 4
     assert len(list_studies(here.url, here.home)) == 1
-
-
-def test_a_study_that_somebody_drives_here_is_left_alone(here: Place, there: Place) -> None:
-    here.take_in(there)
-    with open_it(here.url, here.home), pytest.raises(EnvironmentFault):
-        here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 2

@@ -73,16 +73,6 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     assert (victim.read_bytes(), path.read_bytes()) == (b"theirs", b"new")
 
 
-def test_a_link_to_nowhere_creates_nothing_there(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="is a symbolic link"):
-        append(path)
-    with pytest.raises(FileExistsError):
-        files.create(path)
-    assert not (tmp_path / "victim").exists()
-
-
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("plant", "words"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import EnvironmentFault
 from storage.reading import list_studies, read_study
 from tests.storage import postgres
 from tests.storage.builders import open_it, run_one
@@ -100,16 +100,6 @@ def test_the_database_of_another_application_is_refused_and_left(
     assert not home.exists()
 
 
-def test_tables_that_are_in_nobodys_way_are_left_in_peace(url: str, home: Path) -> None:
-    execute(url, "CREATE TABLE invoices (id INTEGER)")
-    with pytest.raises(InputError, match="no studies yet"):
-        list_studies(url, home)
-    with open_it(url, home) as study:
-        told = run_one(study)
-    assert read_study("study", url=url, home=home).records == (told,)
-    assert "invoices" in tables(url)
-
-
 # Roles
 
 
@@ -140,17 +130,6 @@ def test_a_role_that_may_only_read_reads_and_is_told_what_it_lacks(
             open_it(reader, home, name=name)
     assert [line.name for line in list_studies(url, home)] == ["study"]
     assert not (home / "new").exists()
-
-
-def test_a_role_without_any_right_is_told_so(cluster: postgres.Cluster, home: Path) -> None:
-    url = cluster.new_database()
-    nobody = a_role(cluster, url, "nobody")
-    with pytest.raises(EnvironmentFault, match=r"permission denied.*grant this user the right"):
-        open_it(nobody, home)
-    open_it(url, home).close()
-    for action in (lambda: open_it(nobody, home), lambda: list_studies(nobody, home)):
-        with pytest.raises(EnvironmentFault, match=r"permission denied.*grant this user the right"):
-            action()
 
 
 def test_a_server_that_only_reads_is_said_at_once(cluster: postgres.Cluster, home: Path) -> None:

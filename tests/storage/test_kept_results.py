@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -15,15 +14,13 @@ from optuna.trial import Trial
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
-from search_spaces.gpus import GIB
-from storage.directory import OutcomeFile, Spool, beside_log
+from storage.directory import OutcomeFile, beside_log
 from storage.reading import read_study
 from storage.records import (
     Attempt,
     Crashed,
     Errand,
     Lost,
-    Measured,
     Outcome,
     OutOfMemory,
     TrialRecord,
@@ -133,21 +130,6 @@ def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path,
     assert "is kept in" in read_study("study", url=url, home=home).warnings[0]
 
 
-def test_a_study_that_is_deleted_while_driven_leaves_its_results_in_the_spool(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        trial, record = begin(study)
-        execute(url, "DELETE FROM studies")
-        with pytest.raises(
-            EnvironmentFault, match=r"was deleted from .* is safe in .*spool\.jsonl"
-        ):
-            study.tell(trial, record)
-        with pytest.raises(EnvironmentFault, match="was deleted from"):
-            study.ask(DISTRIBUTIONS)
-        assert study._spool.read().records == (record,)
-
-
 def test_a_database_restored_from_a_copy_gets_no_result_of_the_trial_that_had_the_number(
     home: Path, url: str
 ) -> None:
@@ -205,13 +187,6 @@ def test_the_same_configuration_under_the_same_number_is_still_another_attempt(
     with open_it(url, home) as study:
         study.recover()
         assert [r.verdict for r in study.records()] == [Verdict.LOST]
-
-
-def test_what_was_told_is_never_said_to_be_kept(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        for outcome in (fits(), OutOfMemory(stage="forward"), Crashed(phase="build")):
-            run_one(study, outcome)
-    assert read_study("study", url=url, home=home).warnings == ()
 
 
 def test_once_the_configuration_was_measured_again_nothing_is_left_to_say(
@@ -295,20 +270,6 @@ def test_what_a_worker_left_is_the_result_of_a_trial_whose_driver_died(
         assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
         assert told.device_seconds == 4.0
     assert read_study("study", url=url, home=home).warnings == ()
-
-
-def test_what_a_worker_left_of_a_confirmation_is_told_as_one(home: Path, url: str) -> None:
-    errand = Errand(purpose="soak", series=1, confirms=0)
-    with open_it(url, home) as study:
-        first = run_one(study)
-        trial = study.ask_again()
-        attempt = study.begin(trial, first.config, STARTED_AT, errand=errand)
-        left_behind(study).write(attempt, first.config, fits(900.0))
-    with open_it(url, home) as study:
-        study.recover()
-        (told,) = study.confirmations()
-        assert (told.purpose, told.series, told.confirms) == ("soak", 1, 0)
-        assert told.outcome == fits(900.0)
 
 
 @pytest.mark.parametrize(
@@ -398,10 +359,7 @@ def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str)
 
 GARBAGE = {
     "binary": bytes(range(256)) * 50 + b"\n",
-    "nuls": b"\0" * 4096 + b"\n",
     "nested": b"[" * 100_000 + b"\n",
-    "invalid UTF-8": b'{"study": "\xff\xfe"}\n',
-    "a number of many digits": b"9" * 10_000 + b"\n",
     "another type": b'{"study": 1, "record": 2}\n[]\nnull\n',
     "long": b"x" * (5 * 1024 * 1024) + b"\n",
 }
@@ -425,23 +383,6 @@ def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garb
     assert spool.read_bytes().startswith(garbage)
 
 
-def test_a_line_of_a_later_version_stops_nothing_is_said_and_stays(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study)
-        study._spool.append(record)
-    spool = home / "study" / "spool.jsonl"
-    entry = json.loads(spool.read_text())
-    entry["record"]["outcome"]["verdict"] = "melted"
-    later = json.dumps(entry) + "\n"
-    spool.write_text(later)
-    assert "cannot be read" in read_study("study", url=url, home=home).warnings[0]
-    with open_it(url, home) as study:
-        study.recover()
-        assert [r.verdict for r in study.records()] == [Verdict.LOST]
-        run_one(study)
-    assert spool.read_text().startswith(later)
-
-
 def test_a_directory_in_place_of_the_spool_stops_nothing_and_is_said(home: Path, url: str) -> None:
     said: list[str] = []
     with open_it(url, home, warn=said.append) as study:
@@ -453,20 +394,3 @@ def test_a_directory_in_place_of_the_spool_stops_nothing_and_is_said(home: Path,
     with open_it(url, home, warn=said.append) as study:
         study.recover()
     assert any("cannot be read" in line for line in said)
-
-
-def test_a_spooled_line_is_read_once_however_many_there_are(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool.jsonl", "one")
-    spool.append(a_record(0).model_copy(update={"attempt_id": "a0"}))
-    line = spool.path.read_bytes()
-    spool.path.write_bytes(b"".join(line.replace(b'"a0"', b'"a%d"' % n) for n in range(20_000)))
-    known = {f"a{n}" for n in range(20_000)}
-    assert spool.read(known=known).records == ()
-    assert len(spool.read(known=known - {"a7", "a19999"}).records) == 2
-
-
-def test_measured_outcomes_survive_as_they_are(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "spool.jsonl", "one")
-    odd = Measured(measurement=fits(peak=GIB).measurement.model_copy(update={"flags": ("ü\n",)}))
-    spool.append(a_record(0, odd))
-    assert spool.read().records == (a_record(0, odd),)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,19 +14,16 @@ from storage.records import (
     Crashed,
     Errand,
     Lost,
+    Outcome,
     OutOfMemory,
     TimedOut,
     TrialRecord,
 )
 from tests.storage.builders import a_record, fits
 
-OUTCOMES = (
-    fits(),
-    OutOfMemory(stage="forward"),
-    Crashed(phase="build"),
-    TimedOut(phase="warmup"),
-    Lost(detail="the driver ended"),
-)
+CRASH: Outcome = Crashed(phase="build")
+INTERRUPTED: Outcome = Lost(detail="somebody asked", is_interrupted=True)
+OUTCOMES = (fits(), OutOfMemory(stage="forward"), CRASH, TimedOut(phase="warmup"), Lost())
 HERE = Carried(study="other", identity="f00d", number=3)
 
 
@@ -65,7 +63,7 @@ def spent_of(records: Sequence[TrialRecord], *, since: int) -> int:
 
 @settings(max_examples=200, deadline=None)
 @given(told=trials(), since=st.integers(0, 20), loaded=st.integers(0, 25))
-def test_a_ledger_says_of_any_sequence_of_trials_what_the_functions_of_all_records_say(
+def test_a_ledger_says_of_any_sequence_of_trials_what_looking_at_all_of_them_says(
     told: list[TrialRecord], since: int, loaded: int
 ) -> None:
     ledger = Ledger(told[:loaded])
@@ -86,11 +84,38 @@ def test_a_ledger_says_of_any_sequence_of_trials_what_the_functions_of_all_recor
         assert (config in ledger) == any(record.config == config for record in searched)
 
 
-def test_a_configuration_is_tried_three_times_however_many_trials_there_are() -> None:
-    crash, ledger = Crashed(phase="attach"), Ledger()
-    for number in range(MAX_ATTEMPTS):
-        assert ledger.to_retry() == (() if not number else (TrialConfig(micro_batch_size=4),))
-        ledger.add(a_record(number, crash))
-    assert ledger.to_retry() == ()
-    assert ledger.to_retry(since=MAX_ATTEMPTS) == (TrialConfig(micro_batch_size=4),)
-    assert ledger.trials_spent() == 1
+@pytest.mark.parametrize(
+    ("outcomes", "is_retried"),
+    [
+        ([], False),
+        ([Lost()], True),
+        ([CRASH, TimedOut(phase="warmup")], True),
+        ([CRASH, CRASH, CRASH], False),
+        ([CRASH, fits()], False),
+        ([INTERRUPTED] * 20, True),
+        ([CRASH, INTERRUPTED, CRASH, INTERRUPTED, CRASH], False),
+    ],
+)
+def test_what_came_to_nothing_is_tried_three_times_at_most(
+    outcomes: list[Outcome], is_retried: bool
+) -> None:
+    records = [a_record(number, outcome) for number, outcome in enumerate(outcomes)]
+    assert bool(Ledger(records).to_retry()) == is_retried
+
+
+def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried() -> None:
+    records = [a_record(i, CRASH, batch=batch) for i, batch in enumerate((8, 2, 4, 8))]
+    assert [config.micro_batch_size for config in Ledger(records).to_retry()] == [8, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "is_retried"),
+    [(CRASH, 1.0, True), (Lost(), 1.0, True), (Lost(), 0.0, False), (fits(), 1.0, False)],
+    ids=["crashed", "lost", "took its driver along", "settled"],
+)
+def test_a_new_run_tries_anew_what_failed_in_the_last(
+    outcome: Outcome, seconds: float, is_retried: bool
+) -> None:
+    records = [a_record(number, outcome, device_seconds=seconds) for number in range(3)]
+    assert bool(Ledger(records).to_retry(since=next_number(records))) is is_retried
+    assert not Ledger(records).to_retry()

@@ -16,9 +16,15 @@ def test_a_study_goes_with_its_files_and_others_stay(tmp_path: Path) -> None:
         with open_it(url, tmp_path, name=name) as study:
             run_one(study)
     (tmp_path / "mine" / "report.html").write_text("<!doctype html>")
+    (tmp_path / "mine" / "slurm-17.log").touch()
     assert count_trials("mine", url=url) == 1
     removed = remove_study("mine", url=url, home=tmp_path)
-    assert {path.name for path in removed.files} == {"spool.jsonl", "report.html", "study.json"}
+    assert {path.name for path in removed.files} == {
+        "spool.jsonl",
+        "report.html",
+        "slurm-17.log",
+        "study.json",
+    }
     assert removed.left == ()
     assert not (tmp_path / "mine").exists()
     assert [s.name for s in list_studies(url, tmp_path)] == ["other"]
@@ -26,16 +32,6 @@ def test_a_study_goes_with_its_files_and_others_stay(tmp_path: Path) -> None:
         count_trials("mine", url=url)
     with open_it(url, tmp_path, name="mine") as study:
         assert study.records() == ()
-
-
-def test_what_a_queue_left_of_a_study_goes_with_it(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/sweep.db"
-    with open_it(url, tmp_path, name="mine") as study:
-        run_one(study)
-    for name in ("slurm.sh", "slurm-17.log", "slurm-17.idle"):
-        (tmp_path / "mine" / name).touch()
-    assert remove_study("mine", url=url, home=tmp_path).left == ()
-    assert not (tmp_path / "mine").exists()
 
 
 def test_what_is_not_the_studys_is_left_and_named(tmp_path: Path) -> None:

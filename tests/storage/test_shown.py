@@ -8,7 +8,6 @@ import pytest
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from search_spaces.errors import InputError
 from storage.reading import shown_storage
 from storage.records import Errand, OutOfMemory
 from tests.storage.builders import a_record, begun, open_it, run_one
@@ -66,11 +65,3 @@ def test_nothing_can_be_written(tmp_path: Path) -> None:
             with pytest.raises((StorageInternalError, UpdateFinishedTrialError)):
                 write()
     assert (tmp_path / "sweep.db").read_bytes() == before
-
-
-def test_without_a_database_that_is_said(tmp_path: Path) -> None:
-    with (
-        pytest.raises(InputError, match="no studies yet"),
-        shown_storage("study", url=f"sqlite:///{tmp_path}/sweep.db"),
-    ):
-        pass

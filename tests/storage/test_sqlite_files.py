@@ -29,7 +29,7 @@ from storage.directory import Spool
 from storage.lease import FileLease, this_driver
 from storage.reading import list_studies, read_study
 from storage.urls import parse_url
-from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it, run_one
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 from tests.storage.driver import ROOT
 
 NOBODY = 65534
@@ -60,13 +60,6 @@ def test_reading_a_file_that_is_no_database_never_changes_it(
     assert os.listdir(home) == ["sweep.db"]
 
 
-def test_a_file_that_is_no_database_is_a_fault_when_driving(home: Path, url: str) -> None:
-    home.mkdir()
-    (home / "sweep.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(EnvironmentFault, match=r"sweep\.db: file is not a database"):
-        open_it(url, home)
-
-
 def test_a_corrupted_database_is_a_fault_that_names_it(home: Path, url: str) -> None:
     with open_it(url, home) as study:
         for _ in range(3):
@@ -77,13 +70,6 @@ def test_a_corrupted_database_is_a_fault_that_names_it(home: Path, url: str) -> 
     for action in (lambda: open_it(url, home), lambda: list_studies(url, home)):
         with pytest.raises(EnvironmentFault, match=r"sweep\.db: "):
             action()
-
-
-def test_a_directory_in_place_of_the_file_is_a_fault(home: Path) -> None:
-    home.mkdir()
-    for action in (open_it, list_studies):
-        with pytest.raises(EnvironmentFault, match="is no file"):
-            action(f"sqlite:///{home}", home)
 
 
 @pytest.mark.timeout(10)
@@ -146,11 +132,6 @@ def test_a_study_in_a_read_only_directory_can_be_read_and_not_driven(public: Pat
         assert len(read_study("study", url=url, home=public).records) == 1
         with pytest.raises(EnvironmentFault, match=str(public)):
             open_it(url, public)
-
-
-def test_a_new_study_in_a_read_only_directory_is_a_fault(public: Path) -> None:
-    with unwritable(public), pytest.raises(EnvironmentFault, match="Permission denied"):
-        open_it(f"sqlite:///{public}/runs/sweep.db", public)
 
 
 @contextmanager
@@ -239,14 +220,6 @@ def test_somebody_who_looks_at_the_lock_keeps_no_driver_out(home: Path, url: str
     assert lease.holder() is None
 
 
-def test_readers_do_not_take_each_other_for_the_driver(home: Path, url: str) -> None:
-    open_it(url, home).close()
-    lease = FileLease(home / "sweep.db", "study")
-    with lease.path.open(encoding="utf-8") as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
-        assert lease.holder() is None
-
-
 def test_a_lock_that_cannot_be_looked_at_is_not_taken_for_nobodys(public: Path) -> None:
     url = f"sqlite:///{public}/sweep.db"
     with open_it(url, public):
@@ -272,20 +245,6 @@ def test_a_file_system_without_locks_is_a_fault_and_no_lease(
         open_it(url, home)
 
 
-def test_a_result_of_a_deleted_study_is_not_told_to_its_successor(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        run_one(study, fits(9999.0))
-    (home / "sweep.db").unlink()
-    (home / "study").rename(home / "earlier")
-    with open_it(url, home) as study:
-        study.ask(DISTRIBUTIONS)
-    spooled = (home / "earlier" / "spool.jsonl").read_text()
-    (home / "study" / "spool.jsonl").write_text(spooled)
-    with open_it(url, home) as study:
-        study.recover()
-        assert study.records() == ()
-
-
 def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
     home: Path, url: str
 ) -> None:
@@ -296,27 +255,6 @@ def test_results_that_wait_in_the_spool_are_mentioned_when_nobody_drives(
         assert read_study("study", url=url, home=home).warnings == ()
     (warning,) = read_study("study", url=url, home=home).warnings
     assert "the result of trial 0 (fits) is in" in warning
-
-
-def test_what_another_version_stored_is_refused_and_not_a_crash(home: Path, url: str) -> None:
-    open_it(url, home).close()
-    with closing(sqlite3.connect(home / "sweep.db")) as file, file:
-        file.execute(
-            "UPDATE study_user_attributes SET value_json = json_set(value_json, '$.shape', 1) "
-            "WHERE key = 'definition'"
-        )
-    for action in (lambda: open_it(url, home), lambda: read_study("study", url=url, home=home)):
-        with pytest.raises(InputError, match="another version of sweep"):
-            action()
-
-
-def test_a_database_of_another_optuna_is_a_fault(home: Path, url: str) -> None:
-    open_it(url, home).close()
-    with closing(sqlite3.connect(home / "sweep.db")) as file, file:
-        file.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
-    for action in (lambda: open_it(url, home), lambda: list_studies(url, home)):
-        with pytest.raises(EnvironmentFault, match=r"no longer compatible.*pip install -U optuna"):
-            action()
 
 
 def test_nothing_of_storage_imports_torch() -> None:

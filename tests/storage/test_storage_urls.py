@@ -7,7 +7,6 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.redaction import redact
 from storage.database import faults
 from storage.urls import PostgresUrl, SqliteUrl, parse_url
 
@@ -66,29 +65,6 @@ def test_a_url_that_is_not_right_is_refused_without_its_password(url: str, messa
         parse_url(url)
     assert "sec" not in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://u:secret@h/d",
-        "postgresql://:secret@h/d",
-        "postgresql://u:se/cr@et@h/d?x=1",
-        "postgresql://u@h/d?password=secret&x=1",
-        "postgresql://h/d?sslpassword=secret",
-        "nonsense://u:secret@h",
-    ],
-)
-def test_redaction_hides_the_password_wherever_it_is(url: str) -> None:
-    shown = redact(url)
-    assert "secret" not in shown
-    assert "cr@et" not in shown
-    assert "***" in shown
-
-
-def test_redaction_leaves_what_has_no_password(tmp_path: Path) -> None:
-    for url in ("sqlite:////tmp/a@b.db", "postgresql://u@h/d", "runs/sweep.db", "no url: at all"):
-        assert redact(url) == url
 
 
 @pytest.mark.parametrize("quoted", ["p@ss/1", "p%40ss%2F1"])

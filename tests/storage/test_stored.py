@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from reports.view import view_of
 from search_spaces.errors import InputError
+from storage.codec import FORMAT_WRITTEN
 from storage.definition import StudySnapshot, UnreadableStudy
 from storage.reading import list_studies, read_study
 from tests.storage.builders import DISTRIBUTIONS, fits, open_it, run_one
@@ -173,12 +174,6 @@ def test_a_study_that_cannot_be_read_is_a_line_of_the_list_and_others_stay(
     assert_only_mine_is_unreadable(path, words)
 
 
-@pytest.mark.parametrize("text", ["NaN", '"a"', "7"])
-def test_a_definition_that_is_no_definition_is_a_line_of_the_list(text: Any, path: Path) -> None:
-    of_study("definition", text)(path)
-    assert_only_mine_is_unreadable(path, "definition")
-
-
 def assert_only_mine_is_unreadable(path: Path, words: str) -> None:
     mine, other = list_studies(f"sqlite:///{path}", path.parent)
     assert isinstance(mine, UnreadableStudy)
@@ -250,8 +245,17 @@ def test_no_value_anywhere_stops_the_reading_and_ranking_of_the_others(
 # Going on
 
 
-@pytest.mark.parametrize(("key", "text"), [("definition", "7"), ("runs", "7"), ("identity", "7")])
+@pytest.mark.parametrize(("key", "text"), [("definition", "7"), ("runs", "7"), ("format", '"two"')])
 def test_a_study_that_cannot_be_read_is_not_gone_on_with(key: str, text: str, path: Path) -> None:
     of_study(key, text)(path)
     with pytest.raises(InputError, match=f"study 'mine' cannot be .*{key}"):
         open_it(f"sqlite:///{path}", path.parent, name="mine")
+
+
+def test_a_study_of_a_newer_sweep_is_refused_and_left_as_it_is(path: Path) -> None:
+    of_study("format", str(FORMAT_WRITTEN + 1))(path)
+    before, newer = path.read_bytes(), r"a newer sweep wrote it \(format 2.*pip install -U"
+    with pytest.raises(InputError, match=newer):
+        open_it(f"sqlite:///{path}", path.parent, name="mine")
+    assert_only_mine_is_unreadable(path, newer)
+    assert path.read_bytes() == before
