@@ -140,7 +140,8 @@ def run(
     typed, models = context.params, model or []
     where = Where.parse(on, opt.pairs("--with", place_settings, bare=on == "slurm"))
     if space.endswith(REQUEST.removeprefix("request")):
-        if any(value for key, value in typed.items() if key != "space"):
+        sources = (context.get_parameter_source(key) for key in typed if key != "space")
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
             raise InputError(f"{space} is a whole request: no option goes with it")
         request = RunRequest.read(space)
     else:

@@ -83,6 +83,24 @@ def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(home)
 
 
+def test_a_command_line_that_one_can_remember() -> None:
+    """Options of all commands, and of the command itself, without --help."""
+    main_command: Any = typer.main.get_command(app)
+    every = [main_command, *commands().values()]
+    options = [
+        option.opts
+        for command in every
+        for option in command.params
+        if option.param_type_name == "option"
+    ]
+    assert len(options) <= 110
+    # One name each, and a short form of two.
+    assert {tuple(names) for names in options if len(names) > 1} == {
+        ("-o", "--output"),
+        ("-y", "--yes"),
+    }
+
+
 def test_every_command_shows_how_it_is_used() -> None:
     shown = {name for name, _ in examples()}
     assert commands().keys() - shown == set()

@@ -128,6 +128,7 @@ run cpu-demo --set lora_dropout=nan       | lora_dropout must be a finite number
 run cpu-demo --target-modules q_proj,,v_proj | --target-modules must list
 run night.run.json --trials 3             | night.run.json is a whole request: no option goes
 run night.run.json --set compile=true     | is a whole request: no option goes with it
+run night.run.json --seed 0               | is a whole request: no option goes with it
 run cpu-demo --devices 2 --on ray:auto    | --devices and --on ray:auto
 run cpu-demo --on ray:everywhere          | --on
 run cpu-demo --on ray:                    | --on must be ray:ADDRESS
