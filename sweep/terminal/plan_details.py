@@ -12,13 +12,14 @@ from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, targets_
 from search_spaces.costs import Bill, OfferComparison, Workload
 from search_spaces.linears import parameters
 from search_spaces.prices import Offer
-from sweep.planning.plan import CardPlan, few
+from sweep.planning.plan import CardPlan, WhatIf, few
 from sweep.planning.survey import ShapeTable, Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.prediction import Fit
 from sweep.terminal.drawing import grid, section
 
+FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
 UNSURE = "'?' is too close to the budget to be sure"
 _FORBIDDEN = "invalid"
 """What a rule forbids is not a question of memory, and no table may call it too large."""
@@ -37,14 +38,14 @@ def settings(config: TrialConfig, *, with_capacity: bool = False) -> list[str]:
     ]
 
 
-def percent(change: float) -> str:
-    """Return a change in speed: ``+1.3 %``."""
-    return "same" if abs(change) < 0.0005 else f"{100 * change:+.1f} %"
-
-
-def byte_change(change: int) -> str:
-    """Return a change in memory: ``-0.30 GiB``."""
-    return f"{'+' if change > 0 else '-'}{units.gib(abs(change))}" if change else "same memory"
+def change_words(change: WhatIf) -> str:
+    """Return one change and what it brings: ``micro-batch 6 (-3.4 % speed, -7.37 GiB)``."""
+    speed, memory = change.speed_change, change.memory_change_bytes
+    brings = [] if speed is None else [f"{100 * speed:+.1f} % speed"]
+    sign = "+" if memory > 0 else "-"
+    brings.append(f"{sign}{units.gib(abs(memory))}" if memory else "same memory")
+    brings += [] if change.forecast.fit is Fit.YES else [FIT_WORDS[change.forecast.fit]]
+    return f"{units.phrase(change.key, change.value)} ({', '.join(brings)})"
 
 
 def work_words(work: Workload) -> str:
@@ -83,21 +84,9 @@ def details(plan: CardPlan) -> Iterator[RenderableType]:
     """Yield what else could be done, then what the answer rests on."""
     shown, survey = plan.shown, plan.survey
     if changes := few(plan.what_ifs):
-        fits = {Fit.YES: "", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
-        rows = [
-            (
-                units.phrase(one.key, one.value),
-                "" if one.speed_change is None else f"{percent(one.speed_change)} speed",
-                byte_change(one.memory_change_bytes),
-                fits[one.forecast.fit],
-            )
-            for one in changes
-        ]
-        table = grid(("", "", "", ""), rows)
-        table.show_header = False
         more = f"all {units.plural(len(plan.what_ifs), 'change')} of a setting: --json"
         title = "What if: one change each, against that configuration"
-        yield from section(title, table, Text(more, style="dim"))
+        yield from section(title, *map(change_words, changes), Text(more, style="dim"))
     if shown is not None and shown.broken is None:
         yield from section("Where its memory and time go", *_memory_and_time(shown))
     if plan.table is not None:
@@ -190,20 +179,18 @@ def _classes(survey: Survey, length: int) -> RenderableType:
 
 def offers(bills: Sequence[Bill]) -> RenderableType:
     """Return offers in a table, in their order."""
-    rows = []
-    for bill in bills:
-        top = bill.dominant
-        rows.append(
-            (
-                bill.offer.label,
-                units.usd(bill.usd_per_hour),
-                units.usd(bill.usd),
-                units.usd(bill.usd_per_million_tokens),
-                f"{bill.wall_hours:.2f}",
-                f"{top.name} {units.percent(top.usd / bill.usd)}",
-            )
+    rows = [
+        (
+            bill.offer.label,
+            units.usd(bill.usd_per_hour),
+            units.usd(bill.usd),
+            units.usd_interval((bill.extremes[0].usd, bill.extremes[1].usd)),
+            units.usd(bill.usd_per_million_tokens),
+            f"{bill.wall_hours:.2f}",
         )
-    header = ("offer", ">per hour", ">in all", ">1 M tokens", ">hours", "mostly")
+        for bill in bills
+    ]
+    header = ("offer", ">per hour", ">in all", ">between", ">1M tokens", ">hours")
     return grid(header, rows)
 
 
@@ -278,8 +265,10 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         trials = units.plural(evidence.calibration.trials, "trial")
         error = f"{100 * evidence.calibration.relative_error:.1f} %"
         return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
-    products = "measured matrix products" if dtype in gpu.matrix_flops else "data sheet's FLOP/s"
-    copies = "measured copies" if gpu.copy_bytes_per_second else "data sheet's bandwidth"
+    products = (
+        "measured matrix products" if dtype in gpu.matrix_flops else "FLOP/s by its data sheet"
+    )
+    copies = "measured copies" if gpu.copy_bytes_per_second else "bandwidth by its data sheet"
     return (
         f"predicted from the {gpu.name}'s {products} and {copies}, within "
         f"{units.percent(shown.speed.uncertainty)}; --from STUDY calibrates it"

@@ -14,7 +14,6 @@ from reports.words import capacity, cut_in_words
 from search_spaces.config import CAPACITY_KEYS, TrialConfig
 from search_spaces.costs import Bill
 from search_spaces.errors import listed
-from search_spaces.gpus import GIB
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
@@ -31,11 +30,11 @@ from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
 from sweep.terminal.drawing import Fact, facts, grid, section
 from sweep.terminal.plan_details import (
+    FIT_WORDS,
     break_even_lines,
-    byte_change,
+    change_words,
     details,
     offers,
-    percent,
     price_source,
     settings,
     work_words,
@@ -44,7 +43,6 @@ from sweep.terminal.plan_details import (
 _DETAILS = ("details", "add --details for every size, rank, change, price and source")
 _LINES_SHOWN = 4
 """Micro-batches of all GPUs, or GPUs, that one screen has room for."""
-_FIT_WORDS = {Fit.YES: "fits", Fit.UNCERTAIN: "may not fit", Fit.NO: "does not fit"}
 _SPACE_WORDS = {
     "preset": "preset {}",
     "file": "file {}",
@@ -68,7 +66,7 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     else:
         bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
         what, numbers = _what(shown.config), _numbers(shown, bill)
-        sentence = f"{what} {_FIT_WORDS[shown.fit]} {where}: {numbers}"
+        sentence = f"{what} {FIT_WORDS[shown.fit]} {where}: {numbers}"
         if plan.survey is not None:
             sentence = f"Recommended {where}: {what}: {numbers}"
         said += _facts(plan, shown, bill)
@@ -201,15 +199,8 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
         yield "cost", f"no price is known: {PRICE_OPTION} {plan.gpu.name}=DOLLARS an hour gives one"
     for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
         useful = [change for change in few(plan.what_ifs) if change.use is use][:most]
-        words = []
-        for change in useful:
-            faster = change.speed_change
-            of = [] if faster is None else [f"{percent(faster)} speed"]
-            of += [byte_change(change.memory_change_bytes)]
-            of += ["may not fit"] * (change.forecast.fit is not Fit.YES)
-            words.append(f"{units.phrase(change.key, change.value)} ({', '.join(of)})")
-        if words:
-            yield label, " or ".join(words)
+        if useful:
+            yield label, " or ".join(map(change_words, useful))
     if survey is not None:
         yield from _choices(survey, shown)
         yield from _numerics(plan, survey)
@@ -399,10 +390,12 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said.append(("settings", _but(settings(best.forecast.config))))
     work = "a training" if answer.workload is None else work_words(answer.workload)
     limit = answer.deadline_seconds
-    by = "" if limit is None else f" within {units.duration(limit)} ('?' may be late)"
+    by = "" if limit is None else f" within {units.duration(limit)}"
     said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
     if answer.perhaps_cheapest:
         said.append(("or perhaps", ", ".join(card.gpu.name for card in answer.perhaps_cheapest)))
+    if late := [c.gpu.name for c in shown if c.outcome is Outcome.PERHAPS_LATE]:
+        said.append(("may be late", ", ".join(late)))
     least = answer.smallest
     if least is not None and least is not best:
         cost = f"{_cost(least.bill)} in {_took(least.bill)}"
@@ -421,24 +414,8 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
-    return _answer(sentence, [_jobs(shown)] if shown else (), said)
-
-
-def _jobs(cards: Sequence[JobCard]) -> RenderableType:
-    rows = [
-        (
-            card.gpu.name,
-            card.bill.offer.label.removeprefix(f"{card.gpu.name} "),
-            f"{card.gpu.memory_bytes / GIB:.0f} GiB",
-            units.rate(card.forecast.tokens_per_second if card.forecast else None),
-            f"{card.bill.wall_hours:.2f}" + "?" * (card.outcome is Outcome.PERHAPS_LATE),
-            units.usd(card.bill.usd),
-            units.usd_interval((card.bill.extremes[0].usd, card.bill.extremes[1].usd)),
-        )
-        for card in cards
-    ]
-    header = ("GPU", "at", ">memory", ">tokens/s", ">hours", ">in all", ">between")
-    return Group(grid(header, rows), Text(""))
+    table = [offers([card.bill for card in shown]), Text("")] if shown else []
+    return _answer(sentence, table, said)
 
 
 def _why_unable(card: JobCard) -> str:

@@ -633,7 +633,7 @@ def test_the_whole_catalogue_is_asked_for_the_cheapest_card(
     out = capsys.readouterr().out
     assert out.startswith("Recommended for mistral-7b-v0.3: the ")
     words = " ".join(out.split())
-    assert "the job 625 steps (10,000 samples, 5.1 M tokens) within 2 h 0 min (" in words
+    assert "the job 625 steps (10,000 samples, 5.1 M tokens) within 2 h 0 min; on every" in words
     assert "no price: v100-32gb" in words
     answer(**asked, as_json=True)
     document = json.loads(capsys.readouterr().out)
