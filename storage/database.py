@@ -16,16 +16,8 @@ import optuna
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
+from sqlalchemy import exc
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import (
-    DBAPIError,
-    InterfaceError,
-    InternalError,
-    InvalidRequestError,
-    OperationalError,
-    PendingRollbackError,
-    SQLAlchemyError,
-)
 from sqlalchemy.pool import NullPool
 
 from search_spaces.errors import EnvironmentFault, install_extra, words_of
@@ -35,7 +27,7 @@ from storage.urls import DatabaseUrl, PostgresUrl, SqliteUrl
 
 T = TypeVar("T")
 
-FAILURES = (SQLAlchemyError, StorageInternalError, JSONDecodeError)
+FAILURES = (exc.SQLAlchemyError, StorageInternalError, JSONDecodeError)
 """What a database raises, and what Optuna makes of it."""
 _LOCK_SECONDS = 30.0
 """How long a SQLite statement waits for other processes."""
@@ -99,7 +91,7 @@ class Storage(RDBStorage):
                 yield
                 if not connection.in_transaction():
                     # Optuna passed over a failure, which rolled everything back.
-                    raise PendingRollbackError("the transaction was rolled back")
+                    raise exc.PendingRollbackError("the transaction was rolled back")
             finally:
                 self.remove_session()
                 self.scoped_session.configure(
@@ -141,7 +133,7 @@ def _may_pass(error: BaseException) -> bool:
     if re.search(r"already exists|UNIQUE constraint|duplicate key|read-only", text):
         return True
     # The last is what an earlier fault, which Optuna passed over, left of a transaction.
-    kinds = OperationalError | InterfaceError | InternalError | InvalidRequestError
+    kinds = exc.OperationalError | exc.InterfaceError | exc.InternalError | exc.InvalidRequestError
     return isinstance(cause, kinds) and not any(re.search(known, text) for known in _LASTING)
 
 
@@ -294,7 +286,7 @@ def reason(error: BaseException) -> str:
 
 def _original(error: BaseException) -> BaseException:
     """Return what the database's driver raised, or the first error where no driver did."""
-    if isinstance(error, DBAPIError) and error.orig is not None:
+    if isinstance(error, exc.DBAPIError) and error.orig is not None:
         return error.orig
     return error if error.__cause__ is None else _original(error.__cause__)
 

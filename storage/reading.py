@@ -13,20 +13,12 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.errors import InputError, did_you_mean, quote
-from storage import codec
+from storage import codec, directory
 from storage.database import Storage, close, faults, open_for_reading
 from storage.definition import (
     StudySnapshot,
     UnreadableStudy,
     is_file_name,
-)
-from storage.directory import (
-    SPOOL,
-    Spool,
-    read_identity,
-    spool_words,
-    spooled_lines,
-    stranger_words,
 )
 from storage.lease import holders
 from storage.urls import DatabaseUrl, parse_url
@@ -89,20 +81,20 @@ def read_spooled_study(path: Path) -> StudySnapshot:
     """
     if not path.exists():
         raise InputError(f"--from {path}: no such file")
-    lines, problems = spooled_lines(path)
+    lines, problems = directory.spooled_lines(path)
     if not lines:
         raise InputError(f"--from {path}: there is no result of a study in it")
-    identity, beside = lines[-1].study, read_identity(path.parent)
-    if beside is None or beside.identity != identity:
+    identity, known = lines[-1].study, directory.read_identity(path.parent)
+    if known is None or known.identity != identity:
         raise InputError(
             f"--from {path}: no study.json beside it says on what GPU and model its results were "
             "measured; put it back into its study's directory"
         )
-    records = Spool(path, identity).read().records
+    records = directory.Spool(path, identity).read().records
     return StudySnapshot(
-        name=beside.name,
-        definition=beside.definition,
-        environment=beside.environment,
+        name=known.name,
+        definition=known.definition,
+        environment=known.environment,
         records=tuple(r for r in records if r.purpose == "search"),
         confirmations=tuple(r for r in records if r.purpose != "search"),
         warnings=problems,
@@ -166,7 +158,7 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
     """Return the study of a name, or all of them, oldest first."""
     database, lost = parse_url(url), ""
     if name is not None and is_file_name(name):
-        lost = stranger_words(home / name, name, None, str(database))
+        lost = directory.stranger_words(home / name, name, None, str(database))
     with _opened(database) as opened:
         if lost and (opened is None or name not in _studies(opened)):
             raise InputError(lost)
@@ -198,11 +190,15 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
             if (changed := changed_versions(old, new))
         ]
         if is_file_name(study):
-            if words := stranger_words(home / study, study, known.identity, str(database)):
+            if words := directory.stranger_words(
+                home / study, study, known.identity, str(database)
+            ):
                 warnings.append(words)
             if holder is None:
-                spool = Spool(home / study / SPOOL, known.identity)
-                warnings += spool_words(spool, study=study, known=its.records, running=its.running)
+                spool = directory.Spool(home / study / directory.SPOOL, known.identity)
+                warnings += directory.spool_words(
+                    spool, study=study, known=its.records, running=its.running
+                )
         found.append(
             StudySnapshot(
                 name=study,

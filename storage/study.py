@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage import codec, database
+from storage import codec, database, directory
 from storage.database import Storage, faults, retried
 from storage.definition import (
     StudyDefinition,
@@ -32,20 +32,6 @@ from storage.definition import (
     check_name,
     differences,
     step_differences,
-)
-from storage.directory import (
-    SPOOL,
-    WORTH_KEEPING,
-    Left,
-    Spool,
-    StudyFile,
-    kept_among,
-    kept_words,
-    left_outcomes,
-    note_identity,
-    read_identity,
-    settled_attempts,
-    stranger_words,
 )
 from storage.files import refuse_public, sweep_temporary
 from storage.lease import open_leased
@@ -96,10 +82,10 @@ def open_study(
         EnvironmentFault: the database is not to be had, or another driver has the study.
     """
     check_name(name)
-    where, directory = parse_url(url), home / name
-    refuse_public(directory)
-    if read_identity(directory) is not None:
-        words = stranger_words(directory, name, identity_in(where, name), str(where))
+    where, folder = parse_url(url), home / name
+    refuse_public(folder)
+    if directory.read_identity(folder) is not None:
+        words = directory.stranger_words(folder, name, identity_in(where, name), str(where))
         if words:
             raise InputError(words)
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -147,14 +133,14 @@ def open_study(
             study, stored = retried(begin)
         identity = ours["identity"] if stored is None else stored.attributes.identity
         try:
-            beside = StudyFile(
+            mine = directory.StudyFile(
                 identity=identity,
                 name=name,
                 database=str(where),
                 definition=definition,
                 environment=dict(environment),
             )
-            note_identity(directory, beside)
+            directory.note_identity(folder, mine)
         except EnvironmentFault as fault:
             warn(f"{fault}; the database goes on without it")
         if stored is not None:
@@ -164,7 +150,7 @@ def open_study(
                     f"{named} was started with other steps ({', '.join(changed)}): its trials may "
                     "not compare with earlier ones"
                 )
-        sweep_temporary(directory)
+        sweep_temporary(folder)
         return OpenStudy(
             study=study,
             definition=definition,
@@ -176,7 +162,7 @@ def open_study(
             _url=where,
             _driver=ours["driver"],
             _closing=closing.pop_all(),
-            _spool=Spool(directory / SPOOL, identity),
+            _spool=directory.Spool(folder / directory.SPOOL, identity),
             _warn=warn,
         )
 
@@ -227,7 +213,7 @@ class OpenStudy:
     _driver: str
     """What the study's attribute says for as long as nobody else drove it."""
     _closing: ExitStack
-    _spool: Spool
+    _spool: directory.Spool
     _warn: Callable[[str], None]
     _open: dict[int, TrialRecord | None] = field(default_factory=dict, init=False)
     """What was asked for and not told, by number: once it began as lost, until it is."""
@@ -270,19 +256,19 @@ class OpenStudy:
         says that nobody runs it any more. What was lost, crashed or timed out is returned until it
         was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
-        settled = settled_attempts(self.ledger.all)
+        settled = directory.settled_attempts(self.ledger.all)
         spooled = self._spool.read(known=settled)
         ended = {record.attempt_id: record for record in spooled.records}
         begun = [(t, codec.begun_of(t)) for t in self._write(lambda: self._trials(*_OPEN))]
         lost = {record.attempt_id: record for _, record in begun if record is not None}
-        for left in left_outcomes(self._spool.path.parent, study=self.identity):
+        for left in directory.left_outcomes(self._spool.path.parent, study=self.identity):
             attempt = left.attempt.id
             if attempt in settled or attempt in ended:
                 continue
             record = self._record_of(left, lost.get(attempt))
             if record is not None:
                 ended[attempt] = record
-                if attempt not in lost and record.verdict in WORTH_KEEPING:
+                if attempt not in lost and record.verdict in directory.WORTH_KEEPING:
                     # Before the worker's next outcome replaces it.
                     self._spool.append(record)
         for trial, record in begun:
@@ -295,12 +281,12 @@ class OpenStudy:
                 self.ledger.add(record)
         for words in spooled.problems:
             self._warn(words)
-        kept = kept_among(self._spool.read().records, self.ledger.all)
+        kept = directory.kept_among(self._spool.read().records, self.ledger.all)
         if kept:
-            self._warn(kept_words(kept, study=self.name, path=self._spool.path))
+            self._warn(directory.kept_words(kept, study=self.name, path=self._spool.path))
         return self.ledger.to_retry()
 
-    def _record_of(self, left: Left, begun: TrialRecord | None) -> TrialRecord | None:
+    def _record_of(self, left: directory.Left, begun: TrialRecord | None) -> TrialRecord | None:
         """Return what a worker left as the record of its attempt, whatever became of its trial.
 
         None where it is of another configuration than the trial, or where memory ran out as another
@@ -336,7 +322,9 @@ class OpenStudy:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         running = self._write(lambda: self._trials(TrialState.RUNNING))
         begun = {record.attempt_id for trial in running if (record := codec.begun_of(trial))}
-        return kept_among((r for r in spooled if r.attempt_id not in begun), self.ledger.all)
+        return directory.kept_among(
+            (r for r in spooled if r.attempt_id not in begun), self.ledger.all
+        )
 
     def ask(
         self,
@@ -451,7 +439,7 @@ class OpenStudy:
         if unspooled:
             self._warn(f"{unspooled}; {result} is in the database alone")
         if not is_told:
-            self._warn(kept_words([record], study=self.name, path=self._spool.path))
+            self._warn(directory.kept_words([record], study=self.name, path=self._spool.path))
             lost = Lost(
                 detail=f"it ended as {record.verdict}, but somebody closed the trial in the "
                 f"database: the result is kept in {self._spool.path} alone",

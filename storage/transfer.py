@@ -16,17 +16,8 @@ from pathlib import Path
 import optuna
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
+from storage import directory
 from storage.database import close, faults, open_for_reading
-from storage.directory import (
-    HOST,
-    OUTCOMES,
-    REPORT,
-    SPOOL,
-    STUDY,
-    WORTH_KEEPING,
-    Spool,
-    stranger_words,
-)
 from storage.files import is_temporary, read_bytes, replace, writing
 from storage.lease import open_leased
 from storage.reading import identity_in, read_study
@@ -48,8 +39,10 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
     """
     noted = None
     with suppress(OSError, ValueError, LookupError, TypeError):
-        noted = str(json.loads(read_bytes(home / name / HOST))["host"])
-    is_here = identity_in(parse_url(url), name) or stranger_words(home / name, name, None, url)
+        noted = str(json.loads(read_bytes(home / name / directory.HOST))["host"])
+    is_here = identity_in(parse_url(url), name) or directory.stranger_words(
+        home / name, name, None, url
+    )
     if noted != host and is_here:
         raise InputError(
             f"study '{name}' is here already, of {noted or 'this machine'}: choose another name "
@@ -82,13 +75,13 @@ def take_in(
         target = open_leased(here, name, closing.callback)
         is_there = identity_in(here, name) is not None
         if is_there:
-            _refuse_loss(name, url=url, there=str(there), home=home, spool=files.get(SPOOL))
+            _refuse_loss(name, url=url, there=str(there), home=home, files=files)
         source = open_for_reading(there)
         assert source is not None, "its identity was read"
         closing.callback(close, source)
         with writing(home / name):
             # Before its trials, so that whatever happens then the next fetch knows whose they are.
-            replace(home / name / HOST, json.dumps({"host": host}).encode())
+            replace(home / name / directory.HOST, json.dumps({"host": host}).encode())
             with faults(here), target.together():
                 if is_there:
                     target.delete_study(target.get_study_id_from_name(name))
@@ -97,7 +90,7 @@ def take_in(
                 replace(home / name / file, copy.read_bytes())
 
 
-def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | None) -> None:
+def _refuse_loss(name: str, *, url: str, there: str, home: Path, files: Mapping[str, Path]) -> None:
     """Raise where what is here, in database or spool, would be lost to what was fetched."""
     ours, theirs = (read_study(name, url=of, home=home) for of in (url, there))
     if ours.identity != theirs.identity:
@@ -109,9 +102,11 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | N
         {(r.number, r.attempt_id) for r in (*study.records, *study.confirmations)}
         for study in (ours, theirs)
     )
-    for path, known in ((home / name / SPOOL, here), (spool, fetched)):
-        spooled = () if path is None else Spool(path, ours.identity).read().records
-        known |= {(r.number, r.attempt_id) for r in spooled if r.verdict in WORTH_KEEPING}
+    spools = {home / name / directory.SPOOL: here, files.get(directory.SPOOL): fetched}
+    for path, known in spools.items():
+        spooled = () if path is None else directory.Spool(path, ours.identity).read().records
+        worth = (r for r in spooled if r.verdict in directory.WORTH_KEEPING)
+        known |= {(r.number, r.attempt_id) for r in worth}
     if lost := here - fetched:
         raise InputError(
             f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "
@@ -121,14 +116,14 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, spool: Path | N
 
 
 FILES = (
-    SPOOL,
-    *OUTCOMES,
-    REPORT,
+    directory.SPOOL,
+    *directory.OUTCOMES,
+    directory.REPORT,
     *(f"worker{n}.log{older}" for n in ("", "-[0-9]", "-[0-9][0-9]") for older in ("", ".1")),
     # Of a study that a queue ran: its job's script, and what each allocation leaves.
     *("slurm.sh", "slurm.run.json", "slurm-*.log", "slurm-*.idle"),
-    HOST,
-    STUDY,
+    directory.HOST,
+    directory.STUDY,
 )
 """Patterns of what a study leaves in its directory; whatever else is there is somebody else's.
 
@@ -158,24 +153,24 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
         EnvironmentFault: somebody drives it, and nothing was removed; or the database or a file
             is not to be had.
     """
-    database, directory = parse_url(url), home / name
+    database, folder = parse_url(url), home / name
     with ExitStack() as closing:
         storage = open_leased(database, name, closing.callback)
         with faults(database), storage.together():
             number = storage.get_study_id_from_name(name)
             identity = storage.get_study_user_attrs(number).get("identity")
             storage.delete_study(number)
-        is_its_own = not stranger_words(directory, name, identity, str(database))
-        there = sorted(os.listdir(directory)) if directory.is_dir() else []
-        files = [directory / f for pattern in FILES for f in fnmatch.filter(there, pattern)]
+        is_its_own = not directory.stranger_words(folder, name, identity, str(database))
+        there = sorted(os.listdir(folder)) if folder.is_dir() else []
+        files = [folder / f for pattern in FILES for f in fnmatch.filter(there, pattern)]
         # What a process that was killed had not yet given its name.
-        torn = [directory / f for f in there if is_temporary(directory / f)]
+        torn = [folder / f for f in there if is_temporary(folder / f)]
         try:
             for path in (*torn, *files) if is_its_own else ():
                 path.unlink()
-            left = tuple(sorted(directory.iterdir())) if directory.is_dir() else ()
-            if directory.is_dir() and not left:
-                directory.rmdir()
+            left = tuple(sorted(folder.iterdir())) if folder.is_dir() else ()
+            if folder.is_dir() and not left:
+                folder.rmdir()
         except OSError as error:
-            raise EnvironmentFault(f"cannot remove {directory}: {words_of(error)}") from error
+            raise EnvironmentFault(f"cannot remove {folder}: {words_of(error)}") from error
         return Removed(tuple(files) if is_its_own else (), left)
