@@ -67,11 +67,6 @@ def test_a_trial_that_fits_is_told_with_what_was_measured_and_is_feasible() -> N
     assert told.violation == -0.25
 
 
-def test_a_trial_that_fits_is_feasible_even_where_the_peak_is_above_the_budget() -> None:
-    told = optuna_result(a_record(outcome=fits(peak=BUDGET + GIB)), objectives=SINGLE)
-    assert told.violation == 0.0
-
-
 @pytest.mark.parametrize(("outcome", "peak", "violation"), UNFIT)
 def test_a_trial_that_does_not_count_is_told_with_the_worst_finite_values(
     outcome: Outcome, peak: float, violation: float
@@ -87,11 +82,6 @@ def test_a_trial_that_does_not_count_is_told_with_the_worst_finite_values(
 def test_where_memory_was_predicted_the_violation_grows_with_it(outcome: Outcome) -> None:
     told = optuna_result(a_record(outcome=outcome, prediction=PREDICTION), objectives=SINGLE)
     assert told.violation == 0.5
-
-
-def test_a_prediction_does_not_replace_what_was_measured() -> None:
-    record = a_record(outcome=fits(peak=10 * GIB), prediction=PREDICTION)
-    assert optuna_result(record, objectives=SINGLE).attributes["peak_gib"] == 10.0
 
 
 def test_a_slow_trial_is_pruned_where_there_is_one_objective() -> None:

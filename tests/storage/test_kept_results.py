@@ -177,18 +177,6 @@ def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_
         assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
 
 
-def test_the_same_configuration_under_the_same_number_is_still_another_attempt(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study)
-        other = record.model_copy(update={"attempt_id": "another"})
-        study._spool.append(other)
-    with open_it(url, home) as study:
-        study.recover()
-        assert [r.verdict for r in study.records()] == [Verdict.LOST]
-
-
 def test_once_the_configuration_was_measured_again_nothing_is_left_to_say(
     home: Path, url: str
 ) -> None:
@@ -252,24 +240,12 @@ def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
     with open_it(url, home) as study:
         assert study.recover() == ()
         assert [r.outcome for r in study.records()] == [fits(1004.0), fits(1008.0)]
+        told = study.records()[-1]
+        assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
+        assert told.device_seconds == 4.0
     removed = remove_study("study", url=url, home=home)
     assert {path.name for path in removed.files} >= {"outcome.json", "outcome-1.json"}
     assert removed.left == ()
-
-
-def test_what_a_worker_left_is_the_result_of_a_trial_whose_driver_died(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study)
-        left_behind(study).write(an_attempt(study, record), record.config, fits(1234.0))
-    with open_it(url, home) as study:
-        assert study.recover() == ()
-        (told,) = study.records()
-        assert told.outcome == fits(1234.0)
-        assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
-        assert told.device_seconds == 4.0
-    assert read_study("study", url=url, home=home).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -381,16 +357,3 @@ def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garb
         run_one(study, batch=1)
     assert any("cannot be read" in line for line in said)
     assert spool.read_bytes().startswith(garbage)
-
-
-def test_a_directory_in_place_of_the_spool_stops_nothing_and_is_said(home: Path, url: str) -> None:
-    said: list[str] = []
-    with open_it(url, home, warn=said.append) as study:
-        (home / "study" / "spool.jsonl").mkdir()
-        record = run_one(study)
-    snapshot = read_study("study", url=url, home=home)
-    assert snapshot.records == (record,)
-    assert "cannot be read" in snapshot.warnings[0]
-    with open_it(url, home, warn=said.append) as study:
-        study.recover()
-    assert any("cannot be read" in line for line in said)

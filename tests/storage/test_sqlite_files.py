@@ -24,11 +24,9 @@ from sqlalchemy.engine.default import DefaultDialect
 
 from search_spaces.errors import EnvironmentFault, InputError
 from storage import database
-from storage.database import close, open_for_writing
 from storage.directory import Spool
 from storage.lease import FileLease, this_driver
 from storage.reading import list_studies, read_study
-from storage.urls import parse_url
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 from tests.storage.driver import ROOT
 
@@ -141,18 +139,6 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
         yield other
         if other.in_transaction:
             other.rollback()
-
-
-def test_a_writer_takes_the_lock_before_it_reads_and_leaves_readers_alone(
-    home: Path, url: str
-) -> None:
-    open_it(url, home).close()
-    storage = open_for_writing(parse_url(url))
-    with storage.engine.begin(), closing(sqlite3.connect(home / "sweep.db", timeout=0)) as other:
-        assert other.execute("SELECT study_name FROM studies").fetchall() == [("study",)]
-        with pytest.raises(sqlite3.OperationalError, match="locked"):
-            other.execute("BEGIN IMMEDIATE")
-    close(storage)
 
 
 def test_a_database_that_is_locked_for_a_while_is_waited_for(home: Path, url: str) -> None:
@@ -272,22 +258,6 @@ def test_nothing_of_storage_imports_torch() -> None:
     )
     assert json.loads(done.stdout) == []
     assert len(modules) > 5
-
-
-def test_a_study_is_opened_once_another_driver_has_finished_writing(home: Path, url: str) -> None:
-    with open_it(url, home, name="other"):
-        pass
-    writer = sqlite3.connect(home / "sweep.db", isolation_level=None, check_same_thread=False)
-    writer.execute("BEGIN IMMEDIATE")
-    # Longer than one statement waits by itself.
-    done = threading.Timer(3.0, lambda: writer.execute("COMMIT"))
-    done.start()
-    try:
-        with open_it(url, home, name="mine") as study:
-            assert not study.was_resumed
-    finally:
-        done.join()
-        writer.close()
 
 
 @pytest.mark.parametrize("batch", [None, 2])

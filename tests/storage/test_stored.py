@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from reports.view import view_of
 from search_spaces.errors import InputError
 from storage.codec import FORMAT_WRITTEN
 from storage.definition import StudySnapshot, UnreadableStudy
@@ -145,21 +142,6 @@ def definition(path: Path) -> dict[str, Any]:
 DEFINITIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda _: [], "no JSON object|must map"),
     "a newer key": (lambda d: d | {"moon": 1}, "unknown key 'moon'"),
-    "objectives of lists": (
-        lambda d: d | {"space": d["space"] | {"objectives": [["cost"], "cost"]}},
-        "objectives",
-    ),
-    "a baseline no object": (lambda d: d | {"space": d["space"] | {"baseline": [1]}}, "baseline"),
-    "fixed of words": (
-        lambda d: (
-            d
-            | {
-                "space": d["space"]
-                | {"baseline": {"micro_batch_size": "a"}, "fixed": {"effective_batch_size": "b"}}
-            }
-        ),
-        "batch_size",
-    ),
     "no budget": (lambda d: d | {"target": d["target"] | {"budget_bytes": 0}}, "budget_bytes"),
     "a model without a name": (lambda d: d | {"model": {}}, "name"),
 }
@@ -200,46 +182,6 @@ def test_a_name_that_is_no_directorys_is_read_and_touches_no_file(name: str, pat
     assert isinstance(first, StudySnapshot)
     assert (first.name, len(first.records), first.holder) == (name, 4, None)
     assert sorted(p.name for p in path.parent.iterdir()) == ["sweep.db"]
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-
-
-def mutated(draw: st.DrawFn, value: Any, depth: int = 0) -> Any:
-    """Return JSON with one leaf or branch of it replaced, added or gone."""
-    if isinstance(value, dict) and value and draw(st.integers(0, 4)) and depth < 6:
-        key = draw(st.sampled_from(sorted(value)))
-        if draw(st.integers(0, 5)) == 0:
-            return {k: v for k, v in value.items() if k != key}
-        return {**value, key: mutated(draw, value[key], depth + 1)}
-    if isinstance(value, list) and value and draw(st.booleans()):
-        place = draw(st.integers(0, len(value) - 1))
-        return [*value[:place], mutated(draw, value[place], depth + 1), *value[place + 1 :]]
-    return draw(JSON)
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_no_value_anywhere_stops_the_reading_and_ranking_of_the_others(
-    data: st.DataObject, whole: Path
-) -> None:
-    path = whole.with_name("mutated.db")
-    path.write_bytes(whole.read_bytes())
-    value = stored_text(path, "record")
-    put(path, "record", json.dumps(data.draw(st.composite(lambda draw: mutated(draw, value))())))
-    mine, other = list_studies(f"sqlite:///{path}", path.parent)
-    assert isinstance(other, StudySnapshot)
-    assert len(other.records) == 4
-    if isinstance(mine, StudySnapshot):
-        view_of(the_study(path)).document()
 
 
 # Going on

@@ -73,29 +73,14 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
         ([HEADER], "no trial in it"),
         ([ROW], "line 1: surface is missing"),
         ([HEADER | {"surface": 2}, ROW], "line 1: surface is of version 2, and this sweep reads 1"),
-        ([HEADER | {"surface": "1"}, ROW], "line 1: surface must be a whole number, got '1'"),
         ([HEADER | {"gpu": "h2000"}, ROW], "line 1: gpu: unknown GPU 'h2000'; did you mean 'h200'"),
         (
             [HEADER | {"measured_on": "Voodoo 2"}, ROW],
             "line 1: measured_on: unknown GPU 'Voodoo 2'",
         ),
         ([without(HEADER, "model_config"), ROW], "line 1: model_config is missing"),
-        (
-            [HEADER | {"model_config": {"model_type": "llama"}}, ROW],
-            "line 1: model_config: num_hidden_layers is missing",
-        ),
-        ([HEADER, without(ROW, "verdict")], "line 2: verdict is missing"),
         ([HEADER, without(ROW, "device_seconds")], "line 2: device_seconds must be a number where"),
-        (
-            [HEADER, ROW | {"verdict": "pruned_slow"}],
-            "line 2: verdict must be one of 'fits' or 'oom'",
-        ),
-        (
-            [HEADER, ROW | {"tokens_per_second": None}],
-            "line 2: tokens_per_second must be a number where the verdict is fits",
-        ),
         ([HEADER, ROW | {"step_seconds": "1"}], "line 2: step_seconds must be a number, got '1'"),
-        ([HEADER, ROW | {"step_seconds": -1}], "line 2: step_seconds must be greater than 0"),
         (
             [HEADER, ROW | {"peak_allocated_bytes": 10**400}],
             "line 2: peak_allocated_bytes must be less than 1",
@@ -104,12 +89,7 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
             [HEADER, ROW | {"config": {"micro_batch": 8}}],
             "line 2: unknown key 'micro_batch' under config; did you mean 'micro_batch_size'",
         ),
-        (
-            [HEADER, ROW | {"config": {"packing": "wrapped"}}],
-            "line 2: config.packing must be one of 'none', 'packed' or 'grouped', got 'wrapped'",
-        ),
         ([HEADER, "{"], "line 2: not valid JSON"),
-        ([HEADER, "[]"], "line 2: must be a JSON object"),
         (
             [HEADER, ROW, ROW | {"tokens_per_second": 9000.0}],
             "line 3: tokens_per_second 9000.0 contradicts line 2, which says 8000.0",
