@@ -278,10 +278,7 @@ def status(
 
 @command("driving.confirm", "sweep confirm a10 --soak 10m")
 def confirm(
-    study: opt.Study,
-    soak: opt.Soak = None,
-    storage: opt.Storage = None,
-    as_json: opt.Json = False,
+    study: opt.Study, soak: opt.Soak = None, storage: opt.Storage = None, as_json: opt.Json = False
 ) -> None:
     """Measure a study's winner again, beside its rivals.
 

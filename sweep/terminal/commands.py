@@ -19,20 +19,14 @@ from storage.definition import StudySnapshot, is_file_name
 from storage.files import checked_output, write_output
 from storage.reading import count_trials
 from sweep.export import formats
-from sweep.paths import (
-    cache_directory,
-    comparison_path,
-    report_path,
-    runs_directory,
-    storage_url,
-)
+from sweep.paths import cache_directory, comparison_path, report_path, runs_directory, storage_url
 from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
     STDOUT,
     confirmed,
-    folded,
     note,
+    note_folded,
     say,
     say_as_is,
     width_of,
@@ -43,8 +37,6 @@ from sweep.terminal.listings import read, with_offer
 from sweep.terminal.options import amounts
 
 DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
-_NOTES_WIDTH = 80
-"""Columns of an export's notes off a terminal: each is a sentence or two, to be read."""
 
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
@@ -155,7 +147,7 @@ def export(
     if path is None and export.beside:
         lost.append(f"it needs {listed(export.beside)} beside it, which -o FILE writes too.")
     for sentence in lost:
-        note(folded(f"{format}: {sentence}", width_of(sys.stderr) or _NOTES_WIDTH, indent=2))
+        note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
         say_as_is(export.text.removesuffix("\n"))
         return DONE

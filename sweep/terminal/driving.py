@@ -96,8 +96,7 @@ class LocalGpus:
         size = prepared.cards_per_trial
         if self.typed is None:
             return replace(
-                prepared,
-                cards=() if size == 1 else gpus.cards_for(size, gpus.read_cards()),
+                prepared, cards=() if size == 1 else gpus.cards_for(size, gpus.read_cards())
             )
         if not self.cards:
             raise InputError(

@@ -91,8 +91,7 @@ Reported = Annotated[
     Argument(metavar="STUDY|SURFACE|PLAN...", help="One, or several to compare.", **_STUDIES),
 ]
 Trained = Annotated[
-    str,
-    Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES),
+    str, Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES)
 ]
 Verified = Annotated[
     str, Argument(metavar="STUDY|EXPORT", help="A file of sweep export, or a study.", **_STUDIES)
@@ -185,8 +184,7 @@ Work = Annotated[
 ]
 
 Format = Annotated[
-    str,
-    Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface."),
+    str, Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.")
 ]
 Figure = Annotated[str | None, Option(help="Which figure, where -o ends in .png or .svg.")]
 Base = Annotated[str | None, Option("--model", help="The 16-bit base; the adapter's own.")]

@@ -240,13 +240,19 @@ def raising(error: BaseException) -> Any:
         (EnvironmentFault("no disk"), 3, "error: no disk\n"),
         (KeyboardInterrupt(), 130, "Interrupted.\n"),
         (ReaderGoneError(), 0, ""),
+        (OSError(24, "Too many open files"), 3, "Too many open files: raise the limit"),
+        (OSError(28, "No space left on device", "/x"), 3, "/x: No space left on device: free some"),
+        (PermissionError(13, "Permission denied", "/runs"), 3, "/runs: Permission denied"),
+        (MemoryError(), 3, "memory is used up"),
     ],
 )
 def test_every_error_has_its_exit_code(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert guarded(raising(error)) == code
-    assert capsys.readouterr() == ("", said)
+    out, err = capsys.readouterr()
+    assert (out, said in err, bool(err)) == ("", True, bool(said))
+    assert not {"mistake", "Errno"} & set(err.split())
 
 
 def test_a_mistake_of_ours_leaves_a_traceback_in_a_file_and_no_password_anywhere(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from search_spaces.loading import parse_space
-from storage.files import checked_output, write_output
 from sweep.cli import main
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
@@ -144,12 +142,6 @@ def test_what_is_no_file_is_written_to_or_refused(
     assert "Written by qlora-sweep" in (here / "there.py").read_text()
 
 
-def test_a_file_is_written_whole_or_not_at_all(here: Path) -> None:
-    for text in (b"first", b"second"):
-        write_output(here / "x.py", text)
-    assert [(path.name, path.read_bytes()) for path in here.iterdir()] == [("x.py", b"second")]
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
 def test_what_cannot_be_looked_at_is_not_replaced(
     here: Path, capsys: pytest.CaptureFixture[str]
@@ -158,13 +150,3 @@ def test_what_cannot_be_looked_at_is_not_replaced(
     (here / "x.py").chmod(0)
     assert main(["export", "study", "-o", "x.py"]) == 3
     assert "x.py" in capsys.readouterr().err
-
-
-def test_a_picture_says_who_drew_it(here: Path) -> None:
-    from reports.images import _marked
-
-    png = here / "x.png"
-    shutil.copy(Path(__file__).parents[3] / "docs" / "images" / "report.png", png)
-    for name, drawn in (("x.png", png.read_bytes()), ("x.svg", b'<svg class="a"><g/></svg>')):
-        (here / name).write_bytes(_marked(drawn))
-        assert checked_output(name, what="it", endings=(".png", ".svg"), is_forced=False)
