@@ -24,12 +24,14 @@ from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quo
 
 BYTES_MAX = 16 * 1024 * 1024
 """More than any model config or shard index; a bigger file was named by mistake."""
-YAML_MAX = 1024 * 1024
-"""Characters: far more than any space or price list, and read in less than a second."""
+YAML_MAX = 256 * 1024
+"""Characters: far more than any space or price list, and read in a second or two."""
 NESTED_MAX = 100
 """Levels of YAML, of which the fast parser would overflow the stack."""
 FAULTS_TOLD = 5
 """Of a file at once: whoever corrects one wants to know of the next."""
+FAULTS_READ = 100
+"""Of which those are chosen: a file may have as many as lines."""
 
 KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -342,14 +344,15 @@ def validate(
     except ValidationError as error:
         faults = _faults(error) if document.node is not None and not at else _faults(error)[:1]
         told: dict[KeyPath, tuple[float, str]] = {}
-        for fault in faults:
+        for fault in faults[:FAULTS_READ]:
             path = (*at, *_path(fault))
             words = _words(fault, model, document, at=at, about=about)
             told.setdefault(path, (document.line_of(*path) or math.inf, words))
         ordered = sorted(told.values(), key=lambda one: one[0])[:FAULTS_TOLD]
         parts = [words if line == math.inf else f"Line {line}: {words}" for line, words in ordered]
-        if len(told) > FAULTS_TOLD:
-            parts.append(f"And {len(told) - FAULTS_TOLD} more")
+        left = len(told) + len(faults[FAULTS_READ:]) - len(parts)
+        if left:
+            parts.append(f"And {left} more")
         text = ". ".join(parts).replace("?. ", "? ").removeprefix("Line ")
         begun = "line " if ordered[0][0] < math.inf else ""
         label = f"{document.label}: " if document.label else ""

@@ -49,7 +49,7 @@ The second has the first one's gradients beside it, as every later one would: th
 the whole accumulation, and so is the time of a micro-step.
 """
 
-TOGETHER_MAX = 2_000_000
+TOGETHER_MAX = 1_000_000
 """Combinations of settings of which only some go together, which are gone through one by one."""
 DEFAULT_MODEL = "mistral-7b-v0.3"
 """What is trained where nobody names a model."""
@@ -270,12 +270,11 @@ class SearchSpace(Strict):
             yield message, "baseline", "compute_dtype"
         if any(key in entry for entry in self.leave_out for key in BATCH_KEYS):
             yield f"leave_out cannot name {listed(BATCH_KEYS)}", "leave_out"
-        for keys in (BATCH_KEYS, sorted({key for entry in self._left_out for key in entry})):
-            if math.prod(len(self.values_of(key)) or 1 for key in keys) > TOGETHER_MAX:
-                yield (
-                    f"{', '.join(keys)} go together in too many ways: list fewer values",
-                    "dimensions",
-                )
+        named = sorted({key for entry in self._left_out for key in entry})
+        for keys, times in ((BATCH_KEYS, 1), (named, len(self._left_out))):
+            if math.prod(len(self.values_of(key)) or 1 for key in keys) * times > TOGETHER_MAX:
+                message = f"{', '.join(keys)} go together in too many ways: list fewer values"
+                yield message, "dimensions"
         micro, gpus, effective = (self.values_of(key) for key in BATCH_KEYS)
         if not self.batches and micro and gpus and effective:
             is_of_many = any(count != 1 for count in gpus)

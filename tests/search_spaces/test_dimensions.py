@@ -19,11 +19,7 @@ def test_a_range_of_whole_numbers_ends_at_the_last_whole_step() -> None:
     assert IntRange(low=8, high=20, step=8).values() == (8, 16)
 
 
-@given(
-    low=st.floats(0, 1),
-    width=st.floats(0, 1),
-    step=st.floats(0.001, 1),
-)
+@given(low=st.floats(0, 1), width=st.floats(0, 1), step=st.floats(0.001, 1))
 def test_no_value_of_a_range_lies_beyond_its_ends(low: float, width: float, step: float) -> None:
     values = FloatRange(low=low, high=low + width, step=step).values()
     assert values is not None
@@ -189,6 +185,5 @@ def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_spa
 def test_a_space_in_which_no_batches_go_into_each_other_is_refused() -> None:
     with pytest.raises(ValidationError, match="multiple of micro_batch_size, got 7 and 2 or 4"):
         a_space(
-            dimensions={"micro_batch_size": {"choices": [2, 4]}},
-            fixed={"effective_batch_size": 7},
+            dimensions={"micro_batch_size": {"choices": [2, 4]}}, fixed={"effective_batch_size": 7}
         )

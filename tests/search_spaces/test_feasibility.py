@@ -104,16 +104,6 @@ def test_rules_that_leave_nothing_only_together_are_all_named(
     assert rules_against(lora_rank=RANKS, seq_len=among(512, 1024)) == []
 
 
-def test_a_rule_may_read_what_follows_from_several_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rules = {"few-tokens": lambda config, _: "many" if config.tokens_per_step > 600 else None}
-    use(rules, monkeypatch)
-    batches = IntRange(low=1, high=4)
-    assert rules_against(micro_batch_size=batches, seq_len=among(512, 601)) == []
-    assert rules_against(micro_batch_size=batches, seq_len=among(601)) == ["few-tokens"]
-
-
 def test_a_rule_may_read_what_follows_from_one_setting() -> None:
     # No value of a range without steps changes how many layers are held in 4 bits.
     elsewhere = {"lora_dropout": FloatRange(low=0.0, high=0.1), "lora_rank": RANKS}
@@ -121,18 +111,6 @@ def test_a_rule_may_read_what_follows_from_one_setting() -> None:
         "quantized-fraction-of-no-layer"
     ]
     assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001, 0.5)) == []
-
-
-def test_batches_that_do_not_go_into_each_other_are_no_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rules = {"no-ones": lambda config, _: "one" if config.accumulation_steps == 1 else None}
-    use(rules, monkeypatch)
-    effective = among(4, 6)
-    assert rules_against(micro_batch_size=among(4, 6), effective_batch_size=effective) == [
-        "no-ones"
-    ]
-    assert rules_against(micro_batch_size=among(3, 4), effective_batch_size=effective) == []
 
 
 def test_a_huge_space_is_decided_by_some_of_it() -> None:
@@ -157,15 +135,6 @@ def test_a_large_space_with_few_valid_configurations_is_not_refused() -> None:
     }
     assert rules_against(TURING, **few) == []
     assert rules_against(TURING, **few | {"compute_dtype": among("bf16")}) == [NEEDS_AMPERE]
-
-
-def test_of_a_space_without_end_some_configurations_are_drawn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rules = {"dropout": lambda config, _: "much" if config.lora_dropout > 0.001 else None}
-    use(rules, monkeypatch)
-    assert rules_against(lora_dropout=FloatRange(low=0.0, high=0.1)) == []
-    assert rules_against(lora_dropout=FloatRange(low=0.01, high=0.1)) == ["dropout"]
 
 
 def subsets(*values: Any) -> st.SearchStrategy[Choices]:

@@ -32,11 +32,6 @@ def test_every_shipped_offer_names_a_card_a_day_and_a_place() -> None:
             assert 0.05 < offer.usd_per_hour < 20.0
 
 
-@pytest.mark.parametrize("gpu", ["a10", "a100-40gb", "h100-80gb", "h200", "l4", "t4"])
-def test_the_cards_of_the_presets_have_a_price(gpu: str) -> None:
-    assert load_prices()[gpu]
-
-
 def test_a_users_price_takes_the_shipped_ones_place_and_adds_others(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -107,10 +102,7 @@ def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> 
         (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "usd_per_hour.a10 must be at most 1000"),
         (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "usd_per_hour.a10 must be a finite number"),
         (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "usd_per_hour.a10 must be a number"),
-        (
-            f"{HEAD}, usd_per_hour: {{a11: 1}}",
-            "is an unknown GPU 'a11'; did you mean 'a10",
-        ),
+        (f"{HEAD}, usd_per_hour: {{a11: 1}}", "is an unknown GPU 'a11'; did you mean 'a10"),
         (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map keys to values, got 1.0"),
         (HEAD, "usd_per_hour is missing"),
         ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "date is missing"),

@@ -58,220 +58,131 @@ FSDP = {
 }
 
 
-@pytest.mark.parametrize(
-    ("values", "model", "card", "rule", "words"),
-    [
-        ({}, MISTRAL, TURING, "bf16-needs-ampere", "this GPU has 7.5: use compute_dtype fp16"),
-        ({"compute_dtype": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or bf16"),
-        ({"compute_dtype": "fp8"}, MISTRAL, TURING, "eight-bit", "7.5: use int8 or fp16"),
-        ({"quantization": "fp8"}, MISTRAL, AMPERE, "eight-bit", "8.0: use int8 or nf4"),
-        ({"compute_dtype": "int8"}, MISTRAL, PASCAL, "eight-bit", "7.5, this GPU has 6.0"),
+FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | None, str]]] = {
+    "bf16-needs-ampere": [({}, MISTRAL, TURING, "this GPU has 7.5: use compute_dtype fp16")],
+    "eight-bit": [
+        ({"compute_dtype": "fp8"}, MISTRAL, AMPERE, "8.0: use int8 or bf16"),
+        ({"compute_dtype": "fp8"}, MISTRAL, TURING, "7.5: use int8 or fp16"),
+        ({"quantization": "fp8"}, MISTRAL, AMPERE, "8.0: use int8 or nf4"),
+        ({"compute_dtype": "int8"}, MISTRAL, PASCAL, "7.5, this GPU has 6.0"),
         (
             {"compute_dtype": "int8", "quantization": "none"},
             MISTRAL,
             AMPERE,
-            "eight-bit",
             "quantization int8 or nf4",
         ),
-        (
-            {"compute_dtype": "int8", "quantization": "fp8"},
-            MISTRAL,
-            HOPPER,
-            "eight-bit",
-            "computes in fp8 or in 16 bits",
-        ),
+        ({"compute_dtype": "int8", "quantization": "fp8"}, MISTRAL, HOPPER, "in fp8 or in 16 bits"),
         (
             {"quantization": "int8", "quantized_fraction": 0.5},
             MISTRAL,
             AMPERE,
-            "eight-bit",
             "use quantized_fraction 1",
         ),
         (
             {"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16},
             MISTRAL,
             AMPERE,
-            "eight-bit",
             "more than 16 tokens",
         ),
-        ({"compute_dtype": "fp16"}, MISTRAL, None, "fp16-needs-cuda", "bf16 or fp32"),
-        ({"kernels": "liger"}, MISTRAL, None, "kernels-need-triton", "use kernels hf"),
-        ({"kernels": "fused-loss"}, MISTRAL, None, "kernels-need-triton", "fused-loss"),
-        (
-            {"kernels": "liger", "compute_dtype": "fp16"},
-            MISTRAL,
-            PASCAL,
-            "kernels-need-triton",
-            "7.0, this GPU has 6.0",
-        ),
-        ({"kernels": "liger"}, UNKNOWN, AMPERE, "kernels-need-liger-model", "'brand_new'"),
-        ({"compile": True}, MISTRAL, None, "compile-needs-triton", "not supported on a CPU"),
-        (
-            {"compile": True, "compute_dtype": "fp16"},
-            MISTRAL,
-            PASCAL,
-            "compile-needs-triton",
-            "has 6.0",
-        ),
-        (
-            {"compile": True, "kernels": "liger"},
-            MISTRAL,
-            AMPERE,
-            "compile-breaks-on-liger",
-            "use kernels fused-loss",
-        ),
-        (
-            {"adapter_dtype": "bf16", "compute_dtype": "fp16"},
-            MISTRAL,
-            AMPERE,
-            "bf16-adapters",
-            "cannot unscale gradients in bf16",
-        ),
+    ],
+    "fp16-needs-cuda": [({"compute_dtype": "fp16"}, MISTRAL, None, "bf16 or fp32")],
+    "kernels-need-triton": [
+        ({"kernels": "liger"}, MISTRAL, None, "use kernels hf"),
+        ({"kernels": "fused-loss"}, MISTRAL, None, "fused-loss"),
+        ({"kernels": "liger", "compute_dtype": "fp16"}, MISTRAL, PASCAL, "7.0, this GPU has 6.0"),
+    ],
+    "kernels-need-liger-model": [
+        ({"kernels": "liger"}, UNKNOWN, AMPERE, "'brand_new'"),
+        ({"kernels": "liger", "quantization": "none"}, QWEN3_30B, AMPERE, "use kernels fused-loss"),
+    ],
+    "compile-needs-triton": [
+        ({"compile": True}, MISTRAL, None, "not supported on a CPU"),
+        ({"compile": True, "compute_dtype": "fp16"}, MISTRAL, PASCAL, "has 6.0"),
+    ],
+    "compile-breaks-on-liger": [
+        ({"compile": True, "kernels": "liger"}, MISTRAL, AMPERE, "use kernels fused-loss")
+    ],
+    "bf16-adapters": [
+        ({"adapter_dtype": "bf16", "compute_dtype": "fp16"}, MISTRAL, AMPERE, "gradients in bf16"),
         (
             {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
             MISTRAL,
             TURING,
-            "bf16-adapters",
             "8.0, this GPU has 7.5",
         ),
-        (
-            {"quantized_fraction": 0.01},
-            MISTRAL,
-            AMPERE,
-            "quantized-fraction-of-no-layer",
-            "none of 32 layers in 4 bits: use quantization none",
-        ),
-        (
-            {"expandable_segments": True},
-            MISTRAL,
-            None,
-            "expandable-segments-need-cuda",
-            "on a CPU",
-        ),
-        ({"attention": "flash_attention_2"}, MISTRAL, None, "flash-attention-2", "needs CUDA"),
+    ],
+    "quantized-fraction-of-no-layer": [
+        ({"quantized_fraction": 0.01}, MISTRAL, AMPERE, "layers in 4 bits: use quantization none")
+    ],
+    "expandable-segments-need-cuda": [({"expandable_segments": True}, MISTRAL, None, "on a CPU")],
+    "flash-attention-2": [
+        ({"attention": "flash_attention_2"}, MISTRAL, None, "needs CUDA"),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp16"},
             MISTRAL,
             TURING,
-            "flash-attention-2",
             "8.0, this GPU has 7.5",
         ),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp32"},
             MISTRAL,
             AMPERE,
-            "flash-attention-2",
             "no fp32 kernels",
         ),
-        (
-            {"optimizer": "paged_adamw_8bit"},
-            MISTRAL,
-            None,
-            "paged-optimizer-needs-cuda",
-            "adamw_8bit",
-        ),
-        (
-            {"seq_len": 32769},
-            MISTRAL,
-            AMPERE,
-            "seq-len-beyond-positions",
-            "seq_len 32769 is beyond the 32768 positions of mistral-7b-v0.3",
-        ),
-        ({"seq_len": 1}, MISTRAL, AMPERE, "seq-len-without-loss", "no next token"),
-        (
-            {"target_modules": ["q_porj"]},
-            MISTRAL,
-            AMPERE,
-            "unknown-target-module",
-            "have no linear module 'q_porj'; did you mean 'q_proj'?",
-        ),
-        (
-            {"target_modules": "qv"},
-            PHI3,
-            AMPERE,
-            "unknown-target-module",
-            "have no linear module 'q_proj'; did you mean 'qkv_proj'?",
-        ),
-        (
-            {"target_modules": "qv"},
-            of_type("gpt_neox"),
-            AMPERE,
-            "unknown-target-module",
-            "(target_modules can be attention or all-linear here)",
-        ),
+    ],
+    "paged-optimizer-needs-cuda": [
+        ({"optimizer": "paged_adamw_8bit"}, MISTRAL, None, "adamw_8bit")
+    ],
+    "seq-len-beyond-positions": [
+        ({"seq_len": 32769}, MISTRAL, AMPERE, "is beyond the 32768 positions of mistral-7b-v0.3")
+    ],
+    "seq-len-without-loss": [({"seq_len": 1}, MISTRAL, AMPERE, "no next token")],
+    "unknown-target-module": [
+        ({"target_modules": ["q_porj"]}, MISTRAL, AMPERE, "'q_porj'; did you mean 'q_proj'?"),
+        ({"target_modules": "qv"}, PHI3, AMPERE, "module 'q_proj'; did you mean 'qkv_proj'?"),
+        ({"target_modules": "qv"}, of_type("gpt_neox"), AMPERE, "be attention or all-linear here)"),
         (
             {"target_modules": "qv"},
             of_type("deepseek_v3", q_lora_rank=64),
             AMPERE,
-            "unknown-target-module",
-            "(target_modules can be attention or all-linear here)",
+            "or all-linear here)",
         ),
         (
             {"target_modules": "all-linear", "quantization": "none"},
             of_type("phimoe"),
             AMPERE,
-            "unknown-target-module",
-            "target_modules can be qv or attention",
+            "can be qv or attention",
         ),
-        (
-            {},
-            QWEN3_30B,
-            AMPERE,
-            "quantization-leaves-weights",
-            "nf4 would leave most of model type 'qwen3_moe' in 16 bits",
-        ),
-        (
-            {"quantization": "fp4"},
-            QWEN3_30B,
-            None,
-            "quantization-leaves-weights",
-            "experts of one tensor a layer, 54 GiB. Use quantization none",
-        ),
-        (
-            {},
-            of_type("falcon"),
-            AMPERE,
-            "quantization-leaves-weights",
-            "of a class of their own",
-        ),
-        (
-            {},
-            of_type("jamba"),
-            AMPERE,
-            "quantization-leaves-weights",
-            "one tensor a layer. Use",
-        ),
-        (
-            {"kernels": "liger", "quantization": "none"},
-            QWEN3_30B,
-            AMPERE,
-            "kernels-need-liger-model",
-            "use kernels fused-loss",
-        ),
-        ({}, of_type("bloom"), AMPERE, "attention-not-in-model", "use attention eager"),
-        ({}, of_type("ctrl"), AMPERE, "checkpointing-not-in-model", "use checkpoint_fraction 0"),
-        (
-            {"packing": "packed"},
-            MISTRAL,
-            AMPERE,
-            "packing-needs-texts",
-            "needs a dataset",
-        ),
-        ({"packing": "grouped"}, MISTRAL, None, "packing-needs-texts", "yours with --data"),
-        ({"sharding": "fsdp"}, MISTRAL, AMPERE, "sharding", "use data_parallel 2 or more"),
-        ({**FSDP, "upcast_fp32": True}, MISTRAL, AMPERE, "sharding", "use upcast_fp32 false"),
-        ({**FSDP, "optimizer": "adamw_8bit"}, MISTRAL, AMPERE, "sharding", "adamw_torch_fused"),
-        ({**FSDP, "compile": True}, MISTRAL, AMPERE, "sharding", "use compile false"),
-        ({**FSDP, "compute_dtype": "fp16"}, MISTRAL, AMPERE, "sharding", "use bf16"),
-        ({**FSDP, "quantized_fraction": 0.5}, MISTRAL, AMPERE, "sharding", "quantized_fraction 1"),
     ],
+    "quantization-leaves-weights": [
+        ({}, QWEN3_30B, AMPERE, "nf4 would leave most of model type 'qwen3_moe' in 16 bits"),
+        ({"quantization": "fp4"}, QWEN3_30B, None, "tensor a layer, 54 GiB. Use quantization none"),
+        ({}, of_type("falcon"), AMPERE, "of a class of their own"),
+        ({}, of_type("jamba"), AMPERE, "one tensor a layer. Use"),
+    ],
+    "attention-not-in-model": [({}, of_type("bloom"), AMPERE, "use attention eager")],
+    "checkpointing-not-in-model": [({}, of_type("ctrl"), AMPERE, "use checkpoint_fraction 0")],
+    "packing-needs-texts": [
+        ({"packing": "packed"}, MISTRAL, AMPERE, "needs a dataset"),
+        ({"packing": "grouped"}, MISTRAL, None, "yours with --data"),
+    ],
+    "sharding": [
+        ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),
+        ({**FSDP, "upcast_fp32": True}, MISTRAL, AMPERE, "use upcast_fp32 false"),
+        ({**FSDP, "optimizer": "adamw_8bit"}, MISTRAL, AMPERE, "adamw_torch_fused"),
+        ({**FSDP, "compile": True}, MISTRAL, AMPERE, "use compile false"),
+        ({**FSDP, "compute_dtype": "fp16"}, MISTRAL, AMPERE, "use bf16"),
+        ({**FSDP, "quantized_fraction": 0.5}, MISTRAL, AMPERE, "quantized_fraction 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "model", "card", "words"),
+    [(rule, *case) for rule, cases in FORBIDDEN.items() for case in cases],
 )
 def test_what_cannot_run_is_forbidden_with_a_reason(
-    values: dict[str, Any],
-    model: ModelSpec,
-    card: tuple[int, int] | None,
-    rule: str,
-    words: str,
+    values: dict[str, Any], model: ModelSpec, card: tuple[int, int] | None, rule: str, words: str
 ) -> None:
     device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
     found = violation(parse_config(values), model=model, compute_capability=card, device=device)
