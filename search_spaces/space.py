@@ -271,8 +271,8 @@ class SearchSpace(Strict):
         if any(key in entry for entry in self.leave_out for key in BATCH_KEYS):
             yield f"leave_out cannot name {listed(BATCH_KEYS)}", "leave_out"
         named = sorted({key for entry in self._left_out for key in entry})
-        for keys, times in ((BATCH_KEYS, 1), (named, len(self._left_out))):
-            if math.prod(len(self.values_of(key)) or 1 for key in keys) * times > TOGETHER_MAX:
+        for keys, entries in ((BATCH_KEYS, 1), (named, len(self._left_out))):
+            if math.prod(len(self.values_of(key)) or 1 for key in keys) * entries > TOGETHER_MAX:
                 message = f"{', '.join(keys)} go together in too many ways: list fewer values"
                 yield message, "dimensions"
         micro, gpus, effective = (self.values_of(key) for key in BATCH_KEYS)
