@@ -243,8 +243,8 @@ def test_what_libraries_print_in_a_command_is_clean(home: Path) -> None:
 
 def test_what_is_stored_of_a_trial_has_no_secret() -> None:
     stored = record(1, Crashed(phase="build", detail=SAID))
-    assert "Sesame" not in str(stored.to_json())
-    assert TrialRecord.model_validate(stored.to_json()) == stored
+    assert "Sesame" not in str(stored.model_dump(mode="json"))
+    assert TrialRecord.model_validate(stored.model_dump(mode="json")) == stored
 
 
 def test_a_report_has_no_secret() -> None:
