@@ -278,7 +278,11 @@ def status(
 
 @command("driving.confirm", "sweep confirm a10 --soak 10m")
 def confirm(
-    study: opt.Study, soak: opt.Soak = None, storage: opt.Storage = None, as_json: opt.Json = False
+    study: opt.Study,
+    soak: opt.Soak = None,
+    max_dollars: opt.MaxDollars = None,
+    storage: opt.Storage = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure a study's winner again, beside its rivals.
 

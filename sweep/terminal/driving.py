@@ -311,7 +311,14 @@ def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     return read_study(carried, url=url, home=runs_directory())
 
 
-def confirm(study: str, *, soak: str | None, storage: str | None, as_json: bool) -> int:
+def confirm(
+    study: str,
+    *,
+    soak: str | None,
+    max_dollars: float | None,
+    storage: str | None,
+    as_json: bool,
+) -> int:
     """Measure a study's winner again; then conclude as a run does."""
     long = seconds("--soak", soak)
     # Where a time was typed, steps do not end it sooner.
@@ -322,7 +329,9 @@ def confirm(study: str, *, soak: str | None, storage: str | None, as_json: bool)
         raise InputError(
             f"study '{study}': its trials were recorded; nothing can be measured again"
         )
-    again = prepare_again(study, stored, confirm=typed, card=read_card, read_texts=read_texts)
+    again = prepare_again(
+        study, stored, confirm=typed, max_dollars=max_dollars, card=read_card, read_texts=read_texts
+    )
     prepared = LocalGpus(None).given_to(again)
     reason = drive(prepared, storage=url, watch=_watch, warn=_warn, is_anew=True)
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
