@@ -136,7 +136,7 @@ class Board:
                 self._lanes = left
             case events.StudyFinished():
                 self.running.clear()
-        if self._doing != before:
+        if self._doing != before and not self.is_stopping:
             self.since_seconds = self.clock()
 
     @property

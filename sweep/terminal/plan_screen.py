@@ -317,20 +317,10 @@ def _compared(comparison: CardComparison) -> Iterator[Fact]:
     if costs is None:
         yield "cheapest", f"no price is known: give one with {PRICE_OPTION} a10=0.75"
     else:
-        first, more = costs.cheapest, ""
-        other = next((b for b in costs.bills if b.offer.gpu != first.offer.gpu), None)
-        if other is not None:
-            dearer = other.usd_per_million_tokens / first.usd_per_million_tokens
-            more = f"; {other.offer.label} {dearer:.2f} times that"
-        tied = dict.fromkeys([first.offer.gpu, *(b.offer.gpu for b in costs.perhaps_cheapest)])
-        yield "cheapest", f"{listed(tied)}: {_cost(first)}, {_took(first)}{more}"
-    ranked = sorted(comparison.chosen.items(), key=lambda item: speed_order(item[1]), reverse=True)
-    ends, others = (forecast.tokens_per_second_range for _, forecast in ranked[:2])
-    ratio = ""
-    if ends is not None and others is not None:
-        times = f"{ends[0] / others[1]:.2f} to {ends[1] / others[0]:.2f} times"
-        ratio = f" ({times} as fast as the next)"
-    yield "fastest", f"{listed([comparison.fastest, *comparison.perhaps_fastest])}{ratio}"
+        first, others = costs.cheapest, costs.perhaps_cheapest
+        tied = dict.fromkeys(bill.offer.gpu for bill in (first, *others))
+        yield "cheapest", f"{listed(tied)}: {_cost(first)}, {_took(first)}"
+    yield "fastest", listed([comparison.fastest, *comparison.perhaps_fastest])
 
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:

@@ -71,10 +71,12 @@ def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
     board.take(STARTED)
     clock.seconds = 60.0
     board.stop()
+    clock.seconds = 61.0
+    board.take(finished(1))
     clock.seconds = 62.0
     text = shown(panel(board))
     assert "Ctrl-C again waits for nothing" in text
-    assert "stopping trial 1, 2 s" in text
+    assert "stopping the study, 2 s" in text
     assert " left" not in text
 
 
