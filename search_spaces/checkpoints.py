@@ -42,11 +42,9 @@ def check_weights(spec: ModelSpec) -> None:
 
 def _check_directory(directory: Path, *, label: Path) -> None:
     if exists(directory / INDEX, label=str(label / INDEX)):
-        shards = _shards(directory / INDEX, label=str(label / INDEX))
-        for name, tensors in shards.items():
-            missing = sorted(tensors - _tensors(directory / name, label=str(label / name)))
-            if missing:
-                raise InputError(f"{label / name}: tensor '{missing[0]}' of {INDEX} is not in it")
+        for name, tensors in _shards(directory / INDEX, label=str(label / INDEX)).items():
+            for missing in sorted(tensors - _tensors(directory / name, label=str(label / name))):
+                raise InputError(f"{label / name}: tensor '{missing}' of {INDEX} is not in it")
     elif exists(directory / SINGLE, label=str(label / SINGLE)):
         _tensors(directory / SINGLE, label=str(label / SINGLE))
     else:

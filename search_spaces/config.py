@@ -136,10 +136,8 @@ def _target_modules(value: object) -> object:
         if value in TARGET_SETS:
             return value
         if not ("," in value or "_" in value):
-            raise ValueError(
-                f"must be one of {', '.join(TARGET_SETS)} or a list of module names, "
-                f"got {quote(value)}"
-            )
+            known = f"{', '.join(TARGET_SETS)} or a list of module names"
+            raise ValueError(f"must be one of {known}, got {quote(value)}")
         value = [name.strip() for name in value.strip().removesuffix(",").split(",")]
     if not isinstance(value, list | tuple):
         raise ValueError(f"must be a name or a list of module names, got {quote(value)}")
@@ -412,12 +410,8 @@ class TrialConfig(BaseModel):
 
     @model_validator(mode="after")
     def _accumulation_is_whole(self) -> Self:
-        effective, micro, gpus = (
-            self.effective_batch_size,
-            self.micro_batch_size,
-            self.data_parallel,
-        )
-        if effective is not None and effective % (micro * gpus):
+        micro, gpus, effective = self.micro_batch_size, self.data_parallel, self.samples_per_step
+        if effective % (micro * gpus):
             times, got = "", f"{effective} and {micro}"
             if gpus > 1:
                 times, got = " times data_parallel", f"{effective}, {micro} and {gpus}"

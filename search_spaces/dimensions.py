@@ -7,28 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, StrictBool, StrictInt, ValidationError, model_validator
 
 from search_spaces.config import Number, TrialConfig, number_kind
-from search_spaces.documents import ContradictionError, Document, refusal, validate
+from search_spaces.documents import ContradictionError, Document, Strict, refusal, validate
 from search_spaces.errors import quote
 
 VALUES_MAX = 10_000
 """More values than this in one dimension is a slip: nobody measures them."""
-
-
-class Strict(BaseModel):
-    """A frozen part of a space that refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Choices(Strict):

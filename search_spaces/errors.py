@@ -11,6 +11,7 @@ SweepError                  what the terminal translates into one message and an
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 
@@ -77,10 +78,8 @@ def _written(value: object) -> str:
         case str():
             # Quoted, with whatever would not show written out.
             return repr(value)
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
+        case None | bool():
+            return json.dumps(value)
         case bytes():
             return f"{len(value)} bytes of binary data"
         case Mapping():
@@ -108,12 +107,8 @@ def words_of(error: BaseException) -> str:
         case KeyError(args=(str(key),)):
             return f"'{key}' is missing"
     lines = redact(str(error)).strip().splitlines()
-    return lines[0] if lines else _spelled(type(error).__name__)
-
-
-def _spelled(name: str) -> str:
-    """Return a class's name as words, for an exception that says nothing: ``memory error``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+    # Of an exception that says nothing its class's name, as words: ``memory error``.
+    return lines[0] if lines else re.sub("(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
 
 
 def did_you_mean(word: str, known: Iterable[str], *, lists: str = "") -> str:

@@ -8,10 +8,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from search_spaces.config import ComputeDtype, Numerics
-from search_spaces.documents import parse_yaml, validate
+from search_spaces.documents import Strict, parse_yaml, validate
 from search_spaces.errors import InputError, did_you_mean
 
 GIB = 1024**3
@@ -25,24 +25,20 @@ UNMEASURED_COPY_SHARE = 0.9
 are at 0.75 (GDDR6 with error correction) to 0.9."""
 
 
-class Source(BaseModel):
+class Source(Strict):
     """Where a figure was read, and when."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     what: str
     url: str
     date: date
 
 
-class LaunchCost(BaseModel):
+class LaunchCost(Strict):
     """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
 
     It is the host's figure rather than the GPU's; a GPU's entry says what the hosts are like that
     it is rented with.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     typical: float = Field(default=22e-6, gt=0)
     low: float = Field(default=15e-6, gt=0)
@@ -65,24 +61,20 @@ class LaunchCost(BaseModel):
         return max(self.high - self.typical, self.typical - self.low) / self.typical
 
 
-class Cache(BaseModel):
+class Cache(Strict):
     """A second-level cache that holds a micro-batch's activations, and is much faster than memory.
 
     So it is on Ada's and Blackwell's GeForce chips, which have little bandwidth behind it. A100 and
     H100 split theirs in two, and gain little over their memory.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     bytes: int = Field(gt=0)
     bandwidth_bytes_per_second: float = Field(gt=0)
     """Of elementwise kernels whose tensors stay in it, as measured in torch."""
 
 
-class Interconnect(BaseModel):
+class Interconnect(Strict):
     """What the GPUs of one host send to each other through."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["nvlink", "pcie"]
     bytes_per_second: float = Field(gt=0)
@@ -100,10 +92,8 @@ class SpeedUncertainty:
     """Of time that the host takes to launch operations."""
 
 
-class GpuSpec(BaseModel):
+class GpuSpec(Strict):
     """One GPU. Bytes are what the driver reports as usable, not the name on the box."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Catalogue name, as typed: ``a10``."""
@@ -119,7 +109,7 @@ class GpuSpec(BaseModel):
     bandwidth_bytes_per_second: float = Field(gt=0)
     peak_flops: dict[ComputeDtype, float]
     """Dense FLOP/s of matrix products by compute dtype, without sparsity: the data sheet's."""
-    matrix_flops: dict[ComputeDtype, float] = {}
+    matrix_flops: dict[ComputeDtype, float] = Field(default={})
     """FLOP/s that large matrix products were measured to reach; absent where nobody measured."""
     copy_bytes_per_second: float | None = Field(default=None, gt=0)
     """Bytes read and written by a large copy, as measured; None where nobody measured."""
@@ -173,9 +163,7 @@ class GpuSpec(BaseModel):
         )
 
 
-class _Catalogue(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Catalogue(Strict):
     gpus: tuple[GpuSpec, ...]
 
 

@@ -129,10 +129,8 @@ class ModelSpec:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelSpec:
         """Read what `to_json` wrote."""
-        path = values.get("path")
-        return cls(
-            values["name"], values["source"], values["config"], None if path is None else Path(path)
-        )
+        path = None if values.get("path") is None else Path(values["path"])
+        return cls(values["name"], values["source"], values["config"], path)
 
 
 # The hub. Only hub ids need its libraries, which take longer to import than most commands to run.
@@ -185,10 +183,9 @@ def fetch_weights(name: str) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
+    patterns = list(_FETCHED)
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=list(_FETCHED), etag_timeout=SECONDS_MAX)
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=SECONDS_MAX))
     except (OSError, httpx.HTTPError) as error:
         raise translate(error, name=name) from error
 
@@ -352,15 +349,12 @@ def _check_sizes(config: dict[str, Any], *, label: str) -> None:
             )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is None and hidden % heads:
-        raise InputError(
-            f"{label}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
-            "and there is no head_dim"
-        )
+        of = f"num_attention_heads {heads}, and there is no head_dim"
+        raise InputError(f"{label}: hidden_size {hidden} is not a multiple of {of}")
     keys = config.get("num_key_value_heads") or heads
     if heads % keys:
-        raise InputError(
-            f"{label}: num_attention_heads {heads} is not a multiple of num_key_value_heads {keys}"
-        )
+        of = f"num_key_value_heads {keys}"
+        raise InputError(f"{label}: num_attention_heads {heads} is not a multiple of {of}")
     for key in ("rope_parameters", "rope_scaling", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
             raise InputError(f"{label}: {key} must be an object or null, got {quote(config[key])}")

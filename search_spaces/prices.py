@@ -10,10 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from search_spaces.config import Number
-from search_spaces.documents import parse_yaml, read_text, validate
+from search_spaces.documents import Strict, parse_yaml, read_text, validate
 from search_spaces.errors import InputError, quote
 from search_spaces.gpus import find_gpu
 
@@ -36,10 +36,8 @@ def _catalogue_name(name: str) -> str:
         raise ValueError(f"is an {error}") from error
 
 
-class Assumptions(BaseModel):
+class Assumptions(Strict):
     """What an offer seldom says and a bill needs all the same."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_seconds: Seconds = 0.0
     """From the start of billing to the first line of the training script."""
@@ -101,11 +99,9 @@ class _PriceList(_Terms):
     ]
 
 
-class _PriceFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _PriceFile(Strict):
     assumptions: Assumptions = Assumptions()
-    offers: list[_PriceList] = []
+    offers: list[_PriceList] = Field(default=[])
 
 
 def load_prices(

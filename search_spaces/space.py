@@ -33,11 +33,17 @@ from search_spaces.dimensions import (
     Choices,
     Dimension,
     FloatRange,
-    Strict,
     checked_value,
     read_dimension,
 )
-from search_spaces.documents import ContradictionError, Document, known_key, validate
+from search_spaces.documents import (
+    EXPLAINED,
+    ContradictionError,
+    Document,
+    Strict,
+    known_key,
+    validate,
+)
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.gpus import match_product
 from search_spaces.texts import TextsChoice
@@ -95,6 +101,8 @@ ConfigKey = Annotated[str, AfterValidator(partial(known_key, known=CONFIG_KEYS))
 class StepBudget(Strict):
     """How long one trial trains: warm-up until steady, then steps until the interval is narrow."""
 
+    model_config = EXPLAINED
+
     warmup_min: StrictInt = Field(default=2, ge=1)
     """Fewest steps that are not measured."""
     warmup_max: StrictInt = Field(default=6, ge=1)
@@ -122,6 +130,8 @@ class StepBudget(Strict):
 class ConfirmBudget(Strict):
     """How far the winner of a search is measured again; none of it is one of the space's trials."""
 
+    model_config = EXPLAINED
+
     seconds: Number = Field(default=15.0, gt=0)
     """Of the device, for measuring again the winner and what may be as fast. The winner and what
     its gain is stated over are measured twice whatever that takes. So is what was begun."""
@@ -138,6 +148,8 @@ class ConfirmBudget(Strict):
 
 class SearchSpace(Strict):
     """What may be tried, on which model and GPU, and how long to look."""
+
+    model_config = EXPLAINED
 
     name: Annotated[str, AfterValidator(_name)]
     """Names the study and its directory too, so it is letters, digits, ``.``, ``_`` and ``-``."""
@@ -449,31 +461,8 @@ class SearchSpace(Strict):
         return None
 
     def holds(self, config: TrialConfig) -> bool:
-        """Whether the space has ``config``: `params_of` is not None. Quick where it is written as
-        the space writes it, as what was asked for is.
-        """
-        is_as_written = all(
-            getattr(config, key) == value for key, value in self._rest.items()
-        ) and all(getattr(config, key) in values for key, values in self._declared.items())
-        is_as_written = is_as_written and not self.leaves_out(dict(config))
-        return is_as_written or self.params_of(config) is not None
-
-    @cached_property
-    def _declared(self) -> dict[str, frozenset[Any]]:
-        """The values of each dimension, as a configuration writes them; of a continuous one none,
-        so that `params_of` says."""
-        return {
-            key: frozenset(map(_written, dimension.values() or ()))
-            for key, dimension in self.dimensions.items()
-        }
-
-    @cached_property
-    def _rest(self) -> dict[str, Any]:
-        """What a configuration of the space has where nothing is searched."""
-        values = {key: self.fixed[key] for key in self.fixed if key not in BATCH_KEYS}
-        plain = parse_config(values, where=f"space '{self.name}'")
-        rest = {key: getattr(plain, key) for key in CONFIG_KEYS if key not in self.dimensions}
-        return rest | {key: self.values_of(key)[0] for key in BATCH_KEYS if key in rest}
+        """Whether the space has ``config``, however it is written."""
+        return self.params_of(config) is not None
 
 
 def largest_whole(micro: int, effective: int) -> int:
