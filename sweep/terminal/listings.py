@@ -221,7 +221,7 @@ def gpus(*, as_json: bool) -> int:
 
 def models(*, as_json: bool) -> int:
     """Print the shipped architectures; what is not known of one is null."""
-    documents = [
+    documents: list[dict[str, Any]] = [
         {
             "name": model.name,
             "parameters": parameters(model),
@@ -232,18 +232,15 @@ def models(*, as_json: bool) -> int:
         }
         for model in shipped_models()
     ]
+    header = ("model", "parameters", "layers", "width", "vocabulary", "positions")
     rows = [
         (
-            model.name,
-            f"{(parameters(model) or 0) / 1e6:,.0f} M",
-            units.count(model.hidden_layers),
-            units.count(model.hidden_size),
-            units.count(model.vocab_size),
-            units.count(model.max_positions),
+            d["name"],
+            f"{(d['parameters'] or 0) / 1e6:,.0f} M",
+            *(units.count(d[k]) for k in header[2:]),
         )
-        for model in shipped_models()
+        for d in documents
     ]
-    header = ("model", "parameters", "layers", "width", "vocabulary", "positions")
     _list({"models": documents}, header, rows, as_json=as_json)
     if not as_json:
         note("A directory with a config.json or a hub id (org/name) is a model as well.")
