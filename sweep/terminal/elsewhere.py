@@ -240,17 +240,12 @@ def _python(environment: str | None) -> str:
 
 
 def _storage_of_job(typed: str | None) -> str | None:
-    """Return the database as the job is told of it, from wherever it is started.
-
-    Raises:
-        InputError: a password would stand in the script, which others may read.
-    """
+    """Return the database as the job is told of it, from wherever it is started; None where it
+    inherits the variable, as a password would stand in the script, which others may read."""
     url = storage_url(typed)
     database = parse_url(url)
-    if isinstance(database, SqliteUrl):
-        return str(database)
-    if redact(url) == url:
-        return url
+    if isinstance(database, SqliteUrl) or redact(url) == url:
+        return str(database) if isinstance(database, SqliteUrl) else url
     if typed is not None:
         raise InputError(
             "--storage: its password would stand in the job's script: set "
