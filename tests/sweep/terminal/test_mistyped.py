@@ -165,7 +165,21 @@ data texts.jsonl --model demo --set data.completions_only=true | no completions 
 train demo --output o --epochs inf        | --epochs must be a finite number above 0, got inf
 init --gpu zzz                            | unknown GPU 'zzz'; `sweep gpus` lists them
 export x --output=                        | --output: an empty text names nothing
+report                                    | name a study for its report
+report none.json other.json               | none.json: no such file
 report x -o .                             | --output
+report x -o front.pdf                     | a report goes into a file that ends in .html
+report x -o no/such/x.html                | no/such: make it first
+report x --work tokens=-5                 | --work tokens must be greater than 0, got -5
+report x --work epochs=2                  | epochs needs tokens or dataset-samples
+export x --format peft -o texts.jsonl     | --output: texts.jsonl:
+export x --format trl -o x.py             | --output: x.py:
+export x --format script -o x.JSON --force | --output: x.JSON:
+export x -o no/such/x.py                  | no/such: make it first
+init -o x.json                            | --output: x.json:
+init -o no/such/x.yaml                    | no/such: make it first
+train demo --data texts.jsonl --output no/such/a | no/such: make it first
+merge adapter --output no/such/merged     | no/such: make it first
 confirm                                   | STUDY
 confirm nope --soak long                  | --soak: a duration is written like
 best nope                                 | no studies yet

@@ -81,45 +81,6 @@ def test_a_search_space_is_its_writers_from_the_start(
     parse_space((here / "mine.yaml").read_text(), label="mine.yaml")
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (("export", "study", "--format", "peft"), "texts.jsonl"),
-        (("export", "study", "--format", "peft"), "x.yaml"),
-        (("export", "study", "--format", "trl"), "x.py"),
-        (("export", "study", "--format", "script"), "x.JSON"),
-        (("report", "study"), "precious.jsonl"),
-        (("report", "study"), "x.pdf"),
-        (("init",), "x.json"),
-    ],
-)
-def test_an_ending_that_means_another_format_is_refused(
-    command: tuple[str, ...], name: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, "-o", name, "--force"]) == 2
-    assert f"--output: {name}: " in capsys.readouterr().err
-    assert not list(here.iterdir())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("report", "study", "-o", "no/such/x.html"),
-        ("export", "study", "-o", "no/such/x.py"),
-        ("init", "-o", "no/such/x.yaml"),
-        ("train", "demo", "--data", "texts.jsonl", "--output", "no/such/adapter"),
-        ("merge", "adapter", "--output", "no/such/merged"),
-    ],
-)
-def test_a_directory_that_is_missing_is_named_and_not_made(
-    command: tuple[str, ...], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "texts.jsonl").write_text(DATASET)
-    assert main(list(command)) == 2
-    assert f"there is no directory {here}/no/such: make it first" in capsys.readouterr().err
-    assert not (here / "no").exists()
-
-
 def test_what_is_no_file_is_written_to_or_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,21 +64,6 @@ def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
     assert "1,000 rows of full length" in page
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "name a study for its report"),
-        (["study", "nobody"], "no study 'nobody'"),
-        (["study", "none.json"], "none.json: no such file"),
-    ],
-)
-def test_what_cannot_be_compared_is_said(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
-
-
 def test_what_is_no_plan_is_named(
     study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,28 +71,5 @@ def test_what_is_no_plan_is_named(
     broken.write_text('{"plans": 3}')
     assert main(["report", study, str(broken)]) == 2
     assert f"{broken}: plans must be a list" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ["study", "-o", "front.pdf"],
-            "front.pdf: a report goes into a file that ends in .html",
-        ),
-        (
-            ["study", "-o", "FRONT.JPG"],
-            "FRONT.JPG: a report goes into a file that ends in .html",
-        ),
-        (["study", "--work", "tokens=-5"], "--work tokens must be greater than 0, got -5"),
-        (["study", "--work", "epochs=2"], "epochs needs tokens or dataset-samples"),
-    ],
-    ids=" ".join,
-)
-def test_a_report_that_would_be_wrong_is_refused(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = set(tmp_path.rglob("*"))
-    assert main(["report", *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert set(tmp_path.rglob("*")) == there
+    assert main(["report", study, "nobody"]) == 2
+    assert "no study 'nobody'" in capsys.readouterr().err
