@@ -204,13 +204,10 @@ def use_with_planted(name: str, runs: Path, plant: Callable[[Path], None]) -> li
 
 
 @PLANTED
-@pytest.mark.parametrize("plant", [os.symlink, os.link])
-def test_no_planted_link_is_written_through(
-    name: str, plant: Callable[[Path, Path], None], home: Path
-) -> None:
+def test_no_planted_link_is_written_through(name: str, home: Path) -> None:
     victim = home / "victim"
     victim.write_text("theirs")
-    said = use_with_planted(name, home / "runs", lambda path: plant(victim, path))
+    said = use_with_planted(name, home / "runs", lambda path: path.symlink_to(victim))
     assert victim.read_text() == "theirs"
     # Without its lock a study is not driven; for the report and the spool there is a way around.
     assert all("link" in fault for fault in said)
@@ -221,7 +218,7 @@ def test_no_planted_link_is_written_through(
 @PLANTED
 def test_no_planted_pipe_is_waited_for(name: str, home: Path) -> None:
     said = use_with_planted(name, home / "runs", os.mkfifo)
-    assert all("is a named pipe where a file belongs: remove it" in fault for fault in said)
+    assert all("is no file" in fault for fault in said)
     assert bool(said) == (name != "spool.jsonl")
 
 
