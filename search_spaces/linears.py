@@ -51,35 +51,11 @@ _QUERY_KEY_VALUE = ("query_key_value", "dense")
 _C_ATTN = ("c_attn", "attn.c_proj")
 _UP_DOWN = ("dense_h_to_4h", "dense_4h_to_h")
 
-_SHAPED = frozenset(
-    [
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "olmo2",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "smollm3",
-    ]
+_SHAPED = types(
+    "gemma gemma2 gemma3_text granite llama ministral mistral olmo2 phi3 qwen2 qwen3 smollm3"
 )
 """Types whose linear layers have sizes that `linear_shapes` knows."""
-_USUAL = [
-    "cohere",
-    "cohere2",
-    "ernie4_5",
-    "exaone4",
-    "helium",
-    "ministral3",
-    "olmo",
-    "olmo3",
-    "seed_oss",
-    "stablelm",
-]
+_USUAL = types("cohere cohere2 ernie4_5 exaone4 helium ministral3 olmo olmo3 seed_oss stablelm")
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys((*_USUAL, *_SHAPED), (_ATTENTION, _GATED)),
     **dict.fromkeys(("apertus", "arcee", "nemotron"), (_ATTENTION, _UNGATED)),
