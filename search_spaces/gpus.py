@@ -49,10 +49,8 @@ class LaunchCost(Strict):
     @model_validator(mode="after")
     def _is_ordered(self) -> LaunchCost:
         if not self.low <= self.typical <= self.high:
-            raise ValueError(
-                f"launch cost must rise from low over typical to high, got {self.low:g}, "
-                f"{self.typical:g} and {self.high:g}"
-            )
+            got = f"{self.low:g}, {self.typical:g} and {self.high:g}"
+            raise ValueError(f"launch cost must rise from low over typical to high, got {got}")
         return self
 
     @property

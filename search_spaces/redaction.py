@@ -52,20 +52,18 @@ def redacted(value: Any, *, clean: Callable[[str], str] = redact) -> Any:
     """Return plain JSON values whose every text went through ``clean``, and whose secrets by name
     are stars."""
     # In the order in which they are frequent on a page of thousands of trials.
-    match value:
-        case str():
-            return clean(value)
-        case int() | float() | None:
-            return value
-        case Mapping():
-            return {
-                redacted(key, clean=clean): STARS
-                if isinstance(part, str) and _is_secret_key(key)
-                else redacted(part, clean=clean)
-                for key, part in value.items()
-            }
-        case list() | tuple():
-            return [redacted(item, clean=clean) for item in value]
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        hidden = {
+            key for key, part in value.items() if isinstance(part, str) and _is_secret_key(key)
+        }
+        return {
+            redacted(key, clean=clean): STARS if key in hidden else redacted(part, clean=clean)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redacted(item, clean=clean) for item in value]
     return value
 
 
