@@ -6,23 +6,22 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from search_spaces.documents import Strict
+
 TextsKind = Literal["text", "instruction", "prompt-completion", "messages", "conversations"]
 TextsFormat = Literal["auto", TextsKind]
-KINDS: tuple[str, ...] = get_args(TextsKind)
+FORMATS: tuple[str, ...] = ("auto", *get_args(TextsKind))
 """What a row of texts may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
 the hub's ``messages``, a chat as ShareGPT's ``conversations``."""
-FORMATS: tuple[str, ...] = ("auto", *KINDS)
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class TextsChoice(BaseModel):
+class TextsChoice(Strict):
     """Which dataset a space or a command names, and how it is to be read."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
     texts: Annotated[str, Field(min_length=1)]
     """A file, a directory of files, or a hub id."""
@@ -40,10 +39,8 @@ class TextsChoice(BaseModel):
     """Loss-carrying tokens that each trial trains on for its quality; None chooses."""
 
 
-class LengthQuantiles(BaseModel):
+class LengthQuantiles(Strict):
     """Tokens of rows: the shortest length that so many in a hundred rows do not pass."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     p50: Count
     p90: Count
