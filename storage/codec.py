@@ -48,7 +48,9 @@ WORST_LOSS = 12.0
 """Held-out loss of a trial that has none, in nats a token."""
 
 
-class _Run(BaseModel):
+class Run(BaseModel):
+    """One run of a study's driver."""
+
     started_at: str
     environment: dict[str, Any]
 
@@ -62,7 +64,7 @@ class StudyAttributes(BaseModel):
     driver: str
     """What tells the process that drives it from those that drove it before."""
     format: Annotated[int, Field(ge=0, le=FORMAT_WRITTEN, strict=True)]
-    runs: list[_Run]
+    runs: list[Run]
     wall_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The driver's time over all runs."""
     card_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

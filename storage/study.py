@@ -89,52 +89,45 @@ def open_study(
         if words:
             raise InputError(words)
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    run = {"started_at": started_at, "environment": dict(environment)}
-    ours = {"driver": uuid.uuid4().hex, "identity": uuid.uuid4().hex}
+    run = codec.Run(started_at=started_at, environment=dict(environment))
+    driver, new_identity = uuid.uuid4().hex, uuid.uuid4().hex
+    named, directions = f"study '{name}' in {where}", codec.directions(definition.space.objectives)
     with ExitStack() as closing:
         storage = open_leased(where, name, closing.callback)
-        named = f"study '{name}' in {where}"
 
-        def begin() -> tuple[optuna.Study, codec.StoredStudy | None]:
+        def begin() -> tuple[optuna.Study, codec.StudyAttributes, codec.StoredStudy | None]:
             """Create the study, or see that it can be resumed, all in one transaction."""
             with storage.together():
+                stored, identity, runs = None, new_identity, list[codec.Run]()
                 # Where Optuna looks in vain it gives up the transaction.
-                is_there = name in {study.study_name for study in storage.get_all_studies()}
-                found, stored = _load(name, storage, sampler) if is_there else None, None
-                if found is not None:
-                    # Not through Optuna's cache, in which one of two trials of a number is hidden.
-                    number = storage.get_study_id_from_name(name)
-                    trials = storage.get_all_trials(number, deepcopy=False)
-                    stored = _checked(named, found, trials, definition)
-                study = found or optuna.create_study(
-                    study_name=name,
-                    storage=storage,
-                    sampler=sampler,
-                    pruner=optuna.pruners.NopPruner(),
-                    directions=codec.directions(definition.space.objectives),
-                )
-                earlier = [] if stored is None else study.user_attrs["runs"]
-                attributes = {
+                if name in {study.study_name for study in storage.get_all_studies()}:
+                    stored = _checked(named, name, storage, definition)
+                    identity, runs = stored.attributes.identity, stored.attributes.runs
+                else:
+                    optuna.create_study(study_name=name, storage=storage, directions=directions)
+                study = _load(name, storage, sampler)
+                changes = {
+                    "definition": definition,
+                    "identity": identity,
+                    "driver": driver,
                     "format": codec.FORMAT_WRITTEN,
-                    "definition": definition.model_dump(mode="json"),
-                    "runs": [*(kept for kept in earlier if kept != run), run],
-                    **ours,
+                    "runs": [*(earlier for earlier in runs if earlier != run), run],
                 }
-                if stored is not None:
-                    attributes["identity"] = stored.attributes.identity
-                for key, value in attributes.items():
+                known = codec.StudyAttributes(**changes)
+                for key, value in known.model_dump(mode="json", exclude_unset=True).items():
                     study.set_user_attr(key, value)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", ExperimentalWarning)
                     study.set_metric_names(list(definition.space.objectives))
-                return study, stored
+                if stored is not None:
+                    known = stored.attributes.model_copy(update=changes)
+                return study, known, stored
 
         with faults(where):
-            study, stored = retried(begin)
-        identity = ours["identity"] if stored is None else stored.attributes.identity
+            study, known, stored = retried(begin)
         try:
             mine = directory.StudyFile(
-                identity=identity,
+                identity=known.identity,
                 name=name,
                 database=str(where),
                 definition=definition,
@@ -143,13 +136,11 @@ def open_study(
             directory.note_identity(folder, mine)
         except EnvironmentFault as fault:
             warn(f"{fault}; the database goes on without it")
-        if stored is not None:
-            changed = step_differences(stored.attributes.definition, definition)
-            if changed:
-                warn(
-                    f"{named} was started with other steps ({', '.join(changed)}): its trials may "
-                    "not compare with earlier ones"
-                )
+        if stored and (changed := step_differences(stored.attributes.definition, definition)):
+            warn(
+                f"{named} was started with other steps ({', '.join(changed)}): its trials may not "
+                "compare with earlier ones"
+            )
         sweep_temporary(folder)
         return OpenStudy(
             study=study,
@@ -157,12 +148,11 @@ def open_study(
             was_resumed=stored is not None,
             environment=environment,
             ledger=Ledger(() if stored is None else stored.records),
-            identity=identity,
+            _known=known,
             _storage=storage,
             _url=where,
-            _driver=ours["driver"],
             _closing=closing.pop_all(),
-            _spool=directory.Spool(folder / directory.SPOOL, identity),
+            _spool=directory.Spool(folder / directory.SPOOL, known.identity),
             _warn=warn,
         )
 
@@ -174,12 +164,16 @@ def _load(name: str, storage: Storage, sampler: optuna.samplers.BaseSampler) -> 
 
 
 def _checked(
-    named: str, study: optuna.Study, trials: list[FrozenTrial], definition: StudyDefinition
+    named: str, name: str, storage: Storage, definition: StudyDefinition
 ) -> codec.StoredStudy:
     """Return what is stored. Raises `InputError` where the study cannot be gone on with."""
-    if "definition" not in study.user_attrs:
+    number = storage.get_study_id_from_name(name)
+    attributes = storage.get_study_user_attrs(number)
+    if "definition" not in attributes:
         raise InputError(f"{named} is not one of sweep's; choose another --study")
-    stored = codec.read_stored(study.study_name, study.user_attrs, trials)
+    # Not through Optuna's cache, in which one of two trials of a number is hidden.
+    trials = storage.get_all_trials(number, deepcopy=False)
+    stored = codec.read_stored(name, attributes, trials)
     if isinstance(stored, UnreadableStudy):
         raise refusal(stored)
     lines = differences(stored.attributes.definition, definition)
@@ -206,12 +200,10 @@ class OpenStudy:
     """Fingerprint of this run."""
     ledger: Ledger
     """Every finished trial, from memory: nobody else writes."""
-    identity: str
-    """What tells it from every other study, whatever that is called."""
+    _known: codec.StudyAttributes
+    """What is stored of the study itself, from memory."""
     _storage: Storage
     _url: DatabaseUrl
-    _driver: str
-    """What the study's attribute says for as long as nobody else drove it."""
     _closing: ExitStack
     _spool: directory.Spool
     _warn: Callable[[str], None]
@@ -236,6 +228,11 @@ class OpenStudy:
     def name(self) -> str:
         """What the study is called."""
         return self.study.study_name
+
+    @property
+    def identity(self) -> str:
+        """What tells it from every other study, whatever that is called."""
+        return self._known.identity
 
     def records(self) -> tuple[TrialRecord, ...]:
         """Return every finished trial's record, by number.
@@ -489,23 +486,21 @@ class OpenStudy:
 
     def wall_seconds(self) -> float:
         """Return the driver's time over all runs of the study so far."""
-        return float(self._attributes().get("wall_seconds", 0.0))
+        return self._known.wall_seconds
 
     def card_seconds(self) -> float:
         """Return the driver's time over all runs, times the GPUs that each had: what is paid."""
-        return float(self._attributes().get("card_seconds", 0.0))
+        return self._known.card_seconds
 
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        before, more = self._attributes(), {"wall_seconds": seconds}
-        more["card_seconds"] = seconds * self.cards
-        self._note(**{key: before.get(key, 0.0) + added for key, added in more.items()})
+        wall, card = self.wall_seconds() + seconds, self.card_seconds() + seconds * self.cards
+        self._note(wall_seconds=wall, card_seconds=card)
 
     def quality_tokens(self) -> int | None:
         """Return on how many tokens a trial trains for its held-out loss; None before that is
         chosen."""
-        tokens: int | None = self._attributes().get("quality_tokens")
-        return tokens
+        return self._known.quality_tokens
 
     def note_quality_tokens(self, tokens: int) -> None:
         """Keep on how many tokens every trial of the study trains for its held-out loss."""
@@ -515,9 +510,6 @@ class OpenStudy:
         """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
         self._note(ended=dict(values))
 
-    def _attributes(self) -> dict[str, Any]:
-        return self._write(lambda: self.study.user_attrs)
-
     def _note(self, **attributes: Any) -> None:
         """Keep attributes of the study, all in one transaction."""
 
@@ -526,6 +518,7 @@ class OpenStudy:
                 self.study.set_user_attr(key, value)
 
         self._write(write)
+        self._known = self._known.model_copy(update=attributes)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in some states, as the database has them."""
@@ -568,7 +561,7 @@ class OpenStudy:
                 raise EnvironmentFault(
                     f"{named} was deleted from {self._url} while it was driven"
                 ) from None
-            if driver != self._driver:
+            if driver != self._known.driver:
                 raise EnvironmentFault(
                     f"{named} in {self._url} is no longer driven from here: another driver took it "
                     "over, or a copy was put in its place; the same command resumes it"
