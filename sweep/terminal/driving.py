@@ -58,10 +58,10 @@ from sweep.terminal.summary import has_fit, last_screen, why_invalid
 
 STEPS_WITHOUT_END = 1_000_000
 _REASONS = {
-    StopReason.TIME_SPENT: "The time budget is spent; the same command goes on.",
-    StopReason.DOLLARS_SPENT: "The dollars of the study are spent; a higher --max-dollars goes on.",
+    StopReason.TIME_SPENT: "The time budget is spent; the same command resumes the study.",
+    StopReason.DOLLARS_SPENT: "The study's dollars are spent; a higher --max-dollars resumes it.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
-    StopReason.INTERRUPTED: "Interrupted; the same command goes on where this one stopped.",
+    StopReason.INTERRUPTED: "Interrupted; the same command resumes the study.",
 }
 
 

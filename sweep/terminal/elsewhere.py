@@ -96,7 +96,7 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         with interruption.handling_signals():
             if was_running or there.start(("run", f"{_INPUTS}/{REQUEST}")):
                 note_folded(
-                    f"Study {sent.study} runs on {address} already; this is how it goes on."
+                    f"Study {sent.study} runs on {address} already; it is followed from here."
                 )
             return _followed(there, sent.study, address, url=url, interruption=interruption)
 
@@ -121,7 +121,9 @@ def _followed(
         if ended.stdout:
             say_as_is(ended.stdout.removesuffix("\n"))
     if ended.code is None:
-        note_folded(f"Study {name} ended on {address}, nobody knows how; the same command goes on.")
+        note_folded(
+            f"Study {name} ended on {address}, with an unknown result; the same command resumes it."
+        )
         return ENVIRONMENT
     return ended.code
 

@@ -115,7 +115,7 @@ def run(
             found = [each for each in list_studies(url, runs_directory()) if each.name in names]
             say(studies_text(found, width=width_of(sys.stdout)))
     if interruption.is_requested():
-        note("Interrupted; the same command goes on where this one stopped.")
+        note("Interrupted; the same command resumes the study.")
         return INTERRUPTED
     codes = {end.code for end in ended}
     return next((code for code in _WORST_FIRST if code in codes), DONE)

@@ -105,7 +105,7 @@ def test_an_interrupt_ends_the_trial_at_once_and_the_same_command_finishes_the_s
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - asked < TRIAL_SECONDS * 2 / 3, said
     assert process.returncode == 130
-    assert "the same command goes on" in err
+    assert "the same command resumes" in err
     assert "sweep best two" in out
     assert (tmp_path / "runs" / "two" / "report.html").exists()
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

@@ -64,7 +64,7 @@ def test_a_study_whose_database_falls_silent_says_so_and_ends_at_the_first_signa
             # Long before the server's time is up: the first signal is the last that it takes.
             _, said = process.communicate(timeout=20)
             assert process.returncode == 130, said
-            assert "the same command goes on" in said
+            assert "the same command resumes" in said
             assert postgres.PASSWORD not in said
         proxy.pass_on()
         again = ("run", "cpu-demo", "--trials", "2", "--no-confirm")
