@@ -40,18 +40,17 @@ REQUEST = "request.run.json"
 """File of a request that goes to another process or machine, which runs it as its SPACE."""
 BESIDE = "./beside/"
 """What a request's file calls the directory that it is in."""
-PLACES: dict[str, tuple[str, ...]] = {
-    "local": (),
-    "ray": (),
-    "recorded": (),
-    "ssh": ("python",),
-    "slurm": ("time", "gpus", "env"),
-    "modal": ("volume", "price", "prices"),
-    "skypilot": ("cloud", "spot", "volume", "price", "prices"),
+PLACES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "local": ("local", ()),
+    "ray": ("ray:ADDRESS", ()),
+    "recorded": ("recorded:SURFACE", ()),
+    "ssh": ("ssh:USER@HOST[:PORT]", ("python",)),
+    "slurm": ("slurm", ("time", "gpus", "env")),
+    "modal": ("modal", ("volume", "price", "prices")),
+    "skypilot": ("skypilot", ("cloud", "spot", "volume", "price", "prices")),
 }
-"""Where a study can run, with the settings of each; slurm takes every option of sbatch besides."""
-ADDRESSED = {"ray": "ray:ADDRESS", "recorded": "recorded:SURFACE", "ssh": "ssh:USER@HOST[:PORT]"}
-"""The places that need an address."""
+"""Where a study can run: how each is typed, and its settings; slurm takes every option of sbatch
+besides."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,15 @@ class Where:
         kind, sign, address = (on or "local").partition(":")
         if kind not in PLACES:
             raise InputError(f"--on {on}: unknown place{did_you_mean(kind, PLACES)}")
-        if (kind in ADDRESSED) != bool(address) or (sign and not address):
-            raise InputError(f"--on must be {ADDRESSED.get(kind, kind)}, got {quote(on)}")
+        form, known = PLACES[kind]
+        if (":" in form) != bool(address) or (sign and not address):
+            raise InputError(f"--on must be {form}, got {quote(on)}")
         for key, value in (settings or {}).items():
-            if key in PLACES[kind] and not value:
+            if key in known and not value:
                 raise InputError(f"--with {key}: write it as {key}=VALUE")
-            if key not in PLACES[kind] and kind != "slurm":
-                known = ", ".join(PLACES[kind]) or "none"
-                raise InputError(f"--with {key}: {kind} has no such setting; it has {known}")
+            if key not in known and kind != "slurm":
+                has = ", ".join(known) or "none"
+                raise InputError(f"--with {key}: {kind} has no such setting; it has {has}")
         return cls(kind, address, settings or {})
 
     def __str__(self) -> str:
