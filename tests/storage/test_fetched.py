@@ -12,7 +12,7 @@ from storage.lease import FileLease
 from storage.reading import list_studies, read_study
 from storage.transfer import refuse_local, remove_study, take_in
 from tests.storage import postgres
-from tests.storage.builders import open_it, run_one
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 
 HOST = "me@box"
 
@@ -101,6 +101,15 @@ def test_a_fetched_study_can_be_gone_on_with_here_and_is_then_not_replaced(
     with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
         here.take_in(there)
     assert len(read_study("study", url=here.url, home=here.home).records) == 3
+
+
+def test_a_result_that_is_only_spooled_here_is_not_fetched_over(here: Place, there: Place) -> None:
+    here.take_in(there)
+    with open_it(here.url, here.home) as study:
+        trial = study.ask(DISTRIBUTIONS)
+        study.spool(begun(study, trial, a_record(trial.number)))
+    with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
+        here.take_in(there)
 
 
 def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Place) -> None:
