@@ -28,6 +28,10 @@ SLOW_TO_LOAD = frozenset(["run", "confirm", "status", "best", "report", "export"
 """What they import takes seconds on a cold disk, before anything of theirs can be shown."""
 
 
+CALLED: dict[str, str] = {}
+"""The function of `sweep.terminal` that does a command, by the command's name."""
+
+
 class _Commands(typer.core.TyperGroup):
     """Refuses what is mistyped, and leaves it to the edge to say that a command was interrupted,
     where typer only exits."""
@@ -75,6 +79,7 @@ def command(
             return getattr(import_module(f"sweep.terminal.{module}"), called)(**typed)
 
         app.command(name, epilog=_shown(*examples))(run)
+        CALLED[name or declared.__name__] = function
 
     return declare
 

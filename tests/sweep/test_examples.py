@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import typer
 
 from search_spaces.models import load_model_spec
 from search_spaces.presets import preset_texts
-from sweep.cli import app, main
+from sweep.cli import CALLED, app, main
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.shared_tracing import asked_of
@@ -99,6 +101,13 @@ def test_a_command_line_that_one_can_remember() -> None:
         ("-o", "--output"),
         ("-y", "--yes"),
     }
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_what_does_a_command_takes_its_options_by_name(name: str) -> None:
+    module, _, function = CALLED[name].rpartition(".")
+    called = getattr(import_module(f"sweep.terminal.{module}"), function)
+    inspect.signature(called).bind(**{each.name: None for each in commands()[name].params})
 
 
 def test_every_command_shows_how_it_is_used() -> None:
