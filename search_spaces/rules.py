@@ -83,7 +83,8 @@ class Setting:
         if self.compute_capability is None or not self.older_than(since):
             return None
         needed, has = (".".join(map(str, each)) for each in (since, self.compute_capability))
-        return f"{what} needs compute capability {needed}, this GPU has {has}: use {instead}"
+        name = " (Ampere)" if since == AMPERE else ""
+        return f"{what} needs compute capability {needed}{name}, this GPU has {has}: use {instead}"
 
 
 Asked = Iterator[tuple[str, str | None]]
@@ -126,11 +127,15 @@ def _of_types(config: TrialConfig, setting: Setting) -> Asked:
         yield "bf16-needs-ampere", setting.lacks(AMPERE, "bf16", "compute_dtype fp16")
     yield "eight-bit", _eight_bit(config, setting)
     if compute == "fp16" and setting.device == "cpu":
-        yield "fp16-needs-cuda", "fp16 is not supported on a CPU: use compute_dtype bf16 or fp32"
+        yield (
+            "fp16-needs-cuda",
+            "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32",
+        )
     if config.adapter_dtype == "bf16":
-        reason = setting.lacks(AMPERE, "adapter_dtype bf16", "adapter_dtype fp32")
+        reason = setting.lacks(AMPERE, "bf16", "adapter_dtype fp32")
         if compute == "fp16":
-            reason = "fp16 scales the loss, and torch cannot unscale gradients in bf16: use fp32"
+            scales = "fp16 scales the loss, and torch cannot unscale gradients in bf16"
+            reason = f"{scales}: use adapter_dtype fp32 or compute_dtype bf16"
         yield "bf16-adapters", reason
 
 
@@ -148,7 +153,8 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
     if config.is_8bit_compute and base in EIGHT_BIT and compute != base:
         return f"a base in {base} computes in {base} or in 16 bits: use compute_dtype {base}"
     if config.is_8bit_compute and not config.is_quantized:
-        return f"{compute} multiplies by weights of 4 or 8 bits: use quantization {compute} or nf4"
+        held = f"compute_dtype {compute} multiplies by weights that are held in 4 or 8 bits"
+        return f"{held}: use quantization {compute} or nf4"
     if config.quantized_fraction < 1:
         return "every layer is in 8 bits or none is: use quantized_fraction 1"
     if not config.is_8bit_compute:
@@ -158,7 +164,8 @@ def _eight_bit(config: TrialConfig, setting: Setting) -> str | None:
             widths = f"'{name}' of {setting.model.name} is {shape[0]} x {shape[1]}"
             return f"8 bits need widths in multiples of {EIGHT_BIT_MULTIPLE}, {widths}: use bf16"
     if compute == "int8" and config.tokens_per_micro_batch <= INT8_ROWS:
-        return f"int8 needs more than {INT8_ROWS} tokens in a micro-batch: use a larger one"
+        few = f"int8 products need more than {INT8_ROWS} tokens in a micro-batch"
+        return f"{few}: use a larger micro_batch_size"
     return None
 
 
@@ -173,7 +180,8 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
             reason = f"Liger has no kernels for model type '{kind}': use kernels hf"
             yield "kernels-need-liger-model", reason
         elif kernels == "liger" and unquantized(setting.model) is not None:
-            reason = f"Liger's kernel for experts of '{kind}' is not known: use kernels fused-loss"
+            keeps = f"what Liger's kernel for the experts of model type '{kind}' keeps and takes is"
+            reason = f"{keeps} not known: use kernels fused-loss or hf"
             yield "kernels-need-liger-model", reason
     if config.compile:
         reason = setting.lacks(VOLTA, "Triton", "compile false")
@@ -181,8 +189,10 @@ def _of_kernels(config: TrialConfig, setting: Setting) -> Asked:
             reason = "compile is not supported on a CPU: it needs a C++ compiler on the machine"
         yield "compile-needs-triton", reason
         if kernels == "liger":
-            reason = "torch's compiler breaks on Liger's layer kernels: use kernels fused-loss"
-            yield "compile-breaks-on-liger", reason
+            breaks = (
+                "torch's compiler breaks on Liger's layer kernels, so the layers would stay eager"
+            )
+            yield "compile-breaks-on-liger", f"{breaks}: use kernels fused-loss"
     if config.attention == "flash_attention_2":
         reason = setting.lacks(AMPERE, "FlashAttention-2", "attention sdpa")
         if is_cpu:
@@ -224,8 +234,8 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         reason = f"transformers has no sdpa attention for model type '{kind}': use attention eager"
         yield "attention-not-in-model", reason
     if config.checkpoint_fraction > 0 and kind in WITHOUT_CHECKPOINTING:
-        reason = f"transformers cannot checkpoint model type '{kind}': use checkpoint_fraction 0"
-        yield "checkpointing-not-in-model", reason
+        layers_of = f"transformers cannot checkpoint the layers of model type '{kind}'"
+        yield "checkpointing-not-in-model", f"{layers_of}: use checkpoint_fraction 0"
 
 
 def misnamed_targets(config: TrialConfig, model: ModelSpec) -> str | None:
@@ -266,7 +276,8 @@ def _unsharded(config: TrialConfig) -> str | None:
     if config.upcast_fp32:
         return "sharding fsdp moves a layer's weights together, in one type: use upcast_fp32 false"
     if config.optimizer != "adamw_torch_fused":
-        return f"{config.optimizer} cannot update a share of a tensor: use adamw_torch_fused"
+        share = f"bitsandbytes' {config.optimizer} cannot update a share of a tensor"
+        return f"{share} (it has no operators for DTensor): use optimizer adamw_torch_fused"
     if config.compile:
         return (
             "a layer that is gathered when it is called is more than one graph: use compile false"

@@ -108,7 +108,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
             {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
             MISTRAL,
             TURING,
-            "8.0, this GPU has 7.5",
+            "8.0 (Ampere), this GPU has 7.5",
         ),
     ],
     "quantized-fraction-of-no-layer": [
@@ -121,7 +121,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
             {"attention": "flash_attention_2", "compute_dtype": "fp16"},
             MISTRAL,
             TURING,
-            "8.0, this GPU has 7.5",
+            "8.0 (Ampere), this GPU has 7.5",
         ),
         (
             {"attention": "flash_attention_2", "compute_dtype": "fp32"},
