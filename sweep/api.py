@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from trl import SFTConfig
 
-    from storage.study import OpenStudy
     from sweep.data.texts import PreparedTexts, TextsRequest
     from sweep.export.recipe import Recipe
     from sweep.hugging_face import ThroughputCallback
-    from sweep.study.events import Interruption, Listener
+    from sweep.study.events import Listener
 
 __all__ = ["Plan", "Study", "Winner", "best", "plan", "tune"]
 __all__ += ["EnvironmentFault", "InputError", "NothingFits", "SweepError"]
@@ -273,7 +272,11 @@ def tune(
         study=study,
         devices=None if devices is None else str(devices),
     )
-    quiet: Any = {"watch": _unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
+
+    def unwatched(*_: object) -> AbstractContextManager[Listener]:
+        return nullcontext(lambda event: None)
+
+    quiet: Any = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
     prepared, reason = driving.tune(
         request, Where.parse(on), url=storage_url(storage), **({} if progress else quiet)
     )
@@ -315,11 +318,6 @@ def _data(data: Data) -> Mapping[str, Any]:
     if data is None or isinstance(data, Mapping):
         return data or {}
     return {"texts": os.fspath(data)}
-
-
-@contextmanager
-def _unwatched(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
-    yield lambda event: None
 
 
 def _read_texts(request: TextsRequest) -> PreparedTexts:

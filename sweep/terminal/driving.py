@@ -254,17 +254,19 @@ def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
     for one in request.of_models(models):
         prepared = place.given_to(_prepared(one, place, url=url, read=read_texts))
         named = one.model_copy(update={"study": prepared.name, "as_json": True})
-        studies.append(many_models.Study(named, prepared))
-    name, times = Counter(each.name for each in studies).most_common(1)[0]
+        studies.append((named, prepared))
+    name, times = Counter(prepared.name for _, prepared in studies).most_common(1)[0]
     if times > 1:
-        alike = [each.request.overrides["model"] for each in studies if each.name == name]
+        alike = [one.overrides["model"] for one, _ in studies if one.study == name]
         cure = "name each model once" if len({*alike}) == 1 else "leave --study out"
         raise InputError(f"--model: {' and '.join(alike)} would both be study '{name}': {cure}")
     # The largest first, so that none is left alone at the end.
-    studies.sort(key=lambda s: -(least_weight_bytes(s.prepared.space, s.prepared.model) or 0))
-    teams = gpus.teams_of(place.cards, size=max(each.prepared.cards_per_trial for each in studies))
+    studies.sort(key=lambda both: -(least_weight_bytes(both[1].space, both[1].model) or 0))
+    size = max(prepared.cards_per_trial for _, prepared in studies)
+    teams = gpus.teams_of(place.cards, size=size)
     devices = [",".join(str(card.index) for card in team) + "," for team in teams]
-    return many_models.run(studies, devices=devices or [None], as_json=request.as_json)
+    requests = [one for one, _ in studies]
+    return many_models.run(requests, devices=devices or [None], as_json=request.as_json)
 
 
 def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadTexts) -> Prepared:

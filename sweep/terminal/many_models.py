@@ -27,7 +27,6 @@ from sweep.paths import runs_directory, storage_url
 from sweep.request import REQUEST, RunRequest
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
-from sweep.study.session import Prepared
 from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import note, say, say_json, width_of
 from sweep.terminal.edge import OUR_ERROR
@@ -47,20 +46,6 @@ _WORST_FIRST = (INTERRUPTED, OUR_ERROR, _FAULT, InputError.exit_code, NOTHING_FI
 
 
 @dataclass(frozen=True)
-class Study:
-    """One model's study, not yet begun."""
-
-    request: RunRequest
-    """What drives it, with its name and its model."""
-    prepared: Prepared
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.prepared.name
-
-
-@dataclass(frozen=True)
 class Ended:
     """A study's driver that ended."""
 
@@ -75,7 +60,7 @@ class Ended:
 
 
 def run(
-    studies: Sequence[Study],
+    studies: Sequence[RunRequest],
     *,
     devices: Sequence[str | None],
     as_json: bool,
@@ -84,7 +69,7 @@ def run(
     """Drive every study, and print what came of them; return the worst of their exit codes.
 
     Args:
-        studies: in the order in which they begin.
+        studies: a request for each, with its name, in the order in which they begin.
         devices: what `--devices` says of the GPU of each study that runs at a time; None for the
             one that is there.
         as_json: whether a document a line is printed as each study ends.
@@ -109,7 +94,7 @@ def run(
             if wait(waiting, _END_SECONDS).not_done:
                 drivers.kill()
     if not as_json:
-        url, names = storage_url(studies[0].request.storage), {each.name for each in studies}
+        url, names = storage_url(studies[0].storage), {each.study for each in studies}
         # There may be no database yet where none of them could begin.
         with suppress(InputError):
             found = [each for each in list_studies(url, runs_directory()) if each.name in names]
@@ -132,7 +117,7 @@ class _Drivers:
         self._lock, self._is_stopping, self._spare = threading.Lock(), False, len(devices) - 1
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def drive(self, study: Study) -> Ended | None:
+    def drive(self, study: RunRequest) -> Ended | None:
         """Drive a study to its end, and pass on what its driver says; None once all are to stop."""
         place = self._free.get()
         end = self._drive(study, place)
@@ -141,7 +126,7 @@ class _Drivers:
             is_tried_again = end is not None and end.is_fault and self._spare > 0
             self._spare -= is_tried_again
         if is_tried_again:
-            note(f"{study.name}: tried again on another GPU")
+            note(f"{study.study}: tried again on another GPU")
             again = self._free.get()
             end = self._drive(study, again)
             self._free.put(again)
@@ -153,8 +138,8 @@ class _Drivers:
         self._free.put(place)
         return end
 
-    def _drive(self, study: Study, place: str | None) -> Ended | None:
-        request = study.request.model_copy(update={"devices": place})
+    def _drive(self, study: RunRequest, place: str | None) -> Ended | None:
+        request = study.model_copy(update={"devices": place})
         # Not a pipe, which a long document would fill while the other is read.
         with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as answer:
             # Read by nobody else: it may hold a password.
@@ -176,7 +161,7 @@ class _Drivers:
             assert process.stderr is not None
             with process.stderr as said:
                 for line in said:
-                    note(f"{study.name}: {line.decode(errors='replace').rstrip()}")
+                    note(f"{study.study}: {line.decode(errors='replace').rstrip()}")
             code = process.wait()
             with self._lock:
                 self._running.remove(process)

@@ -17,7 +17,6 @@ import pytest
 from search_spaces.models import load_model_spec
 from storage.reading import read_study
 from sweep.request import RunRequest
-from sweep.study.session import prepare
 from sweep.terminal import many_models
 
 SPACE = """
@@ -68,14 +67,11 @@ def stored(tmp_path: Path, name: str) -> Any:
     return read_study(name, url=f"sqlite:///{tmp_path}/runs/sweep.db", home=tmp_path / "runs")
 
 
-def studies(tmp_path: Path, models: list[str]) -> list[many_models.Study]:
-    """Return a study for each model, not yet begun."""
+def studies(tmp_path: Path, models: list[str]) -> list[RunRequest]:
+    """Return a request for each model, named."""
     request = RunRequest(space=str(tmp_path / "space.yaml"))
-    found = []
-    for one in request.of_models(models):
-        prepared = prepare(one.space, overrides=one.overrides, study=None, card=lambda: None)
-        found.append(many_models.Study(one.model_copy(update={"study": prepared.name}), prepared))
-    return found
+    named = ((one, one.named()[0]) for one in request.of_models(models))
+    return [one.model_copy(update={"study": name}) for one, name in named]
 
 
 def test_studies_of_several_models_run_and_print_a_document_each(
