@@ -207,7 +207,7 @@ def test_a_result_that_the_database_cannot_hear_at_once_is_in_the_spool(tmp_path
     runner = ReplayRunner(otherwise=train)
     interruption = Interruption(cancel=runner.cancel, clock=lambda: now[0])
 
-    def silent(*_: object) -> bool:
+    def silent(*_: object, **__: object) -> bool:
         now[0] += 10.0
         interruption.request()
         interruption.request()
