@@ -1,61 +1,99 @@
-"""Owns which of several GPUs is the cheapest and which the soonest, and what cannot be told. Pure.
+"""Several GPUs beside each other, as studies measured them or plans predict them.
 
 Speeds are compared on one ground: a model, a capacity class, a length. Nothing is claimed inside
-the uncertainty of the speeds: not who is cheaper, and not where two GPUs change places. Knows
-nothing of pages.
+the uncertainty of the speeds: not who is cheaper, and not where two GPUs change places.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any, NamedTuple
 
-from reports.cards import Card, Ground, Option, Range
-from reports.decision import Job
-from search_spaces.errors import InputError
+import plotly.graph_objects as go
 
-SECONDS_PER_HOUR = 3600.0
+from reports import units
+from reports.figures import MARKS, PageFigure, framed, whiskers
+from search_spaces.config import TrialConfig, parse_config, targets_in_words
+from search_spaces.costs import (
+    SHORTEST_SHARE,
+    AskedWork,
+    Bill,
+    OfferComparison,
+    Range,
+    checkpoint_bytes,
+    compare_offers,
+    is_surely_less,
+    ratio,
+    usd_per_training_second,
+)
+from search_spaces.errors import InputError, words_of
+from search_spaces.linears import CapacityClass
+from search_spaces.models import ModelSpec, shipped_models
+from search_spaces.prices import Offer
+from storage.definition import StudySnapshot
+from storage.ranking import measured_of, rank_study
+from storage.records import TrialRecord
+
+JOB_TOKENS = 10_000_000.0
+"""What is priced until a reader says otherwise."""
+
+
+class Ground(NamedTuple):
+    """What two configurations must have in common for their speeds to compare."""
+
+    model: str
+    """The fingerprint of its architecture; of a plan of a model that no study has, its name."""
+    name: str
+    capacity: CapacityClass
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """A configuration on one GPU."""
+
+    ground: Ground
+    config: TrialConfig
+    speed: Range
+    """Tokens/s that carry loss."""
+    has_interval: bool
+    basis: str
+    peak_bytes: int | None
+    number: int | None = None
+    """Of the trial; None in a plan."""
+    tokens_per_sample: float | None = None
+    fits_surely: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One GPU, as a study or a plan knows it."""
+
+    label: str
+    """What it is called in a comparison; no two are called alike."""
+    gpu: str
+    source: str
+    budget_bytes: int
+    offer: Offer | None
+    model_bytes: float
+    options: tuple[Option, ...]
+    """In the order in which they are recommended."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """What a GPU is recommended to run on a ground, and what the work takes with it."""
 
-    card: Card
+    candidate: Candidate
     option: Option
     seconds: Range
     """Of training alone."""
-    usd_per_million_tokens: Range | None
-    """Of training alone; None where no price is known."""
-    usd: Range | None
-    """Of the work, with what is billed before the first step."""
-
-
-@dataclass(frozen=True)
-class Leader:
-    """Who leads a comparison, surely or not."""
-
-    tied: tuple[Entry, ...]
-    """Those of which none is surely behind the first, the likeliest first; alone it leads."""
-    behind: tuple[tuple[Entry, Range], ...]
-    """The others, each with how many times as much it takes."""
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether one is ahead of all others beyond the uncertainty of the speeds."""
-        return len(self.tied) == 1
-
-
-@dataclass(frozen=True)
-class BreakEven:
-    """Where two GPUs change places, in tokens trained."""
-
-    small: Entry
-    """The cheaper one below: it costs less before the first step."""
-    large: Entry
-    """The cheaper one above."""
-    tokens: Range
+    bill: Bill | None
+    """None where no price is known."""
 
 
 @dataclass(frozen=True)
@@ -65,170 +103,412 @@ class Group:
     ground: Ground
     entries: tuple[Entry, ...]
     """The cheapest first; those without a price last, the fastest of them first."""
-    cheapest: Leader | None
+    costs: OfferComparison | None
     """None where fewer than two prices are known."""
-    soonest: Leader
-    break_evens: tuple[BreakEven, ...]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Several GPUs beside each other."""
 
-    cards: tuple[Card, ...]
-    job: Job
+    candidates: tuple[Candidate, ...]
+    work: AskedWork
     groups: tuple[Group, ...]
     """Of at least two GPUs, the one with the most GPUs first."""
     alone: tuple[Entry, ...]
     """The fastest on each ground that a single GPU has."""
 
 
-def is_asked(job: Job) -> bool:
-    """Whether a training was named; else a million tokens are compared."""
-    return job.tokens is not None or job.dataset_samples is not None
+def of_study(snapshot: StudySnapshot) -> Candidate:
+    """Return the GPU that a study is for, with all that was measured to fit on it.
+
+    Speeds are the target GPU's, predicted where another stood in. Which configuration stands for
+    a GPU is the study's own answer: a prediction tells neighbours apart worse than it measured.
+    """
+    target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
+    options = []
+    for record in rank_study(snapshot).ranked:
+        speed, measured = snapshot.target_speed(record), measured_of(record)
+        if speed is None:
+            continue
+        capacity, length = CapacityClass.of(record.config, model), record.config.seq_len
+        loss = measured.loss_tokens_per_step
+        options.append(
+            Option(
+                Ground(snapshot.definition.model_fingerprint, model.name, capacity, length),
+                record.config,
+                *_speed(speed.tokens_per_second, speed.low, speed.high),
+                speed.basis,
+                measured.peak_allocated_bytes,
+                record.number,
+                None if loss is None else loss / record.config.samples_per_step,
+            )
+        )
+    ran = f", run on {target.emulated_on}" if target.emulated_on else ""
+    return Candidate(
+        label=snapshot.name,
+        gpu=target.gpu,
+        source=f"study {snapshot.name}{ran}",
+        budget_bytes=target.budget_bytes,
+        offer=snapshot.offer,
+        model_bytes=checkpoint_bytes(model),
+        options=tuple(options),
+    )
 
 
-def tokens_of(job: Job, ground: Ground) -> float:
-    """Return how many tokens a training is, over all epochs; its rows are of full length."""
-    if job.dataset_samples is not None:
-        return job.dataset_samples * ground.seq_len * (job.epochs or 1.0)
-    return 1e6 if job.tokens is None else job.tokens * (job.epochs or 1.0)
+def _speed(value: float, low: float | None, high: float | None) -> tuple[Range, bool]:
+    """Return a speed with its ends, and whether they are known: else they are far."""
+    ends = low or SHORTEST_SHARE * value, high or value / SHORTEST_SHARE
+    return Range(value, *ends), bool(low and high)
 
 
-def compare_cards(cards: Sequence[Card], *, job: Job) -> Comparison:
+def of_plan(
+    document: Mapping[str, Any],
+    *,
+    where: str,
+    models: Sequence[tuple[str, ModelSpec]] = (),
+    offers: Mapping[str, Sequence[Offer]] | None = None,
+) -> tuple[Candidate, ...]:
+    """Return the GPUs of a plan.
+
+    Args:
+        document: what `sweep plan --json` prints.
+        where: what it came from, for the message.
+        models: fingerprints with their architectures, of the studies beside it.
+        offers: the price list by GPU, whose terms a plan's bill follows.
+
+    Raises:
+        InputError: it is no such document.
+    """
+    plans = document.get("plans", [document])
+    if not isinstance(plans, list) or not plans or not all(isinstance(p, Mapping) for p in plans):
+        raise InputError(f"{where}: plans must be a list of plans, as `sweep plan --json` prints")
+    try:
+        return tuple(_of_plan(plan, where, models, offers or {}) for plan in plans)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"is not what `sweep plan --json` prints: {words_of(error)}"
+        raise InputError(f"{where}: {what}") from error
+
+
+def _of_plan(
+    plan: Mapping[str, Any],
+    where: str,
+    models: Sequence[tuple[str, ModelSpec]],
+    offers: Mapping[str, Sequence[Offer]],
+) -> Candidate:
+    answer, name, gpu = plan.get("recommended", plan), str(plan["model"]), plan["gpu"]
+    known = (*models, *((model.name, model) for model in shipped_models()))
+    fingerprint, model = next((pair for pair in known if pair[1].name == name), (name, None))
+    options: dict[TrialConfig, Option] = {}
+    # What is recommended comes first, and knows its range.
+    for one in (answer, *plan.get("fastest_by_class", ())):
+        if one is None or not one.get("tokens_per_second"):
+            continue
+        config = parse_config(one["config"], where=where)
+        capacity = CapacityClass(config.lora_rank, (str(config.target_modules),))
+        if model is not None:
+            capacity = CapacityClass.of(config, model)
+        option = Option(
+            Ground(fingerprint, name, capacity, config.seq_len),
+            config,
+            *_speed(one["tokens_per_second"], *(one.get("tokens_per_second_range") or (None,) * 2)),
+            "predicted",
+            one.get("peak_allocated_bytes"),
+            fits_surely=one.get("fits_certainty", "sure") == "sure",
+        )
+        options.setdefault(config, option)
+    bill = next(iter(plan.get("bills") or ()), None)
+    return Candidate(
+        label=f"{gpu['name']} (plan)",
+        gpu=str(gpu["name"]),
+        source=f"plan {where}",
+        budget_bytes=int(gpu["budget_bytes"]),
+        offer=None if bill is None else _offer(bill, offers.get(gpu["name"], ())),
+        model_bytes=0.0 if model is None else checkpoint_bytes(model),
+        options=tuple(options.values()),
+    )
+
+
+def _offer(bill: Mapping[str, Any], offers: Sequence[Offer]) -> Offer:
+    """Return the offer of a plan's bill: the list's, else what the bill says of it."""
+    keys = ("gpu", "provider", "is_spot", "usd_per_hour", "date", "source")
+    told = {key: bill[key] for key in keys}
+    seconds = {item["name"]: item["seconds"] for item in bill["items"]}
+    own = Offer(
+        **told, boot_seconds=seconds.get("boot", 0.0), download_seconds=seconds.get("download")
+    )
+    alike = (o for o in offers if all(getattr(o, key) == getattr(own, key) for key in keys))
+    return next(alike, own)
+
+
+def compare(candidates: Sequence[Candidate], *, work: AskedWork) -> Comparison:
     """Return what can be told of several GPUs.
 
     Raises:
         InputError: there are fewer than two.
     """
-    if len(cards) < 2:
+    if len(candidates) < 2:
         raise InputError("comparing takes at least two studies or plans")
-    named = _named_apart(cards)
-    grounds = dict.fromkeys(option.ground for card in named for option in card.options)
-    found = [(ground, _entries(named, ground, job)) for ground in grounds]
-    shared = [_group(ground, entries, job) for ground, entries in found if len(entries) > 1]
-    return Comparison(
-        named,
-        job,
-        tuple(sorted(shared, key=lambda group: -len(group.entries))),
-        tuple(entries[0] for _, entries in found if len(entries) == 1),
+    labels = [one.label for one in candidates]
+    named = tuple(
+        one
+        if labels.count(one.label) == 1
+        else replace(one, label=f"{one.label} {labels[: at + 1].count(one.label)}")
+        for at, one in enumerate(candidates)
+    )
+    grounds = dict.fromkeys(option.ground for one in named for option in one.options)
+    asked = work if work.is_asked else AskedWork(tokens=JOB_TOKENS)
+    found = [(ground, _entries(named, ground, asked)) for ground in grounds]
+    groups = []
+    for ground, entries in found:
+        bills = [entry.bill for entry in entries if entry.bill is not None]
+        if len(entries) > 1:
+            costs = compare_offers(bills) if len(bills) > 1 else None
+            groups.append(Group(ground, entries, costs))
+    groups.sort(key=lambda group: -len(group.entries))
+    alone = tuple(entries[0] for _, entries in found if len(entries) == 1)
+    return Comparison(named, work, tuple(groups), alone)
+
+
+def _entries(candidates: Sequence[Candidate], ground: Ground, work: AskedWork) -> tuple[Entry, ...]:
+    options = (
+        (one, next((o for o in one.options if o.ground == ground), None)) for one in candidates
+    )
+    entries = [_entry(one, option, work) for one, option in options if option is not None]
+    entries.sort(key=lambda e: (e.bill is None, e.bill.usd if e.bill else e.seconds.value))
+    return tuple(entries)
+
+
+def _entry(candidate: Candidate, option: Option, work: AskedWork) -> Entry:
+    config, speed, offer = option.config, option.speed, candidate.offer
+    amount = work.workload(
+        config,
+        tokens_per_sample=option.tokens_per_sample,
+        download_bytes=candidate.model_bytes,
+    )
+    seconds = Range(*(amount.tokens / rate for rate in (speed.value, speed.high, speed.low)))
+    step, *ends = (time / amount.steps for time in seconds)
+    gpus = config.data_parallel
+    bill = None if offer is None else Bill(amount, offer, step, (ends[0], ends[1]), gpus=gpus)
+    return Entry(candidate, option, seconds, bill)
+
+
+def training_words(snapshot: StudySnapshot, record: TrialRecord, work: AskedWork) -> str:
+    """Return what a training as a trial ran takes and costs; empty where its speed is unknown."""
+    known = of_study(snapshot)
+    option = next((option for option in known.options if option.number == record.number), None)
+    if option is None:
+        return ""
+    entry = _entry(known, option, work if work.is_asked else AskedWork(tokens=JOB_TOKENS))
+    cost = "" if entry.bill is None else f", {_range(entry.bill.range_of(_usd), units.usd)} in all"
+    took = units.duration(entry.seconds.value)
+    if option.has_interval:
+        took = _range(entry.seconds, units.duration)
+    return f"{_work(work)}: {took}{cost}"
+
+
+@dataclass(frozen=True)
+class GroupWords:
+    """The GPUs of one ground, as text."""
+
+    title: str
+    verdicts: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """GPU, tokens/s, dollars per million tokens, time, bill, price, peak memory, configuration."""
+
+
+@dataclass(frozen=True)
+class ComparisonWords:
+    """All that the page of several GPUs says."""
+
+    title: str
+    work: str
+    groups: tuple[GroupWords, ...]
+    apart: tuple[str, ...]
+    """What is not compared, and why."""
+    figures: tuple[PageFigure, ...]
+
+
+def comparison_words(comparison: Comparison) -> ComparisonWords:
+    """Return the words and figures of a comparison."""
+    gpus = [units.gpu_name(one.gpu) for one in comparison.candidates]
+    labels = [one.label for one in comparison.candidates]
+    names = gpus if len(set(gpus)) == len(gpus) else labels
+    first = comparison.groups[:1]
+    return ComparisonWords(
+        title=f"{', '.join(names[:-1])} or {names[-1]}?",
+        work=_work(comparison.work),
+        groups=tuple(_group(group, comparison) for group in comparison.groups),
+        apart=tuple(_apart(comparison)),
+        figures=tuple(_prices(g) for g in first if any(e.bill for e in g.entries)),
     )
 
 
-def _named_apart(cards: Sequence[Card]) -> tuple[Card, ...]:
-    """Return the GPUs, those of one label numbered."""
-    labels = [card.label for card in cards]
-    return tuple(
-        card
-        if labels.count(card.label) == 1
-        else Card(
-            **{**vars(card), "label": f"{card.label} {labels[: place + 1].count(card.label)}"}
+def _work(work: AskedWork) -> str:
+    times = f"{work.epochs:g} epochs of " if work.epochs not in (None, 1) else ""
+    if work.dataset_samples is not None:
+        return f"{times}{work.dataset_samples:,.0f} sequences of full length"
+    return f"{times}{work.tokens or JOB_TOKENS:,.0f} tokens"
+
+
+def _ground(option: Option) -> str:
+    """Return what configurations have in common: ``rank 16 on q,k,v,o, 512 tokens a sequence``."""
+    targets = targets_in_words(option.config.target_modules)
+    length = units.count(option.ground.seq_len)
+    return f"rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
+
+
+def _group(group: Group, comparison: Comparison) -> GroupWords:
+    return GroupWords(
+        title=f"{group.ground.name}, {_ground(group.entries[0].option)}",
+        verdicts=(*_verdicts(group), *_absent(group, comparison.candidates)),
+        rows=tuple(_row(entry) for entry in group.entries),
+    )
+
+
+def _verdicts(group: Group) -> Iterator[str]:
+    """Yield who is the cheapest and who the fastest, as far as that is sure, and break-evens."""
+    named = {id(entry.bill): entry.candidate.label for entry in group.entries}
+    if (costs := group.costs) is not None:
+        first, others = costs.cheapest, costs.bills[1:]
+        words = [
+            f"{named[id(bill)]} {_range(bill.range_of(_usd), units.usd)}" for bill in costs.bills
+        ]
+        behind = [(named[id(o)], ratio(o, first)) for o in others if is_surely_less(first, o)]
+        yield _leader("Cheapest", words, behind)
+    if unpriced := [entry.candidate.label for entry in group.entries if entry.bill is None]:
+        yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
+    ranked = sorted(group.entries, key=lambda entry: entry.seconds.value)
+    words = [f"{e.candidate.label} {_range(e.seconds, units.duration)}" for e in ranked]
+    best, low, high = ranked[0].seconds
+    slower = [entry for entry in ranked if high < entry.seconds.low]
+    times = [Range(e.seconds[0] / best, e.seconds[1] / high, e.seconds[2] / low) for e in slower]
+    labels = (entry.candidate.label for entry in slower)
+    yield _leader("Fastest", words, list(zip(labels, times, strict=True)))
+    for point in costs.break_evens if costs else ():
+        amount, *ends = (units.count(round(float(f"{n:.2g}"))) for n in point.samples)
+        yield (
+            f"{named[id(point.below)]} is cheaper below about {amount} sequences (between "
+            f"{' and '.join(ends)}), {named[id(point.above)]} above."
         )
-        for place, card in enumerate(cards)
-    )
 
 
-def _entries(cards: Sequence[Card], ground: Ground, job: Job) -> tuple[Entry, ...]:
-    options = ((card, card.best(ground)) for card in cards)
-    entries = [_entry(card, option, job) for card, option in options if option is not None]
-
-    def order(entry: Entry) -> tuple[bool, float]:
-        return entry.usd is None, (entry.usd or entry.seconds).value
-
-    return tuple(sorted(entries, key=order))
+def _usd(bill: Bill) -> float:
+    return bill.usd
 
 
-def _entry(card: Card, option: Option, job: Job) -> Entry:
-    tokens, speed = tokens_of(job, option.ground), option.tokens_per_second
-    seconds = Range(
-        tokens / speed.value,
-        tokens / speed.high,
-        tokens / speed.low if speed.low > 0 else math.inf,
-    )
-    if card.rent is None:
-        return Entry(card, option, seconds, None, None)
-    hour = option.config.data_parallel * card.rent.usd_per_hour
-    rate, fixed = hour / SECONDS_PER_HOUR, card.rent.fixed_seconds
-    return Entry(
-        card,
-        option,
-        seconds,
-        _scaled(seconds, rate * 1e6 / tokens),
-        _scaled(seconds, rate, plus=rate * fixed),
-    )
+def _leader(what: str, words: Sequence[str], behind: Sequence[tuple[str, Range]]) -> str:
+    """Return who leads, or that no one does for sure.
 
-
-def _scaled(known: Range, by: float, *, plus: float = 0.0) -> Range:
-    return Range(known.value * by + plus, known.low * by + plus, known.high * by + plus)
-
-
-def _group(ground: Ground, entries: tuple[Entry, ...], job: Job) -> Group:
-    priced = [entry for entry in entries if entry.usd is not None]
-    return Group(
-        ground,
-        entries,
-        cheapest=_leader(priced, lambda entry: _dollars(entry, job)) if len(priced) > 1 else None,
-        soonest=_leader(entries, lambda entry: entry.seconds),
-        break_evens=_break_evens(priced),
-    )
-
-
-def _dollars(entry: Entry, job: Job) -> Range:
-    """Return what GPUs are compared by: the bill of the work, of none typed the price of tokens.
-
-    What is paid before the first step is next to nothing for much work and most of it for little.
+    Args:
+        what: they are compared by.
+        words: each with its number, the likeliest leader first.
+        behind: those that surely take more, with how many times as much.
     """
-    known = entry.usd_per_million_tokens if not is_asked(job) else entry.usd
-    assert known is not None, "only entries with a price are compared by it"
-    return known
-
-
-def _leader(entries: Sequence[Entry], quantity: Callable[[Entry], Range]) -> Leader:
-    """Return who takes the least; whoever may take less than the first is tied with it."""
-    ranked = sorted(entries, key=lambda entry: quantity(entry).value)
-    first = quantity(ranked[0])
-    tied = tuple(entry for entry in ranked if not first.is_below(quantity(entry)))
-    behind = tuple((e, quantity(e).over(first)) for e in ranked if first.is_below(quantity(e)))
-    return Leader(tied, behind)
-
-
-def _break_evens(priced: Sequence[Entry]) -> tuple[BreakEven, ...]:
-    """Return where the GPU that is cheapest for much work and another one change places.
-
-    A bill is what is paid before the first step and so much a token. The two cross only where the
-    one that starts for less surely costs more a token; inside the speeds' uncertainty none is told.
-    """
-    if len(priced) < 2:
-        return ()
-    large = min(priced, key=lambda entry: _per_token(entry).value)
-    points = (_break_even(small, large) for small in priced if small is not large)
-    return tuple(point for point in points if point is not None)
-
-
-def _per_token(entry: Entry) -> Range:
-    assert entry.usd_per_million_tokens is not None, "only entries with a price have a bill"
-    return _scaled(entry.usd_per_million_tokens, 1e-6)
-
-
-def start_usd(entry: Entry) -> float:
-    """Return what is paid before the first step."""
-    rent = entry.card.rent
-    assert rent is not None, "only entries with a price have a bill"
-    hour = entry.option.config.data_parallel * rent.usd_per_hour
-    return hour / SECONDS_PER_HOUR * rent.fixed_seconds
-
-
-def _break_even(small: Entry, large: Entry) -> BreakEven | None:
-    ahead = start_usd(large) - start_usd(small)
-    dear, cheap = _per_token(small), _per_token(large)
-    if ahead <= 0 or not cheap.is_below(dear):
-        return None
-    return BreakEven(
-        small,
-        large,
-        Range(
-            ahead / (dear.value - cheap.value),
-            ahead / (dear.high - cheap.low),
-            ahead / (dear.low - cheap.high),
-        ),
+    if len(behind) < len(words) - 1:
+        surely = {label for label, _ in behind}
+        tied = [one for one in words if not any(one.startswith(f"{label} ") for label in surely)]
+        return f"{what} cannot be told within the uncertainty of the speeds: {'; '.join(tied)}."
+    others = ", ".join(
+        f"{label} takes {times.value:.1f}x as much ({times.low:.1f}–{times.high:.1f}x)"
+        for label, times in behind
     )
+    return f"{what}: {words[0]}; {others}."
+
+
+def _range(known: Range, words: Callable[[float], str]) -> str:
+    return f"{words(known.value)} ({words(known.low)} to {words(known.high)})"
+
+
+def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield which GPUs are not in a comparison, and what would bring them in."""
+    present = {entry.candidate.label for entry in group.entries}
+    option = group.entries[0].option
+    targets = option.config.target_modules
+    typed = targets if isinstance(targets, str) else ",".join(targets)
+    for one in candidates:
+        if one.label not in present:
+            command = ["sweep", "plan", one.gpu, "--model", option.ground.name]
+            command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
+            command += ["--seq-len", str(option.ground.seq_len), "--json"]
+            why = f"it has nothing of {_ground(option)}"
+            yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    option, bill, one = entry.option, entry.bill, entry.candidate
+    tokens = cost = price = units.DASH
+    if bill is not None:
+        second = usd_per_training_second(bill.offer, bill.gpus)
+        per_million = Range(
+            *(1e6 * second / rate for rate in (option.speed[0], *option.speed[:0:-1]))
+        )
+        tokens, cost = _range(per_million, units.usd), _range(bill.range_of(_usd), units.usd)
+        price = f"{units.usd(bill.usd_per_hour)} an hour, {bill.offer.label}, {bill.offer.date}"
+    ends = f"{units.rate(option.speed.low)}–{units.rate(option.speed.high)}"
+    speed = f"{units.rate(option.speed.value)} ({ends if option.has_interval else 'no interval'})"
+    share = (option.peak_bytes or 0) / one.budget_bytes
+    peak = units.gib(option.peak_bytes) if option.fits_surely else "may not fit"
+    config = option.config
+    kept = ("micro_batch_size", "seq_len", "lora_rank", "target_modules")
+    standard = TrialConfig(**{key: getattr(config, key) for key in kept})
+    trial = "" if option.number is None else f"trial {option.number}: "
+    return (
+        f"{one.label} ({one.source})",
+        f"{speed}, {option.basis}",
+        tokens,
+        _range(entry.seconds, units.duration),
+        cost,
+        price,
+        f"{peak}, {units.percent(share)} of the budget",
+        f"{trial}{units.size(config)}, {units.changes(config, baseline=standard)}",
+    )
+
+
+def _apart(comparison: Comparison) -> Iterator[str]:
+    """Yield what is not compared: nothing is left out silently."""
+    found = [option for one in comparison.candidates for option in one.options]
+    models = dict.fromkeys(option.ground.name for option in found)
+    if len(models) > 1:
+        yield f"Different models are never compared: {', '.join(models)} each stand alone."
+    for one in comparison.candidates:
+        if not one.options:
+            yield f"{one.label} has nothing that fits."
+    if found and not comparison.groups:
+        yield (
+            "No two of these have a configuration of the same model, rank, target modules and "
+            "length: their speeds do not compare."
+        )
+    for entry in comparison.alone:
+        _, speed, *_ = _row(entry)
+        yield f"Only {entry.candidate.label} has {_ground(entry.option)}: {speed} tokens/s."
+
+
+def _prices(group: Group) -> PageFigure:
+    """Return what tokens cost on each GPU against its speed."""
+    figure = go.Figure(layout=framed(420))
+    for entry, mark in zip(group.entries, itertools.cycle(MARKS.values()), strict=False):
+        if (bill := entry.bill) is None:
+            continue
+        usd, speed = bill.range_of(_usd), entry.option.speed
+        label = escape(entry.candidate.label)
+        figure.add_scatter(
+            name=label,
+            x=[usd.value],
+            y=[speed.value],
+            error_x=whiskers([usd.value], [usd[1:]]),
+            error_y=whiskers([speed.value], [speed[1:]]),
+            mode="markers+text",
+            text=[label],
+            textposition="top left",
+            marker={"color": mark.colour, "symbol": mark.symbol, "size": 12},
+            hovertemplate="%{text}: $%{x:.3g}, %{y:,.4~r} tokens/s<extra></extra>",
+            showlegend=False,
+        )
+    figure.update_xaxes(title="dollars for the work", rangemode="tozero", tickprefix="$")
+    figure.update_yaxes(title="tokens/s", rangemode="tozero", tickformat=",~r")
+    caption = (
+        f"The bill against tokens/s, of the fastest with {_ground(group.entries[0].option)} on "
+        "each GPU. Left is cheaper, up is faster; whiskers are the speeds' uncertainty."
+    )
+    return PageFigure("prices", "What it costs, and how fast it is", caption, figure)

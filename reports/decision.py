@@ -8,17 +8,17 @@ what was measured, as one GPU ran them all.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import yaml
 
 from reports import sentences, units, words
 from reports.advice import how_to_go_faster
+from reports.comparison import training_words
 from reports.view import StudyView, view_of
-from search_spaces.errors import InputError
+from search_spaces.costs import AskedWork
 from storage.definition import StudySnapshot
 from storage.ranking import measured_of
 from storage.records import TrialRecord
@@ -27,43 +27,6 @@ SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
 ALIKE = 0.02
 """Prices of a token that are closer than this do not say which of two is the cheaper."""
-JOB_TOKENS = 10_000_000.0
-"""What is priced until a reader says otherwise."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A training that is to be priced, as it is typed; nothing of it need be known.
-
-    Raises:
-        InputError: a figure is not positive, or tokens and samples are both given.
-    """
-
-    tokens: float | None = None
-    """Of the dataset, that carry loss."""
-    dataset_samples: float | None = None
-    """Rows of the dataset; each counts as long as the study's baseline takes them."""
-    epochs: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "dataset_samples", "epochs"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                option = f"--work {name.replace('_', '-')}"
-                raise InputError(f"{option} must be greater than 0, got {value:g}")
-        if self.tokens is not None and self.dataset_samples is not None:
-            raise InputError("--work: tokens and dataset-samples both say how large the dataset is")
-        if self.epochs is not None and self.tokens is None and self.dataset_samples is None:
-            raise InputError("--work: epochs needs tokens or dataset-samples: of what?")
-
-    def priced(self, snapshot: StudySnapshot) -> StudySnapshot:
-        """Return the study with the tokens of the job, over all epochs."""
-        length = snapshot.definition.space.baseline_config().seq_len
-        samples = self.dataset_samples
-        tokens = self.tokens if samples is None else samples * length
-        if tokens is None:
-            return snapshot
-        return replace(snapshot, job_tokens=tokens * (self.epochs or 1.0))
 
 
 @dataclass(frozen=True)
@@ -75,12 +38,6 @@ class Card:
     """The configuration in words, and what was odd about its measurement."""
     facts: tuple[tuple[str, str], ...]
     """Names and sentences, the terminal's own."""
-    tokens_per_second: float | None
-    """On the target GPU, to compute with."""
-    usd_per_million_tokens: tuple[float, ...]
-    """With its least and its most, to compute with; empty where it is not known."""
-    job: str
-    """What the training that is asked about costs and takes; empty where it is not known."""
     memory_share: float
     """Of the budget, 0 to 1."""
     recipes: tuple[tuple[str, str], ...]
@@ -99,55 +56,46 @@ class Decision:
     lines: tuple[tuple[str, str], ...]
     """What to take instead: for what, and that."""
     price_source: str
-    job_tokens: float
     notes: tuple[str, ...]
     advice: tuple[str, ...]
     """What it would take to have an answer; empty where there is one."""
 
 
-def decision_of(snapshot: StudySnapshot) -> Decision:
-    """Return what a report is decided by."""
+def decision_of(snapshot: StudySnapshot, work: AskedWork | None = None) -> Decision:
+    """Return what a report is decided by.
+
+    Args:
+        snapshot: the study.
+        work: the training that is to be priced; an epoch of the dataset where nothing is asked.
+    """
     view = view_of(snapshot)
-    epoch = None if view.winner is None else view.winner.epoch
-    tokens = snapshot.job_tokens or (JOB_TOKENS if epoch is None else float(epoch.loss_tokens))
     is_sure = view.winner is None or view.ranking.is_settled
     return Decision(
         headline=sentences.headline(view),
         command="" if is_sure else sentences.commands(view)[0],
-        card=None if view.winner is None else _card(view, view.winner, tokens),
+        card=None if view.winner is None else _card(view, view.winner, work or AskedWork()),
         lines=tuple(_instead(view)),
         price_source="" if snapshot.offer is None else snapshot.offer.source,
-        job_tokens=tokens,
         notes=tuple(sentences.notes(view)),
         advice=() if view.winner else tuple(how_to_go_faster(view)),
     )
 
 
-def _card(view: StudyView, record: TrialRecord, tokens: float) -> Card:
+def _card(view: StudyView, record: TrialRecord, work: AskedWork) -> Card:
     measured, baseline = measured_of(record), view.ranking.definition.space.baseline_config()
     configuration = sentences.in_words(record.config, baseline)
-    speed, dollars = view.target_tokens_per_second, view.snapshot.usd_per_million_tokens(record)
-    usd = () if dollars is None else (dollars, *(view.snapshot.usd_interval(record) or ()))
+    facts = [fact for fact in sentences.facts(view) if fact[0] not in ("trials", "warning")]
+    if not work.is_asked and record.epoch is not None:
+        work = AskedWork(tokens=record.epoch.loss_tokens)
+    if told := training_words(view.snapshot, record, work):
+        facts.append(("training", told))
     return Card(
         number=record.number,
         what="; ".join(filter(None, (configuration, words.flags_in_words(measured)))),
-        facts=tuple(f for f in sentences.facts(view) if f[0] not in ("trials", "warning")),
-        tokens_per_second=None if speed is None else speed.value,
-        usd_per_million_tokens=usd,
-        job="" if speed is None else _job(tokens / speed.value, [d * tokens / 1e6 for d in usd]),
+        facts=tuple(facts),
         memory_share=min(1.0, measured.peak_allocated_bytes / view.gpu.budget_bytes),
         recipes=tuple(_recipes(view, record)),
     )
-
-
-def _job(seconds: float, usd: list[float]) -> str:
-    """Return what a training costs and takes; the page's script says the same."""
-    took = f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
-    took = took if seconds >= 60 else f"{seconds:.0f} s"
-    if not usd:
-        return took
-    within = f" ({units.usd_interval((usd[1], usd[2]))})" if len(usd) > 1 else ""
-    return f"{units.usd(usd[0])}{within}, {took}"
 
 
 def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:

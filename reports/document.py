@@ -1,172 +1,265 @@
-"""The page's data: every trial of a study once, as JSON that figures and tables refer to.
+"""The trials of a page: columns of words and numbers, for its table, its panel and the front.
 
-A trial's keys are the columns that a figure may name (``"@peak_allocated"``); what is not known of
-it is left out. Numbers have six digits, and memory is in the study's own unit.
+A column has each pair of a number and its words once, and for each trial the place of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from reports import units, words
-from reports.words import VERDICT_LABELS, reason
 from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.redaction import shown
 from storage.definition import StudySnapshot
 from storage.ranking import Ranking, rank_study
-from storage.records import Measurement, TrialRecord, need_of
+from storage.records import TrialRecord, need_of
+
+UNKNOWN: tuple[None, str] = (None, "")
+AXES = {
+    "target_tokens_per_second": True,
+    "tokens_per_second": True,
+    "peak_allocated": False,
+    "usd_per_million_tokens": False,
+    "trainable_parameters": True,
+    "final_loss": False,
+    "eval_loss": False,
+}
+"""What the front may be drawn by, and whether more of it is better."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a trial that trials may be compared by."""
+    """One thing that is known of trials."""
 
     label: str
-    more_is_better: bool
-    unit: Literal["rate", "memory", "usd", "count", "number"]
-    """How the page writes it."""
+    pairs: tuple[tuple[Any, str], ...]
+    """A value to sort by and its words, one pair a trial; an unknown one is None without words."""
+    is_shown: bool = True
+    """In the table at first."""
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The values alone."""
+        return [value for value, _ in self.pairs]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        places: dict[tuple[str, str], int] = {}
+        # True and 1 are one key and two values.
+        at = [places.setdefault((repr(value), of), len(places)) for value, of in self.pairs]
+        unique = dict(zip(at, self.pairs, strict=True))
+        packed = {"pairs": [unique[place] for place in range(len(places))]}
+        return {"label": self.label, "shown": self.is_shown, "at": at, **packed}
 
 
-def columns_of(snapshot: StudySnapshot) -> dict[str, Column]:
-    """Return the columns that trials are compared by, whether anything is known of them or not.
+@dataclass(frozen=True)
+class Document:
+    """The trials of a study, as a page has them."""
 
-    A speed that was measured on the target itself is there once.
-    """
-    target = snapshot.definition.target
-    other = target.emulated_on
-    on_target = Column(f"tokens/s on {units.gpu_name(target.gpu)}, predicted", True, "rate")
-    ran_on = units.gpu_name(other or target.gpu)
-    measured = Column(f"tokens/s measured on {ran_on}", True, "rate")
-    speeds = {"target_tokens_per_second": on_target} if other is not None else {}
-    unit = memory_unit(snapshot).name
-    return {
-        **speeds,
-        "tokens_per_second": measured,
-        "peak_allocated": Column(f"peak allocated memory ({unit})", False, "memory"),
-        "usd_per_million_tokens": Column("dollars per million tokens", False, "usd"),
-        "trainable_parameters": Column("trainable parameters", True, "count"),
-        "final_loss": Column("final loss", False, "number"),
-        "eval_loss": Column("held-out loss", False, "number"),
-    }
+    snapshot: StudySnapshot
+    ranking: Ranking
+    unit: units.MemoryUnit
+    """Of all sizes: its largest peak's, before any its budget's."""
+    columns: Mapping[str, Column]
+    """Of what is known of any trial, by key, in the order of the table; settings come last."""
 
+    @cached_property
+    def rows(self) -> Mapping[int, int]:
+        """Which row a trial's number has."""
+        return {record.number: row for row, record in enumerate(self.snapshot.records)}
 
-def memory_unit(snapshot: StudySnapshot) -> units.MemoryUnit:
-    """Return the unit that a study's sizes are in: its largest peak's, before any its budget's."""
-    measured = (record.measurement for record in snapshot.records)
-    peaks = (one.peak_allocated_bytes for one in measured if one is not None)
-    return units.memory_unit(max(peaks, default=snapshot.definition.target.budget_bytes))
+    @property
+    def axes(self) -> dict[str, str]:
+        """What the front may be drawn by, with its words."""
+        return {key: self.columns[key].label for key in AXES if key in self.columns}
 
-
-def title_of(snapshot: StudySnapshot) -> str:
-    """Return what a study is about: ``Mistral-7B-v0.3 on an A10: 23 trials``."""
-    model = units.model_name(str(snapshot.definition.model["name"]))
-    gpu = units.with_article(units.gpu_name(snapshot.definition.target.gpu))
-    return f"{model} on {gpu}: {units.plural(len(snapshot.trials), 'trial')}"
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        space, gpu = self.snapshot.definition.space, self.snapshot.definition.target.gpu
+        kept = {"model": space.model, "weights": space.weights, "objectives": space.objectives}
+        budget = {} if space.budget_gib is None else {"budget_gib": space.budget_gib}
+        known = gpu if gpu in {"cpu", *gpu_catalogue()} else space.gpu
+        return {
+            "columns": {key: column.to_json() for key, column in self.columns.items()},
+            "settings": list(TrialConfig.model_fields),
+            "space": {"gpu": known, **kept, **budget},
+            "baseline": space.baseline_config().model_dump(mode="json"),
+        }
 
 
-_DOCUMENTS: WeakKeyDictionary[StudySnapshot, dict[str, Any]] = WeakKeyDictionary()
-"""Of each snapshot for as long as that is in use: the page and its figures ask for the same."""
-
-
-def document_of(snapshot: StudySnapshot) -> dict[str, Any]:
-    """Return what the page knows of a study: its trials by number, and what their columns mean.
-
-    It is the same value each time, and nobody's to change.
-    """
-    if snapshot not in _DOCUMENTS:
-        _DOCUMENTS[snapshot] = _document(snapshot)
-    return _DOCUMENTS[snapshot]
-
-
-def _document(snapshot: StudySnapshot) -> dict[str, Any]:
-    ranking = rank_study(snapshot)
-    names = class_names(snapshot, ranking)
-    space, target = snapshot.definition.space, snapshot.definition.target
-    baseline, axes, unit = space.baseline_config(), _axes(snapshot.records), memory_unit(snapshot)
+def document_of(snapshot: StudySnapshot) -> Document:
+    """Return what a page knows of a study's trials."""
+    ranking, target = rank_study(snapshot), snapshot.definition.target
+    peaks = [r.measurement.peak_allocated_bytes for r in snapshot.records if r.measurement]
+    unit = units.memory_unit(max(peaks, default=target.budget_bytes))
     # What was measured again has the speed of those runs, the rest is scaled to them.
     effective = {record.number: record for record in ranking.records}
-    trials = [
-        _trial(record, snapshot, ranking, names, baseline, unit)
-        | {"at": [axis["values"].index(getattr(record.config, axis["key"])) for axis in axes]}
-        for record in (effective.get(r.number, r) for r in snapshot.records)
+    records = [effective.get(record.number, record) for record in snapshot.records]
+    roles, classes = _roles(ranking), class_names(snapshot, ranking)
+    known = [
+        _known(record, snapshot, ranking, unit)
+        | {"role": _text(roles.get(record.number)), "class": _text(classes[record.number])}
+        for record in records
     ]
+    labels = _LABELS | {
+        "target_tokens_per_second": f"tokens/s on {units.gpu_name(target.gpu)}, predicted",
+        "tokens_per_second": "tokens/s measured on "
+        f"{units.gpu_name(target.emulated_on or target.gpu)}",
+        "peak_allocated": f"peak allocated memory ({unit.name})",
+    }
     columns = {
-        key: asdict(column)
-        for key, column in columns_of(snapshot).items()
-        if any(key in trial for trial in trials)
+        key: Column(label, tuple(one.get(key, UNKNOWN) for one in known), key not in _HIDDEN)
+        for key, label in labels.items()
+        if any(one.get(key, UNKNOWN)[1] for one in known)
     }
-    return {
-        "study": snapshot.name,
-        "gpu": target.gpu,
-        "memory_unit": unit.name,
-        "budget": _rounded(target.budget_bytes / unit.bytes),
-        "recipe": baseline.model_dump(mode="json"),
-        "space": {
-            "gpu": target.gpu if target.gpu in {"cpu", *gpu_catalogue()} else space.gpu,
-            "model": space.model,
-            "weights": space.weights,
-            "objectives": list(space.objectives),
-            **({} if space.budget_gib is None else {"budget_gib": space.budget_gib}),
-        },
-        "columns": columns,
-        "settings": {key: KNOBS[key].label for key in TrialConfig.model_fields},
-        "axes": axes,
-        "classes": sorted(set(names.values())),
-        "verdicts": {str(verdict): label for verdict, label in VERDICT_LABELS.items()},
-        "named": named_trials(ranking),
-        "trials": trials,
-    }
-
-
-def _axes(records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
-    """Return the settings that vary, each with its values in order; ``at`` has a trial's places."""
-    axes = []
     for key in TrialConfig.model_fields:
-        values = {getattr(record.config, key) for record in records}
-        if len(values) > 1:
-            ordered = sorted(values, key=lambda value, key=key: sort_place(key, value))  # type: ignore[misc]
-            axes.append({"key": key, "label": KNOBS[key].label, "values": ordered})
-    return axes
+        values = [getattr(record.config, key) for record in records]
+        pairs = tuple((value, setting_words(value)) for value in values)
+        columns[key] = Column(KNOBS[key].label, pairs, len(set(pairs)) > 1)
+    return Document(snapshot, ranking, unit, columns)
 
 
-def sort_place(key: str, value: Any) -> tuple[float, str]:
-    """Return where a setting's value stands among others: numbers rising, words the lean first."""
-    lean = KNOBS[key].lean_first
-    if isinstance(value, bool | int | float):
-        return float(value), ""
-    return float(lean.index(value) if value in lean else len(lean)), str(value)
+_LABELS = {
+    "number": "trial",
+    "verdict": "ended",
+    "role": "is",
+    "target_tokens_per_second": "",
+    "tokens_per_second": "",
+    "peak_allocated": "",
+    "need": "needs",
+    "usd_per_million_tokens": "dollars per million tokens",
+    "trainable_parameters": "trainable parameters",
+    "final_loss": "final loss",
+    "eval_loss": "held-out loss",
+    "why": "why",
+    "changes": "against the baseline",
+    "class": "class",
+    "error": "error",
+    "step_seconds": "a step",
+    "peak_reserved": "reserved",
+    "predicted_peak": "predicted peak",
+    "joules_per_token": "energy of a token",
+    "faithful": "8-bit compute",
+    "flags": "flags",
+    "started_at": "started",
+    "device_seconds": "device time",
+}
+"""What is known of a trial beside its settings, in the order of the table."""
+_HIDDEN = frozenset(list(_LABELS)[list(_LABELS).index("why") :])
+"""What the table has only where a reader asks for it."""
+
+Pair = tuple[Any, str]
 
 
-def no_document() -> dict[str, Any]:
-    """Return the data of a page that is about no single study: it has no trials."""
-    nothing: dict[str, Any] = {
-        "recipe": {},
-        "space": {},
-        "columns": {},
-        "settings": {},
-        "axes": [],
-        "memory_unit": "GiB",
-        "named": {},
-        "verdicts": {},
+def _known(
+    record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking, unit: units.MemoryUnit
+) -> dict[str, Pair]:
+    """Return what is known of a trial."""
+    budget, space = snapshot.definition.target.budget_bytes, snapshot.definition.space
+    need, prediction = need_of(record, budget_bytes=budget), record.prediction
+    changes = units.changes(record.config, baseline=space.baseline_config())
+    known = {
+        "number": (record.number, str(record.number)),
+        "verdict": (str(record.verdict), words.VERDICT_LABELS[record.verdict]),
+        "why": _text(words.reason(record, budget_bytes=budget)),
+        "changes": _text(changes),
+        "error": _text(getattr(record.outcome, "detail", "")),
+        "started_at": _text(record.started_at),
+        "device_seconds": _number(record.device_seconds, units.duration(record.device_seconds)),
     }
-    return {"study": "", "gpu": "", "budget": 0.0, "classes": [], "trials": [], **nothing}
-
-
-def named_trials(ranking: Ranking) -> dict[str, list[int]]:
-    """Return the numbers of the trials that the page speaks of by name."""
-    winner, baseline = ranking.winner, ranking.baseline
-    return {
-        "winner": [] if winner is None else [winner.number],
-        "baseline": [] if baseline is None else [baseline.number],
-        "tied with the winner": list(ranking.tied),
-        "on the front": [record.number for record in ranking.front],
-        "fastest of its class": [best.number for best in ranking.fastest_by_class],
+    if need is not None:
+        size = need.allocated_bytes / unit.bytes
+        known["need"] = _number(size, words.need(need, unit))
+    if prediction is not None:
+        known["predicted_peak"] = _memory(prediction.peak_allocated_bytes, unit)
+    measured, speed = record.measurement, snapshot.target_speed(record)
+    if measured is None or not measured.is_sound:
+        return known
+    if speed is not None and snapshot.definition.target.emulated_on is not None:
+        ends = "" if None in (speed.low, speed.high) else f" ({_ends(speed.low, speed.high)})"
+        told = f"{units.rate(speed.tokens_per_second)}{ends}"
+        known["target_tokens_per_second"] = _number(speed.tokens_per_second, told)
+    again = "measured again" if ranking.is_measured_again(record) else ""
+    within = _ends(*measured.speed_interval) if measured.speed_interval else ""
+    remarks = ", ".join(filter(None, (within, again, words.doubts(measured))))
+    rate, joules = measured.tokens_per_second, measured.joules_per_token
+    usd, quality = snapshot.usd_per_million_tokens(record), measured.quality
+    close = measured.faithfulness
+    # Of random weights a loss says nothing about quality.
+    loss = measured.final_loss if space.weights == "pretrained" else None
+    return known | {
+        "tokens_per_second": _number(rate, units.rate(rate) + (f" ({remarks})" if remarks else "")),
+        "peak_allocated": _memory(measured.peak_allocated_bytes, unit),
+        "peak_reserved": _memory(measured.peak_reserved_bytes, unit),
+        "usd_per_million_tokens": _number(usd, units.usd(usd)),
+        "trainable_parameters": (
+            measured.trainable_parameters,
+            units.count(measured.trainable_parameters),
+        ),
+        "final_loss": _number(loss, f"{loss:.4g}" if loss is not None else ""),
+        "eval_loss": _number(quality.eval_loss if quality else None, words.loss(measured)),
+        "step_seconds": _number(measured.step_seconds, units.step_time(measured.step_seconds)),
+        "joules_per_token": _number(joules, f"{1000 * (joules or 0):.3g} mJ"),
+        "faithful": _text(
+            f"gradients within {units.share(close.gradient_error)} of 16-bit compute"
+            if close
+            else ""
+        ),
+        "flags": _text(", ".join(measured.flags)),
     }
+
+
+def setting_words(value: Any) -> str:
+    """Return a setting's value as people write it: ``true``, ``0.5``, ``q_proj,v_proj``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return (
+        units.DASH
+        if value is None
+        else units.short(f"{value:g}" if type(value) is float else value)
+    )
+
+
+def _text(known: str | None) -> Pair:
+    return (known, known) if known else UNKNOWN
+
+
+def _number(value: float | None, known: str) -> Pair:
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    return float(f"{value:.6g}"), known
+
+
+def _memory(count: float | None, unit: units.MemoryUnit) -> Pair:
+    return _number(None if count is None else count / unit.bytes, units.gib(count, unit))
+
+
+def _ends(low: float | None, high: float | None) -> str:
+    return f"{units.rate(low)}–{units.rate(high)}"
+
+
+def _roles(ranking: Ranking) -> dict[int, str]:
+    """Return what a page calls trials by, for those that it speaks of."""
+    named = (
+        ("winner", [ranking.winner]),
+        ("baseline", [ranking.baseline]),
+        ("tied with the winner", [r for r in ranking.records if r.number in ranking.tied]),
+        ("on the front", ranking.front),
+    )
+    roles: dict[int, list[str]] = {}
+    for role, records in named:
+        for record in records:
+            if record is not None:
+                roles.setdefault(record.number, []).append(role)
+    for record in ranking.records:
+        if record.carried is not None:
+            roles.setdefault(record.number, []).append(f"carried over from {record.carried.study}")
+    return {number: ", ".join(names) for number, names in roles.items()}
 
 
 def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
@@ -179,130 +272,3 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
     first = {classes[r.number]: r.config for r in reversed(snapshot.records)}
     names = {known: shown(words.capacity(config)) for known, config in first.items()}
     return {number: names[known] for number, known in classes.items()}
-
-
-def _trial(
-    record: TrialRecord,
-    snapshot: StudySnapshot,
-    ranking: Ranking,
-    names: Mapping[int, str],
-    baseline: TrialConfig,
-    unit: units.MemoryUnit,
-) -> dict[str, Any]:
-    budget_bytes = snapshot.definition.target.budget_bytes
-    why = reason(record, budget_bytes=budget_bytes)
-    error = getattr(record.outcome, "detail", "")
-    known = {
-        "number": record.number,
-        "verdict": str(record.verdict),
-        "class": names[record.number],
-        "config": record.config.changes_from(baseline),
-        "changes": units.changes(record.config, baseline=baseline),
-        "reason": why or None,
-        "error": error if error and error != why else None,
-        "is_measured_again": ranking.is_measured_again(record) or None,
-        "carried_from": None if record.carried is None else record.carried.study,
-        "started_at": record.started_at,
-        "wall_seconds": record.wall_seconds,
-        "device_seconds": record.device_seconds,
-        **_need(record, budget_bytes, unit),
-        **_prediction(record, unit),
-    }
-    measured = record.measurement
-    if measured is not None and measured.is_sound:
-        known |= _measured(measured, snapshot, unit) | _target(record, snapshot)
-    return _plain(known)
-
-
-def _measured(
-    measured: Measurement, snapshot: StudySnapshot, unit: units.MemoryUnit
-) -> dict[str, Any]:
-    low, high = measured.speed_interval or (None, None)
-    reserved, close = measured.peak_reserved_bytes, measured.faithfulness
-    is_real = snapshot.definition.space.weights == "pretrained"
-    return {
-        "tokens_per_second": measured.tokens_per_second,
-        "tokens_per_second_low": low,
-        "tokens_per_second_high": high,
-        "step_seconds": measured.step_seconds,
-        "peak_allocated": measured.peak_allocated_bytes / unit.bytes,
-        "peak_reserved": None if reserved is None else reserved / unit.bytes,
-        "trainable_parameters": measured.trainable_parameters,
-        # Of random weights a loss says nothing about quality.
-        "final_loss": measured.final_loss if is_real else None,
-        **_quality(measured),
-        "joules_per_token": measured.joules_per_token,
-        "doubts": words.doubts(measured) or None,
-        "faithful": close
-        and f"gradients within {units.share(close.gradient_error)} of 16-bit compute "
-        f"(cosine {close.gradient_cosine:.4f})",
-        "flags": list(measured.flags) or None,
-    }
-
-
-def _quality(measured: Measurement) -> dict[str, Any]:
-    quality = measured.quality
-    if quality is None:
-        return {}
-    low, high = quality.eval_loss_ci95 or (None, None)
-    return {"eval_loss": quality.eval_loss, "eval_loss_low": low, "eval_loss_high": high}
-
-
-def _target(record: TrialRecord, snapshot: StudySnapshot) -> dict[str, Any]:
-    speed = snapshot.target_speed(record)
-    if speed is None:
-        return {}
-    return {
-        "target_tokens_per_second": speed.tokens_per_second,
-        "target_low": speed.low,
-        "target_high": speed.high,
-        "target_basis": speed.basis,
-        "usd_per_million_tokens": snapshot.usd_per_million_tokens(record),
-    }
-
-
-def _need(record: TrialRecord, budget_bytes: int, unit: units.MemoryUnit) -> dict[str, Any]:
-    need = need_of(record, budget_bytes=budget_bytes)
-    if need is None:
-        return {}
-    return {
-        "need": need.allocated_bytes / unit.bytes,
-        "need_is_lower_bound": need.is_lower_bound,
-        "need_is_predicted": need.is_predicted,
-    }
-
-
-def _prediction(record: TrialRecord, unit: units.MemoryUnit) -> dict[str, Any]:
-    known = record.prediction
-    if known is None:
-        return {}
-    return {
-        "predicted_peak": known.peak_allocated_bytes / unit.bytes,
-        "predicted_tokens_per_second": known.tokens_per_second,
-    }
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known, numbers with six digits; what is not finite is not known."""
-    rounded = ((key, _rounded(value)) for key, value in values.items())
-    return {key: value for key, value in rounded if value is not None}
-
-
-_AS_THEY_ARE = frozenset({bool, int, str, type(None)})
-"""Looked at first: of thousands of trials nearly every value is of one of these."""
-
-
-def _rounded(value: Any) -> Any:
-    if type(value) in _AS_THEY_ARE:
-        return value
-    match value:
-        case bool() | int() | str() | None:
-            return value
-        case float():
-            return float(f"{value:.6g}") if math.isfinite(value) else None
-        case Mapping():
-            return {key: _rounded(part) for key, part in value.items()}
-        case Iterable():
-            return [_rounded(part) for part in value]
-        case _:
-            return str(value)

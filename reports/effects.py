@@ -1,79 +1,67 @@
-"""Owns what each setting is worth: the change of speed and of memory from one value to another.
+"""What each setting is worth: one log-linear fit of speed and of peak memory over a study's trials.
 
-Pure: a study's snapshot in, a value out. Trials that differ in one setting alone are a matched
-pair, and the pairs' ratios are told where there are enough of them. Where there are not, a linear
-fit of the logarithm of speed, and of the peak, by every setting that varied says what the study
-determines, with what the fit misses in its interval. What was never varied apart from another is
-unknown: a median of everything tried at one value would be the effect of its company. Only the
-speeds of one process and of at least six steps are used.
+The logarithm is fitted by every setting that varied, by least squares. A change that the trials do
+not determine, as where two settings were never varied apart, is unknown: a median of everything
+tried at one value would be the effect of its company. What the fit misses is in its intervals.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from html import escape
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from reports import units
-from reports.design import Knob, Quantity, Sample, Seen
-from reports.regression import Estimate, LinearFit, Vector, mean_estimate
-from search_spaces.config import KNOBS, canonical
+from reports.figures import BLUE, PageFigure, dashed, framed, whiskers
+from search_spaces.config import KNOBS, TrialConfig, canonical
+from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
+from storage.ranking import rankable
+from storage.records import Measurement
 
-PAIRS_ENOUGH = 6
-"""From so many matched pairs on they are told rather than the fit, whose interval is narrower than
-that of fewer."""
 DEGREES_ENOUGH = 3
-"""The fewest trials that a fit must have beyond what it determines: with fewer, what it misses is
-hardly seen."""
-ARROW = " → "
+"""The fewest trials beyond what a fit determines: with fewer, what it misses is hardly seen."""
+TRIALS_PER_VALUE, VALUES_MAX = 5, 8
+"""A number with fewer trials for each of its values, or with more values, is fitted by a slope."""
+_SAME = 1e-8
 _NAMED = 3
 
-Basis = Literal["pairs", "fit", "pair"]
-"""Several matched pairs, the fitted model, or a single pair."""
+Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of one quantity, and what tells it."""
+class Ratio:
+    """A quantity after a change over the same before it, with its 95 % interval."""
 
-    estimate: Estimate
-    """Ratio of tokens/s, or difference of peak allocated bytes; of a single pair's memory without
-    an interval, as peaks repeat to the byte."""
-    basis: Basis
-    count: int
-    """Matched pairs, or trials that were fitted."""
-    pair: str = ""
-    """From what to what a single pair went, where that is not the whole step of its effect."""
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        ends = f"{_percent(self.low)} to {_percent(self.high)} %"
+        if self.low <= 1.0 <= self.high:
+            return f"no difference shown ({ends})"
+        return f"{_percent(self.value)} % ({ends})"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What going from one value of a setting to another is worth."""
+    """What going from one value of a setting to another does; None is unknown."""
 
     key: str
-    before: str
-    """In words that stand alone; empty for a slope per doubling."""
-    after: str
-    speed: Change | None
-    memory: Change | None
-    untold: str = ""
-    """Why the change of speed cannot be told; empty where it is."""
-    would_tell: str = ""
-    """Which two trials would tell."""
-    unfit_after: int = 0
-    """Matched pairs of which only the first fitted."""
-    unfit_before: int = 0
-    """Matched pairs of which only the second fitted."""
-
-    @property
-    def label(self) -> str:
-        """The change in words: ``hf kernels → liger kernels``."""
-        return f"{self.before}{ARROW}{self.after}" if self.before else self.after
+    label: str
+    speed: Ratio | None
+    memory: Ratio | None
+    why: str
+    """Why the change of speed is unknown; empty where it is known."""
 
 
 @dataclass(frozen=True)
@@ -83,247 +71,222 @@ class Effects:
     effects: tuple[Effect, ...]
     """In the order of the space's dimensions."""
     trials: int
-    """With a speed that counts."""
-    left_out: int
-    """Measured in so few steps that their speed has no interval."""
-    measured_on: str
+    """That the speeds are fitted to."""
+    figures: tuple[PageFigure, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Each change with what it does, or that it is unknown and why."""
+        return [
+            (one.label, str(one.speed or f"unknown: {one.why}"), str(one.memory or "unknown"))
+            for one in self.effects
+        ]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A setting with the values that were measured, and its columns of a fit."""
+
+    key: str
+    levels: tuple[Any, ...]
+    is_slope: bool
+
+    @property
+    def is_doubling(self) -> bool:
+        return self.is_slope and min(self.levels) > 0 and isinstance(self.levels[0], int)
+
+    def scale(self, value: Any) -> float:
+        """Return where a value is on the slope, whose unit is the change that is told."""
+        if self.is_doubling:
+            return math.log2(value)
+        return float((value - self.levels[0]) / (self.levels[-1] - self.levels[0]))
+
+    def columns(self, values: Sequence[Any]) -> list[list[float]]:
+        """Return one column for a slope, else one for each value but the first."""
+        if self.is_slope:
+            return [[self.scale(value) for value in values]]
+        return [[float(value == level) for value in values] for level in self.levels[1:]]
+
+    def changes(self, usual: Any) -> Iterator[tuple[str, list[float]]]:
+        """Yield each change to tell with its weights: neighbours of a number, words against the
+        usual one."""
+        name, known = KNOBS[self.key].label, self.levels
+        if len(known) < 2:
+            yield name, []
+        elif self.is_slope:
+            ends = f"{units.short(known[0])} to {units.short(known[-1])}"
+            yield (f"twice the {name} ({ends})" if self.is_doubling else f"{name} {ends}"), [1.0]
+        else:
+            first = usual if usual in known else known[0]
+            pairs = [(first, level) for level in known if level != first]
+            if _are_numbers(known):
+                pairs = list(pairwise(known))
+            for before, after in pairs:
+                words = (units.short(units.phrase(self.key, value)) for value in (before, after))
+                weights = [float(at == after) - float(at == before) for at in known[1:]]
+                yield " → ".join(words), weights
+
+
+class Fit:
+    """The logarithm of a quantity by every setting that varied.
+
+    Args:
+        matrix: trials by columns; the first is the intercept.
+        values: positive, one a trial.
+    """
+
+    def __init__(self, matrix: Vector, values: Sequence[float]) -> None:
+        self.matrix, self._logs = matrix, np.log(values)
+        self._inverse = np.linalg.pinv(matrix)
+        self.degrees = len(values) - int(np.linalg.matrix_rank(matrix))
+        residual = self._logs - matrix @ (self._inverse @ self._logs)
+        self._deviation = math.sqrt(float(residual @ residual) / max(1, self.degrees))
+
+    def aliases(self, contrast: Vector) -> list[int]:
+        """Return the columns that the trials do not tell a contrast apart from."""
+        outside = np.abs(contrast - contrast @ self._inverse @ self.matrix)
+        return [int(at) for at in np.argsort(-outside, kind="stable") if outside[at] > _SAME]
+
+    def ratio(self, contrast: Vector) -> Ratio | None:
+        """Return a change with Student's interval; None where the trials do not determine it."""
+        if self.degrees < DEGREES_ENOUGH or self.aliases(contrast):
+            return None
+        weights = contrast @ self._inverse
+        value = float(weights @ self._logs)
+        half = float(stdtrit(self.degrees, 0.975) * self._deviation * np.linalg.norm(weights))
+        ends = (np.clip(value + side * half, -50, 50) for side in (0, -1, 1))
+        return Ratio(*(math.exp(end) for end in ends))
 
 
 def effects_of(snapshot: StudySnapshot) -> Effects | None:
     """Return what a study tells of its settings; None where fewer than two trials were measured."""
-    study = _Study(Sample.of(snapshot))
-    sample = study.sample
-    if len(sample.measured) < 2:
+    space = snapshot.definition.space
+    # Of one configuration its last trial counts.
+    last = {
+        canonical(record.config): (_settings(record.config), record.measurement)
+        for record in sorted(rankable(snapshot.records), key=lambda record: record.number)
+        if record.measurement is not None
+    }
+    measured = list(last.values())
+    if len(measured) < 2:
         return None
-    target = snapshot.definition.target
-    return Effects(
-        effects=tuple(
-            _effect(study, knob, contrast) for knob in sample.knobs for contrast in knob.contrasts()
-        ),
-        trials=len(sample.timed),
-        left_out=len(sample.untimed),
-        measured_on=target.emulated_on or target.gpu,
-    )
+    # A speed of few steps has no interval: its peak counts all the same.
+    timed = [pair for pair in measured if pair[1].speed_interval]
+    settings = _varied(space, measured, trials=len(timed))
+    of_speed, places = _fitted(settings, timed, lambda one: one.tokens_per_second)
+    of_memory, _ = _fitted(settings, measured, lambda one: float(one.peak_allocated_bytes))
+    owner = [""] + [one.key for one in settings for _ in places[one.key]]
+    usual, effects = _settings(space.baseline_config()), []
+    for setting in settings[: len(space.dimensions)]:
+        for label, weights in setting.changes(usual[setting.key]):
+            contrast = np.zeros(len(owner))
+            contrast[list(places[setting.key])] = weights
+            speed = of_speed.ratio(contrast) if weights else None
+            memory = of_memory.ratio(contrast) if weights else None
+            why = "" if speed else _why(setting, contrast, of_speed, owner)
+            effects.append(Effect(setting.key, label, speed, memory, why))
+    known = [effect for effect in effects if effect.speed or effect.memory]
+    return Effects(tuple(effects), len(timed), (_figure(known),) if known else ())
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    fit: LinearFit
-    places: Mapping[str, range]
-    """Which columns are a setting's."""
-    width: int
-
-    def contrast(self, knob: Knob, contrast: tuple[Any, Any]) -> Vector:
-        weights = np.zeros(self.width)
-        weights[list(self.places[knob.key])] = knob.weights(contrast)
-        return weights
-
-    def company(self, knob: Knob, contrast: tuple[Any, Any]) -> tuple[str, ...]:
-        """Return the settings that a contrast was never varied apart from, the most tied first."""
-        owners = {column: key for key, columns in self.places.items() for column in columns}
-        tied = self.fit.entangled(self.contrast(knob, contrast))
-        names = dict.fromkeys(owners[column] for column in tied if column in owners)
-        return tuple(name for name in names if name != knob.key)
+_Trial = tuple[Mapping[str, Any], Measurement]
 
 
-@dataclass(frozen=True)
-class _Study:
-    """The trials of a study, and what is fitted to them."""
-
-    sample: Sample
-
-    @cached_property
-    def fits(self) -> Mapping[Quantity, _Fitted]:
-        """The fits of both quantities by every setting that varied, also outside the space."""
-        return {"speed": self._fitted("speed"), "memory": self._fitted("memory")}
-
-    def _fitted(self, quantity: Quantity) -> _Fitted:
-        seen = self.sample.seen(quantity)
-        columns: list[list[float]] = [[1.0] * len(seen)]
-        places: dict[str, range] = {}
-        for knob in (*self.sample.knobs, *self.sample.beside):
-            added = knob.columns(seen)
-            places[knob.key] = range(len(columns), len(columns) + len(added))
-            columns += added
-        values = np.array([one.value(quantity) for one in seen], dtype=float)
-        matrix: Vector = np.array(columns, dtype=float).T
-        return _Fitted(LinearFit.of(matrix, values), places, len(columns))
+def _settings(config: TrialConfig) -> Mapping[str, Any]:
+    """Return what a configuration sets, alike for two that train alike."""
+    # What follows from another setting where it is not written out is no difference of its own.
+    written = {key: getattr(config, key) for key in ("lora_alpha", "effective_batch_size")}
+    return canonical(config).model_dump(mode="python") | written
 
 
-def _effect(study: _Study, knob: Knob, contrast: tuple[Any, Any]) -> Effect:
-    speed = _change(study, knob, contrast, "speed")
-    memory = _change(study, knob, contrast, "memory")
-    is_told = speed is not None
-    # Where single pairs are all there is, their own step is what is told, and no slope.
-    steps = {change.pair for change in (speed, memory) if change is not None}
-    own = steps.pop() if len(steps) == 1 else ""
-    before, after = own.split(ARROW) if own else _words(knob, contrast)
-    return Effect(
-        knob.key,
-        before,
-        after,
-        speed=speed,
-        memory=memory,
-        untold="" if is_told else _why_untold(study, knob, contrast),
-        would_tell="" if is_told else _would_tell(study.sample, knob, contrast),
-        unfit_after=_one_sided(study.sample, knob, contrast),
-        unfit_before=_one_sided(study.sample, knob, contrast[::-1]),
-    )
-
-
-def _words(knob: Knob, contrast: tuple[Any, Any]) -> tuple[str, str]:
-    before, after = (units.short(units.phrase(knob.key, value)) for value in contrast)
-    if len(knob.levels) < 2:
-        return "", KNOBS[knob.key].label
-    if knob.is_doubling:
-        ends = f"{units.short(contrast[0])} to {units.short(contrast[1])}"
-        return "", f"twice the {KNOBS[knob.key].label} ({ends})"
-    return before, after
-
-
-def _change(
-    study: _Study, knob: Knob, contrast: tuple[Any, Any], quantity: Quantity
-) -> Change | None:
-    """Return a change by what tells it best; None where nothing does."""
-    if len(knob.levels) < 2:
-        return None
-    pairs = _pairs(study.sample, knob, contrast, quantity)
-    fitted = study.fits[quantity]
-    weights = fitted.contrast(knob, contrast)
-    is_ratio = quantity == "speed"
-    if len(pairs) >= PAIRS_ENOUGH:
-        return Change(_of_pairs(pairs, is_ratio=is_ratio), "pairs", len(pairs))
-    if fitted.fit.degrees >= DEGREES_ENOUGH and fitted.fit.tells(weights):
-        estimate = fitted.fit.estimate(weights)
-        told = _exponential(estimate) if is_ratio else estimate
-        return Change(told, "fit", len(study.sample.seen(quantity)))
-    if len(pairs) == 1:
-        return _single(pairs[0], knob, is_ratio=is_ratio)
-    if pairs:
-        return Change(_of_pairs(pairs, is_ratio=is_ratio), "pairs", len(pairs))
-    return None
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """The difference of one matched pair, and half of the interval that its two trials give it."""
-
-    difference: float
-    half: float
-    ends: tuple[Any, Any]
-    """The values of the setting that it went from and to."""
-
-
-def _pairs(
-    sample: Sample, knob: Knob, contrast: tuple[Any, Any], quantity: Quantity
-) -> tuple[_Pair, ...]:
-    """Return the matched pairs of a contrast; no trial is in two of them.
-
-    Of a slope each group of trials that differ in it alone counts as one, by its own slope.
-    """
-    groups = sample.groups("timed" if quantity == "speed" else "measured", knob).values()
-    if knob.is_slope:
-        return tuple(_slope(group, knob, quantity) for group in groups if len(group) > 1)
-    before, after = contrast
-    return tuple(
-        _Pair(
-            group[after].value(quantity) - group[before].value(quantity),
-            group[before].log_half + group[after].log_half,
-            contrast,
+def _varied(space: SearchSpace, measured: Sequence[_Trial], *, trials: int) -> list[_Setting]:
+    """Return the space's dimensions, then what varied beside them, as an outside baseline does."""
+    found = []
+    for key in (*space.dimensions, *(key for key in KNOBS if key not in space.dimensions)):
+        levels, lean = {settings[key] for settings, _ in measured}, KNOBS[key].lean_first
+        if len(levels) < 2 and key not in space.dimensions:
+            continue
+        are_numbers = _are_numbers(levels)
+        order: Any = lambda value, lean=lean: (  # noqa: E731
+            lean.index(value) if value in lean else len(lean),
+            str(value),
         )
-        for group in groups
-        if before in group and after in group
-    )
+        ordered = tuple(sorted(levels, key=None if are_numbers else order))
+        is_sparse = len(levels) > VALUES_MAX or trials < TRIALS_PER_VALUE * len(levels)
+        found.append(_Setting(key, ordered, len(levels) > 2 and are_numbers and is_sparse))
+    return found
 
 
-def _slope(group: Mapping[Any, Seen], knob: Knob, quantity: Quantity) -> _Pair:
-    places = np.array([knob.scale(level) for level in group])
-    heights = np.array([one.value(quantity) for one in group.values()])
-    away = places - places.mean()
-    pull = away / float(away @ away)
-    halves = np.array([one.log_half for one in group.values()])
-    ends = min(group), max(group)
-    return _Pair(float(pull @ heights), float(np.abs(pull) @ halves), ends)
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _single(pair: _Pair, knob: Knob, *, is_ratio: bool) -> Change:
-    """Return what a single pair shows, of a slope over the pair's own step and not beyond it."""
-    words, step = "", 1.0
-    if knob.is_slope:
-        step = knob.scale(pair.ends[1]) - knob.scale(pair.ends[0])
-        words = f"{KNOBS[knob.key].label} {pair.ends[0]:g}{ARROW}{pair.ends[1]:g}"
-    whole = _Pair(step * pair.difference, step * pair.half, pair.ends)
-    return Change(_of_pairs([whole], is_ratio=is_ratio), "pair", 1, words)
+def _fitted(
+    settings: Sequence[_Setting], trials: Sequence[_Trial], quantity: Any
+) -> tuple[Fit, Mapping[str, range]]:
+    """Return a fit, and which columns are a setting's."""
+    columns, places = [[1.0] * len(trials)], {}
+    for setting in settings:
+        added = setting.columns([of[setting.key] for of, _ in trials])
+        places[setting.key] = range(len(columns), len(columns) + len(added))
+        columns += added
+    return Fit(np.array(columns).T, [quantity(one) for _, one in trials]), places
 
 
-def _of_pairs(pairs: Sequence[_Pair], *, is_ratio: bool) -> Estimate:
-    """Return the mean of matched pairs; a single pair has the interval of its two trials."""
-    differences = [pair.difference for pair in pairs]
-    if len(pairs) == 1:
-        half = pairs[0].half if is_ratio else 0.0
-        estimate = Estimate(differences[0], differences[0] - half, differences[0] + half)
-    else:
-        within = math.hypot(*(pair.half for pair in pairs)) / len(pairs) if is_ratio else 0.0
-        estimate = mean_estimate(differences, least_half=within)
-    return _exponential(estimate) if is_ratio else estimate
-
-
-def _exponential(estimate: Estimate) -> Estimate:
-    return Estimate(*(_exp(end) for end in (estimate.value, estimate.low, estimate.high)))
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(max(value, -50.0), 50.0))
-
-
-def _one_sided(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> int:
-    """Return of how many matched pairs the first fitted and the second did not."""
-    if len(knob.levels) < 2 or knob.is_slope:
-        return 0
-    before, after = contrast
-    measured, unfit = sample.groups("measured", knob), sample.groups("unfit", knob)
-    return sum(before in group and after in unfit.get(rest, {}) for rest, group in measured.items())
-
-
-def _why_untold(study: _Study, knob: Knob, contrast: tuple[Any, Any]) -> str:
-    if len(knob.levels) < 2:
-        only = units.short(units.phrase(knob.key, knob.levels[0]))
+def _why(setting: _Setting, contrast: Vector, fit: Fit, owner: Sequence[str]) -> str:
+    """Return why a change of speed is unknown."""
+    if len(setting.levels) < 2:
+        only = units.short(units.phrase(setting.key, setting.levels[0]))
         return f"every trial that was measured had {only}"
-    fitted = study.fits["speed"]
-    timed = {one.settings[knob.key] for one in study.sample.timed}
-    unseen = [value for value in contrast if value not in timed]
-    if unseen and (not knob.is_slope or len(timed) < 2):
-        return f"no speed was measured to the end with {units.phrase(knob.key, unseen[0])}"
-    # What only a baseline outside the space has beside the rest is nobody's choice: it comes last.
-    searched = study.sample.space.dimensions
-    tied = sorted(fitted.company(knob, contrast), key=lambda key: key not in searched)
-    company = [KNOBS[key].label for key in tied]
-    if company:
-        more = f" and {len(company) - _NAMED} more" if len(company) > _NAMED else ""
-        return f"never varied apart from {', '.join(company[:_NAMED])}{more}"
-    spare = units.plural(fitted.fit.degrees, "trial")
-    return f"too few trials: {spare} more than there are unknowns, and no pair that differs in it"
+    aliases = (owner[at] for at in fit.aliases(contrast))
+    names = [KNOBS[key].label for key in dict.fromkeys(aliases) if key not in ("", setting.key)]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f"never varied apart from {', '.join(names[:_NAMED])}{more}"
+    return f"too few trials: {fit.degrees} more than there are unknowns"
 
 
-def _would_tell(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> str:
-    """Return which two trials would tell: the fastest one that can be, and its twin."""
-    wanted = _wanted(sample, knob, contrast)
-    by_speed = sorted(sample.measured, key=lambda one: (-one.log_speed, one.record.number))
-    unfit = {canonical(one.record.config) for one in sample.unfit}
-    for one in by_speed:
-        value = one.settings[knob.key]
-        others = (other for other in wanted if other != value) if value in wanted else ()
-        for other in others:
-            twin = one.record.config.model_copy(update={knob.key: other})
-            is_held = sample.space.params_of(twin) is not None
-            if is_held and canonical(twin) not in unfit:
-                what = units.short(units.phrase(knob.key, other))
-                return f"trial {one.record.number}, and the same with {what}"
-    return ""
+def _percent(ratio: float) -> str:
+    share = 100 * (ratio - 1)
+    if share >= 1000:
+        return "over +1,000"
+    return f"{share:+.1f}" if abs(share) < 10 else f"{share:+.0f}"
 
 
-def _wanted(sample: Sample, knob: Knob, contrast: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Return the values of which a pair would tell; of a setting that never varied, the space's."""
-    if len(knob.levels) > 1:
-        return contrast
-    return (*knob.levels, *(v for v in sample.space.values_of(knob.key) if v not in knob.levels))
+def _figure(effects: Sequence[Effect]) -> PageFigure:
+    """Return speed and memory side by side, in logarithms: twice and half are as far from one."""
+    figure = go.Figure(layout=framed(110 + 46 * len(effects)))
+    for at, quantity in enumerate(("speed", "memory"), start=1):
+        known = [(n, effect, getattr(effect, quantity)) for n, effect in enumerate(effects)]
+        known = [one for one in known if one[2] is not None]
+        values = [ratio.value for *_, ratio in known]
+        axis = "" if at == 1 else "2"
+        figure.add_scatter(
+            x=values,
+            y=[n for n, *_ in known],
+            xaxis=f"x{axis}",
+            mode="markers",
+            name=quantity,
+            marker={"size": 10, "color": BLUE},
+            error_x=whiskers(values, [(ratio.low, ratio.high) for *_, ratio in known]),
+            text=[f"{escape(effect.label)}<br>{ratio}" for _, effect, ratio in known],
+            hovertemplate="%{text}<extra></extra>",
+        )
+        reach = max([math.log10(1.5), *(1.6 * abs(math.log10(value)) for value in values)])
+        layout = {
+            "title": {"text": f"{quantity} after / before"},
+            "type": "log",
+            "range": [-reach, reach],
+            "tickvals": [0.1, 0.2, 0.5, 0.7, 1, 1.4, 2, 5, 10],
+            "domain": [0.0, 0.48] if at == 1 else [0.52, 1.0],
+        }
+        figure.update_layout({f"xaxis{axis}": layout})
+        figure.add_shape(dashed(1.0) | {"xref": f"x{axis}"})
+    labels = [escape(effect.label).replace(" → ", "<br>→ ") for effect in effects]
+    rows = {"tickvals": list(range(len(effects))), "ticktext": labels, "autorange": "reversed"}
+    figure.update_layout(showlegend=False, yaxis=rows | {"zeroline": False})
+    caption = (
+        "After the change over before it, all else being equal; whiskers are 95 % intervals. At "
+        "the dashed line nothing changes."
+    )
+    return PageFigure("effects", "What each setting does to speed and memory", caption, figure)

@@ -1,27 +1,34 @@
-"""The section on what is given up for less memory, money or rank: one figure and its choices."""
+"""What is given up for what: the Pareto front of any two numbers of a trial.
+
+What has no speed is never drawn as if it had one: it is in the lane of how it ended, at the memory
+that it needs. The page lets two axes and a capacity class be chosen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
-from reports import units
-from reports.document import document_of
-from reports.figures.figure import DataTable, PageFigure
-from reports.figures.front import front_controls, front_drawing, front_names
-from storage.definition import StudySnapshot
-from storage.ranking import fitting, rank_study
-from storage.records import Verdict
+import numpy as np
+import plotly.graph_objects as go
 
-_QUESTION = "What do I give up for less memory, money or rank?"
-_UNMEASURED = "How far is each from fitting?"
+from reports.document import AXES, Document
+from reports.figures import AMBER, BLUE, FADED, GREEN, MARKS, PageFigure, dashed, digits, framed
+from reports.words import VERDICT_LABELS
+from storage.ranking import fitting
+from storage.records import TrialRecord, Verdict, need_of, predicted_need
+
+MEMORY = "peak_allocated"
+_MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
 _CAPTION = (
-    "Every trial. The line joins what nothing else beats in both numbers; what was stopped as too "
-    "slow is hollow and counts; whiskers are intervals of measured speeds. Below, in lanes, what "
-    "was not measured, at the memory that it needs: an arrow where it needs at least that, a "
-    "question mark where nothing is known. A box drawn around marks lists them alone in the table "
-    "of all trials."
+    "The line joins what nothing else beats in both numbers, by trial number; what was stopped as "
+    "too slow is hollow and counts. Below, in lanes, what was not measured, at the memory that it "
+    "needs: an arrow where it needs at least that, a question mark where nothing is known. A box "
+    "drawn around marks lists them alone in the table of all trials."
 )
 
 
@@ -31,72 +38,188 @@ class FrontSection:
 
     title: str
     figures: tuple[PageFigure, ...]
-    columns: Mapping[str, str]
-    """What an axis may show, with its words; fewer than two leave nothing to choose."""
+    axes: Mapping[str, str]
     classes: tuple[str, ...]
     x: str
     y: str
+    views: Mapping[str, Sequence[int]]
+    """The trials on the front of ``first axis|second|class``; the class is empty for all."""
 
 
-def front_of(snapshot: StudySnapshot) -> FrontSection | None:
+def front_of(document: Document) -> FrontSection | None:
     """Return the section of the front; None where nothing was tried."""
-    document = document_of(snapshot)
-    if not document["trials"]:
+    snapshot, columns = document.snapshot, document.columns
+    if not snapshot.records:
         return None
-    ranking = rank_study(snapshot)
-    slow = (r for r in ranking.of_space if r.verdict is Verdict.PRUNED_SLOW)
-    known = {record.number for record in (*fitting(ranking.of_space), *slow)}
-    candidates = [row for row, t in enumerate(document["trials"]) if t["number"] in known]
-    controls = front_controls(document, candidates)
-    drawing = front_drawing(document, candidates)
-    view = controls["views"].get(f"{controls['y']}|{controls['x']}|", {"rows": ()})
+    slow = (r for r in document.ranking.of_space if r.verdict is Verdict.PRUNED_SLOW)
+    numbers = {record.number for record in (*fitting(document.ranking.of_space), *slow)}
+    candidates = [row for number, row in document.rows.items() if number in numbers]
+    y = next((key for key in AXES if key in columns), "tokens_per_second")
+    names = columns["class"].values
+    classes = tuple(sorted(set(names)))
+    views = {}
+    for axes in itertools.combinations(document.axes, 2):
+        for name in ("", *classes):
+            own = [row for row in candidates if name in ("", names[row])]
+            found = pareto(document, own, axes)
+            views["|".join((*axes, name))] = [snapshot.records[row].number for row in found]
+    rows = [document.rows[number] for number in views.get(f"{y}|{MEMORY}|", ())]
+    shown = [key for key in columns if key in ("number", "changes", *AXES)]
     figure = PageFigure(
-        "front-figure",
+        "front",
         "Speed, memory, money, capacity",
         _CAPTION,
-        drawing,
-        _table(document, view["rows"]),
-        controls=controls,
-        names=front_names(document, view["rows"]),
+        _figure(document, rows[::-1], y),
+        heads=tuple(columns[key].label for key in shown),
+        rows=tuple(tuple(columns[key].pairs[row][1] for key in shown) for row in rows),
     )
-    columns = {key: column["label"] for key, column in document["columns"].items()}
-    return FrontSection(
-        _QUESTION if candidates else _UNMEASURED,
-        (figure,),
-        columns,
-        tuple(document["classes"]),
-        x=controls["x"],
-        y=controls["y"],
-    )
+    title = "What do I give up for less memory, money or rank?"
+    title = title if candidates else "How far is each from fitting?"
+    return FrontSection(title, (figure,), document.axes, classes, MEMORY, y, views)
 
 
-def _table(document: Mapping[str, Any], rows: Sequence[int]) -> DataTable | None:
-    """Return the front by the numbers that the figure opens with, and all else known of it."""
-    if not rows:
-        return None
-    columns = document["columns"]
-    heads = ("on the front: trial", "against the baseline", *(c["label"] for c in columns.values()))
-    shown = []
-    for trial in (document["trials"][row] for row in rows):
-        values = (
-            _words(trial.get(key), column["unit"], document["memory_unit"])
-            for key, column in columns.items()
+def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
+    """Return the rows that no other beats in one column and matches in both, the best first."""
+    first, second = (document.columns[axis].values for axis in axes)
+    known = [row for row in rows if first[row] is not None and second[row] is not None]
+    if not known:
+        return []
+    signs = [-1 if AXES[axis] else 1 for axis in axes]
+    x, y = (
+        sign * np.array([of[row] for row in known], dtype=float)
+        for sign, of in zip(signs, (first, second), strict=True)
+    )
+    order = np.lexsort((np.array(known), y, x))
+    x, y = x[order], y[order]
+    # What is better in the second column than all that are better in the first, and its equals.
+    is_new = y < np.concatenate(([np.inf], np.minimum.accumulate(y)[:-1]))
+    newest = np.maximum.accumulate(np.where(is_new, np.arange(len(x)), 0))
+    is_on_front = (x == x[newest]) & (y == y[newest])
+    return [known[index] for index in order[is_on_front]]
+
+
+def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
+    records, columns = document.snapshot.records, document.columns
+    budget = document.snapshot.definition.target.budget_bytes / document.unit.bytes
+    ended = {record.verdict for record in records if record.measurement is None}
+    lanes = [verdict for verdict in Verdict if verdict in ended]
+    below, tall = 40 * len(lanes), 360 if y in columns else 10
+    figure = go.Figure(layout=framed(tall + below + 110))
+    if y in columns:
+        figure.add_traces(list(_measured(document, front, y)))
+    peaks = [size for size in columns[MEMORY].values if size] if MEMORY in columns else []
+    needs = {r.number: _need(document, r) for r in records if r.measurement is None}
+    known = [*peaks, *(size for size, _ in needs.values() if size), budget]
+    left = 0.85 * min(known)
+    for lane, verdict in enumerate(lanes):
+        here = [record for record in records if record.verdict is verdict]
+        here = [record for record in here if record.measurement is None]
+        sizes = [needs[record.number] for record in here]
+        # Side by side where they need the same.
+        spread = (((n * 0.618034) % 1 - 0.5) * 0.62 for n in range(len(here)))
+        figure.add_scatter(
+            x=digits(1.03 * left if size is None else size for size, _ in sizes),
+            y=digits(lane + (offset if len(here) > 1 else 0) for offset in spread),
+            yaxis="y2",
+            name=VERDICT_LABELS[verdict],
+            customdata=[record.number for record in here],
+            meta="lane",
+            mode="markers+text",
+            text=["?" if size is None else "→" if bound else "" for size, bound in sizes],
+            textposition="middle right",
+            marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
+            hovertemplate="trial %{customdata}: needs %{x:.4g}<extra>%{fullData.name}</extra>",
+            showlegend=False,
         )
-        shown.append((str(trial["number"]), trial["changes"], *values))
-    return DataTable(heads, tuple(shown))
+    share = below / (below + tall)
+    up = {"text": escape(columns[y].label)} if y in columns else {}
+    figure.update_layout(
+        # In ratios, so that what is far beyond the budget stays apart.
+        xaxis={
+            "type": "log",
+            "title": {"text": f"peak allocated memory ({document.unit.name})"},
+            "range": [math.log10(left), math.log10(1.08 * max(known))],
+            "tickvals": [n * 10.0**power for power in range(-3, 7) for n in (1, 2, 5)],
+            "anchor": "y2" if lanes else "y",
+        },
+        yaxis={
+            "domain": [share + (0.04 if lanes else 0), 1],
+            "rangemode": "tozero",
+            "tickformat": ",~r",
+            "title": up,
+            "visible": y in columns,
+        },
+        dragmode="select",
+        shapes=[dashed(budget)],
+        annotations=[
+            {
+                "x": math.log10(budget),
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "top",
+                "xanchor": "left",
+                "xshift": 4,
+                "text": f"budget {budget:.2f} {document.unit.name}",
+                "showarrow": False,
+            }
+        ],
+    )
+    if lanes:
+        counts = [sum(r.verdict is v and r.measurement is None for r in records) for v in lanes]
+        ticks = [f"{VERDICT_LABELS[v]}: {n:,}" for v, n in zip(lanes, counts, strict=True)]
+        rows = {"tickvals": list(range(len(lanes))), "ticktext": ticks, "zeroline": False}
+        rows |= {"range": [len(lanes) - 0.5, -0.5], "domain": [0, share], "fixedrange": True}
+        figure.update_layout(yaxis2=rows)
+    return figure
 
 
-def _words(value: float | None, unit: str, memory_unit: str) -> str:
-    if value is None:
-        return units.DASH
-    match unit:
-        case "rate":
-            return units.rate(value)
-        case "memory":
-            return f"{value:.2f} {memory_unit}"
-        case "usd":
-            return units.usd(value)
-        case "count":
-            return units.count(int(value))
-        case _:
-            return f"{value:.4g}"
+def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
+    """Return what a trial without a speed needs, and whether that is a lower bound."""
+    need = need_of(record, budget_bytes=document.snapshot.definition.target.budget_bytes)
+    if need is not None:
+        return need.allocated_bytes / document.unit.bytes, need.is_lower_bound
+    predicted = predicted_need(record)
+    return None if predicted is None else predicted / document.unit.bytes, False
+
+
+def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
+    """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
+    columns, records, rows = document.columns, document.snapshot.records, document.rows
+    ranking = document.ranking
+    across, up = (columns[key].values for key in (MEMORY, y))
+
+    def trace(name: str, chosen: Sequence[int], meta: str, **look: Any) -> go.Scatter:
+        chosen = [row for row in chosen if across[row] is not None and up[row] is not None]
+        return go.Scatter(
+            x=[across[row] for row in chosen],
+            y=[up[row] for row in chosen],
+            customdata=[records[row].number for row in chosen],
+            name=name,
+            meta=meta,
+            hovertemplate="trial %{customdata}<br>%{y:,.4~r} at %{x:,.4~r}<extra></extra>",
+            **({"mode": "markers"} | look),
+        )
+
+    for verdict in _MEASURED:
+        chosen = [row for row, record in enumerate(records) if record.verdict is verdict]
+        marker = {"color": FADED, "symbol": MARKS[verdict].symbol, "size": 7}
+        if chosen:
+            yield trace(VERDICT_LABELS[verdict], chosen, "others", marker=marker)
+    symbols = [MARKS[records[row].verdict].symbol for row in front]
+    yield trace(
+        "front: none is better in both",
+        front,
+        "front",
+        mode="lines+markers+text",
+        line={"color": GREEN, "width": 2, "shape": "hv"},
+        marker={"color": BLUE, "size": 10, "symbol": symbols},
+        text=[str(records[row].number) for row in front],
+        textposition="top left",
+    )
+    looks = (
+        ("winner", ranking.winner, {"symbol": "star", "size": 17, "color": AMBER}),
+        ("baseline", ranking.baseline, {"symbol": "diamond-open", "size": 14, "color": AMBER}),
+    )
+    for name, record, marker in looks:
+        if record is not None:
+            yield trace(name, [rows[record.number]], "others", marker=marker)

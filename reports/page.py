@@ -1,9 +1,6 @@
 """The report: one HTML file that needs nothing else, no network included.
 
-A section is one value, made from a study by one function, and the template of its name in
-`templates/sections`; `SECTIONS` is their order, and nothing else of the page knows of one. A value
-with a ``figures`` attribute brings those figures with it. Every trial is in the page once, as
-`document` has it; the scripts in `templates/scripts` draw, sort and explain from there.
+The templates lay out the values of `sections`; the scripts select, sort, filter and copy.
 
 Everything from a study is escaped: in markup by the template, in scripts by the JSON encoder, and
 in both it is without secrets and what works unseen (`redaction.shown`). A content security policy
@@ -15,8 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -26,65 +22,76 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 
-from reports.comparison import Comparison
+from reports import units
+from reports.boundary import boundary_of
+from reports.comparison import Comparison, comparison_words
 from reports.decision import decision_of
-from reports.document import document_of, no_document, title_of
-from reports.figures.comparison import words_of
-from reports.figures.effects import knobs_of
-from reports.figures.figure import PageFigure
-from reports.figures.quality import quality_of
-from reports.figures.search import search_of
-from reports.figures.style import themes
-from reports.figures.trust import trust_section
+from reports.document import Document, document_of
+from reports.effects import effects_of
+from reports.figures import PageFigure, themes
 from reports.front import front_of
+from reports.search import quality_of, search_of
 from reports.sections import next_steps_of, texts_of, trials_of
-from reports.wall import wall_of
+from reports.trust import trust_of
+from search_spaces.costs import AskedWork
 from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redacted, shown
 from storage.definition import StudySnapshot
 from storage.files import replace
 
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page: what it says, and by the same name its template and its anchor."""
-
-    name: str
-    make: Callable[[StudySnapshot], Any]
-    """Returns the value that the template renders as ``value``; None leaves the section out."""
-
-
-SECTIONS: tuple[Section, ...] = (
-    Section("decision", decision_of),
-    Section("texts", texts_of),
-    Section("front", front_of),
-    Section("quality", quality_of),
-    Section("wall", wall_of),
-    Section("knobs", knobs_of),
-    Section("search", search_of),
-    Section("next", next_steps_of),
-    Section("trials", trials_of),
-    Section("trust", trust_section),
-)
-"""The page, from top to bottom."""
-
 _CODE = re.compile(r"`([^`]*)`")
-_STYLES = ("report.css", "decision.css", "analysis.css")
-_SCRIPTS = (
-    "document.js",
-    "words.js",
-    "copy.js",
-    "selection.js",
-    "figures.js",
-    "front.js",
-    "table.js",
-    "decision.js",
-    "wall.js",
-    "search.js",
-    "folds.js",
-    "start.js",
-)
-"""Files of `templates/scripts`, in the order in which they run."""
+_SCRIPTS = ("page.js", "table.js", "figures.js", "front.js")
+"""In the order in which they run."""
+
+
+def title_of(snapshot: StudySnapshot) -> str:
+    """Return what a study is about: ``Mistral-7B-v0.3 on an A10: 23 trials``."""
+    model = units.model_name(str(snapshot.definition.model["name"]))
+    gpu = units.with_article(units.gpu_name(snapshot.definition.target.gpu))
+    return f"{model} on {gpu}: {units.plural(len(snapshot.trials), 'trial')}"
+
+
+def sections(document: Document, work: AskedWork) -> dict[str, Any]:
+    """Return the value of each section of a study's report; None where it has nothing to say."""
+    snapshot = document.snapshot
+    return {
+        "decision": decision_of(snapshot, work),
+        "texts": texts_of(snapshot),
+        "front": front_of(document),
+        "quality": quality_of(document),
+        "boundary": boundary_of(document),
+        "effects": effects_of(snapshot),
+        "search": search_of(document),
+        "next": next_steps_of(snapshot),
+        "trials": trials_of(snapshot),
+        "trust": trust_of(document),
+    }
+
+
+def figures_of(made: Mapping[str, Any]) -> tuple[PageFigure, ...]:
+    """Return the figures of sections, in the order of the page."""
+    return tuple(figure for value in made.values() for figure in getattr(value, "figures", ()))
+
+
+def render(snapshot: StudySnapshot, *, work: AskedWork | None = None) -> str:
+    """Return a study's report as HTML.
+
+    Args:
+        snapshot: the study.
+        work: the training that is to be priced.
+    """
+    document = document_of(snapshot)
+    made = sections(document, work or AskedWork())
+    front = made["front"]
+    controls = None if front is None else {"x": front.x, "y": front.y, "views": front.views}
+    data = {**document.to_json(), "front": controls}
+    return _page("study.html.j2", title_of(snapshot), made, data, snapshot=snapshot)
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """Return the page of several GPUs as HTML. Its figures are of GPUs, not of trials."""
+    words = comparison_words(comparison)
+    return _page("comparison.html.j2", words.title, {"comparison": words}, {"columns": {}})
 
 
 def write_report(snapshot: StudySnapshot, path: Path) -> None:
@@ -104,62 +111,35 @@ def write_page(page: str, path: Path) -> None:
         raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 
 
-def render(snapshot: StudySnapshot) -> str:
-    """Return a study's report as HTML."""
-    sections = _sections(snapshot)
-    return _page(title_of(snapshot), sections, document=document_of(snapshot), snapshot=snapshot)
-
-
-def figures_of(snapshot: StudySnapshot) -> tuple[PageFigure, ...]:
-    """Return the figures of a study's report, in the order of the page."""
-    return _figures(_sections(snapshot))
-
-
-def _sections(snapshot: StudySnapshot) -> list[tuple[str, Any]]:
-    """Return the name and the value of every section that has something to say."""
-    made = [(section.name, section.make(snapshot)) for section in SECTIONS]
-    return [(name, value) for name, value in made if value is not None]
-
-
-def _figures(sections: Iterable[tuple[str, Any]]) -> tuple[PageFigure, ...]:
-    return tuple(figure for _, value in sections for figure in getattr(value, "figures", ()))
-
-
-def render_comparison(comparison: Comparison) -> str:
-    """Return the page of several GPUs as HTML. Its figures are of GPUs, not of trials."""
-    words = words_of(comparison)
-    return _page(words.title, [("comparison", words)], document=no_document(), snapshot=None)
-
-
 def _page(
+    template: str,
     title: str,
-    sections: Sequence[tuple[str, Any]],
+    made: Mapping[str, Any],
+    data: Mapping[str, Any],
     *,
-    document: Mapping[str, Any],
-    snapshot: StudySnapshot | None,
+    snapshot: StudySnapshot | None = None,
 ) -> str:
-    scripts = [_plotly(), *(_source(f"scripts/{name}") for name in _SCRIPTS)]
+    scripts = [plotly_script(), *(_source(name) for name in _SCRIPTS)]
+    values = {"title": title, "snapshot": snapshot, "styles": Markup(_source("report.css"))}
     return (
         _environment()
-        .get_template("report.html.j2")
+        .get_template(template)
         .render(
-            title=title,
-            snapshot=snapshot,
-            sections=sections,
-            styles=Markup("".join(map(_source, _STYLES))),
-            page_data=Markup(_page_data(document, _figures(sections))),
+            **values,
+            **made,
+            page_data=Markup(_page_data(data, figures_of(made))),
             scripts=[Markup(script) for script in scripts],
-            script_hashes=[_csp_hash(script) for script in scripts],
+            script_hashes=[script_hash(script) for script in scripts],
         )
     )
 
 
-def _page_data(document: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
+def _page_data(data: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
     """Return trials, figures and themes as JSON that is safe inside a script element."""
-    drawings = {figure.id: {**figure.plain, "controls": figure.controls} for figure in figures}
-    data = {"document": document, "figures": drawings, "themes": themes()}
+    drawn = {one.id: one.figure.to_plotly_json() for one in figures}
     # The same words come again and again in the trials of a study.
-    return str(to_json_plotly(redacted(data, clean=cache(shown))))
+    known = redacted({**data, "figures": drawn, "themes": themes()}, clean=cache(shown))
+    return str(to_json_plotly(known))
 
 
 def _finalized(value: Any) -> Any:
@@ -187,18 +167,17 @@ def _environment() -> Environment:
 @cache
 def _source(name: str) -> str:
     """Return the text of a file that templates include as it is."""
-    source, _, _ = PackageLoader("reports").get_source(_environment(), name)
-    return source
+    return PackageLoader("reports").get_source(_environment(), name)[0]
 
 
 @cache
-def _plotly() -> str:
+def plotly_script() -> str:
     """Return plotly's bundle of flat figures, a third of the one that its Python package has."""
     return files("reports").joinpath("vendor", "plotly-cartesian.min.js").read_text("utf-8")
 
 
 @cache
-def _csp_hash(script: str) -> str:
+def script_hash(script: str) -> str:
     """Return what a content security policy calls a script by."""
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 from reports import units, words
 from reports.view import Epoch, StudyView
@@ -21,8 +21,7 @@ from storage.ranking import (
 from storage.records import RETRYABLE, Measurement, TrialRecord
 
 
-@dataclass(frozen=True)
-class ConfirmedRow:
+class ConfirmedRow(NamedTuple):
     """One configuration that was measured again, as text."""
 
     number: str

@@ -1,232 +1,222 @@
-"""Owns how far a study's numbers can be trusted: what was predicted against what was measured, how
-steady the steps of the best are, where the device's seconds went, what the winner's memory is.
-
-Pure: a study's snapshot in, a value of numbers out. What is an estimate says what it is made of.
-"""
+"""How far a study can be trusted: what was predicted against what was measured, how steady the best
+are, where the device's time went, what the winner's memory is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from html import escape
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
+import plotly.graph_objects as go
+
+from reports import units
+from reports.document import Document
+from reports.figures import BLUE, MARKS, ORANGE, PageFigure, digits, framed
+from reports.sections import FactRow, environment_rows
+from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
-from storage.ranking import Ranking, measured_of, rank_study, rankable
-from storage.records import OUT_OF_MEMORY, Measurement, PredictionRecord, TrialRecord, Verdict
+from storage.ranking import measured_of, rankable
+from storage.records import TrialRecord, Verdict
 
 TOP_SHOWN = 5
-_LAUNCHED_FOR_NOTHING = OUT_OF_MEMORY - {Verdict.OOM}
-"""Verdicts that spared the device a trial."""
+PAUSE_SECONDS = 120.0
+"""A longer silence between two trials is a pause of the study and is cut out."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far predictions were off; errors are relative to what was measured, signed."""
+    """How far predictions of what fitted were off; each was made before its trial ran."""
 
     quantity: Literal["memory", "speed"]
-    errors: tuple[tuple[int, float], ...]
-    """Trial numbers with their errors; positive where too much was predicted."""
+    trials: tuple[tuple[int, float, float], ...]
+    """Numbers with what was predicted and what was measured."""
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """Relative to what was measured; positive where too much was predicted."""
+        return {number: predicted / measured - 1 for number, predicted, measured in self.trials}
 
     @property
     def median(self) -> float:
         """The error that half of the trials are within, without its sign."""
-        return median(abs(error) for _, error in self.errors)
+        return median(map(abs, self.errors.values()))
 
-    @property
-    def worst(self) -> tuple[int, float]:
-        """The trial that was furthest off, with its error."""
-        return max(self.errors, key=lambda pair: abs(pair[1]))
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps of one of the best trials, as far as they are stored."""
-
-    record: TrialRecord
-    searched: Measurement
-    """Of the search."""
-    runs: tuple[Measurement, ...]
-    """That measured it again."""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Device time that was not spent, by estimate."""
-
-    trials: int
-    seconds: float
-    basis: int
-    """How many trials the price of each is the median of."""
-    each: float
-    """Of steps that a trial was measured less; or seconds that one would have taken."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What the trials of one verdict took."""
-
-    verdict: Verdict
-    trials: int
-    device_seconds: float
-
-
-@dataclass(frozen=True)
-class Course:
-    """Where a study's time went."""
-
-    spent: tuple[Spent, ...]
-    confirming_seconds: float
-    """Of the device, for measuring winners again."""
-    pruned: Saving | None
-    """By stopping early what could not be the fastest."""
-    refused: Saving | None
-    """By not launching what was known not to fit."""
-    refused_by_setup: bool
-    """Whether nothing ran out, so that what was not launched is priced by setting up alone."""
-
-
-@dataclass(frozen=True)
-class WinnerMemory:
-    """What the winner's memory was measured as, and is predicted to be made of."""
-
-    number: int
-    measured: Measurement
-    parts: tuple[tuple[str, int], ...]
-    """Bytes by prediction, the largest first; empty where the prediction is not at hand."""
-
-
-@dataclass(frozen=True)
-class Trust:
-    """What there is to judge a study's numbers by."""
-
-    memory: Accuracy | None
-    speed: Accuracy | None
-    steps: tuple[Steps, ...]
-    course: Course
-    winner: WinnerMemory | None
-
-
-def trust_of(snapshot: StudySnapshot) -> Trust:
-    """Return what there is to judge a study's numbers by."""
-    ranking = rank_study(snapshot)
-    return Trust(
-        memory=accuracy_of(snapshot.records, "memory"),
-        speed=accuracy_of(snapshot.records, "speed"),
-        steps=tuple(_steps(record, snapshot, ranking) for record in ranking.ranked[:TOP_SHOWN]),
-        course=_course(snapshot),
-        winner=_winner(snapshot, ranking),
-    )
-
-
-def accuracy_of(
-    records: Iterable[TrialRecord], quantity: Literal["memory", "speed"]
-) -> Accuracy | None:
-    """Return how far predictions were off, over trials that fit; None where none was made.
-
-    Each prediction is the one made before its trial ran. What was stopped early has no speed to
-    hold one against, and what ran out of memory has no peak.
-    """
-    fits = (record for record in rankable(records) if record.verdict is Verdict.FITS)
-    errors = tuple(
-        (record.number, error)
-        for record in fits
-        if record.prediction is not None
-        and (error := _error(record.prediction, measured_of(record), quantity)) is not None
-    )
-    return Accuracy(quantity, errors) if errors else None
-
-
-def _error(
-    prediction: PredictionRecord, measured: Measurement, quantity: Literal["memory", "speed"]
-) -> float | None:
-    if quantity == "memory":
-        return prediction.peak_allocated_bytes / measured.peak_allocated_bytes - 1
-    if prediction.tokens_per_second is None:
-        return None
-    return prediction.tokens_per_second / measured.tokens_per_second - 1
-
-
-def _steps(record: TrialRecord, snapshot: StudySnapshot, ranking: Ranking) -> Steps:
-    searched = {r.number: r.measurement for r in snapshot.records}[record.number]
-    assert searched is not None, "only measured trials are ranked"
-    known = ranking.confirmations
-    return Steps(record, searched, tuple(known.runs(record.config, series=known.series)))
-
-
-def _course(snapshot: StudySnapshot) -> Course:
-    by_verdict: dict[Verdict, list[TrialRecord]] = {verdict: [] for verdict in Verdict}
-    for record in snapshot.records:
-        by_verdict[record.verdict].append(record)
-    return Course(
-        spent=tuple(
-            Spent(verdict, len(records), sum(record.device_seconds for record in records))
-            for verdict, records in by_verdict.items()
-            if records
-        ),
-        confirming_seconds=sum(record.device_seconds for record in snapshot.confirmations),
-        pruned=_saved_by_pruning(snapshot, by_verdict[Verdict.PRUNED_SLOW]),
-        refused=_saved_by_refusing(snapshot),
-        refused_by_setup=not _ran_out(snapshot),
-    )
-
-
-def _saved_by_pruning(snapshot: StudySnapshot, pruned: Sequence[TrialRecord]) -> Saving | None:
-    """Return what stopping early saved: each trial's own steps, up to as many as others took."""
-    whole = [
-        measured_of(record).steps_measured
-        for record in snapshot.records
-        if record.verdict is Verdict.FITS
-    ]
-    if not whole or not pruned:
-        return None
-    steps, longest = median(whole), snapshot.definition.space.steps.seconds_max
-    least = snapshot.definition.space.steps.measured_min
-    seconds = 0.0
-    for record in pruned:
-        measured = measured_of(record)
-        is_on_texts = measured.loss_tokens_per_step is not None
-        # On texts what is timed as one is several steps.
-        each = (
-            measured.measured_seconds / measured.steps_measured
-            if is_on_texts
-            else measured.step_seconds
+    def __str__(self) -> str:
+        number, worst = max(self.errors.items(), key=lambda pair: abs(pair[1]))
+        what, more, less = {
+            "memory": ("Peak memory", "too much", "too little"),
+            "speed": ("Speed on the GPU that ran it", "too fast", "too slow"),
+        }[self.quantity]
+        return (
+            f"{what} was predicted with a median error of {units.error(self.median)} over "
+            f"{units.plural(len(self.trials), 'trial')} that fitted; the worst, trial {number}, "
+            f"was predicted {units.error(abs(worst))} {more if worst > 0 else less}."
         )
-        # A trial of slow steps is ended by the clock, once it has the fewest steps there are.
-        end = min(each * steps, max(longest, least * each))
-        seconds += max(0.0, end - each * measured.steps_measured)
-    return Saving(len(pruned), seconds, len(whole), steps)
 
 
-def _saved_by_refusing(snapshot: StudySnapshot) -> Saving | None:
-    """Return what not launching saved: each as long as those took that did run out.
+@dataclass(frozen=True)
+class TrustSection:
+    """What the page says of trust; folded."""
 
-    Where none did, as long as setting up took: nothing runs out before that.
+    summary: str
+    accuracy: tuple[Accuracy, ...]
+    steps: tuple[tuple[str, ...], ...]
+    """Of the best trials: number, median step, interval, steps, what each later run had."""
+    spent: tuple[tuple[str, ...], ...]
+    """How trials ended, how many, and their device time."""
+    memory: str
+    """The winner's measured peaks; empty without one."""
+    parts: tuple[tuple[str, str, float], ...]
+    """What the winner's peak is predicted to be made of: name, size, share."""
+    changes: tuple[str, ...]
+    facts: tuple[FactRow, ...]
+    figures: tuple[PageFigure, ...]
+
+
+def trust_of(document: Document) -> TrustSection:
+    """Return what there is to judge a study's numbers by."""
+    snapshot, ranking = document.snapshot, document.ranking
+    accuracy = tuple(filter(None, (accuracy_of(snapshot, q) for q in ("memory", "speed"))))
+    devices = sum(r.device_seconds for r in (*snapshot.records, *snapshot.confirmations))
+    summary = [
+        f"{one.quantity} predicted within {units.error(one.median)} (median)" for one in accuracy
+    ]
+    winner, memory, parts = ranking.winner, "", []
+    if winner is not None:
+        known, unit = measured_of(winner), document.unit
+        peaks = known.peak_allocated_bytes, known.peak_reserved_bytes, known.peak_device_bytes
+        allocated, reserved, used = (units.gib(peak, unit) for peak in peaks)
+        memory = (
+            f"Measured peaks of trial {winner.number}: {allocated} allocated, {reserved} reserved "
+            f"by the allocator, {used} in use on the device."
+        )
+        forecast = snapshot.memory_forecasts.get(winner.config)
+        sizes = {} if forecast is None else forecast.parts
+        parts = sorted((pair for pair in sizes.items() if pair[1]), key=lambda pair: -pair[1])
+    return TrustSection(
+        summary=", ".join([*summary, f"{units.duration(devices)} of device time"]),
+        accuracy=accuracy,
+        steps=tuple(_steps(document, record) for record in ranking.ranked[:TOP_SHOWN]),
+        spent=tuple(_spent(snapshot)),
+        memory=memory,
+        parts=tuple((name, units.gib(n), n / sum(dict(parts).values())) for name, n in parts),
+        changes=snapshot.warnings,
+        facts=environment_rows(snapshot),
+        figures=(
+            *(_scatter(document, one) for one in accuracy),
+            *([_timeline(snapshot)] if snapshot.records else []),
+        ),
+    )
+
+
+def accuracy_of(snapshot: StudySnapshot, quantity: Literal["memory", "speed"]) -> Accuracy | None:
+    """Return how far predictions were off; None where none was made.
+
+    What was stopped early has no speed to hold one against, and what ran out has no peak.
     """
-    refused = sum(record.verdict in _LAUNCHED_FOR_NOTHING for record in snapshot.records)
-    prices = _ran_out(snapshot) or [
-        r.measurement.setup_seconds for r in snapshot.records if r.measurement
+    trials = []
+    for record in rankable(snapshot.records):
+        known, measured = record.prediction, record.measurement
+        if known is None or measured is None or record.verdict is not Verdict.FITS:
+            continue
+        if quantity == "memory":
+            pair = float(known.peak_allocated_bytes), float(measured.peak_allocated_bytes)
+            trials.append((record.number, *pair))
+        elif known.tokens_per_second is not None:
+            trials.append((record.number, known.tokens_per_second, measured.tokens_per_second))
+    return Accuracy(quantity, tuple(trials)) if trials else None
+
+
+def _scatter(document: Document, known: Accuracy) -> PageFigure:
+    is_memory = known.quantity == "memory"
+    unit = document.unit.bytes if is_memory else 1
+    title = f"peak allocated memory ({document.unit.name})" if is_memory else "tokens/s"
+    x, y = (digits(one[at] / unit for one in known.trials) for at in (1, 2))
+    ends = [0.95 * min(x + y), 1.05 * max(x + y)]
+    figure = go.Figure(layout=framed(380))
+    figure.add_scatter(
+        x=x,
+        y=y,
+        customdata=[number for number, *_ in known.trials],
+        mode="markers",
+        marker={"color": BLUE, "size": 9},
+        hovertemplate="trial %{customdata}: %{y:,.4~r}, predicted %{x:,.4~r}<extra></extra>",
+    )
+    line = {"type": "line", "line": {"color": ORANGE, "width": 1, "dash": "dash"}}
+    figure.add_shape(line | {"x0": ends[0], "y0": ends[0], "x1": ends[1], "y1": ends[1]})
+    figure.update_xaxes(range=ends, tickformat=",~r", title=f"predicted {title}")
+    figure.update_yaxes(range=ends, tickformat=",~r", title=f"measured {title}")
+    return PageFigure(
+        f"predicted-{known.quantity}",
+        f"Predicted against measured {known.quantity}",
+        "Each mark is a trial that fitted; on the line it measured what was predicted before.",
+        figure,
+    )
+
+
+def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
+    searched = next(r for r in document.snapshot.records if r.number == record.number).measurement
+    assert searched is not None, "only measured trials are ranked"
+    known = document.ranking.confirmations
+    runs = known.runs(record.config, series=known.series)
+    ends = searched.step_seconds_ci95
+    return (
+        str(record.number),
+        units.step_time(searched.step_seconds),
+        " to ".join(map(units.step_time, ends)) if ends else "too few steps for one",
+        f"{searched.steps_measured} after {searched.steps_warmup} to warm up",
+        ", ".join(units.step_time(run.step_seconds) for run in runs) or "not measured again",
+    )
+
+
+def _spent(snapshot: StudySnapshot) -> Iterator[tuple[str, ...]]:
+    for verdict in Verdict:
+        took = [r.device_seconds for r in snapshot.records if r.verdict is verdict]
+        if took:
+            time = units.duration(sum(took)) if sum(took) else units.DASH
+            yield VERDICT_LABELS[verdict], str(len(took)), time
+    if snapshot.confirmations:
+        took = [record.device_seconds for record in snapshot.confirmations]
+        yield "measured winners again", str(len(took)), units.duration(sum(took))
+
+
+def _timeline(snapshot: StudySnapshot) -> PageFigure:
+    """Return when each trial ran, in the lane of how it ended."""
+    spans = []
+    for record in snapshot.records:
+        try:
+            start = datetime.fromisoformat(record.started_at or "")
+        except ValueError:
+            continue
+        start = start.astimezone(UTC).replace(tzinfo=None) if start.tzinfo else start
+        spans.append((start, start + timedelta(seconds=max(record.wall_seconds, 0.0)), record))
+    spans.sort(key=lambda span: span[0])
+    pauses = [
+        {"bounds": [before.isoformat(), after.isoformat()]}
+        for (_, before, _), (after, *_) in pairwise(spans)
+        if (after - before).total_seconds() > PAUSE_SECONDS
     ]
-    if not refused or not prices:
-        return None
-    each = median(prices)
-    return Saving(refused, refused * each, len(prices), each)
-
-
-def _ran_out(snapshot: StudySnapshot) -> list[float]:
-    """Return the device's seconds of each trial that ran out here; what was carried took none."""
-    return [
-        record.device_seconds
-        for record in snapshot.records
-        if record.verdict is Verdict.OOM and record.carried is None
-    ]
-
-
-def _winner(snapshot: StudySnapshot, ranking: Ranking) -> WinnerMemory | None:
-    winner = ranking.winner
-    if winner is None:
-        return None
-    forecast = snapshot.memory_forecasts.get(winner.config)
-    parts = {} if forecast is None else forecast.parts
-    ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return WinnerMemory(winner.number, measured_of(winner), tuple(ordered))
+    ended = [v for v in Verdict if any(record.verdict is v for *_, record in spans)]
+    figure = go.Figure(layout=framed(110 + 40 * len(ended)))
+    for verdict in ended:
+        here = [span for span in spans if span[2].verdict is verdict]
+        colour = MARKS[verdict].colour
+        figure.add_bar(
+            orientation="h",
+            base=[start.isoformat(timespec="milliseconds") for start, *_ in here],
+            x=digits(1000 * (end - start).total_seconds() for start, end, _ in here),
+            y=[escape(VERDICT_LABELS[verdict])] * len(here),
+            customdata=[record.number for *_, record in here],
+            width=0.6,
+            marker={"color": colour, "line": {"color": colour, "width": 1}},
+            hovertemplate="trial %{customdata}<extra></extra>",
+        )
+    figure.update_layout(barmode="overlay", showlegend=False)
+    figure.update_xaxes(type="date", rangebreaks=pauses)
+    figure.update_yaxes(autorange="reversed")
+    caption = "When each trial ran, by how it ended. Pauses of the study are cut out."
+    return PageFigure("timeline", "Timeline", caption, figure)

@@ -227,18 +227,18 @@ def training_flops_per_token(
 def parameters(model: ModelSpec) -> int | None:
     """Return the parameters of the whole model; None where the architecture is not known."""
     kind, config = model.model_type, model.config
-    hidden, layers = model.hidden_size, model.hidden_layers
     if kind in _COUNTED:
         shapes, experts = linear_shapes(model), 0
     elif kind in _COUNTED_EXPERTS and {"head_dim", "num_key_value_heads"} <= config.keys():
         shapes, weights = _shapes(model, _ATTENTION), expert_weights(model)
         if weights is None:
             return None
-        experts = weights + layers * _routing(model)
+        experts = weights + model.hidden_layers * _routing(model)
     else:
         return None
     if shapes is None:
         return None
+    hidden, layers = model.hidden_size, model.hidden_layers
     embeddings = model.vocab_size * hidden * (1 if is_tied(model) else 2)
     linears = sum(rows * columns for rows, columns in shapes.values())
     of_heads = 2 * int(config["head_dim"]) if kind in _NORMED_HEADS else 0

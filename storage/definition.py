@@ -192,8 +192,6 @@ class StudySnapshot:
     """What is predicted of the target GPU where another stood in, by trial number."""
     memory_forecasts: Mapping[TrialConfig, MemoryForecast] = field(default_factory=dict)
     """What a configuration is predicted to need, tried or not, where that is at hand."""
-    job_tokens: float | None = None
-    """Tokens of the training that a report is asked to price; None where nobody said."""
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:

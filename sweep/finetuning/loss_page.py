@@ -15,12 +15,11 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.io.json import to_json_plotly
 
-from reports.figures.style import FRONT_COLOUR, LIMIT_COLOUR, themes
+from reports.figures import BLUE, GREEN, ORANGE, themes
 from search_spaces.redaction import shown
 
 POINTS_MAX = 2000
 """Of a curve: more are put together, and nobody could see them."""
-_TRAIN_COLOUR = "#0072B2"
 _SCRIPT = """"use strict";
 const page = JSON.parse(document.getElementById("page-data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -91,16 +90,14 @@ def _figure(
     steps, thinned = _thinned(losses)
     _, rates = _thinned(learning_rates)
     figure = go.Figure()
-    figure.add_scatter(
-        x=steps, y=thinned, name="training loss", line={"color": _TRAIN_COLOUR, "width": 1.5}
-    )
+    figure.add_scatter(x=steps, y=thinned, name="training loss", line={"color": BLUE, "width": 1.5})
     if evaluations:
         figure.add_scatter(
             x=[step for step, _ in evaluations],
             y=[loss for _, loss in evaluations],
             name="held-out loss, some rows",
             mode="lines+markers",
-            line={"color": LIMIT_COLOUR},
+            line={"color": ORANGE},
         )
     if final is not None:
         figure.add_scatter(
@@ -108,11 +105,9 @@ def _figure(
             y=[final[1]],
             name="held-out loss, all rows",
             mode="markers",
-            marker={"color": LIMIT_COLOUR, "symbol": "diamond", "size": 11},
+            marker={"color": ORANGE, "symbol": "diamond", "size": 11},
         )
-    figure.add_scatter(
-        x=steps, y=rates, name="learning rate", yaxis="y2", line={"color": FRONT_COLOUR}
-    )
+    figure.add_scatter(x=steps, y=rates, name="learning rate", yaxis="y2", line={"color": GREEN})
     figure.update_layout(
         height=640,
         xaxis={"title": {"text": "optimizer step"}, "anchor": "y2"},

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from reports import images, units
-from reports.cards import card_of_study, cards_of_plan
-from reports.comparison import Comparison, compare_cards
-from reports.decision import Job
+from reports.comparison import Comparison, compare, of_plan, of_study
 from reports.page import render, render_comparison, write_page
+from search_spaces.costs import AskedWork
 from search_spaces.documents import parse_object, read_text
 from search_spaces.errors import InputError, listed, quote
 from search_spaces.models import ModelSpec
+from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, is_file_name
 from storage.files import checked_output, write_output
 from storage.reading import count_trials
 from sweep.export import formats
-from sweep.paths import cache_directory, comparison_path, report_path, runs_directory, storage_url
+from sweep.paths import (
+    cache_directory,
+    comparison_path,
+    own_price_file,
+    report_path,
+    runs_directory,
+    storage_url,
+)
 from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
@@ -85,7 +91,7 @@ def report(
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
     studies = [name for name in named or () if not name.endswith(".json")]
     plans = [name for name in named or () if name.endswith(".json")]
-    job = Job(**amounts(work, ("tokens", "dataset_samples", "epochs")))
+    asked = AskedWork(**amounts(work, ("tokens", "dataset_samples", "epochs")))
     endings = (".html", ".htm", *images.SUFFIXES)
     path = checked_output(output, what="a report", endings=endings, is_forced=is_forced)
     if not studies and len(plans) < 2:
@@ -104,8 +110,10 @@ def report(
     if path is not None and is_picture:
         images.write_image(snapshots[0], path, figure=figure)
     else:
-        compare = partial(_compared, snapshots, plans, job=job)
-        page = render(job.priced(snapshots[0])) if is_one else render_comparison(compare())
+        if is_one:
+            page = render(snapshots[0], work=asked)
+        else:
+            page = render_comparison(_compared(snapshots, plans, work=asked))
         if output == STDOUT:
             say_as_is(page)
             return DONE
@@ -118,15 +126,18 @@ def report(
     return DONE
 
 
-def _compared(snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, job: Job) -> Comparison:
+def _compared(
+    snapshots: Sequence[StudySnapshot], plans: Sequence[str], *, work: AskedWork
+) -> Comparison:
     """Return studies and the plans of some files beside each other."""
     studies = [snapshot.definition for snapshot in snapshots]
     models = [(study.model_fingerprint, ModelSpec.from_json(study.model)) for study in studies]
-    gpus = [card_of_study(snapshot) for snapshot in snapshots]
+    found = [of_study(snapshot) for snapshot in snapshots]
+    offers = load_prices(own_price_file()) if plans else {}
     for file in plans:
         document = parse_object(read_text(Path(file), label=file), where=file)
-        gpus += cards_of_plan(document, where=file, models=models)
-    return compare_cards(gpus, job=job)
+        found += of_plan(document, where=file, models=models, offers=offers)
+    return compare(found, work=work)
 
 
 def export(

@@ -1,0 +1,227 @@
+"""The out-of-memory boundary of a study: which micro-batches and lengths fit, by panel.
+
+A panel has the trials of one checkpoint fraction and one kind of kernels, as far as several were
+tried. A cell is the best of the trials at its size; one where nothing fits has what came nearest,
+and one that was not tried what is predicted of it where that is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from reports import units, words
+from reports.document import Document
+from reports.words import VERDICT_LABELS
+from search_spaces.config import KNOBS, canonical
+from storage.ranking import fitting, measured_of
+from storage.records import (
+    OUT_OF_MEMORY,
+    Need,
+    TrialRecord,
+    Verdict,
+    nearest_to_fitting,
+    need_of,
+)
+
+PANEL_KEYS = ("checkpoint_fraction", "kernels")
+NEAREST_SHOWN = 3
+_EXPECTED = {
+    "yes": ("○", "predicted to fit"),
+    "uncertain": ("?", "too close to say"),
+    "no": ("△", "predicted not to fit"),
+}
+"""The mark and the words of what was not tried, the best first."""
+
+CellKind = Literal["fits", "partial", "oom", "refused", "unknown", "expected", "untried"]
+"""Measured to the end; stopped as slow; out of memory for real; not launched, by prediction or by
+comparison with one that ran out; came to nothing that tells; not tried, but predicted; neither."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the trials of one panel at one size came to."""
+
+    kind: CellKind
+    text: str = "·"
+    """The speed, or the mark of why there is none."""
+    memory: str = ""
+    """Peak or need; a lower bound begins with a sign that says so."""
+    words: str = "not tried"
+    """The same in a sentence."""
+    level: float = 0.0
+    """Its speed over that of the fastest."""
+    trial: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The sizes of one structure."""
+
+    title: str
+    trials: int
+    rows: tuple[tuple[int, tuple[Cell, ...]], ...]
+    """A micro-batch with a cell for each length."""
+    is_open: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where the memory of a study's trials ends."""
+
+    lengths: tuple[int, ...]
+    panels: tuple[Panel, ...]
+    best_over: tuple[str, ...]
+    """Settings that vary within a panel: a cell is the best over them."""
+    nearest: tuple[tuple[str, ...], ...]
+    """What did not fit, by how little: trial, changes, need, excess, predicted tokens/s."""
+    budget: str
+    unit: str
+
+
+def boundary_of(document: Document) -> Boundary | None:
+    """Return the boundary of a study; None where it has no trial of its space.
+
+    A baseline that the space does not hold is left out: it differs in what the space fixes.
+    """
+    snapshot, records = document.snapshot, document.ranking.of_space
+    if not records:
+        return None
+    keys = [key for key in PANEL_KEYS if len({_value(r, key) for r in records}) > 1]
+    groups: dict[tuple[object, ...], list[TrialRecord]] = {}
+    for record in sorted(records, key=lambda r: tuple(str(_value(r, key)) for key in keys)):
+        groups.setdefault(tuple(_value(record, key) for key in keys), []).append(record)
+    lengths = sorted({record.config.seq_len for record in records})
+    batches = sorted({record.config.micro_batch_size for record in records})
+    cells = _Cells(document, max((_speed(r) for r in records), default=0.0))
+    winner = document.ranking.winner
+    first = max(groups, key=lambda group: (winner in groups[group], len(groups[group])))
+    panels = [
+        Panel(
+            ", ".join(
+                units.short(units.phrase(key, v)) for key, v in zip(keys, values, strict=True)
+            )
+            or "all trials",
+            len(group),
+            tuple((batch, tuple(cells.row(group, batch, lengths))) for batch in batches),
+            values == first,
+        )
+        for values, group in groups.items()
+    ]
+    varying = (
+        KNOBS[key].label
+        for key in KNOBS
+        if key not in ("micro_batch_size", "seq_len", "lora_alpha", "effective_batch_size", *keys)
+        and len({_value(record, key) for record in records}) > 1
+    )
+    return Boundary(
+        lengths=tuple(lengths),
+        panels=tuple(panels),
+        best_over=tuple(varying),
+        nearest=tuple(_nearest(document, r) for r in nearest_to_fitting(records)[:NEAREST_SHOWN]),
+        budget=units.gib(snapshot.definition.target.budget_bytes, document.unit),
+        unit=document.unit.name,
+    )
+
+
+def _value(record: TrialRecord, key: str) -> object:
+    return getattr(canonical(record.config), key)
+
+
+def _speed(record: TrialRecord) -> float:
+    return record.measurement.tokens_per_second if record.measurement else 0.0
+
+
+def _nearest(document: Document, record: TrialRecord) -> tuple[str, ...]:
+    definition = document.snapshot.definition
+    need = _need(record, definition.target.budget_bytes)
+    expected = None if record.prediction is None else record.prediction.tokens_per_second
+    return (
+        str(record.number),
+        units.changes(record.config, baseline=definition.space.baseline_config()),
+        words.need(need, document.unit),
+        words.excess(need, budget_bytes=definition.target.budget_bytes),
+        units.rate(expected),
+    )
+
+
+def _need(record: TrialRecord, budget_bytes: int) -> Need:
+    need = need_of(record, budget_bytes=budget_bytes)
+    assert need is not None, "what did not fit has a need"
+    return need
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Makes cells that compare with each other."""
+
+    document: Document
+    fastest: float
+
+    def row(
+        self, group: Sequence[TrialRecord], batch: int, lengths: Iterable[int]
+    ) -> Iterator[Cell]:
+        """Yield the cells of one micro-batch of a panel."""
+        # What was not tried is as the panel's fastest at that size.
+        model = max(group, key=_speed)
+        of_batch = [record for record in group if record.config.micro_batch_size == batch]
+        for length in lengths:
+            here = [record for record in of_batch if record.config.seq_len == length]
+            size = {"micro_batch_size": batch, "seq_len": length}
+            yield self._tried(here) if here else self._expected(model, size)
+
+    def _expected(self, model: TrialRecord, size: dict[str, int]) -> Cell:
+        snapshot, config = self.document.snapshot, model.config.model_copy(update=size)
+        forecast = snapshot.memory_forecasts.get(config)
+        if forecast is None or snapshot.definition.space.params_of(config) is None:
+            return Cell("untried")
+        (text, words), peak = _EXPECTED[forecast.fits], forecast.peak_allocated_bytes
+        need = f"{units.gib(peak, self.document.unit)} as trial {model.number} otherwise"
+        return Cell("expected", text, self._size(peak), f"not tried, {words}: {need}")
+
+    def _tried(self, records: Sequence[TrialRecord]) -> Cell:
+        unfit = [record for record in records if record.verdict in OUT_OF_MEMORY]
+        measured = [record for record in records if record.measurement is not None]
+        best = next(iter(fitting(records)), max(measured, key=_speed, default=None))
+        if best is not None:
+            return self._measured(best, len(records), len(unfit))
+        if unfit:
+            return self._unfit(unfit, len(records))
+        last = records[-1]
+        return Cell("unknown", "?", "", f"{VERDICT_LABELS[last.verdict]}: no speed", 0, last.number)
+
+    def _measured(self, best: TrialRecord, tried: int, unfit: int) -> Cell:
+        known, is_whole = measured_of(best), best.verdict is Verdict.FITS
+        speed, peak = known.tokens_per_second, known.peak_allocated_bytes
+        part = "" if is_whole else " so far: it was stopped as too slow"
+        beside = f"; {unfit} of {units.plural(tried, 'trial')} here did not fit" if unfit else ""
+        return Cell(
+            "fits" if is_whole else "partial",
+            f"{'' if is_whole else '~'}{units.short_rate(speed)}{' ◩' if unfit else ''}",
+            self._size(peak),
+            f"trial {best.number}: {units.rate(speed)} tokens/s{part}, "
+            f"peak {units.gib(peak, self.document.unit)}, best of {tried}{beside}",
+            speed / self.fastest,
+            best.number,
+        )
+
+    def _unfit(self, records: Sequence[TrialRecord], tried: int) -> Cell:
+        """Return the cell of what did not fit: where a trial ran out a fact, else as predicted."""
+        real = [record for record in records if record.verdict is Verdict.OOM]
+        budget = self.document.snapshot.definition.target.budget_bytes
+        needs = [(_need(record, budget), record) for record in real or records]
+        need, nearest = min(needs, key=lambda pair: (pair[0].allocated_bytes, pair[1].number))
+        return Cell(
+            "oom" if real else "refused",
+            "✕" if real else "△",
+            f"{'≥ ' if need.is_lower_bound else ''}{self._size(need.allocated_bytes)}",
+            f"trial {nearest.number}: {VERDICT_LABELS[nearest.verdict]}, needs "
+            f"{words.need(need, self.document.unit)}; {units.plural(tried, 'trial')} here",
+            0.0,
+            nearest.number,
+        )
+
+    def _size(self, count: int) -> str:
+        """Return bytes for a cell, which has no room for the unit."""
+        return f"{count / self.document.unit.bytes:.1f}"

@@ -1,3 +1,0 @@
-"use strict";
-// Draws the page, once everything that has a say in it is there.
-report.start();
