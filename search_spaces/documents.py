@@ -18,7 +18,6 @@ from typing import IO, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticCustomError
 
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, quote
 
@@ -293,6 +292,10 @@ EXPLAINED = ConfigDict(use_attribute_docstrings=True)
 them takes milliseconds of every start."""
 
 
+class UnknownKeyError(ValueError):
+    """What a validator raises for a key that is not among the known ones, which it is given."""
+
+
 class ContradictionError(ValueError):
     """What a validator of a whole model raises for values that contradict each other.
 
@@ -307,7 +310,7 @@ class ContradictionError(ValueError):
 def known_key(key: str, *, known: tuple[str, ...]) -> str:
     """Return a mapping's key if it is among ``known``: a validator for pydantic."""
     if key not in known:
-        raise PydanticCustomError("unknown_key", "is not a known key", {"known": known})
+        raise UnknownKeyError(known)
     return key
 
 
@@ -398,7 +401,8 @@ def _faults(error: ValidationError) -> list[Fault]:
 
 
 def _is_unknown_key(fault: Fault) -> bool:
-    return fault["type"] in ("extra_forbidden", "invalid_key", "unknown_key")
+    is_extra = fault["type"] in ("extra_forbidden", "invalid_key")
+    return is_extra or isinstance(_raised(fault), UnknownKeyError)
 
 
 def _raised(fault: Fault) -> object:
@@ -438,8 +442,8 @@ def _words(
 
 def _known_keys(fault: Fault, model: type[BaseModel] | None) -> tuple[str, ...]:
     """Return the keys that the mapping around an unknown one may have."""
-    if "known" in fault.get("ctx", {}):
-        return tuple(fault["ctx"]["known"])
+    if isinstance(raised := _raised(fault), UnknownKeyError):
+        return tuple(raised.args[0])
     models = [] if model is None else [model]
     for step in _path(fault)[:-1]:
         fields = [each.model_fields[step] for each in models if step in each.model_fields]
