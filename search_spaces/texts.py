@@ -11,7 +11,7 @@ from search_spaces.documents import Strict
 TextsKind = Literal["text", "instruction", "prompt-completion", "messages", "conversations"]
 TextsFormat = Literal["auto", TextsKind]
 FORMATS: tuple[str, ...] = ("auto", *get_args(TextsKind))
-"""What a row of texts may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
+"""What an example may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
 the hub's ``messages``, a chat as ShareGPT's ``conversations``."""
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -40,7 +40,7 @@ class TextsChoice(Strict):
 
 
 class LengthQuantiles(Strict):
-    """Tokens of rows: the shortest length that so many in a hundred rows do not pass."""
+    """Tokens of examples: the shortest length that so many in a hundred do not pass."""
 
     p50: Count
     p90: Count
@@ -50,7 +50,7 @@ class LengthQuantiles(Strict):
 
 
 class TextsSummary(BaseModel):
-    """What texts hold once a tokenizer has read them, as a study's definition keeps it."""
+    """What a dataset holds once a tokenizer has read it, as a study's definition keeps it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -70,7 +70,7 @@ class TextsSummary(BaseModel):
     tokenizer_size: Count = 0
     """Tokens that the tokenizer knows."""
     largest_token: Count = 0
-    """The largest id that occurs in the texts."""
+    """The largest id that occurs in the dataset."""
     completions_only: bool
     rows: Count
     """Those that can be trained on."""
