@@ -63,11 +63,19 @@ def refuse_public(directory: Path) -> None:
 def open_append(path: Path) -> IO[bytes]:
     """Open a file for reading and for writing at its end, made where it is missing.
 
+    One with a second name (a hard link) gives way to a copy, so that what is written reaches this
+    name alone.
+
     Raises:
         OSError: it cannot be opened, or is no file of ours.
     """
     make_directory(path.parent)
-    return os.fdopen(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+    descriptor = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    if os.fstat(descriptor).st_nlink > 1:
+        with os.fdopen(descriptor, "rb") as linked:
+            replace(path, linked.read())
+        descriptor = _open(path, os.O_RDWR | os.O_APPEND)
+    return os.fdopen(descriptor, "a+b")
 
 
 def open_reading(path: Path) -> IO[bytes]:

@@ -145,6 +145,9 @@ class FileLease:
     def acquire(self) -> None:
         """Take the lease. Raises `EnvironmentFault` naming the holder where another has it."""
         try:
+            if self.path.exists() and self.path.stat().st_nlink > 1:
+                # Another name's lock would be another lock.
+                raise OSError(errno.EMLINK, "it is a hard link; remove its other name")
             self._file = file = files.open_append(self.path)
             _take(self._lock, self.study, self._written)
             file.truncate(0)

@@ -128,7 +128,7 @@ Set = Annotated[
         help="Any setting, as compile=true or data.tokenizer=demo; repeatable (docs/settings.md).",
     ),
 ]
-Rank = Annotated[int | None, Option("--rank", help="Rank of the adapters.")]
+Rank = Annotated[int | None, Option("--rank", "--lora-rank", help="Rank of the adapters.")]
 TargetModules = Annotated[str | None, Option(help="qv, attention, all-linear, or names.")]
 MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU.")]
 SeqLen = Annotated[int | None, Option(help="Tokens in a sequence.")]

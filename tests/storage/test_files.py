@@ -73,6 +73,16 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     assert (victim.read_bytes(), path.read_bytes()) == (b"theirs", b"new")
 
 
+def test_a_second_name_of_a_file_is_not_written_to(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(b"theirs ")
+    path.hardlink_to(victim)
+    with files.open_append(path) as file:
+        file.write(b"new")
+    assert victim.read_bytes() == b"theirs "
+    assert path.read_bytes() == b"theirs new"
+
+
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("plant", "words"),

@@ -204,10 +204,13 @@ def use_with_planted(name: str, runs: Path, plant: Callable[[Path], None]) -> li
 
 
 @PLANTED
-def test_no_planted_link_is_written_through(name: str, home: Path) -> None:
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_no_planted_link_is_written_through(
+    name: str, plant: Callable[[Path, Path], None], home: Path
+) -> None:
     victim = home / "victim"
     victim.write_text("theirs")
-    said = use_with_planted(name, home / "runs", lambda path: path.symlink_to(victim))
+    said = use_with_planted(name, home / "runs", lambda path: plant(victim, path))
     assert victim.read_text() == "theirs"
     # Without its lock a study is not driven; for the report and the spool there is a way around.
     assert all("link" in fault for fault in said)
