@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -114,7 +113,7 @@ def open_study(
                     "runs": [*(earlier for earlier in runs if earlier != run), run],
                 }
                 known = codec.StudyAttributes(**changes)
-                for key, value in known.model_dump(mode="json", exclude_unset=True).items():
+                for key, value in known.model_dump(mode="json", include=set(changes)).items():
                     study.set_user_attr(key, value)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", ExperimentalWarning)
@@ -253,11 +252,18 @@ class OpenStudy:
         says that nobody runs it any more. What was lost, crashed or timed out is returned until it
         was tried three times. A result whose trial is another by now is kept in the spool and said.
         """
+
+        def close_never_begun() -> None:
+            # Read anew each time: an earlier attempt may have gone through although nobody knew.
+            for trial in self._trials(*_OPEN):
+                if codec.begun_of(trial) is None:
+                    self._close(trial)
+
         settled = directory.settled_attempts(self.ledger.all)
         spooled = self._spool.read(known=settled)
         ended = {record.attempt_id: record for record in spooled.records}
-        begun = [(t, codec.begun_of(t)) for t in self._write(lambda: self._trials(*_OPEN))]
-        lost = {record.attempt_id: record for _, record in begun if record is not None}
+        begun = map(codec.begun_of, self._write(lambda: self._trials(*_OPEN)))
+        lost = {record.attempt_id: record for record in begun if record is not None}
         for left in directory.left_outcomes(self._spool.path.parent, study=self.identity):
             attempt = left.attempt.id
             if attempt in settled or attempt in ended:
@@ -268,10 +274,8 @@ class OpenStudy:
                 if attempt not in lost and record.verdict in directory.WORTH_KEEPING:
                     # Before the worker's next outcome replaces it.
                     self._spool.append(record)
-        for trial, record in begun:
-            if record is None:
-                self._write(partial(self._close, trial))
-                continue
+        self._write(close_never_begun)
+        for record in lost.values():
             known = ended.get(record.attempt_id, record)
             record = known if known.config == record.config else record
             if self._has_stored(record):
@@ -331,18 +335,32 @@ class OpenStudy:
     ) -> Trial:
         """Return the next trial, with ``params`` where given and the sampler's choice elsewhere."""
 
-        def attempt() -> Trial:
+        def create() -> Trial:
             # An earlier attempt may have gone through although nobody was told.
             for trial in self._trials(TrialState.RUNNING):
                 if trial.number not in self._open and codec.RECORD not in trial.user_attrs:
                     self._close(trial)
             if params is not None:
                 self.study.enqueue_trial(dict(params))
-            return self.study.ask(dict(distributions))
+                return self.study.ask(dict(distributions))
+            return self.study.ask()
 
-        trial = self._write(attempt)
+        def suggest() -> Trial:
+            # Anew after a transaction that failed: a trial believes to have what it got there.
+            is_same = trial.study is self.study
+            given = trial if is_same else Trial(self.study, self._id(trial.number))
+            for name, distribution in distributions.items():
+                given._suggest(name, distribution)
+            return given
+
+        trial = self._write(create)
         self._open[trial.number] = None
-        return trial
+        if params is not None or not distributions:
+            return trial
+        # Chosen before the database is held, as that may take seconds.
+        with faults(self._url):
+            retried(lambda: trial.relative_params)
+        return self._write(suggest)
 
     def ask_again(self) -> Trial:
         """Return a trial without parameters, which the sampler neither chose nor hears of."""

@@ -155,6 +155,22 @@ def test_given_parameters_are_asked_before_the_samplers_own(url: str, home: Path
     assert asked == list(BATCHES)
 
 
+def test_another_driver_of_the_database_works_while_a_sampler_chooses(url: str, home: Path) -> None:
+    class Slow(optuna.samplers.RandomSampler):
+        """Takes so long to choose that another study gets a trial done meanwhile."""
+
+        def sample_relative(self, *_: Any) -> dict[str, Any]:
+            with open_it(url, home, name="other") as other:
+                run_one(other, batch=2)
+            return {"micro_batch_size": 8}
+
+        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+            return dict(DISTRIBUTIONS)
+
+    with open_it(url, home, sampler=Slow()) as study:
+        assert run_one(study).config.micro_batch_size == 8
+
+
 def test_a_trial_that_runs_shows_in_the_snapshot_with_its_configuration(
     url: str, home: Path
 ) -> None:
