@@ -63,7 +63,7 @@ _LASTING = {
     r"statement pooling mode": "a pooler in statement mode: name the server, or session mode",
     r"permission denied": "grant this user the right to it",
     r"No space left|disk (is )?full|disk I/O error": "free some space there, then try again",
-    r"certificate|SSL": "see sslmode and sslrootcert of the URL",
+    r"certificate|does not support SSL": "see sslmode and sslrootcert of the URL",
     r"readonly database|unable to open": "make the file and its directory writable",
     r"malformed|not a database": "put a copy in its place, or choose another --storage",
 }
@@ -265,8 +265,9 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
         yield
     except FAILURES as error:
         raise EnvironmentFault(f"database {url}: {reason(error)}") from None
-    except ModuleNotFoundError as error:
-        if error.name != "psycopg":
+    except ImportError as error:
+        # Its own words, where the library of PostgreSQL's client is missing.
+        if error.name != "psycopg" and "pq wrapper" not in str(error):
             raise
         raise EnvironmentFault(
             f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"

@@ -160,7 +160,7 @@ def lock(descriptor: int) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
 
 
@@ -174,7 +174,8 @@ def sweep_temporary(directory: Path) -> None:
     with suppress(OSError):
         for path in filter(is_temporary, directory.iterdir()):
             with suppress(OSError), open_reading(path) as file:
-                lock(file.fileno())
+                # Where there are no locks nobody knows: it stays.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
 

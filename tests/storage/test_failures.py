@@ -50,6 +50,7 @@ def attempts(error: Exception) -> int:
     [
         refused("Connection refused"),
         refused("server closed the connection unexpectedly"),
+        refused("SSL connection has been closed unexpectedly"),
         of_file("database is locked"),
         DBAPIError.instance("", {}, psycopg.errors.AdminShutdown("shut down"), psycopg.Error),
         DBAPIError.instance(
