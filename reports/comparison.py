@@ -59,7 +59,7 @@ class Option:
     ground: Ground
     config: TrialConfig
     speed: Range
-    """Tokens/s that carry loss."""
+    """Supervised tokens/s."""
     has_interval: bool
     basis: str
     peak_bytes: int | None

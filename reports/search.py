@@ -171,7 +171,7 @@ def quality_of(document: Document) -> QualitySection | None:
     assert quality is not None, "a judged trial has a loss"
     how = (
         f"Every trial that fits and is at least half as fast as the fastest trained on "
-        f"{quality.train_tokens:,} tokens that carry loss, in the same order. The loss is the "
+        f"{quality.train_tokens:,} supervised tokens, in the same order. The loss is the "
         f"mean over {quality.eval_tokens:,} held-out tokens, cut at {quality.eval_seq_len:,} a "
         "text. The few that the choice is between were trained with several seeds; their interval "
         "is Student's, at 95 %, of the mean over those."
@@ -200,7 +200,7 @@ def quality_of(document: Document) -> QualitySection | None:
             col=at,
         )
     figure.update_layout(framed(360), showlegend=False)
-    figure.update_xaxes(title="tokens/s that carry loss", tickformat=",~r", row=1, col=1)
+    figure.update_xaxes(title="supervised tokens/s", tickformat=",~r", row=1, col=1)
     figure.update_xaxes(title="LoRA rank", type="log", tickvals=sorted(set(ranks)), row=1, col=2)
     figure.update_yaxes(title="held-out loss (nats a token)", row=1, col=1)
     shown = PageFigure(

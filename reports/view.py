@@ -47,7 +47,7 @@ class Gpu(_Part):
 
 
 class Speed(_Part):
-    """How fast a configuration trains on that GPU, in tokens/s that carry loss."""
+    """How fast a configuration trains on that GPU, in supervised tokens/s."""
 
     value: float = Field(validation_alias="tokens_per_second")
     low: float | None
