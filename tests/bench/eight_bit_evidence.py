@@ -25,11 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 import torch
+from scipy.special import stdtrit
 
-from reports.figures.style import themes
-from reports.regression import Estimate, mean_estimate
+from reports.figures import themes
 from tests.bench.stamp import stamp
 
 ROOT = Path(__file__).parents[2]
@@ -302,6 +303,22 @@ def of_arms(rows: Iterable[Row], key: str = "after") -> dict[tuple[str, str], di
 def less(losses: dict[int, float], reference: dict[int, float]) -> list[float]:
     """Return the differences between runs of one seed."""
     return [losses[seed] - reference[seed] for seed in sorted(losses)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with Student's 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_estimate(values: list[float]) -> Estimate:
+    """Return the mean of at least two independent values with its interval."""
+    mean, count = float(np.mean(values)), len(values)
+    half = float(stdtrit(count - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(count))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def _said(estimate: Estimate, form: str) -> str:
