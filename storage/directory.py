@@ -148,9 +148,15 @@ class Spool:
             fcntl.flock(file, fcntl.LOCK_EX)
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - LINE_BYTES_MAX))
-            # What a driver that died while writing left is cut.
-            end -= len(file.read().rpartition(b"\n")[2])
-            os.ftruncate(file.fileno(), end)
+            last = file.read().rpartition(b"\n")[2]
+            try:
+                # Whole but for its end, as `read` takes it.
+                SpoolLine.model_validate_json(last)
+                line = b"\n" + line
+            except ValidationError:
+                # What a driver that died while writing left is cut.
+                end -= len(last)
+                os.ftruncate(file.fileno(), end)
             rest = memoryview(line)
             try:
                 while rest:

@@ -53,6 +53,14 @@ def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next_result(
     assert [record.number for record in spool.read().records] == [0, 1]
 
 
+def test_a_last_line_that_lacks_its_end_alone_is_a_result_and_stays_one(spool: Spool) -> None:
+    spool.append(a_record(0, attempt_id="a"))
+    spool.path.write_bytes(spool.path.read_bytes().removesuffix(b"\n"))
+    assert [record.number for record in spool.read().records] == [0]
+    spool.append(a_record(1, attempt_id="b"))
+    assert [record.number for record in spool.read().records] == [0, 1]
+
+
 def test_a_place_that_cannot_be_written_is_a_fault_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(EnvironmentFault, match=r"runs/spool\.jsonl"):
