@@ -68,8 +68,8 @@ class Plan(BaseModel):
 class Study(StudyView):
     """What `sweep run --json` and `sweep best --json` print."""
 
-    storage: str | None = Field(default=None, exclude=True)
-    """URL of the database; None for the default."""
+    storage: str | None = Field(default=None, exclude=True, repr=False)
+    """URL of the database, perhaps with a password; None for the default."""
 
     @property
     def name(self) -> str:
@@ -314,9 +314,9 @@ def _study(name: str, storage: str | None) -> Study:
     return Study(**dict(view), storage=storage)
 
 
-def _data(data: Data) -> Mapping[str, Any]:
+def _data(data: Data) -> dict[str, Any]:
     if data is None or isinstance(data, Mapping):
-        return data or {}
+        return dict(data or {})
     return {"texts": os.fspath(data)}
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_study_and_its_winner_are_what_the_command_prints(
     document = printed(capsys, "best", "mine", "--json")
     assert study.document() == document
     assert (study.name, study.trials["total"], study.confirmed) == ("mine", 3, False)
+    elsewhere = study.model_copy(update={"storage": "postgresql://me:hunter2222@host/studies"})
+    assert "hunter2222" not in repr(elsewhere)
     for winner in (best(study), best("mine")):
         assert winner.number == document["best"]["number"]
         assert winner.config.model_dump(mode="json") == document["best"]["config"]
@@ -108,6 +111,7 @@ def test_a_study_in_which_nothing_fits_has_no_winner(simulate: Simulate) -> None
         ({"on": "slurm"}, "on must be local, ray:ADDRESS or .* got 'slurm'"),
         ({"gpu": "a11"}, "a11"),
         ({"data": {"texts": "none.jsonl"}}, "none.jsonl"),
+        ({"data": MappingProxyType({"texts": "none.jsonl"})}, "none.jsonl"),
     ],
 )
 def test_what_is_not_right_is_an_input_error(
