@@ -371,15 +371,13 @@ def _verdicts(group: Group) -> Iterator[str]:
     named = {id(entry.bill): entry.candidate.label for entry in group.entries}
     if (costs := group.costs) is not None:
         first, others = costs.cheapest, costs.bills[1:]
-        words = [
-            f"{named[id(bill)]} {_range(bill.range_of(_usd), units.usd)}" for bill in costs.bills
-        ]
+        words = {named[id(b)]: _range(b.range_of(_usd), units.usd) for b in costs.bills}
         behind = [(named[id(o)], ratio(o, first)) for o in others if is_surely_less(first, o)]
         yield _leader("Cheapest", words, behind)
     if unpriced := [entry.candidate.label for entry in group.entries if entry.bill is None]:
         yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
     ranked = sorted(group.entries, key=lambda entry: entry.seconds.value)
-    words = [f"{e.candidate.label} {_range(e.seconds, units.duration)}" for e in ranked]
+    words = {e.candidate.label: _range(e.seconds, units.duration) for e in ranked}
     best, low, high = ranked[0].seconds
     slower = [entry for entry in ranked if high < entry.seconds.low]
     times = [Range(e.seconds[0] / best, e.seconds[1] / high, e.seconds[2] / low) for e in slower]
@@ -397,23 +395,22 @@ def _usd(bill: Bill) -> float:
     return bill.usd
 
 
-def _leader(what: str, words: Sequence[str], behind: Sequence[tuple[str, Range]]) -> str:
+def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, Range]]) -> str:
     """Return who leads, or that no one does for sure.
 
     Args:
         what: they are compared by.
-        words: each with its number, the likeliest leader first.
+        words: each label's number, the likeliest leader first.
         behind: those that surely take more, with how many times as much.
     """
-    if len(behind) < len(words) - 1:
-        surely = {label for label, _ in behind}
-        tied = [one for one in words if not any(one.startswith(f"{label} ") for label in surely)]
+    tied = [f"{label} {known}" for label, known in words.items() if label not in dict(behind)]
+    if len(tied) > 1:
         return f"{what} cannot be told within the uncertainty of the speeds: {'; '.join(tied)}."
     others = ", ".join(
         f"{label} takes {times.value:.1f}x as much ({times.low:.1f}–{times.high:.1f}x)"
         for label, times in behind
     )
-    return f"{what}: {words[0]}; {others}."
+    return f"{what}: {tied[0]}; {others}."
 
 
 def _range(known: Range, words: Callable[[float], str]) -> str:

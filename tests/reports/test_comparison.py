@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
 import pytest
 
-from reports.cards import Card, Range, card_of_study, cards_of_plan
-from reports.comparison import Comparison, compare_cards
-from reports.decision import Job
-from reports.figures.comparison import words_of
+from reports.comparison import Comparison, compare, comparison_words, of_plan, of_study
+from reports.page import render_comparison
 from search_spaces.config import TrialConfig
+from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import TrialRecord
 from tests.reports.synthetic import HOSTILE, definition, fits, snapshot
 
 SMALL = TrialConfig(micro_batch_size=8)
+LONG = TrialConfig(micro_batch_size=8, seq_len=1024)
 
 
 def _offer(usd_per_hour: float, **values: Any) -> Offer:
@@ -36,7 +35,6 @@ def _study(
     usd: float | None = 1.0,
     width: float = 0.01,
     config: TrialConfig = SMALL,
-    records: tuple[TrialRecord, ...] = (),
     fingerprint: str = "0123456789abcdef",
     **offer: Any,
 ) -> StudySnapshot:
@@ -46,126 +44,131 @@ def _study(
     trial = fits(0, speed, config, step_seconds=step, step_seconds_ci95=ends)
     about = definition(emulated_on=None)
     return snapshot(
-        (trial, *records),
+        [trial],
         name=name,
         definition=about.model_copy(update={"model_fingerprint": fingerprint}),
         offer=None if usd is None else _offer(usd, **offer),
     )
 
 
-def _compared(*studies: StudySnapshot, samples: float | None = None) -> Comparison:
-    return compare_cards(
-        [card_of_study(study) for study in studies], job=Job(dataset_samples=samples)
-    )
+def _compared(*studies: StudySnapshot, **work: float) -> Comparison:
+    return compare([of_study(study) for study in studies], work=AskedWork(**work))  # type: ignore[arg-type]
 
 
-def test_the_cheapest_and_the_soonest_are_told_where_the_speeds_are_surely_apart() -> None:
-    (group,) = _compared(_study("slow", 4_000.0, usd=0.5), _study("fast", 8_000.0, usd=2.0)).groups
-    assert group.cheapest is not None
-    assert [entry.card.label for entry in group.cheapest.tied] == ["slow"]
-    assert [entry.card.label for entry in group.soonest.tied] == ["fast"]
-    (behind,) = group.cheapest.behind
-    assert behind[1].value == pytest.approx(2.0)
-    assert behind[1].low < 2.0 < behind[1].high
-    assert group.entries[0].usd_per_million_tokens is not None
-    assert group.entries[0].usd_per_million_tokens.value == pytest.approx(0.5 / 3600 / 4_000 * 1e6)
+def _verdicts(comparison: Comparison) -> tuple[str, ...]:
+    return comparison_words(comparison).groups[0].verdicts
+
+
+def test_the_cheapest_and_the_fastest_are_told_where_the_speeds_are_surely_apart() -> None:
+    comparison = _compared(_study("slow", 4_000.0, usd=0.5), _study("fast", 8_000.0, usd=2.0))
+    (group,) = comparison.groups
+    assert [entry.candidate.label for entry in group.entries] == ["slow", "fast"]
+    tokens = group.entries[0].bill
+    assert tokens is not None
+    assert tokens.usd_per_million_tokens == pytest.approx(0.5 / 3600 / 4_000 * 1e6, rel=1e-3)
+    cheapest, fastest = _verdicts(comparison)
+    assert cheapest.startswith("Cheapest: slow $0.347 ($0.344 to $0.351); fast takes 2.0x as much")
+    assert fastest.startswith("Fastest: fast 20 min 50 s")
+    assert fastest.endswith("; slow takes 2.0x as much (2.0–2.0x).")
 
 
 def test_what_lies_within_the_uncertainty_is_tied_and_said_to_be() -> None:
-    comparison = _compared(
-        _study("one", 4_000.0, width=0.2), _study("other", 4_400.0, width=0.2), samples=1000
-    )
-    (group,) = comparison.groups
-    assert group.cheapest is not None
-    assert not group.cheapest.is_sure
-    assert len(group.cheapest.tied) == 2
-    verdicts = words_of(comparison).groups[0].verdicts
-    assert verdicts[0].startswith("Cheapest cannot be told within the uncertainty of the speeds")
-    assert verdicts[1].startswith("Soonest cannot be told")
+    one, other = _study("one", 4_000.0, width=0.2), _study("other", 4_400.0, width=0.2)
+    cheapest, fastest = _verdicts(_compared(one, other, dataset_samples=1000))
+    assert cheapest.startswith("Cheapest cannot be told within the uncertainty of the speeds: ")
+    assert fastest.startswith("Fastest cannot be told within the uncertainty of the speeds: ")
+    assert all(f"{name} $" in cheapest for name in ("one", "other"))
+
+
+def test_what_is_surely_behind_is_not_tied_and_a_name_that_begins_like_it_is() -> None:
+    speeds = {"a10": 1_000.0, "a10 large": 4_000.0, "other": 4_100.0}
+    studies = [_study(name, speed, width=0.1) for name, speed in speeds.items()]
+    _, fastest = _verdicts(_compared(*studies))
+    assert "a10 large " in fastest
+    assert "a10 2 h" not in fastest
 
 
 def test_a_speed_without_an_interval_is_never_surely_ahead() -> None:
     bare = fits(0, 9_000.0, SMALL, steps_measured=3, step_seconds_ci95=None)
     study = snapshot([bare], name="bare", definition=definition(emulated_on=None))
-    (group,) = _compared(study, _study("known", 4_000.0)).groups
-    assert len(group.soonest.tied) == 2
+    comparison = _compared(study, _study("known", 4_000.0))
+    assert _verdicts(comparison)[-1].startswith("Fastest cannot be told")
+    rows = comparison_words(comparison).groups[0].rows
+    assert any("9,000 (no interval)" in row[1] for row in rows)
 
 
-def test_where_another_card_stood_in_the_predicted_speed_counts_and_not_its_own() -> None:
-    stood_in = snapshot(
-        [fits(0, 17_000.0, SMALL)],
-        name="a10",
-        target_speeds={0: TargetSpeed(1_600.0, 1_000.0, 3_000.0, "predicted")},
-    )
-    (group,) = _compared(stood_in, _study("h200", 17_000.0)).groups
-    assert [entry.card.label for entry in group.soonest.tied] == ["h200"]
-    rows = {
-        row.card: row
-        for row in words_of(_compared(stood_in, _study("h200", 17_000.0))).groups[0].rows
-    }
-    assert rows["a10"].speed == "1,600 (1,000–3,000), predicted"
-    assert rows["a10"].source == "study a10, run on NVIDIA H200"
+def test_where_another_gpu_stood_in_the_predicted_speed_counts_and_not_its_own() -> None:
+    speeds = {0: TargetSpeed(1_600.0, 1_000.0, 3_000.0, "predicted")}
+    stood_in = snapshot([fits(0, 17_000.0, SMALL)], name="a10", target_speeds=speeds)
+    comparison = _compared(stood_in, _study("h200", 17_000.0))
+    assert _verdicts(comparison)[-1].startswith("Fastest: h200")
+    rows = {row[0]: row for row in comparison_words(comparison).groups[0].rows}
+    assert rows["a10 (study a10, run on NVIDIA H200)"][1] == "1,600 (1,000–3,000), predicted"
 
 
 def test_a_break_even_is_where_the_bills_cross_and_none_is_told_inside_the_uncertainty() -> None:
     """The one that starts for less costs twice as much a token, until that is used up."""
     starts = {"boot_seconds": 360.0, "download_bytes_per_second": None}
-    sure = _compared(
-        _study("quick start", 4_000.0, usd=1.0, boot_seconds=0.0),
-        _study("long run", 16_000.0, usd=2.0, **starts),
-    )
-    (point,) = sure.groups[0].break_evens
-    assert (point.small.card.label, point.large.card.label) == ("quick start", "long run")
+
+    def known(**width: float) -> Comparison:
+        return _compared(
+            _study("quick start", 4_000.0, usd=1.0, boot_seconds=0.0, **width),
+            _study("long run", 16_000.0, usd=2.0, **starts, **width),
+        )
+
+    costs = known().groups[0].costs
+    assert costs is not None
+    (point,) = costs.break_evens
     ahead, dear, cheap = 2.0 * 360 / 3600, 1.0 / 3600 / 4_000, 2.0 / 3600 / 16_000
     assert point.tokens.value == pytest.approx(ahead / (dear - cheap))
     assert point.tokens.low < point.tokens.value < point.tokens.high
-    unsure = _compared(
-        _study("quick start", 4_000.0, usd=1.0, boot_seconds=0.0, width=0.4),
-        _study("long run", 16_000.0, usd=2.0, width=0.4, **starts),
-    )
-    assert unsure.groups[0].break_evens == ()
+    assert "quick start is cheaper below about 11,000 sequences" in _verdicts(known())[-1]
+    assert not any("cheaper below" in verdict for verdict in _verdicts(known(width=0.4)))
 
 
-def test_the_bill_of_little_work_counts_what_is_paid_before_the_first_step() -> None:
-    comparison = _compared(
-        _study("quick start", 4_000.0, usd=1.0),
-        _study("long run", 16_000.0, usd=2.0, boot_seconds=3600.0),
-        samples=100,
-    )
-    (group,) = comparison.groups
-    assert group.cheapest is not None
-    assert group.cheapest.tied[0].card.label == "quick start"
+def test_a_bill_counts_what_is_paid_before_the_first_step_and_every_gpu_of_the_machine() -> None:
+    quick = _study("quick start", 4_000.0, usd=1.0)
+    late = _study("long run", 16_000.0, usd=2.0, boot_seconds=3600.0)
+    (group,) = _compared(quick, late, dataset_samples=100).groups
+    assert group.entries[0].candidate.label == "quick start"
+    # It is half the price and rented by eight.
+    eight = _study("eight", 4_000.0, usd=0.5, gpus=8, minimum_seconds=3600.0)
+    (group,) = _compared(quick, eight, dataset_samples=100).groups
+    first, second = group.entries
+    assert (first.candidate.label, second.candidate.label) == ("quick start", "eight")
+    assert second.bill is not None
+    assert second.bill.usd == pytest.approx(8 * 0.5)
+    row = comparison_words(_compared(quick, eight)).groups[0].rows[-1]
+    assert row[2].startswith("$0.278 ($0.275 to $0.281)")
+    assert row[5].startswith("$4.00 an hour")
 
 
 def test_other_models_classes_and_lengths_are_told_apart() -> None:
-    other_class = TrialConfig(micro_batch_size=8, seq_len=1024)
     comparison = _compared(
         _study("one", 4_000.0),
         _study("another model", 8_000.0, fingerprint="fedcba"),
-        _study("another length", 8_000.0, config=other_class),
+        _study("another length", 8_000.0, config=LONG),
     )
     assert comparison.groups == ()
     assert len(comparison.alone) == 3
-    apart = words_of(comparison).apart
+    apart = comparison_words(comparison).apart
     assert any("their speeds do not compare" in sentence for sentence in apart)
     assert any("Only another length has" in sentence for sentence in apart)
 
 
-def test_a_card_without_a_price_is_compared_by_time_alone_and_that_is_said() -> None:
+def test_a_gpu_without_a_price_is_compared_by_time_alone_and_that_is_said() -> None:
     comparison = _compared(_study("priced", 4_000.0), _study("free", 8_000.0, usd=None))
-    (group,) = comparison.groups
-    assert group.cheapest is None
-    assert group.soonest.tied[0].card.label == "free"
-    assert any("No price is known of free" in s for s in words_of(comparison).groups[0].verdicts)
+    assert comparison.groups[0].costs is None
+    unpriced, fastest = _verdicts(comparison)
+    assert unpriced.startswith("No price is known of free")
+    assert fastest.startswith("Fastest: free")
 
 
 def test_two_of_one_name_are_numbered_and_a_comparison_takes_two() -> None:
     comparison = _compared(_study("a10", 4_000.0), _study("a10", 8_000.0))
-    assert [card.label for card in comparison.cards] == ["a10 1", "a10 2"]
+    assert [one.label for one in comparison.candidates] == ["a10 1", "a10 2"]
     with pytest.raises(InputError, match="at least two"):
         _compared(_study("a10", 4_000.0))
-    with pytest.raises(InputError, match="--work dataset-samples must be greater than 0, got 0"):
-        Job(dataset_samples=0)
 
 
 def _plan(gpu: str = "l4", **values: Any) -> dict[str, Any]:
@@ -174,6 +177,7 @@ def _plan(gpu: str = "l4", **values: Any) -> dict[str, Any]:
         {"name": "boot", "seconds": 60.0, "usd": 0.0},
         {"name": "training", "seconds": 9.0, "usd": 1.0},
     ]
+    bill |= {"gpu": gpu, "source": "a list"}
     return {
         "model": "mistral-7b-v0.3",
         "gpu": {"name": gpu, "budget_bytes": 20 * 2**30},
@@ -190,57 +194,60 @@ def _plan(gpu: str = "l4", **values: Any) -> dict[str, Any]:
 
 def test_a_plan_is_compared_with_a_study_of_the_same_model() -> None:
     study = _study("a10", 4_000.0)
-    known = [(study.definition.model_fingerprint, _model(study))]
-    (card,) = cards_of_plan(_plan(), where="l4.json", models=known)
-    assert (card.label, card.source) == ("l4 (plan)", "plan l4.json")
-    assert card.rent is not None
-    assert card.rent.fixed_seconds == 60.0
-    speeds = [option.tokens_per_second for option in card.options]
-    assert speeds[0] == Range(3_000.0, 2_000.0, math.inf)
-    (group,) = compare_cards([card_of_study(study), card], job=Job()).groups
-    assert {entry.card.label for entry in group.entries} == {"a10", "l4 (plan)"}
-    assert not group.soonest.is_sure
+    model = ModelSpec.from_json(study.definition.model)
+    known = [(study.definition.model_fingerprint, model)]
+    (one,) = of_plan(_plan(), where="l4.json", models=known)
+    assert (one.label, one.source) == ("l4 (plan)", "plan l4.json")
+    assert one.offer is not None
+    assert one.offer.boot_seconds == 60.0
+    assert one.options[0].speed[:2] == (3_000.0, 2_000.0)
+    assert not one.options[0].has_interval
+    comparison = compare([of_study(study), one], work=AskedWork())
+    (group,) = comparison.groups
+    assert {entry.candidate.label for entry in group.entries} == {"a10", "l4 (plan)"}
+    assert _verdicts(comparison)[-1].startswith("Fastest cannot be told")
 
 
-def _model(study: StudySnapshot) -> ModelSpec:
-    return ModelSpec.from_json(study.definition.model)
+def test_a_plans_bill_follows_the_terms_of_the_price_list() -> None:
+    listed = _offer(0.5, gpu="l4", minimum_seconds=7200.0, gpus=4)
+    (one,) = of_plan(_plan(), where="l4.json", offers={"l4": [_offer(0.4, gpu="l4"), listed]})
+    assert one.offer == listed
 
 
-def test_plans_of_several_cards_are_read_and_anything_else_is_refused_by_name() -> None:
-    cards = cards_of_plan({"plans": [_plan("l4"), _plan("t4")]}, where="plan.json")
-    assert [card.gpu for card in cards] == ["l4", "t4"]
+def test_plans_of_several_gpus_are_read_and_anything_else_is_refused_by_name() -> None:
+    found = of_plan({"plans": [_plan("l4"), _plan("t4")]}, where="plan.json")
+    assert [one.gpu for one in found] == ["l4", "t4"]
     for broken in ({"plans": 3}, {"config": {}}, {"plans": [7]}):
         with pytest.raises(InputError, match=r"plan\.json"):
-            cards_of_plan(broken, where="plan.json")
+            of_plan(broken, where="plan.json")
 
 
 def test_one_configuration_that_was_asked_about_is_a_plan_as_well() -> None:
     plan = _plan()
     exact = {k: v for k, v in plan.items() if k not in ("recommended", "fastest_by_class")}
-    cards = cards_of_plan({**exact, **plan["recommended"]}, where="plan.json")
-    assert [option.config for option in cards[0].options] == [SMALL]
+    (one,) = of_plan({**exact, **plan["recommended"]}, where="plan.json")
+    assert [option.config for option in one.options] == [SMALL]
 
 
-def test_names_that_people_chose_are_no_markup_in_the_figures() -> None:
-    study = snapshot([fits(0, 4_000.0)], name=HOSTILE, definition=definition(emulated_on=None))
-    words = words_of(_compared(study, _study("other", 5_000.0)))
-    for figure in words.figures:
-        assert "<img" not in str(figure.plain)
-    cards: tuple[Card, ...] = _compared(study, _study("other", 5_000.0)).cards
-    assert cards[0].label == HOSTILE
+def test_names_that_people_chose_are_no_markup_on_the_page() -> None:
+    hostile = _study("other", 4_000.0)
+    comparison = _compared(replace(hostile, name=HOSTILE), _study("other", 5_000.0))
+    assert comparison.candidates[0].label == HOSTILE
+    (figure,) = comparison_words(comparison).figures
+    assert "<img" not in str(figure.figure.to_plotly_json())
+    assert "<img" not in render_comparison(comparison)
 
 
 def test_what_a_plan_is_not_sure_fits_says_so() -> None:
     plan = _plan()
     plan["recommended"] |= {"fits_certainty": "uncertain"}
-    cards = cards_of_plan({"plans": [plan, _plan("t4")]}, where="plan.json")
-    rows = words_of(compare_cards(cards, job=Job())).groups[0].rows
-    assert [row.peak.startswith("may not fit") for row in rows].count(True) == 1
+    found = of_plan({"plans": [plan, _plan("t4")]}, where="plan.json")
+    rows = comparison_words(compare(found, work=AskedWork())).groups[0].rows
+    assert [row[6].startswith("may not fit") for row in rows].count(True) == 1
 
 
-def test_a_card_that_is_not_in_a_comparison_is_named_with_the_command_that_brings_it_in() -> None:
-    other = _study("long rows", 8_000.0, config=TrialConfig(micro_batch_size=8, seq_len=1024))
-    comparison = _compared(_study("one", 4_000.0), _study("two", 5_000.0), other)
-    absent = words_of(comparison).groups[0].verdicts[-1]
+def test_a_gpu_that_is_not_in_a_comparison_is_named_with_the_command_that_brings_it_in() -> None:
+    other = _study("long rows", 8_000.0, config=LONG)
+    absent = _verdicts(_compared(_study("one", 4_000.0), _study("two", 5_000.0), other))[-1]
     assert absent.startswith("long rows is not compared here")
     assert "sweep plan a10 --model mistral-7b-v0.3 --rank 16 --target-modules attention" in absent

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from reports.decision import Card, Job, decision_of
+from reports.decision import Card, decision_of
 from reports.page import render
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.costs import AskedWork
 from search_spaces.gpus import GIB
 from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
@@ -70,8 +70,8 @@ MEMORY = "Most memory left, at most 10 % slower than the fastest"
 CLASS = "Fastest at rank 16 on q,k,v,o, as the baseline"
 
 
-def the_card(known: StudySnapshot) -> Card:
-    card = decision_of(known).card
+def the_card(known: StudySnapshot, **work: float) -> Card:
+    card = decision_of(known, AskedWork(**work)).card  # type: ignore[arg-type]
     assert card is not None
     return card
 
@@ -172,16 +172,17 @@ def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_tar
 
 
 def test_without_a_prediction_only_what_was_measured_is_said() -> None:
-    card = the_card(on_another_gpu(BASE, OWN, speeds={}))
-    facts = dict(card.facts)
+    facts = dict(the_card(on_another_gpu(BASE, OWN, speeds={})).facts)
     assert facts["speed"] == "16,000 tokens/s measured on NVIDIA H200; not predicted on a10"
-    assert "cost" not in facts
-    assert (card.job, card.usd_per_million_tokens) == ("", ())
+    assert not facts.keys() & {"cost", "training"}
 
 
 def test_without_a_price_there_are_no_dollars_and_the_time_stays() -> None:
-    card = the_card(study(BASE, OWN, target={"gpu": "cpu", "device": "cpu"}, offer=None))
-    assert (card.usd_per_million_tokens, card.job) == ((), "10 min")
+    known = study(BASE, OWN, target={"gpu": "cpu", "device": "cpu"}, offer=None)
+    facts = dict(the_card(known).facts)
+    assert "cost" not in facts
+    assert facts["training"].startswith("10,000,000 tokens: 10 min")
+    assert "$" not in facts["training"]
 
 
 def test_the_headline_is_one_recommendation_and_what_is_as_fast_a_footnote() -> None:
@@ -204,26 +205,30 @@ def test_of_other_objectives_the_fastest_is_named_beside_the_answer() -> None:
     assert instead(known)["Fastest"].startswith("trial 2: ")
 
 
-def test_what_a_training_costs_follows_the_tokens_asked_for() -> None:
-    assert the_card(study(BASE, OWN)).job == "$0.625 ($0.619–0.631), 10 min"
-    asked = Job(tokens=2e9, epochs=3).priced(study(BASE, OWN))
-    assert the_card(asked).job == "$375.00 ($371.25–378.75), 104.2 h"
-    rows = Job(dataset_samples=1000).priced(study(BASE, OWN))
-    assert rows.job_tokens == 512_000
-    assert decision_of(of_texts(trained(0, 8_000.0, SHORT))).job_tokens == 2_880_000
+def test_what_a_training_costs_follows_the_work_asked_for() -> None:
+    known = study(BASE, OWN)
+
+    def told(**work: float) -> str:
+        return dict(the_card(known, **work).facts)["training"]
+
+    # 2,442 whole steps of 4,096 tokens, and a second that was begun is paid for.
+    assert told() == (
+        "10,000,000 tokens: 10 min 25 s (10 min 19 s to 10 min 32 s), $0.626 ($0.620 to $0.632) "
+        "in all"
+    )
+    asked = told(tokens=2e9, epochs=3)
+    assert asked.startswith("3 epochs of 2,000,000,000 tokens: 104 h 10 min ")
+    assert asked.endswith(", $375.00 ($371.25 to $378.75) in all")
+    assert told(dataset_samples=1000).startswith("1,000 sequences of full length: 32.0 s")
+    of_dataset = the_card(of_texts(trained(0, 8_000.0, SHORT)))
+    assert dict(of_dataset.facts)["training"].startswith("2,880,000 tokens: 6 min 0 s")
 
 
-@pytest.mark.parametrize(
-    ("typed", "complaint"),
-    [
-        ({"tokens": 0}, "tokens must be greater than 0"),
-        ({"tokens": 5, "dataset_samples": 5}, "both say how large"),
-        ({"epochs": 2}, "of what"),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused(typed: dict[str, float], complaint: str) -> None:
-    with pytest.raises(InputError, match=complaint):
-        Job(**typed)
+def test_a_bill_has_its_minimum_and_the_whole_machine() -> None:
+    terms = {"gpus": 8, "minimum_seconds": 3600.0, "boot_seconds": 60.0}
+    known = study(BASE, OWN, offer=OFFER.model_copy(update=terms))
+    told = dict(the_card(known, dataset_samples=1000).facts)["training"]
+    assert told.endswith(", $28.80 ($28.80 to $28.80) in all")
 
 
 def test_what_is_marked_is_said_in_words() -> None:

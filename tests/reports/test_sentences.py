@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from reports.page import figures_of, render
+from reports.document import document_of
+from reports.page import render
+from reports.search import quality_of
 from reports.sentences import (
     classes,
     commands,
@@ -240,7 +242,7 @@ def test_the_page_shows_what_was_measured_again_and_the_energy_of_a_token() -> N
     page = render(again(*trials))
     assert "<h2>Measured again</h2>" in page
     assert "16,800, 16,800" in page
-    assert '"joules_per_token":0.0412' in page
+    assert '[0.0412,"41.2 mJ"]' in page
     assert "<h2>Measured again</h2>" not in render(snapshot(trials))
 
 
@@ -374,19 +376,18 @@ def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() ->
 
 def test_the_report_shows_loss_against_speed_and_against_rank() -> None:
     known = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.02, speed=8_000.0))
-    figures = {figure.id: figure for figure in figures_of(known)}
-    assert {"loss-speed", "loss-rank"} <= figures.keys()
-    (trace,) = figures["loss-rank"].plain["data"]
-    assert sorted(trace["x"]) == [16, 64]
-    assert trace["y"] == "@eval_loss"
-    assert sorted(trace["error_y"]["array"]) == pytest.approx([0.01, 0.02])
-    table = figures["loss-speed"].table
-    assert table is not None
-    assert {row[3] for row in table.rows} == {"2.0000 (1.99–2.01)", "1.9000 (1.88–1.92)"}
+    section = quality_of(document_of(known))
+    assert section is not None
+    (figure,) = section.figures
+    speed, rank = figure.figure.data
+    losses = {16: (2.0, 0.01), 64: (1.9, 0.02)}
+    for trace in (speed, rank):
+        shown = zip(rank.x, zip(trace.y, trace.error_y.array, strict=True), strict=True)
+        assert {at: pytest.approx(one) for at, one in shown} == losses
+    assert sorted(speed.x) == [8_000.0, 9_000.0]
     assert "refuted on this dataset" in render(known)
     assert "on held-out examples" in said(known)["loss"]
-    asked_for_none = of_texts(trained(0, 8_000.0, SHORT))
-    assert not {"loss-speed", "loss-rank"} & {figure.id for figure in figures_of(asked_for_none)}
+    assert quality_of(document_of(of_texts(trained(0, 8_000.0, SHORT)))) is None
 
 
 def test_losses_whose_intervals_overlap_are_close_and_others_are_not() -> None:
