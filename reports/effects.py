@@ -243,6 +243,8 @@ def _why(setting: _Setting, contrast: Vector, fit: Fit, owner: Sequence[str]) ->
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         return f"never varied apart from {', '.join(names[:_NAMED])}{more}"
+    if fit.degrees >= DEGREES_ENOUGH:
+        return "no speed was measured to the end at one of its values"
     return f"too few trials: {fit.degrees} more than there are unknowns"
 
 

@@ -17,9 +17,20 @@ import numpy as np
 import plotly.graph_objects as go
 
 from reports.document import AXES, Document
-from reports.figures import AMBER, BLUE, FADED, GREEN, MARKS, PageFigure, dashed, digits, framed
+from reports.figures import (
+    AMBER,
+    BLUE,
+    FADED,
+    GREEN,
+    MARKS,
+    PageFigure,
+    dashed,
+    digits,
+    framed,
+    whiskers,
+)
 from reports.words import VERDICT_LABELS
-from storage.ranking import fitting
+from storage.ranking import fitting, measured_of
 from storage.records import TrialRecord, Verdict, need_of, predicted_need
 
 MEMORY = "peak_allocated"
@@ -128,7 +139,13 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
             text=["?" if size is None else "→" if bound else "" for size, bound in sizes],
             textposition="middle right",
             marker={"color": MARKS[verdict].colour, "symbol": MARKS[verdict].symbol, "size": 9},
-            hovertemplate="trial %{customdata}: needs %{x:.4g}<extra>%{fullData.name}</extra>",
+            hovertext=[
+                "what it needs is not known"
+                if size is None
+                else f"needs {'at least ' if bound else ''}{size:.4g} {document.unit.name}"
+                for size, bound in sizes
+            ],
+            hovertemplate="trial %{customdata}: %{hovertext}<extra>%{fullData.name}</extra>",
             showlegend=False,
         )
     share = below / (below + tall)
@@ -182,6 +199,17 @@ def _need(document: Document, record: TrialRecord) -> tuple[float | None, bool]:
     return None if predicted is None else predicted / document.unit.bytes, False
 
 
+def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
+    """Return the 95 % intervals of measured speeds as error bars; none where there are none."""
+    # What was measured again has the speed and the interval of those runs.
+    effective = {record.number: record for record in document.ranking.records}
+    searched = (document.snapshot.records[row] for row in rows)
+    measured = [measured_of(effective.get(record.number, record)) for record in searched]
+    speeds = [one.tokens_per_second for one in measured]
+    ends = [one.speed_interval or (one.tokens_per_second,) * 2 for one in measured]
+    return whiskers(speeds, ends)
+
+
 def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
     columns, records, rows = document.columns, document.snapshot.records, document.rows
@@ -215,6 +243,7 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         marker={"color": BLUE, "size": 10, "symbol": symbols},
         text=[str(records[row].number) for row in front],
         textposition="top left",
+        error_y=_intervals(document, front) if y == "tokens_per_second" else None,
     )
     looks = (
         ("winner", ranking.winner, {"symbol": "star", "size": 17, "color": AMBER}),

@@ -18,7 +18,7 @@
         if (trace.meta === "lane") return trace;
         const numbers = trace.meta === "front" ? view : trace.customdata.filter(isOfClass).filter(isKnown);
         const at = (key) => numbers.map((number) => valueOf(key, rowOf.get(number)));
-        const isFront = trace.meta === "front" && { text: numbers.map(String), marker: { ...trace.marker, symbol: "circle" } };
+        const isFront = trace.meta === "front" && { text: numbers.map(String), marker: { ...trace.marker, symbol: "circle" }, error_y: undefined };
         return { ...trace, customdata: numbers, x: at(x), y: at(y), ...isFront };
       });
       const { shapes, annotations, xaxis, yaxis, yaxis2 } = whole.layout;

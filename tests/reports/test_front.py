@@ -130,6 +130,11 @@ def test_a_lower_bound_has_an_arrow_and_what_nothing_is_known_of_a_question_mark
     lanes = list(_traces(snapshot(trials), "lane"))
     assert [trace.text for trace in lanes] == [("→",), ("",), ("?",)]
     assert [trace.x for trace in lanes[:2]] == [(21.5,), (30.0,)]
+    assert [trace.hovertext for trace in lanes] == [
+        ("needs at least 21.5 GiB",),
+        ("needs 30 GiB",),
+        ("what it needs is not known",),
+    ]
 
 
 def test_equals_of_a_lane_do_not_hide_each_other() -> None:
@@ -194,3 +199,13 @@ def test_the_target_s_speed_is_drawn_where_another_gpu_stood_in() -> None:
 def test_any_study_has_a_front(records: Sequence[TrialRecord]) -> None:
     assert _figure(snapshot(records)).data
     assert front_of(document_of(snapshot())) is None
+
+
+def test_whiskers_are_the_intervals_of_measured_speeds_alone() -> None:
+    study = snapshot([fits(0, 8_000.0)], definition=definition(emulated_on=None))
+    (front,) = _traces(study, "front")
+    assert list(front.error_y.array) == pytest.approx([80.8], abs=1)
+    assert list(front.error_y.arrayminus) == pytest.approx([79.2], abs=1)
+    speeds = {0: TargetSpeed(1_000.0, 800.0, 1_300.0, "predicted")}
+    (front,) = _traces(snapshot([fits(0, 8_000.0)], target_speeds=speeds), "front")
+    assert front.error_y.array is None

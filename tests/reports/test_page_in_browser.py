@@ -12,8 +12,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-
 from reports.cards import card_of_study
+
 from reports.comparison import compare_cards
 from reports.decision import Job
 from reports.page import render, render_comparison
