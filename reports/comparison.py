@@ -300,10 +300,12 @@ def training_words(snapshot: StudySnapshot, record: TrialRecord, work: AskedWork
     if option is None:
         return ""
     entry = _entry(known, option, work if work.is_asked else AskedWork(tokens=JOB_TOKENS))
-    cost = "" if entry.bill is None else f", {_range(entry.bill.range_of(_usd), units.usd)} in all"
-    took = units.duration(entry.seconds.value)
+    bill, took, cost = entry.bill, units.duration(entry.seconds.value), ""
     if option.has_interval:
         took = _range(entry.seconds, units.duration)
+    if bill is not None:
+        usd = bill.range_of(_usd)
+        cost = f", {_range(usd, units.usd) if option.has_interval else units.usd(usd.value)} in all"
     return f"{_work(work)}: {took}{cost}"
 
 

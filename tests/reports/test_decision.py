@@ -20,7 +20,6 @@ from storage.definition import StudySnapshot, TargetSpeed
 from storage.records import OutOfMemory, TrialRecord
 from tests.reports.on_texts import SHORT, of_texts, trained
 from tests.reports.synthetic import definition, fits, record, snapshot
-from tests.storage.builders import confirmed
 
 OFFER = Offer(
     gpu="a10", provider="Lender", usd_per_hour=3.6, date=date(2026, 7, 1), source="their page"
@@ -92,7 +91,7 @@ def test_the_answer_has_a_card_and_what_to_take_instead_a_line() -> None:
     assert facts["cost"].startswith("$0.0556 per million tokens ($0.0550–0.0561; a10 Lender at ")
     assert facts["memory"] == "19.00 GiB of 21.50 GiB (88 %)"
     assert card.memory_share == pytest.approx(19 / 21.5)
-    assert decision.price_source == "their page"
+    assert (decision.price_source, decision.command) == ("their page", "sweep confirm a10-mistral")
     lines = instead(known)
     assert list(lines) == [CLASS, MEMORY]
     assert lines[CLASS].startswith(
@@ -185,20 +184,6 @@ def test_without_a_price_there_are_no_dollars_and_the_time_stays() -> None:
     assert "$" not in facts["training"]
 
 
-def test_the_headline_is_one_recommendation_and_what_is_as_fast_a_footnote() -> None:
-    twin = fits(3, 17_950.0, FRUGAL.config, peak_allocated_bytes=10 * GIB)
-    trials = (BASE, OWN, SMALL, twin)
-    sure = decision_of(study(*trials, confirmations=confirmed(*trials)))
-    assert sure.headline.startswith("The fastest configuration that fits is trial 2, 10 x 512,")
-    assert sure.command == ""
-    assert sure.card is not None
-    alike = "Statistically indistinguishable: trial 3 (10.00 GiB)"
-    assert dict(sure.card.facts)["sure"].endswith(alike)
-    unsure = decision_of(study(*trials))
-    assert unsure.headline.startswith("The fastest configuration measured so far is trial 2")
-    assert unsure.command == "sweep confirm a10-mistral"
-
-
 def test_of_other_objectives_the_fastest_is_named_beside_the_answer() -> None:
     known = study(*ALL, space={"objectives": ["peak_memory"]})
     assert the_card(known).number == 0
@@ -222,6 +207,13 @@ def test_what_a_training_costs_follows_the_work_asked_for() -> None:
     assert told(dataset_samples=1000).startswith("1,000 sequences of full length: 32.0 s")
     of_dataset = the_card(of_texts(trained(0, 8_000.0, SHORT)))
     assert dict(of_dataset.facts)["training"].startswith("2,880,000 tokens: 6 min 0 s")
+
+
+def test_a_speed_without_an_interval_is_priced_without_one() -> None:
+    few = {"steps_measured": 3, "step_seconds_ci95": None}
+    known = study(fits(0, 16_000.0, BASE.config, **few))
+    told = dict(the_card(known).facts)["training"]
+    assert told == "10,000,000 tokens: 10 min 25 s, $0.626 in all"
 
 
 def test_a_bill_has_its_minimum_and_the_whole_machine() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from reports.document import document_of
-from reports.page import title_of
 from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.records import Carried
@@ -74,7 +73,3 @@ def test_what_another_study_measured_is_marked() -> None:
     own, other = of(study, "role")
     assert "carried" not in own[1]
     assert other[1].endswith("carried over from narrow")
-
-
-def test_a_study_is_titled_by_its_model_its_gpu_and_how_many_trials_it_has() -> None:
-    assert title_of(snapshot([fits(0, 8_000.0)])) == "Mistral-7B-v0.3 on an A10: 1 trial"
