@@ -50,7 +50,7 @@ def test_several_studies_are_one_page_beside_the_first(
     assert path == tmp_path / "runs" / study / "comparison.html"
     page = path.read_text(encoding="utf-8")
     assert "study 1 or study 2?" in page
-    assert "Soonest cannot be told" in page
+    assert "Fastest cannot be told" in page
 
 
 def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
@@ -60,8 +60,8 @@ def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
     arguments = ["report", study, str(plan), "--work", "dataset-samples=1000", "-o", "-"]
     assert main(arguments) == 0
     page = capsys.readouterr().out
-    assert "Soonest: l4 (plan)" in page
-    assert "1,000 rows of full length" in page
+    assert "Fastest: l4 (plan)" in page
+    assert "1,000 sequences of full length" in page
 
 
 def test_what_is_no_plan_is_named(
