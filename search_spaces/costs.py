@@ -116,9 +116,7 @@ class AskedWork:
             raise InputError(f"--work epochs is of the dataset, and {given[0]} says how much")
         sized = self.has_texts or self.tokens is not None or self.dataset_samples is not None
         if self.epochs is not None and not sized:
-            raise InputError(
-                "--work epochs needs dataset-samples, how many samples an epoch has, or --data"
-            )
+            raise InputError("--work epochs needs tokens or dataset-samples, or in a plan --data")
 
     @property
     def is_asked(self) -> bool:

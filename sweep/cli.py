@@ -312,7 +312,7 @@ def remove(study: opt.Study, is_sure: opt.Yes = False, storage: opt.Storage = No
 )
 def report(
     named: opt.Reported = None,
-    work: opt.Work = None,
+    work: opt.ReportWork = None,
     figure: opt.Figure = None,
     output: opt.Output = None,
     is_forced: opt.Force = False,

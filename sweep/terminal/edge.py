@@ -96,7 +96,7 @@ def _plainly(error: typer.TyperException) -> str:
     if not found or not names or found[0]["type"] not in _NUMBERS:
         return error.format_message()
     kind, got = _NUMBERS[found[0]["type"]], found[0]["input"]
-    return f"{max(names, key=len)} must be {kind}, got {got!r}"
+    return f"{next(n for n in names if n[:2] == '--')} must be {kind}, got {got!r}"
 
 
 def _report_crash(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 import search_spaces
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, quote
 from sweep.paths import STORAGE, runs_directory
 
 _SHIPPED = Path(search_spaces.__file__).parent
@@ -113,7 +113,8 @@ Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdou
 NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]
 Model = Annotated[str | None, Option(help="Shipped name, directory or hub id.", **_MODELS)]
 Models = Annotated[
-    list[str] | None, Option("--model", help="The same; several: a study each.", **_MODELS)
+    list[str] | None,
+    Option("--model", help="Shipped name, directory or hub id; several: a study each.", **_MODELS),
 ]
 Data = Annotated[str | None, Option(metavar="DATASET", help=_DATASET)]
 Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", **_BUDGETS)]
@@ -182,6 +183,14 @@ Work = Annotated[
         help="Training to price: train-steps, samples, tokens, dataset-samples or epochs.",
     ),
 ]
+ReportWork = Annotated[
+    list[str] | None,
+    Option(
+        "--work",
+        metavar="KEY=NUMBER",
+        help="Training to price: tokens, dataset-samples or epochs.",
+    ),
+]
 
 Format = Annotated[
     str, Option(help="script, trl, axolotl, llama-factory, unsloth, peft, json, yaml or surface.")
@@ -213,6 +222,8 @@ Browser = Annotated[bool, Option("--browser/--no-browser", help="Open a browser,
 
 DATA_SETTINGS = ("data.format", "data.text_column", "data.completions_only", "data.tokenizer")
 """How a dataset is read: settings that `--set` takes wherever a dataset is named."""
+_NAMES = ("data.text_column", "data.tokenizer")
+"""Of these, what is typed is a name, also where it reads like a number."""
 SPACE_SETTINGS = ("numerics", "weights", *DATA_SETTINGS)
 """Keys of a space that `--set` takes beside the settings of a configuration."""
 
@@ -272,11 +283,10 @@ def settings(
             raise InputError(f"--set {name}={text}: unknown setting '{name}'{near}")
         if key in configuration or key in space:
             raise InputError(f"--set {name}={text}: {key} is given twice: keep one")
-        value = _value(text)
         if key in KNOBS:
-            configuration[key] = _checked(key, value, name=f"--set {key}")
+            configuration[key] = _checked(key, _value(text), name=f"--set {key}")
         else:
-            space[key] = value
+            space[key] = text if key in _NAMES else _value(text)
     return configuration, space
 
 
@@ -300,9 +310,10 @@ def _checked(key: str, value: Any, *, name: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """Return a number, a truth value or null as JSON has it; anything else is a word."""
-    with suppress(ValueError):
-        return json.loads(text.lower())
+    """Return a number, a truth value, null or a list as JSON has it; anything else is a word."""
+    word = text.lower() if text.lower() in ("true", "false", "null") else text
+    with suppress(ValueError, RecursionError):
+        return json.loads(word)
     return text
 
 
@@ -324,8 +335,10 @@ def amounts(typed: Sequence[str] | None, known: Sequence[str]) -> dict[str, Any]
         if key not in known:
             names = (each.replace("_", "-") for each in known)
             raise InputError(f"--work {name}: unknown amount{did_you_mean(name, names)}")
-        if not isinstance(number, int | float):
-            raise InputError(f"--work {name} must be a number, got {number!r}")
+        is_part = key == "epochs"
+        if type(number) not in (int, float) or (number % 1 and not is_part):
+            kind = "a number" if is_part else "a whole number"
+            raise InputError(f"--work {name} must be {kind}, got {quote(number)}")
     return found
 
 

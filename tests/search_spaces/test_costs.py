@@ -393,7 +393,7 @@ def test_epochs_are_of_the_tokens_that_are_given_and_of_nothing_else() -> None:
     config = TrialConfig(micro_batch_size=8)
     three = AskedWork(tokens=1e6, epochs=3).workload(config)
     assert three == AskedWork(tokens=3e6).workload(config)
-    with pytest.raises(InputError, match="--work epochs needs dataset-samples"):
+    with pytest.raises(InputError, match="--work epochs needs tokens or dataset-samples"):
         AskedWork(samples=10, epochs=2)
     with pytest.raises(InputError, match="--work dataset-samples must be greater than 0"):
         AskedWork(dataset_samples=0)

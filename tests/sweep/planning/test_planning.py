@@ -786,7 +786,7 @@ def test_work_is_the_fewest_whole_steps(asked: Mapping[str, Any], steps: int) ->
         ({"dataset_samples": 0}, "--work dataset-samples must be"),
         ({"dataset_samples": 10, "epochs": math.nan}, "--work epochs must be"),
         ({"train_steps": 1, "samples": 1}, "--work train-steps and --work samples both"),
-        ({"epochs": 1.0}, "--work epochs needs dataset-samples"),
+        ({"epochs": 1.0}, "--work epochs needs tokens or dataset-samples"),
     ],
 )
 def test_work_that_cannot_be_is_refused(asked: Mapping[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from search_spaces.config import TrialConfig, as_options
+from search_spaces.errors import InputError
 from search_spaces.loading import load_space
 from search_spaces.models import load_model_spec
 from sweep.cli import main
@@ -138,6 +139,8 @@ plan a10 --set quantized_fraction=2       | --set quantized_fraction must be at 
 plan a10 --data x.jsonl --set data.format=chat | --set data.format must be one of
 plan a10 --work eons=3                    | unknown amount; did you mean
 plan a10 --work epochs=many               | --work epochs must be a number, got 'many'
+plan a10 --work samples=true              | --work samples must be a whole number, got true
+plan a10 --work samples=1.5               | --work samples must be a whole number, got 1.5
 plan a10 --model zzz                      | unknown model 'zzz'; `sweep models` lists them
 plan zzz                                  | no preset, no YAML file and no GPU; `sweep presets` and
 plan a11                                  | no preset, no YAML file and no GPU; did you mean 'a10'
@@ -161,6 +164,7 @@ train demo --output o --set learning_rate=7 | learning_rate must be at most 1.0,
 train demo --output o --set lora_rank=7   | unknown setting 'lora_rank'
 run cpu-demo --data nope.jsonl            | 'nope.jsonl': no such file or directory
 run cpu-demo --data texts.jsonl --set data.text_column=b | no column 'b'; known are text
+run cpu-demo --data texts.jsonl --set data.text_column=1 | no column '1'; known are text
 data texts.jsonl --model demo --set data.completions_only=true | no completions of their own
 train demo --output o --epochs inf        | --epochs must be a finite number above 0, got inf
 init --gpu zzz                            | unknown GPU 'zzz'; `sweep gpus` lists them
@@ -170,7 +174,7 @@ report none.json other.json               | none.json: no such file
 report x -o .                             | --output
 report x -o front.pdf                     | a report goes into a file that ends in .html
 report x -o no/such/x.html                | no/such: make it first
-report x --work tokens=-5                 | --work tokens must be greater than 0, got -5
+report x --work tokens=-5                 | --work tokens must be greater than 0 and at most 1e+15, got -5
 report x --work epochs=2                  | epochs needs tokens or dataset-samples
 export x --format peft -o texts.jsonl     | --output: texts.jsonl:
 export x --format trl -o x.py             | --output: x.py:
@@ -277,6 +281,10 @@ def test_a_setting_means_what_its_option_and_its_key_in_a_space_mean() -> None:
         "lora_alpha": 8.0,
         "kernels": "hf",
     }
+    names = ["data.text_column=1", 'target_modules=["W_pack"]']
+    assert settings({}, names) == ({"target_modules": ["W_pack"]}, {"data.text_column": "1"})
+    with pytest.raises(InputError, match="lora_rank must be a whole number"):
+        settings({}, [f"lora_rank={'[' * 100_000}"])
     values = TrialConfig(compile=True, effective_batch_size=64, checkpoint_fraction=0.0)
     words = as_options(values.model_dump(mode="json"))
     given = [word for flag, word in pairwise(words) if flag == "--set"]
