@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from search_spaces.config import KNOBS, TrialConfig, as_options
-from search_spaces.documents import exists, home_expanded, read_text
+from search_spaces.documents import exists, explain, home_expanded, read_text
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space, with_fixed
@@ -126,7 +126,8 @@ class RunRequest(BaseModel):
         try:
             request = cls.model_validate_json(read_text(path, label=name))
         except ValidationError as error:
-            raise InputError(f"{name}: holds no request of `sweep run`") from error
+            words = explain(error, cls)
+            raise InputError(f"{name}: holds no request of `sweep run`: {words}") from error
         directory = path.parent.absolute()
 
         def there(named: str) -> str:

@@ -174,7 +174,7 @@ report none.json other.json               | none.json: no such file
 report x -o .                             | --output
 report x -o front.pdf                     | a report goes into a file that ends in .html
 report x -o no/such/x.html                | no/such: make it first
-report x --work tokens=-5                 | --work tokens must be greater than 0 and at most 1e+15, got -5
+report x --work tokens=-5                 | must be greater than 0 and at most 1e+15, got -5
 report x --work epochs=2                  | epochs needs tokens or dataset-samples
 export x --format peft -o texts.jsonl     | --output: texts.jsonl:
 export x --format trl -o x.py             | --output: x.py:
