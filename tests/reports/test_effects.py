@@ -9,10 +9,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 
-from reports.effects import Effect, Fit, Ratio, effects_of
+from reports.effects import Effect, Ratio, effects_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
@@ -233,26 +232,6 @@ def test_every_effect_of_a_whole_study_is_told_and_drawn_or_says_why_not(seed: i
     (figure,) = effects.figures
     told = [effect.speed.value for effect in effects.effects if effect.speed]
     assert list(figure.figure.data[0].x) == told
-
-
-def test_a_fit_tells_the_contrasts_that_the_observations_determine_and_no_others() -> None:
-    columns = np.array([[1, 0, 0], [1, 1, 1]] * 4, dtype=float)
-    fit = Fit(columns, [1.0, 3.0, 1.2, 3.2, 1.1, 3.1, 1.1, 3.1])
-    both = fit.ratio(np.array([0.0, 1.0, 1.0]))
-    assert both is not None
-    assert both.low < 3.1 / 1.1 < both.high
-    one = np.array([0.0, 1.0, 0.0])
-    assert fit.ratio(one) is None
-    assert sorted(fit.aliases(one)) == [1, 2]
-
-
-def test_an_interval_is_students() -> None:
-    """The mean of four logarithms, by hand."""
-    fit = Fit(np.ones((4, 1)), [math.exp(n) for n in (1.0, 2.0, 3.0, 2.0)])
-    known = fit.ratio(np.array([1.0]))
-    assert known is not None
-    deviation = math.sqrt(2 / 3)
-    assert math.log(known.high) - 2.0 == pytest.approx(3.182 * deviation / 2, rel=1e-3)
 
 
 def test_an_interval_across_one_shows_no_difference() -> None:
