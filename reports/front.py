@@ -210,6 +210,16 @@ def _intervals(document: Document, rows: Sequence[int]) -> dict[str, Any]:
     return whiskers(speeds, ends)
 
 
+def _apart(front: Sequence[int], across: Sequence[Any], up: Sequence[Any]) -> list[int]:
+    """Return the rows whose numbers have room beside each other, the fastest first."""
+    named: list[int] = []
+    for row in reversed(front):
+        near = (other for other in named if abs(math.log(across[row] / across[other])) < 0.2)
+        if all(abs(up[row] - up[other]) > 0.08 * max(up[row], up[other]) for other in near):
+            named.append(row)
+    return named
+
+
 def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.Scatter]:
     """Yield what was measured: all of it faded, the front joined, winner and baseline marked."""
     columns, records, rows = document.columns, document.snapshot.records, document.rows
@@ -234,6 +244,7 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         if chosen:
             yield trace(VERDICT_LABELS[verdict], chosen, "others", marker=marker)
     symbols = [MARKS[records[row].verdict].symbol for row in front]
+    named = _apart(front, across, up)
     yield trace(
         "front: none is better in both",
         front,
@@ -241,7 +252,7 @@ def _measured(document: Document, front: Sequence[int], y: str) -> Iterator[go.S
         mode="lines+markers+text",
         line={"color": GREEN, "width": 2, "shape": "hv"},
         marker={"color": BLUE, "size": 10, "symbol": symbols},
-        text=[str(records[row].number) for row in front],
+        text=[str(records[row].number) if row in named else "" for row in front],
         textposition="top left",
         error_y=_intervals(document, front) if y == "tokens_per_second" else None,
     )

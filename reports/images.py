@@ -7,6 +7,7 @@ import struct
 import zlib
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 import plotly.graph_objects as go
 
@@ -67,15 +68,22 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     if name not in known:
         names = listed(list(known)) if known else "none"
         raise InputError(f"figure '{name}' is not in this study's report; there are: {names}")
-    about = f"{known[name].title} · study {snapshot.name}"
-    title = f"{escape(title_of(snapshot))}<br><sup>{escape(about)}</sup>"
+    title = wrap(title_of(snapshot), 90)
+    about = wrap(f"{known[name].title} · study {snapshot.name}", 120)
+    lines = [*map(escape, title), *(f"<sup>{escape(line)}</sup>" for line in about)]
+    above = 24 * len(lines) + 22
     picture = go.Figure(known[name].figure)
-    top, height = picture.layout.margin.t, picture.layout.height
+    top, height = picture.layout.margin.t, picture.layout.height + above
     return picture.update_layout(
         template=themes()["light"],
-        title={"text": title, "x": 0.02, "y": 0.97, "yanchor": "top"},
+        title={
+            "text": "<br>".join(lines),
+            "x": 0.02,
+            "y": 1 - 16 / height,
+            "yanchor": "top",
+        },
         width=1100,
-        height=height + 70,
-        margin={"t": top + 70},
+        height=height,
+        margin={"t": top + above},
         paper_bgcolor="#ffffff",
     )

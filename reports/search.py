@@ -121,7 +121,7 @@ def _history(
                 hovertemplate="trial %{customdata}: %{y:,.4~r}<extra></extra>",
             )
     figure.update_xaxes(title="trial")
-    figure.update_yaxes(title=escape(column.label), tickformat=",~r")
+    figure.update_yaxes(title="<br>".join(map(escape, wrap(column.label, 24))), tickformat=",~r")
     return PageFigure(
         "history",
         "Optimization history",
@@ -189,7 +189,7 @@ def quality_of(document: Document) -> QualitySection | None:
             y=losses,
             customdata=[record.number for record in judged],
             mode="markers",
-            error_y=whiskers(losses, ends),
+            error_y=whiskers(losses, ends) | {"color": BLUE},
             marker={
                 "color": [AMBER if wins else BLUE for wins in is_winner],
                 "symbol": ["star" if wins else "circle" for wins in is_winner],

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 import pytest
 
-from reports.figures import style
+from reports import figures
 
 CSS = (files("reports") / "templates" / "report.css").read_text(encoding="utf-8")
 
@@ -25,11 +25,11 @@ def _themes() -> dict[str, dict[str, str]]:
 
 
 THEMES = _themes()
-MARKS = {str(verdict): mark.colour for verdict, mark in style.MARKS.items()} | {
-    "front": style.FRONT_COLOUR,
-    "limit": style.LIMIT_COLOUR,
-    "winner": style.WINNER_COLOUR,
-    "faded": style.FADED_COLOUR,
+MARKS = {str(verdict): mark.colour for verdict, mark in figures.MARKS.items()} | {
+    "front": figures.GREEN,
+    "limit": figures.ORANGE,
+    "winner": figures.AMBER,
+    "faded": figures.FADED,
 }
 
 
@@ -66,7 +66,7 @@ def test_text_can_be_read_on_the_page_and_on_panels(theme: str) -> None:
 
 @pytest.mark.parametrize("theme", THEMES)
 def test_letters_of_figures_can_be_read_on_the_page(theme: str) -> None:
-    layout = style.themes()[theme]["layout"]
+    layout = figures.themes()[theme]["layout"]
     assert contrast(layout["font"]["color"], THEMES[theme]["paper"]) >= 4.5
 
 
