@@ -149,6 +149,7 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
             showlegend=False,
         )
     share = below / (below + tall)
+    is_right = math.log(budget / left) > 0.7 * math.log(1.08 * max(known) / left)
     up = {"text": escape(columns[y].label)} if y in columns else {}
     figure.update_layout(
         # In ratios, so that what is far beyond the budget stays apart.
@@ -171,11 +172,12 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
         annotations=[
             {
                 "x": math.log10(budget),
-                "y": 1,
+                # Where speeds are nothing no mark is.
+                "y": share + (0.04 if lanes else 0),
                 "yref": "paper",
-                "yanchor": "top",
-                "xanchor": "left",
-                "xshift": 4,
+                "yanchor": "bottom",
+                "xanchor": "right" if is_right else "left",
+                "xshift": -4 if is_right else 4,
                 "text": f"budget {budget:.2f} {document.unit.name}",
                 "showarrow": False,
             }

@@ -71,7 +71,7 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
     title = wrap(title_of(snapshot), 90)
     about = wrap(f"{known[name].title} · study {snapshot.name}", 120)
     lines = [*map(escape, title), *(f"<sup>{escape(line)}</sup>" for line in about)]
-    above = 24 * len(lines) + 22
+    above = 24 * len(lines) + 30
     picture = go.Figure(known[name].figure)
     top, height = picture.layout.margin.t, picture.layout.height + above
     return picture.update_layout(
@@ -79,7 +79,7 @@ def picture_of(snapshot: StudySnapshot, name: str) -> go.Figure:
         title={
             "text": "<br>".join(lines),
             "x": 0.02,
-            "y": 1 - 16 / height,
+            "y": 1 - 24 / height,
             "yanchor": "top",
         },
         width=1100,

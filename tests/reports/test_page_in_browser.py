@@ -58,7 +58,10 @@ def _shown(page: str, directory: Path, *, then: str = "") -> tuple[str, list[str
 def test_a_cell_of_the_wall_pins_its_trial_by_click_and_by_enter(tmp_path: Path) -> None:
     study = plausible_study()
     find = 'const cell = document.querySelector(".wall td.fits");'
-    for act in ("cell.click()", 'cell.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}))'):
+    for act in (
+        "cell.click()",
+        'cell.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true}))',
+    ):
         page, console = _shown(render(study), tmp_path, then=f"{find}{act}")
         assert console == []
         (cell,) = re.findall(r'<td class="cell fits pinned"[^>]*data-trial="(\d+)"', page)
