@@ -15,7 +15,7 @@ from pathlib import Path
 from sweep.cli import main as sweep
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
-SIZE = "1280,700"
+SIZE = "1280,1300"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
