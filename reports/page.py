@@ -137,6 +137,9 @@ def _page(
 def _page_data(data: Mapping[str, Any], figures: Iterable[PageFigure]) -> str:
     """Return trials, figures and themes as JSON that is safe inside a script element."""
     drawn = {one.id: one.figure.to_plotly_json() for one in figures}
+    for figure in drawn.values():
+        # The reader's theme takes the place of plotly's own.
+        figure["layout"].pop("template", None)
     # The same words come again and again in the trials of a study.
     known = redacted({**data, "figures": drawn, "themes": themes()}, clean=cache(shown))
     return str(to_json_plotly(known))
