@@ -265,7 +265,7 @@ def data(
     settings: opt.Set = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Say how long a dataset's examples are, what a length truncates, what packing saves.
+    """Say how long examples are, what is cut off, what packing saves.
 
     Needs no GPU. They are counted in tokens of the model, or of --set data.tokenizer.
     """
@@ -318,11 +318,12 @@ def report(
     is_forced: opt.Force = False,
     storage: opt.Storage = None,
 ) -> None:
-    """Write a study's report, or compare GPUs; one HTML file, by default runs/STUDY/report.html.
+    """Write a study's report, or compare GPUs, in one HTML file.
 
-    With --work it says what your training costs. Several studies, and files (.json) that
-    `sweep plan --json` printed, are set beside each other: which GPU is the cheapest and which the
-    soonest. Where the extra `images` is installed, -o front.png draws a figure.
+    By default it is runs/STUDY/report.html. With --work it says what your training costs. Several
+    studies, and files (.json) that `sweep plan --json` printed, are set beside each other: which
+    GPU is the cheapest and which the soonest. Where the extra `images` is installed, -o front.png
+    draws a figure.
     """
 
 
@@ -339,7 +340,7 @@ def export(
     is_forced: opt.Force = False,
     storage: opt.Storage = None,
 ) -> None:
-    """Write a study's winner, or another trial of it, as a training that runs."""
+    """Write a study's winner as a script, or for another trainer."""
 
 
 @command("finishing.merge", "sweep merge adapter --output merged --model base --dtype bf16")
@@ -367,7 +368,7 @@ def verify(
     storage: opt.Storage = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Run a study's winner, or what was exported, and compare with what was measured.
+    """Run a winner, or what was exported, beside what was measured.
 
     Tokens/s of the median step are to be within 5 %, peak allocated memory within 2 %; else the
     exit code is 1, and it says what differs.
@@ -395,7 +396,7 @@ def train(
     storage: opt.Storage = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Train an adapter on a dataset, with the settings that were measured.
+    """Train an adapter on a dataset with the measured settings.
 
     The winner of a study, or another trial of it, or a configuration of a file: what
     `sweep export --format json` writes, or its keys alone. At the end: tokens/s and memory beside
