@@ -36,10 +36,10 @@ from storage.records import TrialRecord, Verdict, need_of, predicted_need
 MEMORY = "peak_allocated"
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
 _CAPTION = (
-    "The line joins what nothing else beats in both numbers, by trial number; what was stopped as "
-    "too slow is hollow and counts. Below, in lanes, what was not measured, at the memory that it "
-    "needs: an arrow where it needs at least that, a question mark where nothing is known. A box "
-    "drawn around marks lists them alone in the table of all trials."
+    "The line joins the trials that no other beats in both numbers; its labels are trial numbers. "
+    "What was stopped as too slow is hollow. Below, in lanes, what was not measured, at the "
+    "memory that it needs: an arrow where it needs at least that, a question mark where nothing "
+    "is known. A box drawn around marks lists them alone in the table of all trials."
 )
 
 

@@ -126,7 +126,7 @@ def _history(
         "history",
         "Optimization history",
         "What each trial reached, and the best so far. What was stopped as too slow is hollow, and "
-        "counts for nothing.",
+        "never the best.",
         figure,
     )
 
