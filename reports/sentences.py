@@ -113,16 +113,17 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     GPU reached that stood in."""
     measured, target = measured_of(record), snapshot.definition.target
     own = units.rate(measured.tokens_per_second)
+    sure = ", ".join(filter(None, (words.interval(measured), words.doubts(measured))))
     if target.emulated_on is None:
-        ends = ", ".join(filter(None, (words.interval(measured), words.doubts(measured))))
-        return f"{own} tokens/s ({ends})"
+        return f"{own} tokens/s ({sure})"
     verb = "measured" if target.recorded is None else "recorded"
     speed = snapshot.target_speed(record)
     if speed is None:
         return f"{own} tokens/s {verb} on {target.emulated_on}; not predicted on {target.gpu}"
     is_bounded = speed.low is not None and speed.high is not None
     ends = f" {units.rate(speed.low)}–{units.rate(speed.high)}" if is_bounded else ""
-    rate, beside = units.rate(speed.tokens_per_second), f"{verb} on {target.emulated_on}: {own}"
+    rate = units.rate(speed.tokens_per_second)
+    beside = f"{verb} on {target.emulated_on}: {own}, {sure}"
     return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
 
 
@@ -277,14 +278,20 @@ def stopped_words(snapshot: StudySnapshot) -> str:
 
 
 def commands(view: StudyView) -> tuple[str, ...]:
-    """Return what to type next, of a study that has an answer: to be surer, to take it, and for the
-    whole configuration."""
+    """Return what to type next, of a study that has an answer: to be surer, to train, to take it
+    elsewhere, and for the whole configuration."""
     is_surface = view.snapshot.definition.target.recorded is not None and not view.snapshot.identity
     if view.winner is None or is_surface:
         return ()
     name = shlex.quote(view.study)
     again = () if view.ranking.is_settled else (f"sweep confirm {name}",)
-    return (*again, f"sweep export {name} --format script", f"sweep best {name} --json")
+    data = "" if view.texts else " --data dataset.jsonl"
+    return (
+        *again,
+        f"sweep train {name}{data} --output adapter",
+        f"sweep export {name} --format script",
+        f"sweep best {name} --json",
+    )
 
 
 def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:

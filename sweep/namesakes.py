@@ -57,8 +57,12 @@ def namesakes() -> Iterator[str]:
         with open(own, "rb") as file:
             is_replaced = file.read(len(_BEGINNING)) != _BEGINNING
         if is_replaced:
-            owners = " and ".join(owners_of({f"{name}/__init__.py"})) or "something else"
-            yield f"'{name}' is not ours any more: {owners} has replaced {own}\n  -> {APART}"
+            owners = " and ".join(owners_of({f"{name}/__init__.py"}))
+            removal = f"pip uninstall {owners.split()[0]}" if owners else "remove it"
+            yield (
+                f"'{name}' is not ours any more: {owners or 'something else'} has replaced {own}\n"
+                f"  -> {_OWN_ENVIRONMENT}, or {removal} and: {_AGAIN}"
+            )
 
 
 def _cure(found: str) -> str:

@@ -43,7 +43,7 @@ def typed_texts(known: TextsChoice | None, typed: Mapping[str, Any]) -> TextsCho
         return known
     if known is None and "texts" not in given:
         key = next(iter(given))
-        raise InputError(f"data.{key} is about texts, and none are named: {HOW_TO_NAME_TEXTS}")
+        raise InputError(f"data.{key} is about a dataset, and none is named: {HOW_TO_NAME_TEXTS}")
     before = {} if known is None else known.model_dump()
     if "texts" in given:
         before = {key: value for key, value in before.items() if key not in _OF_THE_FILE}

@@ -96,10 +96,11 @@ def test_a_command_line_that_one_can_remember() -> None:
         if option.param_type_name == "option"
     ]
     assert len(options) <= 110
-    # One name each, and a short form of two.
+    # One name each, a short form of two, and the setting's own name of one.
     assert {tuple(names) for names in options if len(names) > 1} == {
         ("-o", "--output"),
         ("-y", "--yes"),
+        ("--rank", "--lora-rank"),
     }
 
 

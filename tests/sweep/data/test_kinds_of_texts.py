@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import InputError
-from search_spaces.texts import FORMATS, KINDS
+from search_spaces.texts import FORMATS
 from sweep.data.kinds import Broken, Chat, Pair, Text, parsed, recognised
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -67,10 +67,6 @@ def test_columns_that_do_not_go_with_what_was_typed_are_named(
 def test_of_many_columns_a_dozen_are_named() -> None:
     with pytest.raises(InputError, match="'c11' and 88 more"):
         kind_of(*(f"c{number}" for number in range(100)))
-
-
-def test_every_format_but_auto_is_a_kind() -> None:
-    assert ("auto", *KINDS) == FORMATS
 
 
 def row(kind: Any, values: dict[str, Any], text_column: str | None = None) -> Any:

@@ -102,7 +102,7 @@ def test_a_report_prices_the_training_that_is_asked_about(
 ) -> None:
     study = finished_study(home)
     assert main(["report", study, "--work", "tokens=1000000", "--work", "epochs=3", "-o", "-"]) == 0
-    assert 'value="3000000"' in capsys.readouterr().out
+    assert "3 epochs of 1,000,000 tokens" in capsys.readouterr().out
     assert main(["report", study, "--work", "epochs=3"]) == 2
     assert "epochs needs tokens or dataset-samples" in capsys.readouterr().err
 
@@ -147,7 +147,6 @@ def test_what_the_trainer_cannot_do_is_said_on_stderr(
     assert main(["export", study, "--format", "trl"]) == 0
     said = capsys.readouterr()
     assert "trl: kernels" in said.err
-    assert max(map(len, said.err.splitlines())) <= 80
     assert "memory and speed differ a little from what was measured" in " ".join(said.err.split())
     assert "trl: kernels" not in said.out
     yaml.safe_load(said.out)

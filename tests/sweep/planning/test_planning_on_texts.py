@@ -192,7 +192,7 @@ def test_a_presets_space_is_searched_with_the_texts_lengths_and_packing(tmp_path
 
 
 def test_packing_and_options_of_texts_need_texts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.text_column is about texts"):
+    with pytest.raises(InputError, match=r"data\.text_column is about a dataset"):
         question(tmp_path, space="a10", data={"text_column": "body"})
     with pytest.raises(InputError, match="--longest"):
         question(tmp_path, space="a10", data={"texts": "x.jsonl"}, is_longest=True)

@@ -114,8 +114,7 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
 @pytest.mark.parametrize("key", ["text_column", "format", "completions_only", "tokenizer"])
 def test_what_is_said_of_texts_that_nobody_named_is_refused(reader: Reader, key: str) -> None:
     value = {"format": "text", "completions_only": True}.get(key, "x")
-    option = key.replace("_", "-")
-    with pytest.raises(InputError, match=f"--{option} is about texts.*--data"):
+    with pytest.raises(InputError, match=f"data.{key} is about a dataset.*--data"):
         prepared(reader, data={key: value})
     assert reader.asked == []
 
@@ -135,7 +134,7 @@ def test_typed_texts_take_the_place_of_a_files_with_what_was_said_of_its_rows(
 
 
 def test_what_can_be_refused_without_reading_texts_is(reader: Reader) -> None:
-    with pytest.raises(InputError, match="packing packed needs texts"):
+    with pytest.raises(InputError, match="packing packed needs a dataset"):
         prepared(reader, data=None, held={"packing": "packed"})
     with pytest.raises(EnvironmentFault, match="no NVIDIA GPU"):
         prepared(reader, space="a10")
