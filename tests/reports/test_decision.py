@@ -146,7 +146,8 @@ def test_the_target_gpus_speed_comes_first_and_the_measured_one_stands_beside_it
     speeds = {0: 800.0, 1: 1_600.0, 2: 1_650.0}
     decision = decision_of(on_another_gpu(BASE, OWN, SMALL, speeds=speeds))
     assert decision.card is not None
-    speed = "1,650 tokens/s on a10 (predicted 825–3,300; measured on NVIDIA H200: 18,000, 17,822–18,182)"
+    own = "measured on NVIDIA H200: 18,000, 17,822–18,182"
+    speed = f"1,650 tokens/s on a10 (predicted 825–3,300; {own})"
     assert dict(decision.card.facts)["speed"] == speed
     assert any("NVIDIA H200" in note for note in decision.notes)
 

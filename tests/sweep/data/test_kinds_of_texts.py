@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from search_spaces.errors import InputError
-from search_spaces.texts import FORMATS
 from sweep.data.kinds import Broken, Chat, Pair, Text, parsed, recognised
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
