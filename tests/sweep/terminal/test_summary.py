@@ -61,8 +61,9 @@ def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next(
     assert list(facts(text)) == ["speed", "memory", "gain", "sure", "trials", "warning"]
     assert "10 x 512, rank 16 on q,k,v,o, bf16 compute, no fp32 upcast, Liger kernels" in text
     assert facts(text)["trials"] == "3 in 4 min 20 s: 2 fits, 1 ran out of memory"
-    *_, confirm, export, best, report = text.splitlines()
+    *_, confirm, train, export, best, report = text.splitlines()
     assert confirm == "  sweep confirm night"
+    assert train == "  sweep train night --data dataset.jsonl --output adapter"
     assert export == "  sweep export night --format script"
     assert best == "  sweep best night --json"
     assert report == "  report: runs/night/report.html"
