@@ -123,7 +123,9 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     is_bounded = speed.low is not None and speed.high is not None
     ends = f" {units.rate(speed.low)}–{units.rate(speed.high)}" if is_bounded else ""
     rate = units.rate(speed.tokens_per_second)
-    beside = f"{verb} on {target.emulated_on}: {own}, {sure}"
+    beside = f"{verb} on {target.emulated_on}: {own}"
+    if measured.speed_interval is not None:
+        beside += f", {sure}"
     return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
 
 

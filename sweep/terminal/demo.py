@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
-from reports.sentences import gain_words, headline
+from reports.sentences import facts, headline
 from reports.view import StudyView, view_of
 from reports.words import verdict_words
 from search_spaces.documents import parse_object, read_text
@@ -67,7 +67,9 @@ def _found(view: StudyView) -> Iterator[str]:
     yield f"{about}, {when}:"
     yield f"  {verdict_words(view.snapshot.records)}"
     if view.winner is not None:
-        yield f"  {headline(view)} It is {gain_words(view, view.winner)}."
+        known = dict(facts(view))
+        yield f"  {headline(view)}"
+        yield "  " + "; ".join(f"{name} {known[name]}" for name in ("speed", "memory", "gain"))
 
 
 def _as_published(view: StudyView, surface: str) -> Iterator[str]:
