@@ -38,7 +38,6 @@ _CLOSE_SECONDS = 90.0
 """That an actor gets to end its worker, whose supervisor gives up after 60."""
 _LOOK_SECONDS = 0.5
 """Between two looks at how long an actor has said nothing, and whether it is still wanted."""
-_GONE = "it ended, or the others cannot reach it"
 _CONTROL = "control"
 """The actor's thread for what interrupts a trial."""
 _THREADS = "OMP_NUM_THREADS"
