@@ -49,6 +49,10 @@ SIZE_KEYS = ("micro_batch_size", "seq_len")
 """Settings of which more is more work in one launch, and nothing else."""
 BATCH_KEYS = ("micro_batch_size", "data_parallel", "effective_batch_size")
 """Settings of which the first two together must go into the third."""
+MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
+SCHEDULE, SCHEDULE_WARMUP_STEPS = "linear", 0
+"""Of the learning rate, to 0 at the end, in Trainer's words: of `sweep train`, of what is exported
+and of a training for its quality. None of the four changes memory or speed."""
 OPTION_KEYS = {
     "lora_rank": "--rank",
     "target_modules": "--target-modules",

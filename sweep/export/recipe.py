@@ -29,11 +29,6 @@ from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import Measurement, TrialRecord, Verdict
 
-WEIGHT_DECAY = 0.01
-MAX_GRAD_NORM = 1.0
-SCHEDULE = "linear"
-"""What a measured step does beside the configuration; none of it changes memory or speed."""
-
 _LIBRARIES = (
     *("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl"),
     "datasets",

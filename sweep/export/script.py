@@ -7,14 +7,19 @@ from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from search_spaces.config import EIGHT_BIT, TORCH_DTYPES, allocator_settings, liger_kernels
+from search_spaces.config import (
+    EIGHT_BIT,
+    MAX_GRAD_NORM,
+    SCHEDULE,
+    TORCH_DTYPES,
+    WEIGHT_DECAY,
+    allocator_settings,
+    liger_kernels,
+)
 from storage.files import WRITTEN_BY
 from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import record_line
 from sweep.export.recipe import (
-    MAX_GRAD_NORM,
-    SCHEDULE,
-    WEIGHT_DECAY,
     Recipe,
     comment,
     plain_number,

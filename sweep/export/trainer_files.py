@@ -13,12 +13,16 @@ from typing import Any
 
 import yaml
 
-from search_spaces.config import KNOBS, TORCH_DTYPES
-from sweep.export.documents import lora_options, record_line
-from sweep.export.recipe import (
+from search_spaces.config import (
+    KNOBS,
     MAX_GRAD_NORM,
     SCHEDULE,
+    SCHEDULE_WARMUP_STEPS,
+    TORCH_DTYPES,
     WEIGHT_DECAY,
+)
+from sweep.export.documents import lora_options, record_line
+from sweep.export.recipe import (
     Recipe,
     comment,
 )
@@ -124,7 +128,7 @@ def axolotl(recipe: Recipe) -> str:
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "lr_scheduler": SCHEDULE,
-        "warmup_steps": 0,
+        "warmup_steps": SCHEDULE_WARMUP_STEPS,
         "num_epochs": 1,
         "logging_steps": 10,
         **_NON_BLOCKING,

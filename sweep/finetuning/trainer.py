@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.quantizers import AutoHfQuantizer
 
+from search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
 from sweep.data.collating import IGNORED
 from sweep.finetuning import checkpoints
 from sweep.finetuning.course import Course
 from sweep.finetuning.rows import EpochOrder, Rows
 from sweep.finetuning.wire import TrainingJob
 from sweep.training.model import compute_type
-from sweep.training.step import MAX_GRAD_NORM, evaluating, make_optimizer
+from sweep.training.step import evaluating, make_optimizer
 
 EVALUATED_ON_THE_WAY = 64
 """Held-out rows, the same for every micro-batch: the end evaluates all of them."""
@@ -48,7 +49,8 @@ def arguments(job: TrainingJob) -> TrainingArguments:
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         max_grad_norm=MAX_GRAD_NORM,
-        lr_scheduler_type="linear",
+        lr_scheduler_type=SCHEDULE,
+        warmup_steps=SCHEDULE_WARMUP_STEPS,
         remove_unused_columns=False,
         dataloader_pin_memory=not is_on_cpu,
         accelerator_config={"non_blocking": not is_on_cpu},

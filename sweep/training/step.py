@@ -33,14 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import MAX_GRAD_NORM, TrialConfig
 from storage.records import Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
 from sweep.training.model import compute_type
 from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
-MAX_GRAD_NORM = 1.0
 _DISTINCT_BATCHES = 3
 """accelerate fetches one batch ahead, but at the end of the loader. With two batches every second
 micro-step would have one batch less alive than a training has, and always the same one of a step.
