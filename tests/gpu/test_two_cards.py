@@ -161,16 +161,12 @@ def test_a_process_that_is_killed_in_the_middle_of_a_step_holds_nobody_up(tmp_pa
         assert measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards == 2
 
 
-def test_no_bit_of_a_4_bit_weight_is_lost_between_two_cards(tmp_path: Path) -> None:
-    for told in told_by_two("gathered_bits", directory=tmp_path, device="cuda"):
-        no_numbers, are_bits_equal, are_results_equal = told
+def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_whole_in_every_step(
+    tmp_path: Path,
+) -> None:
+    for no_numbers, *told in told_by_two("sharded_by_two", directory=tmp_path, device="cuda"):
         assert int(no_numbers) > 0
-        assert (are_bits_equal, are_results_equal) == ("True", "True")
-
-
-def test_a_head_whose_weight_alone_is_read_is_whole_in_every_step(tmp_path: Path) -> None:
-    for told in told_by_two("read_head", directory=tmp_path, device="cuda"):
-        assert told == ["True", "0.5", "True", "0.5"]
+        assert told == ["True", "True", "True", "0.5", "True", "0.5"]
 
 
 def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRunner) -> None:

@@ -110,13 +110,6 @@ def SILENT_AFTER_BEATS(worker: Worker) -> None:
 
 
 @behaviour
-def SLOW_BEATS(worker: Worker) -> None:
-    for step in range(50):
-        worker.beat(step)
-        time.sleep(0.05)
-
-
-@behaviour
 def GRANDCHILD(worker: Worker) -> None:
     child = subprocess.Popen(["sleep", "600"])
     print(f"grandchild {child.pid}", flush=True)
@@ -274,60 +267,14 @@ def UNUSABLE_LATE(worker: Worker) -> None:
 
 
 @behaviour
-def NAN(worker: Worker) -> None:
-    worker.beat(tokens_per_second=float("nan"))
-
-
-@behaviour
-def NAN_IN_WORDS(worker: Worker) -> None:
-    worker.beat(tokens_per_second="NaN")
-
-
-@behaviour
-def INFINITY(worker: Worker) -> None:
-    worker.write(b'{"kind":"progress","phase":"measure","tokens_per_second":1e999}\n')
-
-
-@behaviour
-def HUGE_NUMBER(worker: Worker) -> None:
-    worker.write(b'{"kind":"progress","phase":"measure","step":1' + b"0" * 300 + b"}\n")
-
-
-@behaviour
-def ENDLESS_NUMBER(worker: Worker) -> None:
-    worker.write(b'{"kind":"progress","phase":"measure","step":' + b"9" * 100_000 + b"}\n")
-
-
-@behaviour
 def NESTED(worker: Worker) -> None:
     worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n")
-
-
-@behaviour
-def NESTED_IN_A_MESSAGE(worker: Worker) -> None:
-    deep = b'{"a":' * 5_000 + b"1" + b"}" * 5_000
-    worker.write(b'{"kind":"progress","phase":"measure","step":' + deep + b"}\n")
-
-
-@behaviour
-def NOT_UTF8(worker: Worker) -> None:
-    worker.write(b'{"kind":"progress","phase":"\xff\xfe"}\n')
-
-
-@behaviour
-def NULS(worker: Worker) -> None:
-    worker.write(b"\0" * 1000 + b"\n")
 
 
 @behaviour
 def NUL_IN_WORDS(worker: Worker) -> None:
     words = "a\0b \x1b[2J \ud800 postgresql://me:hunter2@host/db " + "x" * 5000
     worker.answer(outcome={**ANSWER, "detail": words})
-
-
-@behaviour
-def UNNAMED_SIGNAL(worker: Worker) -> None:
-    die(42)
 
 
 @behaviour
@@ -339,14 +286,6 @@ def KILLED(worker: Worker) -> None:
 def NO_HOST_MEMORY(worker: Worker) -> None:
     print("terminate called after throwing an instance of 'std::bad_alloc'", flush=True)
     die(signal.SIGABRT)
-
-
-@behaviour
-def FIFTY_GRANDCHILDREN(worker: Worker) -> None:
-    for _ in range(50):
-        child = subprocess.Popen(["sleep", "600"])
-        print(f"grandchild {child.pid}", flush=True)
-    die(signal.SIGSEGV)
 
 
 @behaviour
@@ -426,7 +365,7 @@ def main() -> None:
         worker.read_command()
         rank = worker.command["config"]["lora_rank"]
         BEHAVIOURS[rank - 1](worker)
-        if rank != FINE:
+        if rank not in (FINE, BEAT_AND_ANSWER):
             time.sleep(600)
 
 

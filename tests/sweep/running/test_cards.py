@@ -1,7 +1,11 @@
+"""The GPUs of a machine: what NVML and CUDA tell of them, and which a study runs on."""
+
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pynvml
 import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
@@ -11,132 +15,78 @@ from sweep.running.device_info import (
     CardProcess,
     cards_for,
     choose_cards,
+    read_card,
     read_cards,
     teams_of,
 )
-from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory
+from tests.sweep.pretend_nvml import REFUSED, PretendNvml, memory, processes
 
-A10 = Card(
-    product="NVIDIA A10",
-    memory_bytes=24 * GIB,
-    free_bytes=int(23.6 * GIB),
-    compute_capability=(8, 6),
-    driver="570",
-    cuda="12.8",
-    uuid="GPU-a",
-)
-L4 = replace(A10, product="NVIDIA L4", uuid="GPU-l")
-LAST = replace(A10, uuid="GPU-z")
-BUSY = replace(A10, uuid="GPU-b")
-FOUR = [replace(A10, uuid=f"GPU-{at}") for at in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("typed", "indices"),
-    [("all", [0, 1, 2, 3]), ("2", [0, 1]), ("0,2", [0, 2]), ("2,", [2]), ("3,0", [3, 0])],
-)
-def test_cards_are_all_so_many_or_those_that_are_named(typed: str, indices: list[int]) -> None:
-    chosen = choose_cards(typed, FOUR)
-    assert [card.index for card in chosen] == indices
-    assert [card.cuda_name for card in chosen] == [f"GPU-{at}" for at in indices]
+WHOLE: dict[str, Any] = {
+    "nvmlDeviceGetName": "NVIDIA A10",
+    "nvmlDeviceGetMemoryInfo": memory(24 * GIB, 23 * GIB),
+    "nvmlDeviceGetCudaComputeCapability": (8, 6),
+    "nvmlSystemGetDriverVersion": "570.1",
+    "nvmlSystemGetCudaDriverVersion_v2": 12080,
+    "nvmlDeviceGetComputeRunningProcesses": processes(7),
+}
+A10 = Card("NVIDIA A10", 24 * GIB, 23 * GIB, (8, 6), "570.1", "12.8", (CardProcess(7, None),))
+BY_CUDA = Card("NVIDIA GB10", 120 * GIB, None, (12, 1), None, None, shares_host_memory=True)
+"""What CUDA says on a machine whose GPU has no memory of its own."""
+NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
 
 
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    ("answers", "by_cuda", "read"),
     [
-        ("8", "this machine has 4 GPUs, 0 to 3"),
-        ("0,7", "there is no GPU 7"),
-        ("1,1", "GPU 1 is named twice"),
-        ("0", "GPU 0 alone is --devices 0,"),
-        ("every", "name all, how many"),
-        ("-1", "name all, how many"),
-        ("0;1", "name all, how many"),
-        ("１", "name all, how many"),
-    ],
-)
-def test_what_names_no_cards_of_this_machine_is_bad_input(typed: str, words: str) -> None:
-    with pytest.raises(InputError, match=words) as raised:
-        choose_cards(typed, FOUR)
-    assert f"--devices {typed}" in str(raised.value)
-
-
-def test_a_machine_without_a_card_is_at_fault() -> None:
-    for typed in ("all", "2", "0,1"):
-        with pytest.raises(EnvironmentFault, match="shows no NVIDIA GPU"):
-            choose_cards(typed, [])
-
-
-def test_cards_that_differ_are_refused_with_both_products_and_what_would_do() -> None:
-    with pytest.raises(InputError) as raised:
-        choose_cards("all", [A10, L4, LAST])
-    words = str(raised.value)
-    assert "GPU 0 is a NVIDIA A10" in words
-    assert "GPU 1 a NVIDIA L4" in words
-    assert "--devices 0,2" in words
-    assert [card.index for card in choose_cards("0,2", [A10, L4, LAST])] == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("busy", "words"),
-    [
+        ({}, None, A10),
+        ({"nvmlDeviceGetName": REFUSED}, BY_CUDA, {"product": "NVIDIA GB10"}),
         (
-            replace(BUSY, processes=(CardProcess(4711, 3 * GIB),)),
-            r"process 4711 has 3.00 GiB",
+            {"nvmlDeviceGetCudaComputeCapability": REFUSED},
+            BY_CUDA,
+            {"compute_capability": (12, 1)},
         ),
-        (replace(BUSY, processes=(CardProcess(4711, None),)), "process 4711"),
-        (replace(BUSY, free_bytes=20 * GIB), r"another process has 4.00 GiB"),
+        ({"nvmlDeviceGetCudaComputeCapability": REFUSED}, None, {"compute_capability": None}),
+        ({"nvmlSystemGetDriverVersion": REFUSED}, BY_CUDA, {"driver": None}),
+        ({"nvmlSystemGetCudaDriverVersion_v2": REFUSED}, BY_CUDA, {"cuda": None}),
+        ({"nvmlDeviceGetComputeRunningProcesses": REFUSED}, BY_CUDA, {"processes": ()}),
+        # Nobody knows what is free of a memory that is the host's.
+        (
+            {"nvmlDeviceGetMemoryInfo": REFUSED},
+            BY_CUDA,
+            {"memory_bytes": 120 * GIB, "free_bytes": None, "shares_host_memory": True},
+        ),
+        (
+            {"nvmlDeviceGetMemoryInfo": memory(0, 0)},
+            BY_CUDA,
+            {"memory_bytes": 120 * GIB, "free_bytes": None, "shares_host_memory": True},
+        ),
+        ({"nvmlDeviceGetMemoryInfo": REFUSED}, None, None),
+        (NO_NVML, BY_CUDA, BY_CUDA),
+        (NO_NVML, None, None),
     ],
 )
-def test_a_card_that_somebody_uses_is_refused_and_the_others_are_named(
-    busy: Card, words: str
+def test_what_nvml_refuses_is_told_by_cuda_or_is_missing_alone(
+    answers: dict[str, Any], by_cuda: Card | None, read: Card | dict[str, Any] | None
 ) -> None:
-    with pytest.raises(EnvironmentFault, match=words) as raised:
-        choose_cards("all", [A10, busy, LAST])
-    assert "GPU 1 is in use" in str(raised.value)
-    assert "--devices 0,2" in str(raised.value)
-    assert len(choose_cards("0,2", [A10, busy, LAST])) == 2
+    expected = replace(A10, **read) if isinstance(read, dict) else read
+    found = read_card(nvml=PretendNvml(**(WHOLE | answers)), ask_cuda=lambda: by_cuda)
+    if found is not None and expected is not None and "nvmlDeviceGetMemoryInfo" not in answers:
+        found = replace(found, shares_host_memory=expected.shares_host_memory)
+    assert found == expected
 
 
-def test_one_card_that_the_environment_names_twice_is_not_two() -> None:
-    with pytest.raises(InputError, match="GPU 0 and GPU 1 are one and the same"):
-        choose_cards("all", [A10, A10])
-
-
-def test_a_driver_that_tells_no_free_memory_says_nothing_of_who_uses_a_card() -> None:
-    assert choose_cards("1", [replace(A10, free_bytes=None)])
-
-
-def test_cards_train_together_in_whole_teams() -> None:
-    chosen = choose_cards("all", FOUR)
-    teams = [[card.index for card in team] for team in teams_of(chosen, size=2)]
-    assert teams == [[0, 1], [2, 3]]
-    assert len(teams_of(chosen[:3], size=2)) == 1
-    assert teams_of((), size=2) == []
-
-
-def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
-    None
-):
-    assert [card.index for card in cards_for(2, FOUR)] == [0, 1]
-    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
-        cards_for(4, FOUR[:2])
-    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
-        cards_for(4, [])
+def refuse() -> int:
+    raise REFUSED
 
 
 def many(count: int) -> PretendNvml:
     return PretendNvml(
+        **WHOLE,
         nvmlDeviceGetCount=count,
-        nvmlDeviceGetHandleByIndex=lambda at: at if at < count else _refuse(),
+        nvmlDeviceGetHandleByIndex=lambda at: at if at < count else refuse(),
         nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-")),
         nvmlDeviceGetUUID=lambda at: f"GPU-{at}",
-        nvmlDeviceGetName="NVIDIA A10",
-        nvmlDeviceGetMemoryInfo=memory(24 * GIB, 23 * GIB),
     )
-
-
-def _refuse() -> int:
-    raise REFUSED
 
 
 @pytest.mark.parametrize(
@@ -158,12 +108,96 @@ def test_a_machines_cards_are_those_that_cuda_would_see_in_its_order(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [card.uuid for card in read_cards(nvml=many(3))] == uuids
+    if not uuids:
+        assert read_card() is None
 
 
-def test_a_card_whose_memory_is_the_hosts_is_told_by_cuda_and_counts() -> None:
+def test_a_card_whose_memory_is_the_hosts_counts_where_cuda_tells_of_it() -> None:
     nvml = many(1)
     nvml.answers["nvmlDeviceGetMemoryInfo"] = REFUSED
-    shared = replace(A10, product="NVIDIA GB10", shares_host_memory=True)
-    (card,) = read_cards(nvml=nvml, ask_cuda=lambda: shared)
-    assert card.memory_bytes == shared.memory_bytes
+    (card,) = read_cards(nvml=nvml, ask_cuda=lambda: BY_CUDA)
+    assert card.memory_bytes == BY_CUDA.memory_bytes
     assert read_cards(nvml=nvml, ask_cuda=lambda: None) == ()
+
+
+FREE = replace(A10, processes=(), free_bytes=int(23.6 * GIB), uuid="GPU-a")
+L4, LAST = replace(FREE, product="NVIDIA L4", uuid="GPU-l"), replace(FREE, uuid="GPU-z")
+BUSY = replace(FREE, uuid="GPU-b", processes=(CardProcess(4711, 3 * GIB),))
+FOUR = [replace(FREE, uuid=f"GPU-{at}") for at in range(4)]
+UNTOLD = replace(FREE, free_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("typed", "cards", "indices"),
+    [
+        ("all", FOUR, [0, 1, 2, 3]),
+        ("2", FOUR, [0, 1]),
+        ("0,2", FOUR, [0, 2]),
+        ("2,", FOUR, [2]),
+        ("3,0", FOUR, [3, 0]),
+        ("0,2", [FREE, L4, LAST], [0, 2]),
+        ("0,2", [FREE, BUSY, LAST], [0, 2]),
+        # A driver that tells no free memory says nothing of who uses a GPU.
+        ("1", [UNTOLD], [0]),
+    ],
+)
+def test_cards_are_all_so_many_or_those_that_are_named(
+    typed: str, cards: list[Card], indices: list[int]
+) -> None:
+    chosen = choose_cards(typed, cards)
+    assert [card.index for card in chosen] == indices
+    assert [card.cuda_name for card in chosen] == [cards[at].uuid for at in indices]
+
+
+@pytest.mark.parametrize(
+    ("typed", "cards", "error", "words"),
+    [
+        ("8", FOUR, InputError, "this machine has 4 GPUs, 0 to 3"),
+        ("0,7", FOUR, InputError, "there is no GPU 7"),
+        ("1,1", FOUR, InputError, "GPU 1 is named twice"),
+        ("0", FOUR, InputError, "GPU 0 alone is --devices 0,"),
+        ("every", FOUR, InputError, "name all, how many"),
+        ("-1", FOUR, InputError, "name all, how many"),
+        ("0;1", FOUR, InputError, "name all, how many"),
+        ("１", FOUR, InputError, "name all, how many"),
+        ("all", [], EnvironmentFault, "shows no NVIDIA GPU"),
+        ("0,1", [], EnvironmentFault, "shows no NVIDIA GPU"),
+        ("all", [FREE, L4, LAST], InputError, "GPU 0 is a NVIDIA A10.*L4.*--devices 0,2"),
+        ("all", [FREE, BUSY, LAST], EnvironmentFault, "GPU 1 .*4711 has 3.00 GiB.*--devices 0,2"),
+        (
+            "all",
+            [FREE, replace(BUSY, processes=(CardProcess(4711, None),))],
+            EnvironmentFault,
+            "process 4711",
+        ),
+        (
+            "all",
+            [FREE, replace(BUSY, processes=(), free_bytes=20 * GIB)],
+            EnvironmentFault,
+            "another process has 4.00 GiB",
+        ),
+        ("all", [FREE, FREE], InputError, "GPU 0 and GPU 1 are one and the same"),
+    ],
+)
+def test_what_names_no_free_cards_of_one_product_is_refused_with_what_would_do(
+    typed: str, cards: list[Card], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        choose_cards(typed, cards)
+
+
+def test_cards_train_together_in_whole_teams() -> None:
+    chosen = choose_cards("all", FOUR)
+    for count, teams in ((4, [[0, 1], [2, 3]]), (3, [[0, 1]]), (0, [])):
+        found = teams_of(chosen[:count], size=2)
+        assert [[card.index for card in team] for team in found] == teams
+
+
+def test_a_trial_of_several_cards_takes_the_first_of_a_machine_or_says_how_many_are_missing() -> (
+    None
+):
+    assert [card.index for card in cards_for(2, FOUR)] == [0, 1]
+    with pytest.raises(InputError, match=r"data_parallel 4 needs 4 GPUs for a trial: .*2 GPUs"):
+        cards_for(4, FOUR[:2])
+    with pytest.raises(EnvironmentFault, match="data_parallel 4 needs 4 GPUs for a trial"):
+        cards_for(4, [])

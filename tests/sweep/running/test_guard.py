@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.running.test_misbehaviour import are_gone
+from tests.sweep.test_processes import ends_soon, is_running
 
 ROOT = Path(__file__).parents[3]
 DRIVER = """
@@ -40,66 +40,69 @@ time.sleep(600)
 """
 
 
-def driver(delay: float, *command: str) -> subprocess.Popen[str]:
+def python(*arguments: str, cwd: Path = ROOT, stderr: int | None = None) -> subprocess.Popen[str]:
+    """Start a program that prints, and finds the code of this checkout."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", DRIVER, str(delay), *command],
+        [sys.executable, "-P", *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.03, 0.1, 0.5])
+def assert_nothing_is_left_of(driver: subprocess.Popen[str]) -> None:
+    """The pipe is closed when nothing that inherited it is left, a worker's guard included."""
+    assert driver.stdout is not None
+    began = time.monotonic()
+    assert driver.stdout.read() == ""
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
 def test_a_driver_killed_while_its_worker_starts_leaves_none_after_an_instant(delay: float) -> None:
-    with driver(delay, "-m", "sweep.running", "1") as killed:
+    words = ("-c", DRIVER, str(delay), "-m", "sweep.running", "1")
+    with python(*words, stderr=subprocess.DEVNULL) as killed:
         assert killed.stdout is not None
         worker = int(killed.stdout.readline())
         killed.wait()
-        began = time.monotonic()
-        # The pipe is closed when nothing of it is left, its guard included.
-        assert killed.stdout.read() == ""
-        assert time.monotonic() - began < 15
-    assert are_gone([worker])
+        assert_nothing_is_left_of(killed)
+    assert ends_soon(worker)
 
 
 @pytest.mark.parametrize("how", ["", "os.kill(os.getpid(), 11)", "os._exit(3)"])
 def test_what_a_worker_started_ends_with_it_or_with_its_driver(how: str) -> None:
-    with driver(1.5 if how else 0.9, "-c", GUARDED.replace("HOW", how)) as killed:
+    delay = "1.5" if how else "0.9"
+    with python("-c", DRIVER, delay, "-c", GUARDED.replace("HOW", how)) as killed:
         assert killed.stdout is not None
         worker, forked = int(killed.stdout.readline()), int(killed.stdout.readline())
         assert killed.stdout.readline() == "all\n"
-        began = time.monotonic()
-        assert killed.stdout.read() == ""
-        assert time.monotonic() - began < 15
-        assert are_gone([worker, forked])
+        assert_nothing_is_left_of(killed)
+        assert ends_soon(worker, forked)
 
 
-STOPPED_DRIVER = """
+RUNNING = """
 import sys
 from pathlib import Path
 from search_spaces.config import TrialConfig
-from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
-from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TrialRequest
 from tests.sweep.running.misbehaving_worker import BEAT_AND_ANSWER
-from tests.sweep.running.test_misbehaviour import CPU, QUICK
+from tests.sweep.running.teams import a_cpu_runner
+from tests.sweep.running.test_misbehaviour import QUICK
 
 def watch(progress):
-    print(progress.step, flush=True)
+    print(runner._worker.process.pid, flush=True)
     return False
 
-with SupervisedRunner(
-    load_model_spec("demo"),
-    target=CPU,
-    log_path=Path(sys.argv[1]),
-    deadlines=QUICK,
-    module="tests.sweep.running.misbehaving_worker",
-) as runner:
-    config = TrialConfig(lora_rank=BEAT_AND_ANSWER)
-    outcome = runner.run(TrialRequest(config=config, steps=StepBudget()), observe=watch)
+options = {"deadlines": QUICK, "module": "tests.sweep.running.misbehaving_worker"}
+config = TrialConfig(lora_rank=BEAT_AND_ANSWER)
+if sys.argv[1] == "real":
+    options, config = {}, TrialConfig(micro_batch_size=1, seq_len=16)
+with a_cpu_runner(Path("worker.log"), **options) as runner:
+    steps = StepBudget(measured_max=10000, seconds_max=600)
+    outcome = runner.run(TrialRequest(config=config, steps=steps), observe=watch)
 print(outcome.verdict, flush=True)
 """
 
@@ -107,20 +110,27 @@ print(outcome.verdict, flush=True)
 def test_a_driver_that_was_stopped_hears_first_what_its_worker_said_in_the_meantime(
     tmp_path: Path,
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", STOPPED_DRIVER, str(tmp_path / "worker.log")],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as stopped:
+    with python("-c", RUNNING, "misbehaving", cwd=tmp_path) as stopped:
         assert stopped.stdout is not None
-        assert stopped.stdout.readline() == "0\n"
+        stopped.stdout.readline()
         os.kill(stopped.pid, signal.SIGSTOP)
         # Longer than a silence may last, and until after the worker's last word.
         time.sleep(1.8)
         os.kill(stopped.pid, signal.SIGCONT)
         assert stopped.stdout.read().split()[-1] == "diverged"
+
+
+def test_a_real_worker_is_not_shadowed_by_the_users_modules_and_dies_with_its_parent(
+    tmp_path: Path,
+) -> None:
+    for name in ("storage.py", "sweep.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    with python("-c", RUNNING, "real", cwd=tmp_path) as driver:
+        assert driver.stdout is not None
+        worker = int(driver.stdout.readline())
+        assert is_running(worker)
+        os.kill(driver.pid, signal.SIGKILL)
+    assert ends_soon(worker)
 
 
 def test_what_is_printed_onto_a_full_disk_fails_nobody() -> None:
@@ -134,11 +144,6 @@ def test_what_is_printed_onto_a_full_disk_fails_nobody() -> None:
     )
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", script],
-            stdout=full,
-            stderr=full,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            check=False,
+            [sys.executable, "-P", "-c", script], stdout=full, stderr=full, cwd=ROOT, check=False
         )
     assert done.returncode == 3

@@ -13,60 +13,38 @@ from search_spaces.space import StepBudget
 from storage.records import Measured, Outcome, PrunedSlow
 from sweep.running.ray_runner import Host
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Runner
-from sweep.running.wire import Progress, TrialRequest
+from sweep.running.wire import TrialRequest
 from tests.sweep.simulated_device import train
 
 REQUEST = TrialRequest(config=TrialConfig(), steps=StepBudget())
 
 
-@pytest.fixture(autouse=True)
-def _own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
-
-
-def hosting(runner: Runner) -> Host:
+def hosting(runner: ReplayRunner) -> Host:
     return Host(lambda log_path, cards: runner, home="study/0", device="cpu")
 
 
-def told(host: Host, *, is_fresh: bool = False) -> tuple[list[Progress], Outcome]:
-    *news, outcome = host.run(REQUEST, is_fresh=is_fresh)
-    assert not isinstance(outcome, list)
-    return [progress for some in news if isinstance(some, list) for progress in some], outcome
-
-
-def test_a_trial_is_told_beat_by_beat_and_ends_with_its_outcome() -> None:
+def test_a_trial_is_told_beat_by_beat_and_a_fresh_process_is_asked_for() -> None:
     runner = ReplayRunner(otherwise=train)
     host = hosting(runner)
-    beats, outcome = told(host)
-    assert len(beats) > 3
+    *news, outcome = host.run(REQUEST, is_fresh=False)
+    assert sum(map(len, news)) > 3
     assert isinstance(outcome, Measured)
-    told(host, is_fresh=True)
+    list(host.run(REQUEST, is_fresh=True))
     assert (len(runner.ran), runner.renewals) == (2, 1)
     host.close()
 
 
-def test_a_trial_that_has_nothing_to_say_says_that_it_lives() -> None:
+def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alone() -> None:
     may_go_on = threading.Event()
     host = hosting(ReplayRunner(otherwise=train, pause=lambda: may_go_on.wait(60) and None))
     stream = host.run(REQUEST, is_fresh=False)
     assert next(stream) == []
-    may_go_on.set()
-    *_, outcome = stream
-    assert isinstance(outcome, Measured)
-    host.close()
-
-
-def test_a_stop_prunes_the_running_trial_and_not_the_next() -> None:
-    may_go_on = threading.Event()
-    host = hosting(ReplayRunner(otherwise=train, pause=lambda: may_go_on.wait(60) and None))
-    stream = host.run(REQUEST, is_fresh=False)
-    next(stream)
     host.stop()
     may_go_on.set()
     *_, outcome = stream
     assert isinstance(outcome, PrunedSlow)
-    assert isinstance(told(host)[1], Measured)
+    *_, outcome = host.run(REQUEST, is_fresh=False)
+    assert isinstance(outcome, Measured)
     host.close()
 
 
@@ -76,11 +54,14 @@ def test_a_lost_card_goes_over_as_what_it_is() -> None:
 
     host = hosting(ReplayRunner(otherwise=answer))
     with pytest.raises(CardLost, match="fell off the bus"):
-        told(host)
+        list(host.run(REQUEST, is_fresh=False))
     host.close()
 
 
-def test_a_host_has_the_threads_that_its_node_has_and_not_those_that_ray_sets() -> None:
+def test_a_host_has_the_threads_that_its_node_has_and_not_those_that_ray_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     hosting(ReplayRunner()).close()
     # This process's parent stands in for the raylet.
     with open(f"/proc/{os.getppid()}/environ", "rb") as file:

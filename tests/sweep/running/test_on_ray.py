@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from sweep.running.wire import Progress, TrialRequest
 from tests.storage.builders import a_definition
 from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes_of
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
+from tests.sweep.test_processes import is_running
 
 pytest.importorskip("ray")
 
@@ -96,10 +98,7 @@ def until(is_so: Callable[[], bool], *, seconds: float = 90) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
-    except OSError:
-        return True
+    return not is_running(pid)
 
 
 def disturbed(runner: Runner, study: str, by: Callable[[dict[str, int]], None]) -> Outcome:
@@ -127,59 +126,46 @@ def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
     assert cluster.card("cpu") is None
 
 
-def test_a_worker_that_is_killed_is_a_crash_and_closing_ends_the_actor_and_the_next_worker(
+def test_a_killed_worker_or_actor_is_a_crash_and_the_next_trial_has_another(
     ray: Any, nodes: list[Node]
 ) -> None:
-    with on(ray, nodes[STEADY], "killed-worker") as runner:
-        outcome = disturbed(runner, "killed-worker", kill("worker"))
+    study, node, brief = "killed", nodes[STEADY], TrialRequest(config=SMALL, steps=STEPS)
+    with on(ray, node, study) as runner:
+        outcome = disturbed(runner, study, kill("worker"))
         assert isinstance(outcome, Crashed), outcome
         assert "SIGKILL" in outcome.detail
-        again = runner.run(
-            TrialRequest(config=SMALL, steps=STEPS, attempt=an_attempt("killed-worker"))
-        )
-        assert isinstance(again, Measured)
-        found = processes_of("killed-worker")
-    assert len(found) == 2
-    assert until(lambda: all(map(is_gone, found.values())))
-
-
-def test_an_actor_that_is_killed_is_a_crash_and_the_next_trial_has_another(
-    ray: Any, nodes: list[Node]
-) -> None:
-    with on(ray, nodes[STEADY], "killed-actor") as runner:
-        outcome = disturbed(runner, "killed-actor", kill("actor"))
+        outcome = disturbed(runner, study, kill("actor"))
         assert isinstance(outcome, Crashed), outcome
         assert outcome.phase == "measure", outcome
-        assert f"actor's process on node {nodes[STEADY].address} ended" in outcome.detail
+        assert f"actor's process on node {node.address} ended" in outcome.detail
+        assert isinstance(runner.run(brief), Measured)
         # It is killed while it has nothing to do: that is nobody's crash.
-        assert isinstance(runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
-        found = processes_of("killed-actor")
+        found = processes_of(study)
         os.kill(found["actor"], signal.SIGKILL)
         assert until(lambda: is_gone(found["worker"]))
-        assert isinstance(runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
+        assert isinstance(runner.run(brief), Measured)
+        last = processes_of(study)
+    assert len(last) == 2
+    assert until(lambda: all(map(is_gone, last.values())))
 
 
-def test_an_observer_that_fails_ends_its_trial_and_raises(ray: Any, nodes: list[Node]) -> None:
+def test_an_observer_that_fails_ends_its_trial_and_an_actor_that_says_nothing_is_given_up(
+    ray: Any, nodes: list[Node]
+) -> None:
     found: dict[str, int] = {}
 
     def watch(_: Progress) -> bool:
         found.update(processes_of("failing"))
         raise ZeroDivisionError
 
-    with on(ray, nodes[STEADY], "failing") as runner:
+    node = nodes[STEADY]
+    with on(ray, node, "failing", silence_seconds=3) as runner:
         with pytest.raises(ZeroDivisionError):
             runner.run(TrialRequest(config=SMALL, steps=LONG), observe=watch)
         assert until(lambda: all(map(is_gone, found.values())))
         assert len(found) == 2
-
-
-def test_an_actor_that_says_nothing_is_given_up(ray: Any, nodes: list[Node]) -> None:
-    node = nodes[STEADY]
-    with (
-        on(ray, node, "silent", silence_seconds=2) as runner,
-        pytest.raises(CardLost, match=f"node {node.address} .* nothing was heard"),
-    ):
-        disturbed(runner, "silent", lambda found: os.kill(found["actor"], signal.SIGSTOP))
+        with pytest.raises(CardLost, match=f"node {node.address} .* nothing was heard"):
+            disturbed(runner, "failing", lambda now: os.kill(now["actor"], signal.SIGSTOP))
 
 
 def test_the_end_of_the_driver_ends_its_actors_and_their_workers(local: LocalCluster) -> None:
@@ -203,46 +189,42 @@ def test_the_end_of_the_driver_ends_its_actors_and_their_workers(local: LocalClu
     assert until(lambda: all(map(is_gone, pids)))
 
 
-def test_a_node_that_is_lost_takes_its_own_place_alone_and_prints_nothing(
+def test_a_node_that_is_lost_takes_its_own_place_alone_and_what_others_measured_is_kept(
     local: LocalCluster,
     cluster: Cluster,
     nodes: list[Node],
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-) -> None:
-    found = places(cluster, "lost")
-    try:
-        assert len(found) == 4
-        lost = named(found, nodes[DOOMED].address)
-        with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
-            disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
-        with pytest.raises(CardLost):
-            lost.runner.run(TrialRequest(config=SMALL, steps=STEPS))
-        steady = named(found, nodes[STEADY].address)
-        assert isinstance(steady.runner.run(TrialRequest(config=SMALL, steps=STEPS)), Measured)
-    finally:
-        for place in found:
-            place.runner.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_what_a_killed_drivers_worker_measured_is_there_for_the_next_driver(
-    cluster: Cluster, nodes: list[Node], tmp_path: Path
 ) -> None:
     ours = StudyFile(
         identity="mine", name="left", database="", definition=a_definition(), environment={}
     )
     note_identity(tmp_path, ours)
-    request = TrialRequest(config=SMALL, steps=STEPS)
-    for study in ("mine", "another"):
-        (place, *others) = places(cluster, "left", keep=partial(keep_outcomes, tmp_path))
-        place.runner.run(request.model_copy(update={"attempt": an_attempt(study)}))
-        for lane in (place, *others):
-            lane.runner.close()
-    for lane in places(cluster, "left", keep=partial(keep_outcomes, tmp_path)):
-        lane.runner.close()
-    (left,) = left_outcomes(tmp_path, study="mine")
+    request = TrialRequest(config=SMALL, steps=STEPS, attempt=an_attempt("mine"))
+    with closing_all(places(cluster, "lost")) as found:
+        assert len(found) == 4
+        lost = named(found, nodes[DOOMED].address)
+        with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
+            disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
+        with pytest.raises(CardLost):
+            lost.runner.run(request)
+        steady = named(found, nodes[STEADY].address)
+        assert isinstance(steady.runner.run(request), Measured)
+    # As if that driver had been killed: the next one finds what was not told.
+    with closing_all(places(cluster, "lost", keep=partial(keep_outcomes, tmp_path))):
+        (left,) = left_outcomes(tmp_path, study="mine")
     assert (left.attempt.study, left.config) == ("mine", SMALL)
     assert isinstance(left.outcome, Measured)
+    assert capfd.readouterr() == ("", "")
+
+
+@contextmanager
+def closing_all(places: Sequence[Lane]) -> Iterator[Sequence[Lane]]:
+    try:
+        yield places
+    finally:
+        for place in places:
+            place.runner.close()
 
 
 def named(places: Sequence[Lane], name: str) -> Lane:
@@ -336,12 +318,8 @@ def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
     ("address", "words"),
     [
         ("ray://10.0.0.1:10001", "Ray client's server"),
-        ("10.0.0.1", "must be auto or HOST:PORT"),
-        ("10.0.0.1:0", "must be auto or HOST:PORT"),
-        ("10.0.0.1:70000", "must be auto or HOST:PORT"),
-        ("", "must be auto or HOST:PORT"),
-        ("local", "must be auto or HOST:PORT"),
-        ("a b:6379", "must be auto or HOST:PORT"),
+        *((wrong, "must be auto or HOST:PORT") for wrong in ("10.0.0.1", "", "local", "a b:6379")),
+        *((f"10.0.0.1:{port}", "must be auto or HOST:PORT") for port in (0, 70000)),
     ],
 )
 def test_what_is_no_address_of_a_cluster_is_bad_input(address: str, words: str) -> None:
@@ -356,28 +334,15 @@ def test_what_auto_is_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(InputError, match="RAY_ADDRESS 'ray://"):
         checked_address("auto")
-    monkeypatch.setenv("RAY_ADDRESS", "")
-    assert checked_address("auto") == "auto"
 
 
-def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+def test_an_address_where_nobody_or_no_ray_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    with (
-        pytest.raises(EnvironmentFault, match=f"no Ray cluster answers at {address}: Connection"),
-        joined(address),
-    ):
-        pass
-
-
-def test_one_that_listens_and_is_no_ray_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with (
-            pytest.raises(EnvironmentFault, match=f"at {address}: nothing within 2 s"),
-            joined(address, seconds=2),
-        ):
-            pass
+        with pytest.raises(EnvironmentFault, match=f"at {address}: nothing within 2 s"):
+            joined(address, seconds=2).__enter__()
+    with pytest.raises(EnvironmentFault, match=f"no Ray cluster answers at {address}: Connection"):
+        joined(address).__enter__()
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

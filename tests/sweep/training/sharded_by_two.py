@@ -1,8 +1,12 @@
-"""One of two processes that shard a model whose loss reads the head's weight and never calls it,
-as Liger's does: prints for untied and for tied weights whether the loss of every step is as when it
-was whole, and what share of the head is held between steps.
+"""One of two processes that shard, first a 4-bit layer, then models: prints what came of it.
 
-Run as ``python -m tests.sweep.training.read_head RANK FILE DEVICE``.
+Of the layer: how many of its packed weights are no numbers, whether each is as it was when whole,
+and whether it computes as it did. Packed weights hold every pattern of bits: any that FSDP changed
+would show. Of models whose loss reads the head's weight and never calls it, as Liger's does, for
+untied and for tied weights: whether the loss of every step is as when it was whole, and what share
+of the head is held between steps.
+
+Run as ``python -m tests.sweep.training.sharded_by_two RANK FILE DEVICE``.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -20,10 +25,45 @@ from torch.distributed.fsdp import fully_shard
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from search_spaces.config import TrialConfig
 from sweep.training.adapters import local
+from sweep.training.model import quantize_random
 from sweep.training.team import AS_STORED, fsdp_plugin, join, leave, shard_on_cpu, share_head
 
 STEPS = 3
+SHARDED = TrialConfig(
+    data_parallel=2, sharding="fsdp", upcast_fp32=False, optimizer="adamw_torch_fused"
+)
+FEATURES = 1024
+
+
+class Layer(torch.nn.Module):
+    """A 4-bit layer beside an adapter in fp32, as every layer of a model has one."""
+
+    def __init__(self, base: bnb.nn.Linear4bit) -> None:
+        super().__init__()
+        self.base, self.adapter = base, torch.nn.Linear(FEATURES, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.base(rows)
+
+
+def bits(device: torch.device) -> tuple[int, bool, bool]:
+    """Return how many weights are no numbers, and whether bits and results stayed as they were."""
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(
+        FEATURES, FEATURES, bias=False, compute_dtype=torch.bfloat16, quant_storage=torch.bfloat16
+    )
+    quantize_random(layer, config=SHARDED, device=device)
+    whole_layer = Layer(layer).to(device)
+    rows = torch.randn(4, FEATURES, device=device, dtype=torch.bfloat16)
+    whole = layer.weight.detach().clone().view(torch.int16)
+    no_numbers = int(torch.isnan(layer.weight.detach().float()).sum())
+    before = layer(rows)
+    fully_shard(whole_layer, mp_policy=AS_STORED, reshard_after_forward=False)
+    after = whole_layer(rows)
+    gathered = layer.weight.detach().view(torch.int16)
+    return no_numbers, bool((gathered == whole).all()), bool((before == after).all())
 
 
 class FusedLoss(torch.autograd.Function):
@@ -117,8 +157,8 @@ def main(rank: int, meeting: Path, kind: str) -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank)
     join(rank, 2, meeting=meeting, device=device)
-    told = [shares(device, is_tied=is_tied) for is_tied in (False, True)]
-    print(*(word for pair in told for word in pair))
+    told = [bits(device), *(shares(device, is_tied=is_tied) for is_tied in (False, True))]
+    print(*(word for words in told for word in words))
     leave()
 
 
