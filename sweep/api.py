@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trl import SFTConfig
 
     from sweep.data.texts import PreparedTexts, TextsRequest
-    from sweep.export.recipe import Recipe
+    from sweep.export.record import Record
     from sweep.hugging_face import ThroughputCallback
     from sweep.study.events import Listener
 
@@ -89,32 +89,32 @@ class Winner:
     config: TrialConfig
     measurement: Measurement
     gain: Gain | None
-    recipe: Recipe = field(repr=False)
+    record: Record = field(repr=False)
     """What exports are made of."""
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments of `AutoModelForCausalLM.from_pretrained`."""
         from sweep.hugging_face import model_kwargs
 
-        return model_kwargs(self.recipe)
+        return model_kwargs(self.record)
 
     def peft_config(self) -> LoraConfig:
         """Return the adapters, for `peft.get_peft_model` or ``SFTTrainer(peft_config=...)``."""
         from sweep.hugging_face import peft_config
 
-        return peft_config(self.recipe)
+        return peft_config(self.record)
 
     def training_arguments(self, **changes: Any) -> TrainingArguments:
         """Return the arguments of `transformers.Trainer`; ``changes`` replace or add some."""
         from sweep.hugging_face import training_arguments
 
-        return training_arguments(self.recipe, **changes)
+        return training_arguments(self.record, **changes)
 
     def trl_args(self, **changes: Any) -> SFTConfig:
         """Return the arguments of `trl.SFTTrainer`; ``changes`` replace or add some."""
         from sweep.hugging_face import trl_args
 
-        return trl_args(self.recipe, **changes)
+        return trl_args(self.record, **changes)
 
     def load_model(self, model: str, *, seed: int = 0) -> PeftModel:
         """Return a model with fresh adapters, built by the code of the trials.
@@ -132,7 +132,7 @@ class Winner:
         """
         from sweep.hugging_face import load_model
 
-        return load_model(self.recipe, model, seed=seed)
+        return load_model(self.record, model, seed=seed)
 
     def callback(self, say: Callable[[str], object] | None = None) -> ThroughputCallback:
         """Return a `TrainerCallback` that reports promised and reached speed and memory.
@@ -142,7 +142,7 @@ class Winner:
         """
         from sweep.hugging_face import ThroughputCallback
 
-        return ThroughputCallback(self.recipe, say)
+        return ThroughputCallback(self.record, say)
 
 
 def plan(
@@ -297,13 +297,13 @@ def best(study: str | Study, *, storage: str | None = None) -> Winner:
         InputError: there is no such study.
         EnvironmentFault: the database is not to be had.
     """
-    from sweep.export.recipe import recipe_of
+    from sweep.export.record import record_of
 
     name, url = (study, storage) if isinstance(study, str) else (study.name, study.storage)
     found = _study(name, url)
-    recipe = recipe_of(found.snapshot)
-    measured = recipe.number, recipe.config, recipe.measurement
-    return Winner(found, *measured, found.gain, recipe)
+    record, winner = record_of(found.snapshot), found.winner
+    assert winner is not None, "it has a record"
+    return Winner(found, winner.number, winner.config, record.measurement, found.gain, record)
 
 
 def _study(name: str, storage: str | None) -> Study:

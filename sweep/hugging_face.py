@@ -23,7 +23,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
 from sweep.data.collating import IGNORED
 from sweep.export.documents import lora_options
-from sweep.export.recipe import Recipe
+from sweep.export.record import Record
 from sweep.export.spelling import lost_adapters, lost_settings
 from sweep.export.trainer_files import trl_options
 from sweep.finetuning import course
@@ -42,7 +42,7 @@ _patched: list[contextlib.ExitStack] = []
 """What would undo Liger's patches of modules, which models still need."""
 
 
-def model_kwargs(recipe: Recipe) -> dict[str, Any]:
+def model_kwargs(recipe: Record) -> dict[str, Any]:
     """See `sweep.api.Winner.model_kwargs`."""
     if recipe.config.weight_bits == 8:
         kind = recipe.config.quantization
@@ -51,23 +51,23 @@ def model_kwargs(recipe: Recipe) -> dict[str, Any]:
     if recipe.config.expandable_segments:
         more.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
     _warn("from_pretrained and get_peft_model, where load_model does", recipe, _NOT_LOADED, *more)
-    options = loading_arguments(recipe.config, spec=recipe.model, device=_device())
+    options = loading_arguments(recipe.config, spec=recipe.model.spec, device=_device())
     return {**options, "use_cache": False}
 
 
-def peft_config(recipe: Recipe) -> LoraConfig:
+def peft_config(recipe: Record) -> LoraConfig:
     """See `sweep.api.Winner.peft_config`."""
     return LoraConfig(**lora_options(recipe))
 
 
-def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
+def training_arguments(recipe: Record, **changes: Any) -> TrainingArguments:
     """See `sweep.api.Winner.training_arguments`."""
     liger = liger_kernels(recipe.config.kernels)
     kernels = {"use_liger_kernel": liger is not None, "liger_kernel_config": liger}
     return _arguments(TrainingArguments, recipe, {**kernels, **changes})
 
 
-def trl_args(recipe: Recipe, **changes: Any) -> Any:
+def trl_args(recipe: Record, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
     from trl import SFTConfig
 
@@ -75,13 +75,13 @@ def trl_args(recipe: Recipe, **changes: Any) -> Any:
     return _arguments(SFTConfig, recipe, changes)
 
 
-def _arguments(kind: Any, recipe: Recipe, changes: dict[str, Any]) -> Any:
+def _arguments(kind: Any, recipe: Record, changes: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     # Evaluating needs a dataset for it, which is the caller's to choose.
     spelled = {k: v for k, v in trl_options(recipe).items() if k in known - {"eval_strategy"}}
     has_gpu = torch.cuda.is_available()
     here = {
-        "output_dir": recipe.output_directory("python"),
+        "output_dir": recipe.model_copy(update={"format": "python"}).output_dir,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
         "accelerator_config": {"non_blocking": has_gpu},
@@ -89,7 +89,7 @@ def _arguments(kind: Any, recipe: Recipe, changes: dict[str, Any]) -> Any:
     return kind(**{**spelled, **here, **changes})
 
 
-def _warn(what: str, recipe: Recipe, keys: Collection[str], *more: str | None) -> None:
+def _warn(what: str, recipe: Record, keys: Collection[str], *more: str | None) -> None:
     """Warn of what TRL loses of these settings, and of more."""
     lost = [sentence for key, sentence in lost_settings(recipe, "trl") if key in keys]
     lost += filter(None, more)
@@ -103,12 +103,15 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
-def load_model(recipe: Recipe, name: str, *, seed: int) -> PeftModel:
+def load_model(recipe: Record, name: str, *, seed: int) -> PeftModel:
     """See `sweep.api.Winner.load_model`."""
     config, spec, device = recipe.config, load_model_spec(name), _device()
     if config.is_sharded:
         raise InputError("sharding fsdp: nothing here shards a model that is loaded")
-    if (spec.model_type, parameters(spec)) != (recipe.model_type, parameters(recipe.model)):
+    if (spec.model_type, parameters(spec)) != (
+        recipe.model.spec.model_type,
+        parameters(recipe.model.spec),
+    ):
         warnings.warn(f"{quote(name)} is no {recipe.model.name}, which was measured", stacklevel=3)
     is_shipped = spec.source == "shipped"
     if is_shipped:
@@ -176,7 +179,7 @@ class ThroughputCallback(StepClock):
     """That carry loss, at the median step of the last training, of all processes; None where its
     batches had no labels."""
 
-    def __init__(self, recipe: Recipe, say: Callable[[str], object] | None = None) -> None:
+    def __init__(self, recipe: Record, say: Callable[[str], object] | None = None) -> None:
         super().__init__()
         self._recipe = recipe
         self._say = say or partial(print, file=sys.stderr)
@@ -193,7 +196,7 @@ class ThroughputCallback(StepClock):
             self._say(
                 f"Promised: {units.rate(measured.tokens_per_second)} tokens/s, peak "
                 f"{units.gib(measured.peak_allocated_bytes)} allocated (trial {recipe.number} of "
-                f"study {quote(recipe.study)}, on {recipe.provenance()['gpu']})."
+                f"study {quote(recipe.study)}, on {recipe.device})."
             )
 
     def _count(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:
@@ -229,6 +232,6 @@ class ThroughputCallback(StepClock):
         self._say(f"Reached: {reached}; {peak}.")
         if figures := tuple(off(speed, memory)):
             here = environment_with(read_card() if torch.cuda.is_available() else None)
-            flags, is_confirmed = measured.flags, recipe.is_confirmed
+            flags, is_confirmed = measured.flags, recipe.confirmed
             causes = behind(recipe.environment, here, flags=flags, is_confirmed=is_confirmed)
             self._say(Deviation(figures, tuple(causes)).words)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.surfaces import surface_text
-from sweep.export.documents import PEFT_LOST, json_document, peft, yaml_document
-from sweep.export.recipe import Recipe, recipe_of
+from sweep.export.documents import PEFT_LOST, peft, yaml_document
+from sweep.export.record import Record, beside, record_of
 from sweep.export.script import kernels_beside, script, script_lost
 from sweep.export.trainer_files import axolotl, llama_factory, lost, trl, unsloth
 
@@ -24,20 +25,30 @@ class Export:
     """What the format cannot say of what was measured, and what its file does instead."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Texts of files that it needs in its directory, by their names."""
+    record: str | None = None
+    """Text of the record that `sweep verify` reads, of a file that it can run."""
+
+    def files(self, path: Path) -> dict[Path, str]:
+        """Return the texts of all files of an export to a path, that one first."""
+        found = {
+            path: self.text,
+            **{path.with_name(name): self.beside[name] for name in self.beside},
+        }
+        return found if self.record is None else found | {beside(path): self.record}
 
 
 @dataclass(frozen=True)
 class _Format:
-    text: Callable[[Recipe], str]
+    text: Callable[[Record], str]
     endings: tuple[str, ...]
-    lost: Callable[[Recipe], tuple[str, ...]] = lambda _: ()
-    beside: Callable[[Recipe], Mapping[str, str]] = lambda _: {}
+    lost: Callable[[Record], tuple[str, ...]] = lambda _: ()
+    beside: Callable[[Record], Mapping[str, str]] = lambda _: {}
 
 
 _JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
 _FORMATS: dict[str, _Format] = {
     "script": _Format(script, _PYTHON, script_lost, kernels_beside),
-    "json": _Format(json_document, _JSON),
+    "json": _Format(Record.to_json, _JSON),
     "yaml": _Format(yaml_document, _YAML),
     "peft": _Format(peft, _JSON, lambda _: PEFT_LOST),
     "axolotl": _Format(axolotl, _YAML, lambda recipe: lost(recipe, "axolotl")),
@@ -91,5 +102,13 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
-    recipe, chosen = recipe_of(snapshot, number=number), _FORMATS[format]
-    return Export(chosen.text(recipe), chosen.lost(recipe), chosen.beside(recipe))
+    chosen = _FORMATS[format]
+    record = record_of(snapshot, number=number).model_copy(update={"format": format})
+    lost = chosen.lost(record)
+    told = record.model_copy(update={"unsupported": lost})
+    return Export(
+        chosen.text(record),
+        lost,
+        chosen.beside(record),
+        told.to_json() if format in ("script", "trl") else None,
+    )

@@ -11,7 +11,8 @@ from typing import Any
 
 from sweep.data.files import CSV, JSON, LINES, PARQUET, how_read
 from sweep.data.kinds import ROLES_OF_OTHERS
-from sweep.export.recipe import Recipe, RecipeTexts
+from sweep.export.record import Record as Recipe
+from sweep.export.record import RecordedTexts as RecipeTexts
 from sweep.export.spelling import Trainer
 
 DATA_FILE = "data.jsonl"

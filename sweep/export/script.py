@@ -18,12 +18,12 @@ from search_spaces.config import (
 )
 from storage.files import WRITTEN_BY
 from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
-from sweep.export.documents import record_line
-from sweep.export.recipe import (
-    Recipe,
+from sweep.export.documents import (
     comment,
     plain_number,
+    targets,
 )
+from sweep.export.record import Record, facts
 from sweep.export.spelling import lost_sharding
 
 KERNELS = "eight_bit.py"
@@ -32,7 +32,7 @@ _OF_THE_BASE = ("quantization", "double_quant", "quantized_fraction")
 TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2 and TRL 1.15 to 1.16."
 
 
-def script(recipe: Recipe) -> str:
+def script(recipe: Record) -> str:
     """Return the training script of a recipe, ready to run."""
     config, texts = recipe.config, recipe.texts
     imports = ["LoraConfig", "get_peft_model"]
@@ -40,14 +40,14 @@ def script(recipe: Recipe) -> str:
     if config.upcast_fp32 and is_whole:
         imports.append("prepare_model_for_kbit_training")
     return template("script.py.j2").render(
-        header=f"{comment((*recipe.facts(), TRIED, *script_lost(recipe)))}\n{record_line(recipe)}",
+        header=comment((*facts(recipe), TRIED, *script_lost(recipe))),
         eight_bit=bool(kernels_beside(recipe)),
         config=config,
-        base={key: recipe.resolved[key] for key in _OF_THE_BASE},
+        base=recipe.config.model_dump(mode="json", include=set(_OF_THE_BASE)),
         measurement=recipe.measurement,
-        weights=recipe.weights,
+        weights=recipe.model.weights,
         alpha=plain_number(config.alpha),
-        target_modules=recipe.targets,
+        target_modules=targets(recipe),
         dtype=TORCH_DTYPES[recipe.dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         is_quantized_whole=is_whole,
@@ -62,14 +62,14 @@ def script(recipe: Recipe) -> str:
         roles_of_others=ROLES_OF_OTHERS,
         marks_turns=_marks_turns(recipe),
         is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
-        output=recipe.output_directory("script"),
+        output=recipe.output_dir,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
         schedule=SCHEDULE,
     )
 
 
-def kernels_beside(recipe: Recipe) -> dict[str, str]:
+def kernels_beside(recipe: Record) -> dict[str, str]:
     """Return the file that a recipe's script imports from its directory, by its name."""
     if not {recipe.config.compute_dtype, recipe.config.quantization} & set(EIGHT_BIT):
         return {}
@@ -77,7 +77,7 @@ def kernels_beside(recipe: Recipe) -> dict[str, str]:
     return {KERNELS: f"# {WRITTEN_BY}, for the scripts beside it.\n{source}"}
 
 
-def script_lost(recipe: Recipe) -> tuple[str, ...]:
+def script_lost(recipe: Record) -> tuple[str, ...]:
     """Return what the script cannot do as it was measured."""
     sharding = lost_sharding(recipe)
     if sharding is not None:
@@ -88,16 +88,16 @@ def script_lost(recipe: Recipe) -> tuple[str, ...]:
     return (f"{whose if _is_chat(recipe) else 'Prompts and completions that are turns'}: {_MARKS}",)
 
 
-def _is_chat(recipe: Recipe) -> bool:
+def _is_chat(recipe: Record) -> bool:
     return recipe.texts_kind in ("messages", "conversations")
 
 
-def _may_be_chats(recipe: Recipe) -> bool:
+def _may_be_chats(recipe: Record) -> bool:
     """Whether rows are chats, or a prompt and a completion, which may be turns."""
     return _is_chat(recipe) or recipe.texts_kind == "prompt-completion"
 
 
-def _marks_turns(recipe: Recipe) -> bool:
+def _marks_turns(recipe: Record) -> bool:
     texts = recipe.texts
     return texts is not None and _may_be_chats(recipe) and texts.summary.completions_only
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from search_spaces.config import TORCH_DTYPES, allocator_settings, liger_kernels
-from sweep.export.recipe import Recipe
+from sweep.export.record import Record
 
 Trainer = Literal["trl", "axolotl", "llama-factory", "unsloth"]
 TRAINERS: tuple[Trainer, ...] = ("trl", "axolotl", "llama-factory")
 """Those that read options from a file; Unsloth is called by a script."""
 
-Spelled = str | Callable[[Recipe], Mapping[str, Any]]
+Spelled = str | Callable[[Record], Mapping[str, Any]]
 """The option that takes a setting's value, or what returns the options to write instead."""
 
 
-def _trl_targets(recipe: Recipe) -> dict[str, Any]:
+def _trl_targets(recipe: Record) -> dict[str, Any]:
     """Of a list of one TRL makes a text, which PEFT takes for a pattern of the whole path."""
     names = recipe.target_modules
     if names is None:
@@ -31,12 +31,12 @@ def _trl_targets(recipe: Recipe) -> dict[str, Any]:
     return {"lora_target_modules": [rf"(.*\.)?{re.escape(names[0])}"] if one else list(names)}
 
 
-def _mixed_precision(recipe: Recipe) -> dict[str, Any]:
+def _mixed_precision(recipe: Record) -> dict[str, Any]:
     """Trainer, and all that build on it, share two switches."""
     return {"bf16": recipe.dtype == "bf16", "fp16": recipe.dtype == "fp16"}
 
 
-def _trl_quantization(recipe: Recipe) -> dict[str, Any]:
+def _trl_quantization(recipe: Record) -> dict[str, Any]:
     config = recipe.config
     if not config.is_4bit:
         return {"load_in_4bit": False, "load_in_8bit": config.is_quantized}
@@ -47,7 +47,7 @@ def _trl_quantization(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _axolotl_quantization(recipe: Recipe) -> dict[str, Any]:
+def _axolotl_quantization(recipe: Record) -> dict[str, Any]:
     config = recipe.config
     if not config.is_4bit:
         return {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": config.is_quantized}
@@ -58,7 +58,7 @@ def _axolotl_quantization(recipe: Recipe) -> dict[str, Any]:
     return {"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": details}
 
 
-def _llama_factory_quantization(recipe: Recipe) -> dict[str, Any]:
+def _llama_factory_quantization(recipe: Record) -> dict[str, Any]:
     config = recipe.config
     if not config.is_quantized:
         return {}
@@ -72,14 +72,14 @@ def _llama_factory_quantization(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _every_nth(recipe: Recipe) -> int | None:
+def _every_nth(recipe: Record) -> int | None:
     """Return n where each n-th layer is recomputed, the first included; None elsewhere."""
     layers = recipe.layers
     steps = range(2, layers + 1)
     return next((n for n in steps if recipe.recomputed == tuple(range(0, layers, n))), None)
 
 
-def _checkpointing(recipe: Recipe, *, every: int | None = None) -> dict[str, Any]:
+def _checkpointing(recipe: Record, *, every: int | None = None) -> dict[str, Any]:
     """All layers or none; TRL can recompute each n-th too."""
     if not recipe.recomputed:
         return {"gradient_checkpointing": False}
@@ -87,7 +87,7 @@ def _checkpointing(recipe: Recipe, *, every: int | None = None) -> dict[str, Any
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
 
 
-def _trl_kernels(recipe: Recipe) -> dict[str, Any]:
+def _trl_kernels(recipe: Record) -> dict[str, Any]:
     """Its own head computes the loss in chunks, and it refuses Liger's."""
     if recipe.config.kernels != "liger":
         return {}
@@ -95,7 +95,7 @@ def _trl_kernels(recipe: Recipe) -> dict[str, Any]:
     return {"use_liger_kernel": True, "liger_kernel_config": layers}
 
 
-def _axolotl_kernels(recipe: Recipe) -> dict[str, Any]:
+def _axolotl_kernels(recipe: Record) -> dict[str, Any]:
     measured = liger_kernels(recipe.config.kernels)
     if measured is None:
         return {}
@@ -108,7 +108,7 @@ def _axolotl_kernels(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _trl_packing(recipe: Recipe) -> dict[str, Any]:
+def _trl_packing(recipe: Record) -> dict[str, Any]:
     """``wrapped`` joins texts and cuts them at max_length, so that rows are full and every token
     carries loss; ``bfd`` keeps each example whole and apart."""
     if recipe.texts_kind is None:
@@ -120,14 +120,14 @@ def _trl_packing(recipe: Recipe) -> dict[str, Any]:
     return known.get(recipe.config.packing, {"packing": False})
 
 
-def _axolotl_packing(recipe: Recipe) -> dict[str, Any]:
+def _axolotl_packing(recipe: Record) -> dict[str, Any]:
     """It has no full rows of joined texts: packed, with texts kept apart, are the nearest."""
     packs = recipe.texts_kind is None or recipe.config.packing == "packed"
     by_length = {"group_by_length": True} if recipe.config.packing == "grouped" else {}
     return {"sample_packing": packs, "pad_to_sequence_len": packs, **by_length}
 
 
-def _llama_factory_packing(recipe: Recipe) -> dict[str, Any]:
+def _llama_factory_packing(recipe: Record) -> dict[str, Any]:
     """Stage pt joins texts where nothing is said, and makes rows a token shorter where it is told
     to; in the other stage `neat_packing` keeps texts apart."""
     packing = recipe.config.packing
@@ -138,7 +138,7 @@ def _llama_factory_packing(recipe: Recipe) -> dict[str, Any]:
     return _trl_packing(recipe)
 
 
-def _parallel(recipe: Recipe) -> dict[str, Any]:
+def _parallel(recipe: Record) -> dict[str, Any]:
     """Trainer looks for parameters without a gradient, and sends buffers that never change, where
     nobody tells it that there is no need."""
     if recipe.config.data_parallel == 1:
@@ -226,7 +226,7 @@ SPELLED: Mapping[Trainer, Mapping[str, Spelled]] = {
 """Of each trainer that reads a file: a setting's option or options, by the setting's key."""
 
 
-def variables(recipe: Recipe, trainer: Trainer) -> dict[str, str]:
+def variables(recipe: Record, trainer: Trainer) -> dict[str, str]:
     """Return the variables that a trainer has to be started with.
 
     Fixed segments are what torch has where nothing is said; axolotl sets expandable ones itself.
@@ -241,7 +241,7 @@ def variables(recipe: Recipe, trainer: Trainer) -> dict[str, str]:
     return found
 
 
-def unsloth_loading(recipe: Recipe) -> dict[str, bool]:
+def unsloth_loading(recipe: Record) -> dict[str, bool]:
     """It has a switch for each kind of base, and takes 4 bits where they are not switched off."""
     kinds = {"none": "load_in_16bit", "fp8": "load_in_fp8", "int8": "load_in_8bit"}
     chosen = kinds.get(recipe.config.quantization, "load_in_4bit")
@@ -252,7 +252,7 @@ def unsloth_loading(recipe: Recipe) -> dict[str, bool]:
 # What is lost
 
 
-def lost_settings(recipe: Recipe, trainer: Trainer) -> Iterator[tuple[str, str]]:
+def lost_settings(recipe: Record, trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield settings of which a trainer cannot express what was measured, in order, each with what
     it cannot and what its file does instead."""
     for key, lost in _LOST.items():
@@ -260,7 +260,7 @@ def lost_settings(recipe: Recipe, trainer: Trainer) -> Iterator[tuple[str, str]]
             yield key, sentence
 
 
-def _lost_alpha(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_alpha(recipe: Record, trainer: Trainer) -> str | None:
     alpha = recipe.config.alpha
     whole = max(1, round(alpha))
     if trainer == "unsloth" or whole == alpha:
@@ -271,7 +271,7 @@ def _lost_alpha(recipe: Recipe, trainer: Trainer) -> str | None:
     )
 
 
-def _lost_precision(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_precision(recipe: Record, trainer: Trainer) -> str | None:
     if trainer == "llama-factory" and recipe.config.compute_dtype == "fp32":
         return (
             "compute_dtype fp32: it cannot be asked for. Without bf16 and fp16 it infers a dtype "
@@ -285,7 +285,7 @@ def _lost_precision(recipe: Recipe, trainer: Trainer) -> str | None:
     )
 
 
-def _lost_quantization(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_quantization(recipe: Record, trainer: Trainer) -> str | None:
     config = recipe.config
     if trainer == "unsloth" and config.quantization == "fp8":
         return (
@@ -305,7 +305,7 @@ def _lost_quantization(recipe: Recipe, trainer: Trainer) -> str | None:
     return None
 
 
-def _lost_quantized_layers(recipe: Recipe, _: Trainer) -> str | None:
+def _lost_quantized_layers(recipe: Record, _: Trainer) -> str | None:
     config, layers = recipe.config, recipe.layers
     if not config.is_quantized or config.quantized_count(layers) == layers:
         return None
@@ -315,7 +315,7 @@ def _lost_quantized_layers(recipe: Recipe, _: Trainer) -> str | None:
     )
 
 
-def lost_adapters(recipe: Recipe, trainer: Trainer) -> str | None:
+def lost_adapters(recipe: Record, trainer: Trainer) -> str | None:
     """Return in which type a trainer holds adapters that were measured in another."""
     measured, is_quantized = recipe.config.adapter_dtype, recipe.config.is_quantized
     if trainer == "trl":
@@ -332,7 +332,7 @@ def lost_adapters(recipe: Recipe, trainer: Trainer) -> str | None:
     return f"adapter_dtype bf16: {where} it keeps them in fp32: more memory than measured."
 
 
-def _lost_layers(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_layers(recipe: Record, trainer: Trainer) -> str | None:
     if trainer == "trl" and _every_nth(recipe) is not None:
         return "every_n_layers: transformers 5.17 knows it; older releases may not."
     if not 0 < len(recipe.recomputed) < recipe.layers:
@@ -343,7 +343,7 @@ def _lost_layers(recipe: Recipe, trainer: Trainer) -> str | None:
     )
 
 
-def _lost_upcast(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_upcast(recipe: Record, trainer: Trainer) -> str | None:
     if not recipe.config.upcast_fp32:
         return None
     if trainer == "llama-factory":
@@ -367,7 +367,7 @@ _TRL_LOST_KERNELS = {
 }
 
 
-def _lost_kernels(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_kernels(recipe: Record, trainer: Trainer) -> str | None:
     config = recipe.config
     if trainer == "trl":
         return _TRL_LOST_KERNELS[config.kernels]
@@ -386,7 +386,7 @@ def _lost_kernels(recipe: Recipe, trainer: Trainer) -> str | None:
     return None
 
 
-def _lost_compile(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_compile(recipe: Record, trainer: Trainer) -> str | None:
     if trainer == "unsloth" or not recipe.config.compile:
         return None
     return (
@@ -402,7 +402,7 @@ _MASKED = (
 )
 
 
-def _lost_packing(recipe: Recipe, trainer: Trainer) -> str | None:
+def _lost_packing(recipe: Record, trainer: Trainer) -> str | None:
     config, kind = recipe.config, recipe.texts_kind
     if trainer == "unsloth":
         return None
@@ -439,7 +439,7 @@ def _lost_packing(recipe: Recipe, trainer: Trainer) -> str | None:
     )
 
 
-def lost_sharding(recipe: Recipe, _: Trainer | None = None) -> str | None:
+def lost_sharding(recipe: Record, _: Trainer | None = None) -> str | None:
     """Return what a file does not say of FSDP: it would have to name wrapping policies and state
     dicts, which nobody has tried here."""
     if not recipe.config.is_sharded:
@@ -451,7 +451,7 @@ def lost_sharding(recipe: Recipe, _: Trainer | None = None) -> str | None:
     )
 
 
-_LOST: Mapping[str, Callable[[Recipe, Trainer], str | None]] = {
+_LOST: Mapping[str, Callable[[Record, Trainer], str | None]] = {
     "lora_alpha": _lost_alpha,
     "compute_dtype": _lost_precision,
     "quantization": _lost_quantization,

@@ -21,11 +21,8 @@ from search_spaces.config import (
     TORCH_DTYPES,
     WEIGHT_DECAY,
 )
-from sweep.export.documents import lora_options, record_line
-from sweep.export.recipe import (
-    Recipe,
-    comment,
-)
+from sweep.export.documents import comment, lora_options
+from sweep.export.record import Record, facts
 from sweep.export.rows import DATA_FILE, dataset_info, dataset_options, lost_rows
 from sweep.export.script import template
 from sweep.export.spelling import (
@@ -91,20 +88,20 @@ TRIED: Mapping[Trainer, TriedWith] = {
 }
 
 
-def trl(recipe: Recipe) -> str:
+def trl(recipe: Record) -> str:
     """Return a recipe as a configuration file of TRL's command line."""
     options = {
         "model_name_or_path": _model(recipe),
         "use_peft": True,
         **trl_options(recipe),
-        "output_dir": recipe.output_directory("trl"),
+        "output_dir": recipe.output_dir,
     }
     cards = recipe.config.data_parallel
     command = "trl sft --config FILE" + (f" --num_processes {cards}" if cards > 1 else "")
     return _file(recipe, trainer="trl", command=command, options=options)
 
 
-def trl_options(recipe: Recipe) -> dict[str, Any]:
+def trl_options(recipe: Record) -> dict[str, Any]:
     """Return what TRL's configuration classes are told of a recipe, wherever its model is."""
     return {
         **_spelled(recipe, trainer="trl"),
@@ -114,7 +111,7 @@ def trl_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def axolotl(recipe: Recipe) -> str:
+def axolotl(recipe: Record) -> str:
     """Return a recipe as an axolotl YAML file."""
     options = {
         "base_model": _model(recipe),
@@ -124,7 +121,7 @@ def axolotl(recipe: Recipe) -> str:
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,
         **dataset_options(recipe, "axolotl"),
-        "dataset_prepared_path": f"{recipe.output_directory('axolotl')}/prepared",
+        "dataset_prepared_path": f"{recipe.output_dir}/prepared",
         "weight_decay": WEIGHT_DECAY,
         "max_grad_norm": MAX_GRAD_NORM,
         "lr_scheduler": SCHEDULE,
@@ -132,7 +129,7 @@ def axolotl(recipe: Recipe) -> str:
         "num_epochs": 1,
         "logging_steps": 10,
         **_NON_BLOCKING,
-        "output_dir": recipe.output_directory("axolotl"),
+        "output_dir": recipe.output_dir,
     }
     cards = recipe.config.data_parallel
     several = f"accelerate launch --num_processes {cards} -m axolotl.cli.train FILE"
@@ -140,7 +137,7 @@ def axolotl(recipe: Recipe) -> str:
     return _file(recipe, trainer="axolotl", command=command, options=options)
 
 
-def llama_factory(recipe: Recipe) -> str:
+def llama_factory(recipe: Record) -> str:
     """Return a recipe as a LLaMA-Factory YAML file."""
     options = {
         "model_name_or_path": _model(recipe),
@@ -149,7 +146,7 @@ def llama_factory(recipe: Recipe) -> str:
         **_spelled(recipe, trainer="llama-factory"),
         **dataset_options(recipe, "llama-factory"),
         **_TRAINING_ARGUMENTS,
-        "output_dir": recipe.output_directory("llama-factory"),
+        "output_dir": recipe.output_dir,
     }
     return _file(
         recipe, trainer="llama-factory", command="llamafactory-cli train FILE", options=options
@@ -163,7 +160,7 @@ _NO_ARGUMENTS = (
 """What TRL's options begin with that are of the model, the examples, or not Unsloth's."""
 
 
-def unsloth(recipe: Recipe) -> str:
+def unsloth(recipe: Record) -> str:
     """Return a script that trains a recipe by Unsloth, with TRL's options for the rest."""
     options, lora = trl_options(recipe), lora_options(recipe)
     return template("unsloth.py.j2").render(
@@ -179,7 +176,7 @@ def unsloth(recipe: Recipe) -> str:
     )
 
 
-def lost(recipe: Recipe, trainer: Trainer) -> tuple[str, ...]:
+def lost(recipe: Record, trainer: Trainer) -> tuple[str, ...]:
     """Return what a trainer cannot express of what was measured, and what its file does instead."""
     known = (sentence for _, sentence in lost_settings(recipe, trainer))
     return (*known, *_OLDER.get(trainer, ()), *lost_rows(recipe, trainer))
@@ -193,9 +190,9 @@ _OLDER: Mapping[Trainer, tuple[str, ...]] = {
 }
 
 
-def _to_fill_in(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
+def _to_fill_in(recipe: Record, trainer: Trainer) -> Iterator[str]:
     """Yield what of a file is the user's to do."""
-    if not recipe.weights:
+    if not recipe.model.weights:
         yield "the model: its architecture alone was measured"
     if trainer == "llama-factory":
         beside = f" with your {DATA_FILE} and" if recipe.texts is None else " with"
@@ -204,18 +201,18 @@ def _to_fill_in(recipe: Recipe, trainer: Trainer) -> Iterator[str]:
         yield "datasets"
 
 
-def _file(recipe: Recipe, *, trainer: Trainer, command: str, options: Mapping[str, Any]) -> str:
+def _file(recipe: Record, *, trainer: Trainer, command: str, options: Mapping[str, Any]) -> str:
     """Return the text of a trainer's file, with these options in it."""
     body = yaml.safe_dump(dict(options), sort_keys=False, default_flow_style=False)
     return f"{_header(recipe, trainer=trainer, command=command)}\n\n{body}"
 
 
-def _header(recipe: Recipe, *, trainer: Trainer, command: str) -> str:
+def _header(recipe: Record, *, trainer: Trainer, command: str) -> str:
     """Return the comment over a trainer's file; ``FILE`` stands for it in the command."""
     tried = TRIED[trainer]
     edits = tuple(_to_fill_in(recipe, trainer))
     paragraphs = (
-        *recipe.facts(),
+        *facts(recipe),
         "",
         f"For {tried.name}: {_command(recipe, command, trainer=trainer)}",
         str(tried),
@@ -228,7 +225,7 @@ def _header(recipe: Recipe, *, trainer: Trainer, command: str) -> str:
     )
     # A line each, to be taken as it is: in a paragraph a long path would be broken.
     info = f"{_INFO}{json.dumps(dataset_info(recipe))}\n" if trainer == "llama-factory" else ""
-    return f"{comment(paragraphs)}\n{info}{record_line(recipe)}"
+    return f"{comment(paragraphs)}\n{info}".rstrip()
 
 
 _INFO = "# dataset_info.json: "
@@ -238,12 +235,12 @@ def _items(texts: Iterable[str]) -> Iterator[str]:
     return (f"- {text}" for text in texts)
 
 
-def _model(recipe: Recipe) -> str:
+def _model(recipe: Record) -> str:
     """Return where a trainer finds the weights, or what to put there."""
-    return recipe.weights or f"path/or/hub-id/of/{recipe.model.name}"
+    return recipe.model.weights or f"path/or/hub-id/of/{recipe.model.name}"
 
 
-def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
+def _spelled(recipe: Record, *, trainer: Trainer) -> dict[str, Any]:
     """Return the options of a trainer that say what was measured, setting by setting."""
     options: dict[str, Any] = {}
     for key in KNOBS:
@@ -257,7 +254,7 @@ def _spelled(recipe: Recipe, *, trainer: Trainer) -> dict[str, Any]:
     return options
 
 
-def _command(recipe: Recipe, command: str, *, trainer: Trainer) -> str:
+def _command(recipe: Record, command: str, *, trainer: Trainer) -> str:
     """Return how to start a trainer, with the variables that it has to find."""
     given = variables(recipe, trainer).items()
     return " ".join([*(f"{name}={value}" for name, value in given), command])

@@ -4,7 +4,6 @@ shipped model, each with what was measured of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.ranking import measured_of, rank_study
 from storage.records import TrialRecord, Verdict
+from sweep.export.record import parse_record
 from sweep.finetuning.wire import Promise
 
 ReadStudy = Callable[[str], StudySnapshot]
@@ -108,39 +108,20 @@ def _name_of(model: Any) -> str | None:
 
 
 def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
-    """Return what an export says was measured; None where it does not, or not soundly."""
-    measured: Any = values.get("measurement")
-    try:
-        number, study, gpu = values.get("number"), values.get("study"), values["gpu"]
-        card = _mapping(values.get("provenance")).get("gpu")
-        texts = values.get("texts")
-        speed, peak = float(measured["tokens_per_second"]), int(measured["peak_allocated_bytes"])
-        if not (0 < speed < math.inf and peak > 0):
-            return None
-        return Promise(
-            tokens_per_second=speed,
-            peak_allocated_bytes=peak,
-            source=f"trial {number} of study {quote(study)}, by {label}",
-            device=str(card or gpu.get("emulated_on") or gpu.get("name")),
-            texts=None if texts is None else str(texts["fingerprint"]),
-            flags=tuple(measured.get("flags") or ()),
-            is_confirmed=values.get("confirmed") is not False,
-            environment=_environment_of(values),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    """Return what an export says was measured; None where it is a configuration alone."""
+    if "measurement" not in values:
         return None
-
-
-def _environment_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what an export tells of the machine that measured, but for its GPU's name."""
-    told = _mapping(values.get("provenance"))
-    known = {key: told.get(key) for key in ("driver", "cuda_driver", "python")}
-    commit = _mapping(told.get("sweep")).get("commit")
-    return {**known, "commit": commit, "versions": _mapping(values.get("versions"))}
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    record = parse_record(values, where=label)
+    return Promise(
+        tokens_per_second=record.measurement.tokens_per_second,
+        peak_allocated_bytes=record.measurement.peak_allocated_bytes,
+        source=f"{record.label}, by {label}",
+        device=record.device,
+        texts=None if record.texts is None else record.texts.summary.fingerprint,
+        flags=record.measurement.flags,
+        is_confirmed=record.confirmed,
+        environment=record.environment,
+    )
 
 
 def _of_shipped(name: str, *, model: str | None) -> Subject:

@@ -157,17 +157,19 @@ def export(
     lost = list(export.lost)
     if path is None and export.beside:
         lost.append(f"it needs {listed(export.beside)} beside it, which -o FILE writes too.")
+    if path is None and export.record:
+        lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
     for sentence in lost:
         note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
         say_as_is(export.text.removesuffix("\n"))
         return DONE
-    beside = {path.with_name(name): text for name, text in export.beside.items()}
-    if path in beside:
+    if path.name in export.beside:
         raise InputError(f"--output: {path.name} is what this file imports: name it otherwise")
-    for other in beside:
-        checked_output(str(other), what=other.name, endings=endings, is_forced=is_forced)
-    for each, text in {path: export.text, **beside}.items():
+    files = export.files(path)
+    for each in files:
+        checked_output(str(each), what=each.name, endings=(each.suffix,), is_forced=is_forced)
+    for each, text in files.items():
         write_output(each, text.encode("utf-8"))
         say(str(each))
     return DONE

@@ -12,6 +12,7 @@ from typing import Any, assert_never, cast
 from reports import units
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
+from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints, wire
 from sweep.finetuning import output as directories
 from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
@@ -42,7 +43,6 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
-from sweep.verifying.record import record_of_export, record_of_study
 from sweep.verifying.runs import verify as run_verify
 from sweep.verifying.verdict import Verification
 
@@ -243,14 +243,18 @@ def verify(
     if exists(Path(what), label=what):
         if trial is not None:
             raise InputError("--trial: an export is of one trial; leave it out")
-        record = record_of_export(what)
+        record, path = read_record(what)
     elif what.endswith((".py", ".yaml", ".yml", ".json")) or "/" in what:
         raise InputError(f"{what}: no such file")
     else:
-        record = record_of_study(read(what, url=storage_url(storage)), number=trial)
+        record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
     with working(f"running {record.label} for {steps} steps") as part:
         found = run_verify(
-            record, steps=steps, model=model, tell=lambda name, done, of: part(name)(done, of)
+            record,
+            path=path,
+            steps=steps,
+            model=model,
+            tell=lambda name, done, of: part(name)(done, of),
         )
     say_result(found.to_json(), verification_text(found), as_json=as_json)
     return DONE if found.ok else NOT_AS_RECORDED

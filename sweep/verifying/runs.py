@@ -25,13 +25,13 @@ from search_spaces.errors import EnvironmentFault, InputError, NothingFits, word
 from search_spaces.models import ModelSpec, load_model_spec
 from storage.files import make_directory
 from sweep.child_environment import child_environment
+from sweep.export.record import Record
 from sweep.finetuning.job import run_job
 from sweep.finetuning.wire import Event, Progressed, Promise, TrainingJob
 from sweep.paths import runs_directory
 from sweep.processes import Child
 from sweep.running.device_info import environment_with, read_card
 from sweep.subprocess_jobs import last_words, run_subprocess
-from sweep.verifying.record import Record, refuse_several_cards
 from sweep.verifying.verdict import Reached, Verification, judge
 
 STEPS = 40
@@ -53,6 +53,7 @@ Tell = Callable[[str, int, int], None]
 def verify(
     record: Record,
     *,
+    path: Path | None = None,
     steps: int = STEPS,
     model: str | None = None,
     tell: Tell = lambda what, done, of: None,
@@ -61,6 +62,7 @@ def verify(
 
     Args:
         record: what was measured.
+        path: the exported file that runs; None for a training of ours.
         steps: optimizer steps.
         model: directory or hub id of the weights that a script loads; None for the recorded ones,
             or for random ones of the same architecture.
@@ -73,19 +75,26 @@ def verify(
     """
     if steps < STEPS_MIN:
         raise InputError(f"--steps must be at least {STEPS_MIN}, got {steps}")
-    refuse_several_cards(record)
+    cards = record.config.data_parallel
+    if cards > 1:
+        raise InputError(
+            f"{record.label}: it was measured on {cards} GPUs at once (data_parallel), and a "
+            "verification runs on one: name a trial of one GPU with --trial, or run the exported "
+            "script with torchrun, which compares itself"
+        )
     _check_device(record)
     match record.kind:
         case "training":
             reached = _train(record, steps=steps, model=model, tell=tell)
         case "script" | "trl":
-            reached = _run_export(record, steps=steps, model=model, tell=tell)
-    card = read_card() if record.target.device == "cuda" else None
+            assert path is not None, "an export is a file"
+            reached = _run_export(record, path, steps=steps, model=model, tell=tell)
+    card = read_card() if record.gpu.target.device == "cuda" else None
     return judge(record, reached, environment=environment_with(card))
 
 
 def _check_device(record: Record) -> None:
-    if record.target.device == "cuda" and read_card() is None:
+    if record.gpu.target.device == "cuda" and read_card() is None:
         raise EnvironmentFault(
             f"{record.label} was measured on a GPU, and there is none here; `sweep doctor` says "
             "more"
@@ -100,16 +109,16 @@ def _train(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reac
             tell("steps", event.step, steps)
 
     with _workplace() as place:
-        spec = record.model if model is None else load_model_spec(model)
+        spec = record.model.spec if model is None else load_model_spec(model)
         job = TrainingJob(
             config=record.config,
             model=spec.to_json(),
             weights=record.weights if model is None else "pretrained",
             **_texts_of(record),
             max_steps=steps,
-            seed=record.seed,
-            device=record.target.device,
-            budget_bytes=record.target.budget_bytes,
+            seed=0 if record.texts is None else record.texts.seed,
+            device=record.gpu.target.device,
+            budget_bytes=record.gpu.target.budget_bytes,
             output=str(place),
             keeps_checkpoints=False,
             promise=_promise(record),
@@ -126,11 +135,11 @@ def _train(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reac
 
 def _promise(record: Record) -> Promise:
     return Promise(
-        tokens_per_second=record.tokens_per_second,
-        peak_allocated_bytes=record.peak_allocated_bytes,
+        tokens_per_second=record.measurement.tokens_per_second,
+        peak_allocated_bytes=record.measurement.peak_allocated_bytes,
         source=record.label,
-        device=str(record.environment.get("gpu") or "CPU"),
-        texts=None if record.texts is None else record.texts.fingerprint,
+        device=record.device,
+        texts=None if record.texts is None else record.texts.summary.fingerprint,
     )
 
 
@@ -142,23 +151,25 @@ def _texts_of(record: Record) -> dict[str, Any]:
     """
     if record.texts is None:
         return {}
-    directory = runs_directory() / ".texts" / record.texts.fingerprint
+    summary = record.texts.summary
+    directory = runs_directory() / ".texts" / summary.fingerprint
     if not directory.is_dir():
         raise InputError(
-            f"{record.label} was measured on {record.texts.source}, which is not prepared here: "
-            f"`sweep data {record.texts.source}` does that"
+            f"{record.label} was measured on {summary.source}, which is not prepared here: "
+            f"`sweep data {summary.source}` does that"
         )
     return {
         "texts": str(directory),
-        "fingerprint": record.texts.fingerprint,
-        "tokenizer": record.texts.tokenizer,
-        "eval_fraction": record.eval_fraction,
+        "fingerprint": record.texts.summary.fingerprint,
+        "tokenizer": record.texts.summary.tokenizer,
+        "eval_fraction": record.texts.eval_fraction,
     }
 
 
-def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) -> Reached:
+def _run_export(
+    record: Record, path: Path, *, steps: int, model: str | None, tell: Tell
+) -> Reached:
     """Run an exported file as it is, on texts that are made for it."""
-    assert record.path is not None, "an export is a file"
     _refuse_texts(record)
     if record.kind == "trl" and find_spec("trl") is None:
         raise EnvironmentFault("TRL is not installed here: `pip install trl`")
@@ -167,7 +178,7 @@ def _run_export(record: Record, *, steps: int, model: str | None, tell: Tell) ->
         texts = _texts_to_read(record, place, weights, steps=steps)
         tell("steps", 0, steps)
         run = _script if record.kind == "script" else _trl
-        reached = run(record, weights=weights, texts=texts, place=place, steps=steps)
+        reached = run(record, path, weights=weights, texts=texts, place=place, steps=steps)
     return Reached(
         steps=reached["steps"],
         tokens_per_second=reached["tokens_per_second"],
@@ -190,14 +201,16 @@ def _refuse_texts(record: Record) -> None:
             f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
             "count: verify the study, or its script"
         )
-    if not Path(record.texts.source).exists():
-        raise InputError(f"{record.label} was measured on {record.texts.source}, which is not here")
+    if not Path(record.texts.summary.source).exists():
+        raise InputError(
+            f"{record.label} was measured on {record.texts.summary.source}, which is not here"
+        )
 
 
 def _texts_to_read(record: Record, place: Path, weights: Path, *, steps: int) -> Path:
     """Return the texts that an export is run on: the study's own, or random words."""
     if record.texts is not None:
-        return Path(record.texts.source).resolve()
+        return Path(record.texts.summary.source).resolve()
     path = place / "texts.jsonl"
     _write_texts(path, weights, tokens=steps * record.config.tokens_per_step)
     return path
@@ -208,36 +221,20 @@ def _notes(record: Record, reached: Mapping[str, Any], *, steps: int) -> Iterato
         yield f"it ended after {reached['steps']} of {steps} steps"
     if reached["peak_allocated_bytes"] is None:
         yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
-    if record.kind == "trl" and record.path is not None:
-        yield from told_to_be_lost(record.path.read_text(encoding="utf-8"))
+    if record.kind == "trl":
+        yield from (f"TRL: {sentence}" for sentence in record.unsupported)
     kinds = reached.get("adapter_dtypes")
     measured = TORCH_DTYPES[record.config.adapter_dtype]
     if kinds and kinds != [measured]:
         yield f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}"
 
 
-def told_to_be_lost(text: str) -> Iterator[str]:
-    """Yield what an exported file says that its trainer cannot do of what was measured."""
-    lines = iter(text.splitlines())
-    if not any(line.startswith("# Where ") and line.endswith("measured:") for line in lines):
-        return
-    item = ""
-    for line in lines:
-        is_of_the_list = line.startswith(("# - ", "#   "))
-        if item and (line.startswith("# - ") or not is_of_the_list):
-            yield f"TRL: {item}"
-            item = ""
-        if not is_of_the_list:
-            return
-        item = f"{item} {line[4:].strip()}".strip()
-
-
 def _script(
-    record: Record, *, weights: Path, texts: Path, place: Path, steps: int
+    record: Record, path: Path, *, weights: Path, texts: Path, place: Path, steps: int
 ) -> Mapping[str, Any]:
     metrics = place / "metrics.json"
     command = [
-        *(sys.executable, str(record.path), "--model", str(weights), "--data", str(texts)),
+        *(sys.executable, str(path), "--model", str(weights), "--data", str(texts)),
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
     ]
@@ -270,8 +267,8 @@ def _seconds_max(record: Record, *, steps: int) -> float:
     recorded; it reads all the texts, and evaluates those that are held out."""
     tokens = steps * record.config.tokens_per_step
     if record.texts is not None:
-        tokens += record.texts.tokens
-    expected = tokens / record.tokens_per_second
+        tokens += record.texts.summary.tokens
+    expected = tokens / record.measurement.tokens_per_second
     return _LOADING_SECONDS_MAX + _SLOWER_MAX * expected
 
 
@@ -303,11 +300,11 @@ def _failed(text: str) -> EnvironmentFault | NothingFits:
 
 
 def _trl(
-    record: Record, *, weights: Path, texts: Path, place: Path, steps: int
+    record: Record, path: Path, *, weights: Path, texts: Path, place: Path, steps: int
 ) -> Mapping[str, Any]:
     request = {
         "do": "trl",
-        "file": str(record.path),
+        "file": str(path),
         "model": str(weights),
         "texts": str(texts),
         "output": str(place / "adapter"),
@@ -324,8 +321,8 @@ def _trl(
 
 def _environment(record: Record) -> dict[str, str]:
     """Return the variables of a child that trains on one GPU, with the recorded allocator."""
-    variables = child_environment(with_hub_token=record.model.source == "hub")
-    if record.target.device == "cpu":
+    variables = child_environment(with_hub_token=record.model.spec.source == "hub")
+    if record.gpu.target.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     else:
         variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
@@ -334,7 +331,7 @@ def _environment(record: Record) -> dict[str, str]:
 
 def _weights(record: Record, place: Path, *, model: str | None, tell: Tell) -> Path:
     """Return the directory that an export loads: weights with a tokenizer beside them."""
-    spec = record.model if model is None else load_model_spec(model)
+    spec = record.model.spec if model is None else load_model_spec(model)
     if spec.path is not None and spec.source != "shipped":
         check_weights(spec)
         return spec.path

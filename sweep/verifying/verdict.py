@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sweep.export.record import Record
 from sweep.finetuning.beside import Compared, behind, compared_memory, compared_speed, off
-from sweep.verifying.record import Record
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,19 @@ def judge(record: Record, reached: Reached, *, environment: Mapping[str, Any]) -
         reached: by the run.
         environment: this machine's fingerprint.
     """
-    speed = compared_speed(record.tokens_per_second, reached.tokens_per_second)
-    memory = compared_memory(record.peak_allocated_bytes, reached.peak_allocated_bytes)
+    speed = compared_speed(record.measurement.tokens_per_second, reached.tokens_per_second)
+    memory = compared_memory(record.measurement.peak_allocated_bytes, reached.peak_allocated_bytes)
     notes = reached.notes
     if _may_have_missed_the_longest(record) and memory.is_below:
-        memory, notes = compared_memory(record.peak_allocated_bytes, None), (*notes, _MISSED)
+        memory, notes = (
+            compared_memory(record.measurement.peak_allocated_bytes, None),
+            (*notes, _MISSED),
+        )
     elsewhere = behind(
-        record.environment, environment, flags=record.flags, is_confirmed=record.is_confirmed
+        record.environment,
+        environment,
+        flags=record.measurement.flags,
+        is_confirmed=record.confirmed,
     )
     differences = (*off(speed, memory), *elsewhere, *notes)
     return Verification(

@@ -19,7 +19,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.export.formats import export
-from sweep.export.recipe import Recipe, recipe_of
+from sweep.export.record import Record, RecordedModel, record_of
 from sweep.hugging_face import (
     ThroughputCallback,
     load_model,
@@ -42,11 +42,11 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def a_recipe(config: TrialConfig) -> Recipe:
-    return recipe_of(a_study(config, model=TINY))
+def a_recipe(config: TrialConfig) -> Record:
+    return record_of(a_study(config, model=TINY))
 
 
-def rows(recipe: Recipe, count: int = 16) -> list[dict[str, Any]]:
+def rows(recipe: Record, count: int = 16) -> list[dict[str, Any]]:
     tokens = torch.randint(0, 400, (count, recipe.config.seq_len)).tolist()
     return [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -137,7 +137,9 @@ def test_what_cannot_be_loaded_as_measured_is_refused_or_said(weights: str) -> N
         load_model(a_recipe(sharded), weights, seed=0)
     with pytest.raises(InputError, match="no base in fp8 as measured: use load_model"):
         model_kwargs(a_recipe(tiny_config(quantization="fp8")))
-    recipe = dataclasses.replace(a_recipe(tiny_config()), model=load_model_spec("demo"))
+    recipe = a_recipe(tiny_config())
+    demo = RecordedModel(**load_model_spec("demo").to_json())
+    recipe = recipe.model_copy(update={"model": demo})
     with pytest.warns(UserWarning, match="is no demo, which was measured"):
         load_model(recipe, weights, seed=0)
 
@@ -172,7 +174,7 @@ def test_the_callback_counts_what_carries_loss_and_says_what_came_of_the_promise
 ) -> None:
     recipe = a_recipe(tiny_config(checkpoint_fraction=0.0))
     measurement = recipe.measurement.model_copy(update={"tokens_per_second": promised})
-    recipe = dataclasses.replace(recipe, measurement=measurement)
+    recipe = recipe.model_copy(update={"measurement": measurement})
     lines: list[str] = []
     callback = ThroughputCallback(recipe, lines.append)
     callback._device = Marks(STEPS)

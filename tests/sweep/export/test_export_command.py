@@ -65,7 +65,7 @@ def test_a_script_that_computes_in_8_bits_has_its_kernels_beside_it(
     assert not path.exists()
     kernels.unlink()
     assert main(export) == 0
-    assert capsys.readouterr().out == f"{path}\n{kernels}\n"
+    assert capsys.readouterr().out == f"{path}\n{kernels}\n{path}.json\n"
     assert kernels.read_text().endswith(Path(eight_bit.__file__).read_text())
     assert main(export) == 0, "both are sweep's to replace"
     assert main([*export[:2], "-o", str(kernels)]) == 2

@@ -14,9 +14,7 @@ import yaml
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig, canonical
 from search_spaces.errors import InputError, NothingFits
-from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
-from sweep.export.documents import recorded
 from sweep.export.formats import endings_of, export, exported, format_names
 from tests.storage.builders import confirmed
 from tests.sweep.export.studies import HOSTILE, MODEL, a_measurement, a_study, some_texts
@@ -242,7 +240,7 @@ def test_the_document_holds_the_configuration_and_the_measurement_whole() -> Non
     document = json.loads(export(a_study(config), format="json"))
     resolved = canonical(config).model_copy(update={"target_modules": ("q_proj", "up_proj")})
     assert TrialConfig.model_validate(document["config"]) == resolved
-    assert type(a_measurement()).model_validate(document["measurement"]) == a_measurement()
+    assert {**document["measurement"]} == a_measurement().model_dump(mode="json")
     assert document["gpu"]["emulated_on"] == "NVIDIA H200"
 
 
@@ -261,7 +259,7 @@ def test_the_header_says_what_was_measured_and_on_what(
     for fact in ("16,800 tokens/s", "20.00 GiB", "13,631,488", "trial 17", "torch 2.13.0", device):
         assert fact in header
     assert "trial 17, not confirmed: sweep confirm a10-mistral." in header
-    assert "mistral-7b-v0.3, nf4 base, bf16 compute." in header
+    assert "mistral-7b-v0.3, nf4 base, bf16 compute" in header
 
 
 @pytest.mark.parametrize("format", ["script", *TRAINERS])
@@ -534,8 +532,7 @@ def test_provenance_is_a_value_of_its_own_in_documents(format: str) -> None:
     assert (
         provenance["tokens_per_second_ci95"][0] < 16_800 < provenance["tokens_per_second_ci95"][1]
     )
-    assert provenance["gain"] is None
-    assert provenance["no_gain"] == "no_baseline"
+    assert (provenance["gain"], provenance["baseline"]) == (None, None)
 
 
 @pytest.mark.parametrize("format", ["script", "yaml", *TRAINERS])
@@ -562,21 +559,6 @@ def test_what_nobody_recorded_is_said_to_be_unknown(format: str) -> None:
     else:
         for words in ("time that is not recorded", "no known version", "commit not recorded"):
             assert words in said(text)
-
-
-def test_a_recorded_document_reads_as_the_configuration_of_its_trial() -> None:
-    for config in CONFIGS:
-        study = a_study(config)
-        resolved = json.loads(export(study, format="json"))
-        model = ModelSpec.from_json(study.definition.model)
-        names = resolve_targets(config, model)
-        same = canonical(config).model_copy(update={"target_modules": tuple(sorted(names))})
-        assert TrialConfig.model_validate(resolved["config"]) == same
-        for format in ("script", *TRAINERS):
-            assert json.loads(recorded(export(study, format=format)) or "") == resolved
-        assert yaml.safe_load(export(study, format="yaml")) == resolved
-        peft = read(export(study, format="peft"), format="peft")
-        assert peft["auto_mapping"]["provenance"]["config"] == resolved["config"]
 
 
 def test_a_document_has_no_default_left_to_whoever_reads_it() -> None:

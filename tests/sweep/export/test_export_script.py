@@ -26,10 +26,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import WEIGHT_DECAY, TrialConfig
 from storage.records import Measured
 from sweep.export.formats import export, exported
-from sweep.export.recipe import WEIGHT_DECAY
 from sweep.training import eight_bit
 from sweep.training.adapters import attached
 from sweep.training.step import TrainingLoop

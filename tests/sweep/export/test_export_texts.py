@@ -374,10 +374,10 @@ def test_a_path_of_any_letters_is_the_same_path_in_every_format(index: int) -> N
         n.value for n in ast.walk(ast.parse(texts["script"])) if isinstance(n, ast.Constant)
     ]
     assert constants.count(path) == 3, "texts, column and tokenizer"
-    assert json.loads(texts["json"])["provenance"]["texts"]["source"] == path
-    assert yaml.safe_load(texts["yaml"])["provenance"]["texts"]["source"] == path
+    assert json.loads(texts["json"])["texts"]["source"] == path
+    assert yaml.safe_load(texts["yaml"])["texts"]["source"] == path
     known = json.loads(texts["peft"])["auto_mapping"]["provenance"]["texts"]
-    assert (known["source"], known["text_column"]) == (path, path)
+    assert (known["source"], known["summary"]["text_column"]) == (path, path)
 
 
 def on_texts(tokenizer: str | None = None, broken: int = 0) -> StudySnapshot:

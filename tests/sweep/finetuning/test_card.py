@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
+from sweep.export.record import record_of
 from sweep.finetuning.card import deviation, incomparable, model_card
 from sweep.finetuning.finishing import training_document
 from sweep.finetuning.wire import Promise, TrainingJob, TrainingResult
-from sweep.verifying.record import record_of_study
 from sweep.verifying.verdict import Reached, judge
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_measurement, a_study
 
 TOKENS = "tokens_per_second"
 
@@ -129,8 +128,9 @@ def test_what_is_not_as_promised_is_said_as_sweep_verify_would(
     result = RESULT.model_copy(
         update={"tokens_per_second": speed, "peak_allocated_bytes": round(peak * 2**30)}
     )
-    record = replace(record_of_study(a_study()), tokens_per_second=200.0, environment={})
-    record = replace(record, peak_allocated_bytes=2**30, is_confirmed=True)
+    measured = a_measurement(tokens_per_second=200.0, peak_allocated_bytes=2**30)
+    record = record_of(a_study(measurement=measured))
+    record = record.model_copy(update={"confirmed": True, "provenance": None})
     verified = judge(record, Reached(10, speed, result.peak_allocated_bytes), environment={})
     document = training_document(
         a_job(promised("abc")), result, texts=None, subject="the winner", environment={}

@@ -16,7 +16,7 @@ from storage.definition import (
     TargetSpeed,
 )
 from storage.records import Crashed, Lost, Measured, OutOfMemory, TrialRecord
-from sweep.export.recipe import recipe_of
+from sweep.export.record import record_of
 from sweep.terminal.summary import best_text, has_fit, last_screen, status_text, studies_text
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
@@ -167,7 +167,7 @@ def test_where_only_a_baseline_outside_the_space_fits_there_is_nothing_to_export
     assert not has_fit(snapshot)
     assert "a space that holds what it sets has an answer" in best_text(snapshot)
     with pytest.raises(NothingFits, match="has nothing to export"):
-        recipe_of(snapshot)
+        record_of(snapshot)
 
 
 def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from search_spaces.models import load_model_spec
+from sweep.export.record import Provenance, RecordedTexts, record_of
 from sweep.terminal.finishing import verification_text
-from sweep.verifying.record import record_of_study
 from sweep.verifying.verdict import Reached, judge
 from tests.sweep.export.studies import a_measurement, a_study
 from tests.sweep.prepared_texts import a_summary
 
 PEAK = a_measurement().peak_allocated_bytes
 HERE = {"gpu": "NVIDIA A10", "driver": "580", "versions": {"torch": "2.13.0", "triton": None}}
-RECORD = replace(
-    record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3"))),
-    is_confirmed=True,
-    environment=HERE,
+VERSIONS = {"torch": "2.13.0", "triton": None}
+ORIGIN = Provenance(study="a", trial=17, gpu="NVIDIA A10", driver="580", versions=VERSIONS)
+RECORD = record_of(a_study(model=load_model_spec("mistral-7b-v0.3"))).model_copy(
+    update={"confirmed": True, "provenance": ORIGIN}
 )
 
 
 def reached(speed: float = 1.0, peak: float | None = 1.0, **changes: Any) -> Reached:
     return Reached(
         steps=40,
-        tokens_per_second=speed * RECORD.tokens_per_second,
+        tokens_per_second=speed * RECORD.measurement.tokens_per_second,
         peak_allocated_bytes=None if peak is None else round(peak * PEAK),
         **changes,
     )
@@ -68,7 +67,8 @@ def test_a_script_may_miss_the_longest_of_padded_texts_and_nothing_else_may_be_l
     kind: Any, packing: str, peak: float, is_ok: bool
 ) -> None:
     config = RECORD.config.model_copy(update={"packing": packing})
-    record = replace(RECORD, kind=kind, config=config, texts=a_summary())
+    texts = RecordedTexts(summary=a_summary(), source="x", eval_fraction=0.0, seed=0)
+    record = RECORD.model_copy(update={"format": kind, "config": config, "texts": texts})
     found = judge(record, reached(peak=peak), environment=HERE)
     assert found.ok is is_ok
     assert found.differences
@@ -109,7 +109,8 @@ def test_another_card_and_other_versions_are_named() -> None:
 
 
 def test_a_record_that_was_doubtful_says_so() -> None:
-    noisy = replace(RECORD, flags=("emulated", "noisy"), is_confirmed=False)
+    measured = RECORD.measurement.model_copy(update={"flags": ("emulated", "noisy")})
+    noisy = RECORD.model_copy(update={"measurement": measured, "confirmed": False})
     noted = reached(notes=("TRL trained adapters of bfloat16, measured were float32",))
     found = judge(noisy, noted, environment=HERE)
     assert found.differences == (

@@ -19,10 +19,10 @@ from search_spaces.presets import preset_texts
 from search_spaces.texts import LengthQuantiles, TextsSummary
 from sweep.cli import main
 from sweep.export.formats import endings_of, exported
+from sweep.export.record import RecordedTexts, record_of
 from sweep.terminal.listings import read
 from sweep.verifying import runs
 from sweep.verifying.random_weights import write_random_weights
-from sweep.verifying.record import record_of_study
 from sweep.verifying.runs import verify
 from tests.sweep.export.studies import a_study
 
@@ -110,10 +110,9 @@ def test_an_export_in_8_bits_is_run_as_it_was_measured(
     study = a_study(config, model=DEMO)
     target = study.definition.target.model_copy(update={"device": "cpu", "gpu": "cpu"})
     study = replace(study, definition=study.definition.model_copy(update={"target": target}))
-    found = exported(study, format=format)
     path = tmp_path / f"train{endings_of(format)[0]}"
-    for name, text in {path.name: found.text, **found.beside}.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    for each, text in exported(study, format=format).files(path).items():
+        each.write_text(text, encoding="utf-8")
     assert verified(str(path), capsys)["steps"] == 8
 
 
@@ -128,11 +127,11 @@ def test_an_export_of_a_study_with_texts_is_refused_before_weights_are_made(
     kind: Literal["trl", "script"], texts: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "_weights", pytest.fail)
-    study = record_of_study(a_study(model=DEMO, texts=TEXTS.model_copy(update={"source": texts})))
-    target = study.target.model_copy(update={"device": "cpu"})
-    record = replace(study, kind=kind, target=target, path=Path(__file__))
+    study = record_of(a_study(model=DEMO, texts=TEXTS.model_copy(update={"source": texts})))
+    gpu = study.gpu.model_copy(update={"name": "cpu"})
+    record = study.model_copy(update={"format": kind, "gpu": gpu})
     with pytest.raises(InputError, match=said):
-        verify(record)
+        verify(record, path=Path(__file__))
 
 
 FIGURES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text"
@@ -166,6 +165,7 @@ def test_a_script_that_goes_wrong_ends_the_verification_and_says_how(
     text = (home / "one.py").read_text(encoding="utf-8")
     changed = text.replace("import argparse\n", f"import argparse\n{first}\n", 1)
     (tmp_path / "own.py").write_text(changed)
+    (tmp_path / "own.py.json").write_text((home / "one.py.json").read_text(encoding="utf-8"))
     assert main(["verify", str(tmp_path / "own.py"), "--model", str(tmp_path / "model")]) == code
     assert words in capsys.readouterr().err
 
@@ -186,15 +186,16 @@ def test_what_was_measured_on_a_card_is_not_verified_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    record = record_of_study(a_study(model=load_model_spec("mistral-7b-v0.3")))
+    record = record_of(a_study(model=load_model_spec("mistral-7b-v0.3")))
     with pytest.raises(EnvironmentFault, match="measured on a GPU, and there is none here"):
         verify(record)
 
 
 def test_texts_that_are_gone_are_asked_for(home: Path) -> None:
-    record = record_of_study(read("one", url=f"sqlite:///{home}/runs/sweep.db"))
+    record = record_of(read("one", url=f"sqlite:///{home}/runs/sweep.db"))
+    texts = RecordedTexts(summary=TEXTS, source=TEXTS.source, eval_fraction=0.0, seed=0)
     with pytest.raises(InputError, match=r"measured on chats\.jsonl, which is not prepared here"):
-        verify(replace(record, texts=TEXTS))
+        verify(record.model_copy(update={"texts": texts}))
 
 
 def test_random_weights_load_as_the_architecture_they_are_of(tmp_path: Path) -> None:

@@ -1,0 +1,544 @@
+"""The record of a trial: a configuration, what was measured of it, and where that comes from.
+
+`sweep export` writes it as JSON, alone or beside a file that runs; `sweep train` and `sweep verify`
+read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    computed_field,
+    field_validator,
+)
+
+from reports import units, words
+from reports.sentences import status_words
+from search_spaces.config import KNOBS, TrialConfig, canonical
+from search_spaces.documents import home_expanded, is_directory, parse_object, read_text
+from search_spaces.errors import InputError, NothingFits, in_percent, quote
+from search_spaces.gpus import match_product
+from search_spaces.linears import resolve_targets
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.space import Weights
+from search_spaces.texts import TextsChoice, TextsSummary
+from storage.confirmations import Ratio
+from storage.definition import StudySnapshot, Target
+from storage.files import WRITTEN_BY
+from storage.ranking import NoGain, Ranking, measured_of, rank_study
+from storage.records import Measurement, TrialRecord, Verdict
+
+_OURS = "qlora-sweep"
+_LIBRARIES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl"),
+    "datasets",
+)
+_EVERY_LINEAR = "all-linear"
+_NAME_MAX = 60
+_ENVIRONMENT = ("gpu", "cpu", "driver", "cuda_driver", "python")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class RecordedModel(_Part):
+    """A model: its architecture, and where its weights are."""
+
+    name: str
+    weights: str | None = None
+    """A directory or a hub id; None for a shipped architecture."""
+    fingerprint: str | None = None
+    source: Literal["shipped", "directory", "hub"] | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Its ``config.json``."""
+    path: str | None = None
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model as it was recorded where its files are here, else the one of that name.
+
+        Raises:
+            InputError: there is none.
+        """
+        is_here = self.source == "shipped" or (self.path is not None and Path(self.path).is_dir())
+        if self.config and is_here:
+            return ModelSpec.from_json(self.model_dump())
+        return load_model_spec(self.weights or self.name)
+
+
+class RecordedGpu(_Part):
+    """The GPU that a study is for, and what stood in for it."""
+
+    name: str
+    budget_bytes: PositiveInt
+    emulated_on: str | None = None
+    recorded: str | None = None
+
+    @property
+    def target(self) -> Target:
+        """The same as a study's definition has it."""
+        return Target(
+            gpu=self.name,
+            device="cpu" if self.name == "cpu" else "cuda",
+            **self.model_dump(exclude={"name"}),
+        )
+
+
+class RecordedMeasurement(Measurement):
+    """What was measured; other keys are left out."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    tokens_per_second: PositiveFloat
+    peak_allocated_bytes: PositiveInt
+
+
+class RecordedTexts(_Part):
+    """The dataset that a study trained on, and how it read it."""
+
+    summary: TextsSummary
+    source: str
+    """Where it is: an absolute path, or a hub id."""
+    eval_fraction: float = Field(ge=0, lt=1)
+    """Share of the examples that no training saw."""
+    seed: int = Field(ge=0)
+    """Of the choice of those."""
+    tokenizer: str | None = None
+    """The one that was named, a path or a hub id; None for the model's own."""
+
+    @property
+    def column(self) -> str:
+        """The column with the text, where each example is one."""
+        return self.summary.text_column or "text"
+
+
+class RecordedBaseline(_Part):
+    """The trial that a gain is over."""
+
+    trial: int
+    tokens_per_second: float
+    config: TrialConfig
+
+
+class RecordedGain(_Part):
+    """The speed over the baseline's."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    paired: bool = False
+
+
+class Provenance(_Part):
+    """Where a measurement comes from; null where nothing recorded it."""
+
+    study: str
+    trial: int
+    date: str | None = None
+    """When the trial began, UTC, ISO 8601."""
+    gpu: str | None = None
+    """The product that measured; None for a CPU."""
+    cpu: str | None = None
+    driver: str | None = None
+    cuda_driver: str | None = None
+    python: str | None = None
+    sweep: dict[str, str | None] = Field(default_factory=dict)
+    """Our version and commit."""
+    versions: dict[str, str | None] = Field(default_factory=dict)
+    tokens_per_second_ci95: tuple[float, float] | None = None
+    confirmed: bool = False
+    role: str = ""
+    """What the trial is in its study, in words."""
+    certainty: str = ""
+    """Whether it was measured again, and what to type where it was not."""
+    baseline: RecordedBaseline | None = None
+    gain: RecordedGain | None = None
+    no_gain: NoGain | None = None
+    """Why no gain over it is stated."""
+
+
+class Record(_Part):
+    """The winner of a study or another trial of it, every default of its configuration written out.
+
+    What `sweep best --json` prints is one too, without provenance.
+    """
+
+    format: str = "json"
+    """Of the file that it is beside; ``json`` for one that stands alone."""
+    unsupported: tuple[str, ...] = ()
+    """What that file cannot do of what was measured, in words."""
+    study: str
+    number: int
+    model: RecordedModel
+    weights: Weights = "random"
+    """Those that were measured."""
+    gpu: RecordedGpu
+    config: TrialConfig
+    measurement: RecordedMeasurement
+    confirmed: bool = False
+    """Whether it was measured again after the search."""
+    texts: RecordedTexts | None = None
+    """None where full random sequences were trained on."""
+    provenance: Provenance | None = None
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self.config.accumulation_steps
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def output_dir(self) -> str:
+        """A directory for what a training leaves: no other export has it."""
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.study)[:_NAME_MAX].strip("-.")
+        if plain != self.study:
+            # Two names may look alike once what is no name of a file is gone.
+            digest = hashlib.sha256(self.study.encode("utf-8", "surrogateescape")).hexdigest()
+            plain = f"{plain or 'study'}-{digest[:8]}"
+        return f"outputs/{plain}-trial{self.number}-{self.format}"
+
+    @property
+    def kind(self) -> Literal["training", "script", "trl"]:
+        """What runs it: `sweep train`, the script beside the record, TRL on the file beside it."""
+        kinds: dict[str, Literal["script", "trl"]] = {"script": "script", "trl": "trl"}
+        return kinds.get(self.format, "training")
+
+    @property
+    def label(self) -> str:
+        """The trial in words: ``trial 12 of study 'a10'``."""
+        return f"trial {self.number} of study {quote(self.study)}"
+
+    @property
+    def device(self) -> str:
+        """What it was measured on: the product's name, or ``CPU``."""
+        if self.gpu.name == "cpu":
+            return "CPU"
+        product = None if self.provenance is None else self.provenance.gpu
+        return product or self.gpu.emulated_on or self.gpu.name
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The machine that measured, as `storage.environment.fingerprint` has it."""
+        if self.provenance is None:
+            return {}
+        told = self.provenance.model_dump(include=set(_ENVIRONMENT))
+        versions, ours = dict(self.provenance.versions), self.provenance.sweep
+        if ours.get("version") is not None:
+            versions[_OURS] = ours["version"]
+        return {**told, "commit": ours.get("commit"), "versions": versions}
+
+    @property
+    def texts_kind(self) -> str | None:
+        """What the dataset's examples are; None for full random sequences."""
+        return None if self.texts is None else self.texts.summary.kind
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self.model.config["num_hidden_layers"])
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Decoder layers whose activations are recomputed, in order."""
+        return tuple(sorted(self.config.checkpointed_layers(self.layers)))
+
+    @property
+    def dtype(self) -> str:
+        """Of matrix products, where none is in 8 bits; beside 8-bit ones, of all else."""
+        if not self.config.is_8bit_compute:
+            return self.config.compute_dtype
+        target = match_product(self.gpu.name)
+        return "bf16" if target is None else target.half
+
+    @property
+    def target_modules(self) -> tuple[str, ...] | None:
+        """Names of the layers with an adapter; None for every linear layer of a model type whose
+        layers' names are not known."""
+        names = self.config.target_modules
+        return None if isinstance(names, str) else names
+
+    def to_json(self) -> str:
+        """Return it as JSON; ASCII alone, so that any name can be in it."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+
+# From a study
+
+
+def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
+    """Return the record of a study's winner, or of the trial of that number.
+
+    Raises:
+        NothingFits: nothing that was tried was measured to fit.
+        InputError: there is no trial of that number, or it was not measured to fit.
+    """
+    ranking, definition = rank_study(snapshot), snapshot.definition
+    best = ranking.winner
+    trial = best if number is None else _trial(snapshot, ranking, number)
+    if trial is None:
+        raise NothingFits(
+            f"study {quote(snapshot.name)} has nothing to export: no trial of its space was "
+            "measured to fit"
+        )
+    measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
+    again, is_best = ranking.is_measured_again(trial), best is not None and trial is best
+    is_confirmed = ranking.is_confirmed if is_best else again
+    gain = ranking.gain_of(trial)
+    baseline = ranking.reference_for(trial.config) or ranking.baseline
+    environment = snapshot.environment
+    versions = dict(environment.get("versions") or {})
+    return Record(
+        study=snapshot.name,
+        number=trial.number,
+        model=RecordedModel(
+            **spec.to_json(), weights=_place(spec), fingerprint=definition.model_fingerprint
+        ),
+        weights=definition.space.weights,
+        gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
+        config=_resolved(trial.config, spec),
+        measurement=RecordedMeasurement(**measured.model_dump(exclude={"soak"})),
+        confirmed=is_confirmed,
+        texts=_texts(snapshot),
+        provenance=Provenance(
+            study=snapshot.name,
+            trial=trial.number,
+            date=trial.started_at,
+            **{key: environment.get(key) for key in _ENVIRONMENT},
+            sweep={"version": versions.pop(_OURS, None), "commit": environment.get("commit")},
+            versions=versions,
+            tokens_per_second_ci95=measured.speed_interval,
+            confirmed=is_confirmed,
+            role=words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
+            if is_best
+            else "One of the configurations that fit, not the best",
+            certainty=status_words(ranking, study=snapshot.name)
+            if is_best
+            else f"{'' if again else 'not '}measured again",
+            baseline=None
+            if baseline is None
+            else RecordedBaseline(
+                trial=baseline.number,
+                tokens_per_second=measured_of(baseline).tokens_per_second,
+                config=_resolved(baseline.config, spec),
+            ),
+            gain=None
+            if gain.ratio is None
+            else RecordedGain(
+                ratio=gain.ratio.value,
+                low=gain.ratio.low,
+                high=gain.ratio.high,
+                paired=gain.ratio.is_paired,
+            ),
+            no_gain=None if baseline is None else gain.reason,
+        ),
+    )
+
+
+def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
+    """Return a trial as it is ranked: what was measured again with the speed of those runs."""
+    if number not in {record.number for record in snapshot.records}:
+        raise InputError(
+            f"study {quote(snapshot.name)} has no trial {number}; `sweep report` shows all of them"
+        )
+    record = next((record for record in ranking.records if record.number == number), None)
+    if record is None or record.verdict is not Verdict.FITS:
+        raise InputError(
+            f"trial {number} of study {quote(snapshot.name)} was not measured to fit: name one "
+            "that was"
+        )
+    return record
+
+
+def _place(spec: ModelSpec) -> str | None:
+    """Return where weights are, a directory or a hub id; None for a shipped architecture."""
+    if spec.source == "shipped":
+        return None
+    return str(spec.path) if spec.source == "directory" and spec.path else spec.name
+
+
+def _resolved(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
+    """Return a configuration with every default and set of layers written out."""
+    names = resolve_targets(config, spec)
+    targets = _EVERY_LINEAR if _EVERY_LINEAR in names else tuple(sorted(names))
+    return canonical(config).model_copy(update={"target_modules": targets})
+
+
+def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
+    summary, space = snapshot.definition.texts, snapshot.definition.space
+    if summary is None:
+        return None
+    choice = space.data or TextsChoice(texts=summary.source)
+    tokenizer = choice.tokenizer
+    if tokenizer is not None and not home_expanded(tokenizer).is_dir():
+        # Trainers know no names of ours.
+        paths = {spec.name: spec.tokenizer_path for spec in shipped_models()}
+        tokenizer = str(paths.get(tokenizer) or tokenizer)
+    return RecordedTexts(
+        summary=summary,
+        source=choice.texts,
+        eval_fraction=float(choice.eval_fraction),
+        seed=space.seed,
+        tokenizer=tokenizer,
+    )
+
+
+# From a file
+
+
+def beside(path: Path) -> Path:
+    """Return where the record of an exported file is: beside ``train.py``, ``train.py.json``."""
+    return path.with_name(f"{path.name}.json")
+
+
+def read_record(typed: str) -> tuple[Record, Path]:
+    """Return the record of an exported file, or of the one in a directory, and that file.
+
+    Raises:
+        InputError: it has none, or one that is not whole.
+    """
+    path = Path(typed)
+    if is_directory(path, label=typed):
+        found = [file for file in sorted(path.iterdir()) if beside(file).is_file()]
+        if len(found) != 1:
+            names = f": {', '.join(file.name for file in found)}" if found else ""
+            raise InputError(
+                f"{typed}: {len(found) or 'no'} exports with a record in it{names}; name the file "
+                "that `sweep export` wrote"
+            )
+        (path,) = found
+    record = beside(path)
+    if record.is_file():
+        told = parse_object(read_text(record, label=str(record)), where=str(record))
+        return parse_record(told, where=str(record)), path.resolve()
+    values = _document(path, label=typed) or {}
+    if not {"config", "measurement"} <= values.keys():
+        raise InputError(
+            f"{typed}: no record of what was measured in it or beside it ({record.name}): name a "
+            "study, or a file that `sweep export --format script`, trl, json or yaml wrote"
+        )
+    alone = parse_record(values, where=typed).model_copy(update={"format": "json"})
+    return alone, path.resolve()
+
+
+def _document(path: Path, *, label: str) -> dict[str, Any] | None:
+    """Return the values of a JSON or YAML file; None of another."""
+    if path.suffix == ".json":
+        return parse_object(read_text(path, label=label), where=label)
+    if path.suffix not in (".yaml", ".yml"):
+        return None
+    try:
+        values = yaml.safe_load(read_text(path, label=label))
+    except yaml.YAMLError as error:
+        raise InputError(f"{label}: no YAML: {str(error).splitlines()[0]}") from error
+    return values if isinstance(values, dict) else None
+
+
+def parse_record(values: dict[str, Any], *, where: str) -> Record:
+    """Return the record that a document holds, an export's or that of `sweep best --json`.
+
+    Raises:
+        InputError: names the key that is missing or cannot be.
+    """
+    best = values.get("best")
+    try:
+        return Record.model_validate({**values, **best} if isinstance(best, dict) else values)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise InputError(
+            f"{where}: the record in it is not whole ({key}: {fault['msg']}): export it again"
+        ) from error
+
+
+# In words
+
+
+def facts(record: Record) -> tuple[str, ...]:
+    """Return what was measured, of what and on what, a sentence or two each."""
+    origin = record.provenance
+    assert origin is not None, "a study's record has one"
+    known = [f"{name} {origin.versions[name]}" for name in _LIBRARIES if origin.versions.get(name)]
+    kinds = [
+        KNOBS[key].phrase(getattr(record.config, key)) for key in ("quantization", "compute_dtype")
+    ]
+    driver = f"driver {origin.driver or 'not recorded'}"
+    if record.gpu.name == "cpu":
+        driver = "no GPU driver"
+    return (
+        f"{WRITTEN_BY}.",
+        f"{origin.role}, of study {quote(record.study)}: trial {record.number}, "
+        f"{origin.certainty}.",
+        figures(record.measurement),
+        words.emulation_note(record.gpu.target)
+        or f"Measured on {'a CPU' if record.device == 'CPU' else record.device}.",
+        f"{f'Begun {origin.date}' if origin.date else 'At a time that is not recorded'}, by "
+        f"{_OURS} {origin.sweep.get('version') or 'of no known version'} (commit "
+        f"{origin.sweep.get('commit') or 'not recorded'}), with {driver}.",
+        gain_words(record),
+        f"Model: {record.model.name}, {', '.join(kinds)}. "
+        f"Libraries: {', '.join(known) or 'not recorded'}.",
+        examples_words(record),
+    )
+
+
+def figures(measured: Measurement) -> str:
+    """Return what was measured, in a sentence or two."""
+    reserved = measured.peak_reserved_bytes
+    also = "" if reserved is None else f", {units.gib(reserved)} reserved"
+    flags = f" Flags: {', '.join(measured.flags)}." if measured.flags else ""
+    doubt = " It may be more or less: the measurement is noisy." if measured.is_noisy else ""
+    return (
+        f"{units.rate(measured.tokens_per_second)} tokens/s ({words.interval_words(measured)}) at "
+        f"the median step of {units.step_time(measured.step_seconds)}, peak "
+        f"{units.gib(measured.peak_allocated_bytes)} allocated{also}, "
+        f"{units.count(measured.trainable_parameters)} trainable parameters.{flags}{doubt}"
+    )
+
+
+def gain_words(record: Record) -> str:
+    """Return how the trial compares with its study's baseline, as a sentence."""
+    origin = record.provenance
+    if origin is None or origin.baseline is None:
+        return "Baseline: none was measured beside it, so no gain is stated."
+    if origin.baseline.trial == record.number:
+        return "Baseline: this trial itself, so there is no gain to state."
+    gained = f"not stated: {words.why_no_gain(origin.no_gain, 'it')}"
+    if (gain := origin.gain) is not None:
+        gained = words.gain(Ratio(gain.ratio, gain.low, gain.high, gain.paired))
+    return (
+        f"Baseline: trial {origin.baseline.trial}, "
+        f"{units.rate(origin.baseline.tokens_per_second)} tokens/s; gain {gained}."
+    )
+
+
+def examples_words(record: Record) -> str:
+    """Return what was trained on, as a sentence."""
+    if record.texts is None:
+        tokens = record.config.seq_len
+        return f"Examples: random tokens, each sequence full ({tokens} tokens)."
+    texts, summary = record.texts, record.texts.summary
+    loss = "loss on completions only" if summary.completions_only else "loss on every token"
+    return (
+        f"Dataset: {quote(texts.source)} ({summary.kind}, {loss}; fingerprint "
+        f"{summary.fingerprint}), {in_percent(texts.eval_fraction)} of the examples held out."
+    )
