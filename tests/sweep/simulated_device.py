@@ -127,6 +127,16 @@ def a_measurement(config: TrialConfig, *, spread: float = 0.005, **changes: Any)
     return Measurement.model_validate(values | changes)
 
 
+def at_speed(
+    config: TrialConfig, speed: float, *, spread: float = 0.005, **changes: Any
+) -> Measured:
+    """Answer as a GPU that runs a configuration at so many tokens per second."""
+    step = config.tokens_per_step / speed
+    ends = (step * (1 - spread), step * (1 + spread))
+    values = {"tokens_per_second": speed, "step_seconds": step, "step_seconds_ci95": ends}
+    return Measured(measurement=a_measurement(config, **(values | changes)))
+
+
 def train(config: TrialConfig) -> Outcome:
     """Answer as the GPU would."""
     peak = peak_bytes(config)
@@ -200,18 +210,24 @@ def best_speed(space: SearchSpace) -> float:
     return max((tokens_per_second(c) for c in configs if peak_bytes(c) <= BUDGET), default=math.nan)
 
 
-def a_study(home: Path, *, sampler: BaseSampler | None = None, **changes: Any) -> OpenStudy:
-    """Open a study of the simulated space in a SQLite file under ``home``."""
-    definition = StudyDefinition(
+def a_definition(*, emulated_on: str | None = None, **changes: Any) -> StudyDefinition:
+    """A study of the simulated space for an A10, or for what ``gpu`` says."""
+    gpu = changes.get("gpu", "a10")
+    target = Target(gpu=gpu, device="cuda", budget_bytes=BUDGET, emulated_on=emulated_on)
+    return StudyDefinition(
         space=a_space(**changes),
         model=MODEL.to_json(),
         model_fingerprint=MODEL.fingerprint,
-        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
+        target=target,
     )
+
+
+def a_study(home: Path, *, sampler: BaseSampler | None = None, **changes: Any) -> OpenStudy:
+    """Open a study of the simulated space in a SQLite file under ``home``."""
     return open_study(
         "study",
         url=f"sqlite:///{home}/sweep.db",
-        definition=definition,
+        definition=a_definition(**changes),
         sampler=sampler or RandomSampler(seed=0),
         environment={},
         home=home,

@@ -93,7 +93,6 @@ def test_an_uncertain_fit_is_still_given_a_best_guess(
 
 def test_what_a_rule_forbids_does_not_fit_and_costs_nothing() -> None:
     forecast = a_forecaster(gpu="t4", budget_gib=100).expect(TrialConfig())
-    assert forecast.broken is not None
     assert forecast.broken.rule == "bf16-needs-ampere"
     assert (forecast.fits, forecast.fit, forecast.step_seconds) == (False, Fit.NO, None)
     assert bill_offers(forecast, work=AskedWork(), offers=[an_offer()]) == ()
@@ -140,7 +139,6 @@ def test_a_plan_is_no_surer_than_the_studys_trials_allow() -> None:
     def fit(share: float) -> Fit:
         config = TrialConfig(micro_batch_size=4)
         measured = a_record(0, config)
-        assert measured.measurement is not None
         peak = int(measured.measurement.peak_allocated_bytes / share)
         predicted = PredictionRecord(peak_allocated_bytes=peak, peak_reserved_bytes=peak)
         snapshot = a_snapshot(measured.model_copy(update={"prediction": predicted}))
@@ -251,7 +249,6 @@ def test_a_survey_recommends_the_fastest_that_surely_fits() -> None:
     found = survey(a_space(), forecaster)
     fitting = [c for c in every(a_space()) if forecaster.expect(c).fit is Fit.YES]
     fastest = max(fitting, key=lambda c: forecaster.expect(c).tokens_per_second or 0)
-    assert found.recommended is not None
     assert found.recommended.config == fastest
 
 
@@ -301,7 +298,6 @@ def test_a_size_that_rules_forbid_is_in_the_table_and_does_not_fit() -> None:
         "seq_len": {"choices": [512, 100_000]},
     }
     table = survey(a_space(dimensions=dimensions), a_forecaster()).table
-    assert table is not None
     assert table.cells[1, 100_000].broken is not None
     assert (table.cells[1, 100_000].fit, table.largest[100_000].possible) == (Fit.NO, 0)
 
@@ -332,7 +328,6 @@ def test_what_a_space_fixes_is_the_tables_one_row_or_column(
     changes: Mapping[str, Any], batches: tuple[int, ...], lengths: tuple[int, ...]
 ) -> None:
     table = survey(a_space(**changes), a_forecaster()).table
-    assert table is not None
     assert (table.batches, table.lengths) == (batches, lengths)
 
 
@@ -348,7 +343,6 @@ def test_a_sample_misses_no_length_that_something_fits_at() -> None:
     # At 4,096 only little ranks and hardly any kept activations fit.
     forecaster = a_forecaster(budget_gib=9.3)
     table = survey(space, forecaster).table
-    assert table is not None
     assert table.lengths[-1] == 4096
     assert table.cells[1, 4096].fit is Fit.YES
 
@@ -406,15 +400,12 @@ def test_a_less_sure_one_is_recommended_where_it_is_faster_beyond_the_error() ->
     )
     forecaster = a_forecaster(gpu="h200", predictor=UnsureOfCompiled(), budget_gib=6.9)
     found = survey(space, forecaster)
-    assert found.recommended is not None
-    assert found.alternative is not None
     assert (found.recommended.config.micro_batch_size, found.recommended.fit) == (
         64,
         Fit.UNCERTAIN,
     )
     assert found.alternative.fit is Fit.YES
     slow, fast = found.alternative.tokens_per_second_range, found.recommended.speed_uncertainty
-    assert slow is not None
     assert fast is not None
     assert (found.recommended.tokens_per_second or 0) / (1 + fast) > slow[1]
 
@@ -444,7 +435,6 @@ def test_what_is_recommended_is_of_the_class_nearest_to_the_recipes(
         dimensions={key: {"choices": values} for key, values in dimensions.items()}, fixed=fixed
     )
     found = survey(space, a_forecaster())
-    assert found.recommended is not None
     config = found.recommended.config
     assert (config.lora_rank, config.target_modules) == capacity
     assert found.capacity == CapacityClass.of(config, found.model)
@@ -541,7 +531,6 @@ def test_a_structure_that_cannot_be_predicted_is_counted_and_silences_no_other()
     assert found.found.unpredicted == {"data decides": 3}
     assert found.found.invalid == {"cannot-be-built": 3}
     assert (found.found.fit, found.found.looked_at) == (3, 9)
-    assert found.recommended is not None
     assert found.recommended.config.kernels == "fused-loss"
 
 
@@ -589,14 +578,12 @@ def test_where_nothing_fits_surely_an_uncertain_one_is_recommended() -> None:
     space = a_space(dimensions={"lora_rank": {"choices": [8, 16]}})
     found = survey(space, a_forecaster(budget_gib=7.05))
     assert found.found.fit == 0
-    assert found.recommended is not None
     assert found.recommended.fit is Fit.UNCERTAIN
 
 
 def test_where_nothing_fits_the_smallest_need_is_told() -> None:
     plan = planned(a_space(), a_forecaster(budget_gib=2))
     assert (plan.shown, plan.table, plan.fits, plan.bills) == (None, None, False, ())
-    assert plan.survey is not None
     assert plan.survey.found.least_bytes == 5 * GIB + (8 + 512) * 2**20
 
 
@@ -634,7 +621,6 @@ def test_a_fine_grid_of_micro_batches_is_thinned() -> None:
 
 def test_without_a_speed_the_most_tokens_are_recommended() -> None:
     found = survey(a_space(), a_forecaster(model=UNKNOWN, budget_gib=10))
-    assert found.recommended is not None
     assert found.recommended.config.tokens_per_micro_batch == 8 * 512
     assert found.study_seconds() is None
 
@@ -643,8 +629,6 @@ def test_a_studys_length_follows_from_its_trials_and_its_time_budget() -> None:
     few = survey(a_space(trials=10), a_forecaster()).study_seconds()
     many = survey(a_space(trials=20), a_forecaster()).study_seconds()
     cut = survey(a_space(trials=20, time_budget_seconds=60), a_forecaster()).study_seconds()
-    assert few is not None
-    assert many is not None
     assert few[0] < few[1]
     start = surveys.START_SECONDS
     assert many[0] - start == pytest.approx(2 * (few[0] - start))
@@ -702,8 +686,6 @@ def test_the_committed_studys_time_is_within_what_is_foretold() -> None:
     told = (BENCH / "results" / "a10_rank16_study.txt").read_text()
     match = re.search(r"40 trials in (\d+) min (\d+) s", told)
     seconds = found.study_seconds()
-    assert match is not None
-    assert seconds is not None
     assert seconds[0] <= 60 * int(match[1]) + int(match[2]) <= seconds[1]
     assert seconds[1] < 2.5 * seconds[0]
 
@@ -836,7 +818,6 @@ def test_cards_are_compared_by_the_same_training(
     own = {plan.shown.config.micro_batch_size for plan in plans if plan.shown is not None}
     assert len(own) == 2
     comparison = compared(plans, **asked)
-    assert comparison is not None
     works = {bill.workload for bill in comparison.bills.bills}
     assert {bill.offer.gpu for bill in comparison.bills.bills} == set(OFFERS)
     assert len({(work.steps, work.samples_per_step, work.tokens_per_sample) for work in works}) == 1
@@ -854,7 +835,6 @@ def test_an_effective_batch_that_the_space_fixes_is_the_one_compared() -> None:
     )
     plans = [planned(space, a_forecaster(gpu=gpu)) for gpu in OFFERS]
     comparison = compared(plans, train_steps=10)
-    assert comparison is not None
     assert (comparison.effective_batch_size, comparison.workload.steps) == (64, 10)
     document = comparison_document(plans, comparison)["comparison"]
     assert (document["effective_batch_size"], document["steps"]) == (64, 10)
@@ -871,7 +851,6 @@ def test_cards_on_which_nothing_fits_are_not_compared() -> None:
 def test_cards_without_a_price_are_compared_by_their_speed() -> None:
     plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in OFFERS]
     comparison = compare_cards(plans, work=AskedWork(), offers={}, look=looked)
-    assert comparison is not None
     assert (comparison.bills, comparison.fastest) == (None, "h100-80gb")
     document = comparison_document(plans, comparison)
     assert document["comparison"] is None
@@ -882,7 +861,6 @@ def test_cards_are_told_apart_by_speed_where_their_intervals_are() -> None:
     for gpus, tied in ((("a10", "h200"), ()), (("a10", "a10g"), None)):
         plans = [planned(a_space(), a_forecaster(gpu=gpu)) for gpu in gpus]
         comparison = compare_cards(plans, work=AskedWork(), offers=OFFERS, look=looked)
-        assert comparison is not None
         others = tuple(gpu for gpu in gpus if gpu != comparison.fastest)
         assert comparison.perhaps_fastest == (others if tied is None else tied)
 
@@ -893,7 +871,6 @@ def test_one_configuration_is_compared_as_it_is() -> None:
         for gpu in OFFERS
     ]
     comparison = compared(plans, train_steps=50)
-    assert comparison is not None
     assert {bill.workload.samples for bill in comparison.bills.bills} == {200}
     document = comparison_document(plans, comparison)
     assert document["comparison"]["cheapest"]["gpu"] in OFFERS

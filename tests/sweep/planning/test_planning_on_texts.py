@@ -64,7 +64,6 @@ def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower()
     rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
     forecaster = a_forecaster(rows)
     table = survey(space, forecaster).table
-    assert table is not None
     speeds: dict[tuple[int, int, Fit], list[float]] = {}
     for params in space.combinations():
         config = space.config(params)
@@ -124,7 +123,6 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
     )
     forecaster = a_forecaster(rows)
     plan = plan_card(survey(space, forecaster), work=AskedWork(), offers=[])
-    assert plan.shown is not None
     speeds = {
         size: forecaster.expect(
             space.config({"micro_batch_size": size, "packing": "none"})
@@ -137,7 +135,6 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
 
 def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
     forecast = a_forecaster([50, 60, 70]).expect(CONFIG)
-    assert forecast.broken is not None
     assert forecast.broken.rule == "texts-make-no-micro-batch"
 
 

@@ -35,7 +35,6 @@ def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> N
     record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
     expected = predict_step(record.config, model=MODEL, gpu=find_gpu("a10"))
     speed = study(record).target_speed(record)
-    assert speed is not None
     assert speed.basis == "predicted"
     assert speed.tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert speed.low == pytest.approx(expected.tokens_per_second / (1 + expected.uncertainty))
@@ -47,15 +46,12 @@ def test_a_step_holds_the_tokens_that_it_was_measured_with() -> None:
     padded = synthetic.fits(1, 8_500.0, step_seconds=4096 / 17_000.0)
     snapshot = study(full, padded)
     whole, half = snapshot.target_speed(full), snapshot.target_speed(padded)
-    assert whole is not None
-    assert half is not None
     assert half.tokens_per_second == pytest.approx(whole.tokens_per_second / 2)
 
 
 def test_a_card_that_ran_itself_has_the_speed_that_was_measured() -> None:
     record = synthetic.fits(0, 17_000.0)
     speed = study(record, emulated_on=None).target_speed(record)
-    assert speed is not None
     assert (speed.basis, speed.tokens_per_second) == ("measured", 17_000.0)
     assert (speed.low, speed.high) == pytest.approx(record.measurement.speed_interval)  # type: ignore[union-attr]
 

@@ -39,10 +39,8 @@ def test_half_of_the_checkpointing_is_among_the_changes() -> None:
 def test_a_change_tells_the_difference_of_two_forecasts() -> None:
     forecaster = a_forecaster()
     shown = forecaster.expect(RECIPE)
-    assert shown.memory is not None
     for change in what_ifs(shown):
         own = forecaster.expect(change.forecast.config)
-        assert own.memory is not None
         difference = own.memory.peak_allocated_bytes - shown.memory.peak_allocated_bytes
         assert change.memory_change_bytes == difference
         assert change.speed_change is not None

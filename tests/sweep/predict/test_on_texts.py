@@ -8,22 +8,32 @@ import numpy as np
 import pytest
 
 from search_spaces.config import TrialConfig
-from search_spaces.gpus import find_gpu
+from search_spaces.gpus import GIB, find_gpu
 from search_spaces.models import load_model_spec
+from storage.records import Measured
+from sweep.data.epoch import Epoch, epoch
 from sweep.data.study_epochs import StudyEpochs
 from sweep.predict import on_texts
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
+from sweep.predict.forecast import Forecaster, SpeedForecast
+from sweep.predict.on_texts import MemoryOnTexts, ShapeOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.predictor import SpeedPrediction, StepTimes
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.predict.predicted_steps import predict_step
+from tests.sweep.simulated_device import a_measurement, a_record
 
 MODEL, A10 = load_model_spec("mistral-7b-v0.3"), find_gpu("a10")
 FULL = TrialConfig(micro_batch_size=4, seq_len=1024)
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(5.5, 0.9, 4_000).astype(int), 8, 900)
+PACKINGS = ("none", "grouped", "packed")
 
 
-def epochs(lengths: Any, seed: int = 0) -> StudyEpochs:
+def full(**values: Any) -> TrialConfig:
+    return FULL.model_copy(update=values)
+
+
+def shapes_of(lengths: Any = LENGTHS) -> ShapesOnTexts:
     rows = np.asarray(lengths, dtype=np.int64)
-    return StudyEpochs(rows, np.maximum(rows - 1, 0), seed=seed)
+    return ShapesOnTexts(StudyEpochs(rows, np.maximum(rows - 1, 0), seed=0))
 
 
 def step(shapes: ShapesOnTexts, config: TrialConfig) -> SpeedPrediction:
@@ -32,73 +42,150 @@ def step(shapes: ShapesOnTexts, config: TrialConfig) -> SpeedPrediction:
     return known
 
 
-def test_rows_that_are_all_full_are_predicted_as_full_rows_are() -> None:
-    shapes = ShapesOnTexts(epochs([1024] * 64))
-    assert shapes.for_memory(FULL) == FULL
-    known, full = step(shapes, FULL), predict_step(FULL, model=MODEL, gpu=A10)
-    assert known.step_seconds == pytest.approx(full.step_seconds)
-    # The first token of a row is predicted by nothing.
-    assert known.tokens_per_second == pytest.approx(full.tokens_per_second * 1023 / 1024)
-    assert sum(known.terms.values()) == pytest.approx(known.step_seconds)
+def seconds(*configs: TrialConfig) -> Any:
+    return StepTimes(configs, model=MODEL, gpu=A10).seconds
 
 
-def test_memory_is_that_of_the_longest_rows_and_speed_that_of_the_mean_ones() -> None:
-    shapes = ShapesOnTexts(epochs([100] * 396 + [900] * 4))
-    assert shapes.for_memory(FULL).seq_len == 900
-    assert 100 < shapes.for_speed(FULL).seq_len < 200
-    assert (
-        step(shapes, FULL).step_seconds < predict_step(FULL, model=MODEL, gpu=A10).step_seconds / 3
+@pytest.fixture(scope="module")
+def forecaster() -> Forecaster:
+    return Forecaster(
+        model=MODEL,
+        budget_bytes=20 * GIB,
+        violation=lambda _: None,
+        predictor=ImaginedPredictor(),
+        speed=SpeedForecast(model=MODEL, gpu=A10, shapes=shapes_of()),
+        shapes=shapes_of(),
     )
 
 
-def test_packing_and_grouping_are_faster_by_the_token_than_padding_uneven_rows() -> None:
-    lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 2000).astype(int) + 2
-    shapes = ShapesOnTexts(epochs(np.minimum(lengths, 1024)))
-    speeds = {
-        packing: step(shapes, FULL.model_copy(update={"packing": packing})).tokens_per_second
-        for packing in ("none", "grouped", "packed")
-    }
-    assert speeds["none"] < speeds["grouped"]
-    assert speeds["none"] < speeds["packed"]
+@pytest.mark.parametrize(
+    ("values", "seq_len", "packing"),
+    [
+        ({}, 900, "none"),
+        ({"packing": "grouped"}, 900, "none"),
+        ({"seq_len": 512}, 512, "none"),
+        ({"compile": True}, 1024, "none"),
+        ({"packing": "packed"}, 1024, "packed"),
+        ({"packing": "packed", "attention": "flash_attention_2"}, 1024, "none"),
+    ],
+)
+def test_memory_is_that_of_the_longest_rows(
+    forecaster: Forecaster, values: dict[str, Any], seq_len: int, packing: str
+) -> None:
+    config, largest = full(**values), {"seq_len": seq_len, "packing": packing}
+    assert shapes_of().for_memory(config) == config.model_copy(update=largest)
+    wide = ImaginedPredictor().predict(full(seq_len=seq_len))
+    assert forecaster.expect(config).record.peak_allocated_bytes == wide.peak_allocated_bytes
+
+
+def test_packed_rows_of_one_whole_text_each_need_no_mask() -> None:
+    config = TrialConfig(packing="packed", seq_len=8, micro_batch_size=2)
+    for last, packing in ((8, "none"), (3, "packed")):
+        whole = epoch([9, 8, 30, last], [8, 7, 29, last - 1], config, seed=0)
+        assert ShapeOnTexts.of(config, largest=whole, mean=whole).largest["packing"] == packing
+
+
+def test_rows_that_are_all_full_are_predicted_as_full_rows_are() -> None:
+    shapes = shapes_of([1024] * 64)
+    assert shapes.for_memory(FULL) == FULL
+    known, alone = step(shapes, FULL), predict_step(FULL, model=MODEL, gpu=A10)
+    assert known.step_seconds == pytest.approx(alone.step_seconds)
+    # The first token of a row is predicted by nothing.
+    assert known.tokens_per_second == pytest.approx(alone.tokens_per_second * 1023 / 1024)
+    assert sum(known.terms.values()) == pytest.approx(known.step_seconds)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize(
+    "values", [{}, {"packing": "grouped"}, {"packing": "packed"}, {"effective_batch_size": 16}]
+)
+def test_the_speed_is_that_of_all_micro_batches_one_by_one(
+    values: dict[str, Any], share: float
+) -> None:
+    config, supervised = full(**values), np.maximum((LENGTHS * share).astype(int) - 1, 1)
+    whole: Epoch = epoch(LENGTHS, supervised, config, seed=0)
+    shape = ShapeOnTexts.of(config, largest=whole, mean=whole)
+    mean = config.model_copy(update=shape.mean)
+    step_seconds = float(seconds(mean)[0] * shape.seconds)
+    epoch_seconds = step_seconds * whole.micro_batches / config.accumulation_steps
+
+    widths, counts = np.unique(whole.widths, return_counts=True)
+    each = seconds(*(mean.model_copy(update={"seq_len": width}) for width in widths))
+    one_by_one = float(each @ counts) / config.accumulation_steps
+    assert epoch_seconds == pytest.approx(one_by_one, rel=0.02)
+    tokens_per_second = shape.loss_tokens_per_step / step_seconds
+    assert tokens_per_second == pytest.approx(whole.loss_tokens / one_by_one, rel=0.02)
+
+
+def test_grouped_and_packed_texts_go_faster_than_padded_ones(forecaster: Forecaster) -> None:
+    speeds = [forecaster.expect(full(packing=p)).record.tokens_per_second for p in PACKINGS]
+    assert min(speeds[1:]) > 1.2 * speeds[0]
+    assert speeds[0] < SpeedForecast(model=MODEL, gpu=A10).predict(FULL)
+
+
+def test_a_mask_costs_attention_and_nothing_else() -> None:
+    pairs = [full(packing=packing) for packing in ("none", "packed")]
+    plain, masked = (StepTimes([config], model=MODEL, gpu=A10) for config in pairs)
+    assert masked.seconds > plain.seconds
+    assert masked.uncertainty > plain.uncertainty
+    work = masked.phases.compute - plain.phases.compute
+    assert (work != 0).sum() == 1
+    for attention in ("flash_attention_2", "eager"):
+        alike = seconds(*(full(packing=p, attention=attention) for p in ("none", "packed")))
+        assert alike[0] == alike[1]
 
 
 def test_of_many_rows_a_sample_says_the_same_and_the_longest_is_among_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lengths = np.random.default_rng(1).lognormal(4.5, 0.7, 4000).astype(int) + 2
+    lengths = LENGTHS.copy()
     lengths[1234] = 1000
-    whole = ShapesOnTexts(epochs(np.minimum(lengths, 1000)))
+    whole = shapes_of(lengths)
     monkeypatch.setattr(on_texts, "ROWS_MAX", 1000)
     monkeypatch.setattr(on_texts, "LONGEST", 16)
-    sampled = ShapesOnTexts(epochs(np.minimum(lengths, 1000)))
-    for packing in ("none", "grouped", "packed"):
-        config = FULL.model_copy(update={"packing": packing})
+    sampled = shapes_of(lengths)
+    for config in (full(packing=packing) for packing in PACKINGS):
         assert sampled.for_memory(config) == whole.for_memory(config)
-        assert sampled.loss_tokens_per_step(config) == pytest.approx(
-            whole.loss_tokens_per_step(config), rel=0.05
-        )
+        expected = pytest.approx(whole.loss_tokens_per_step(config), rel=0.05)
+        assert sampled.loss_tokens_per_step(config) == expected
 
 
-def test_what_was_measured_on_texts_says_what_full_rows_take() -> None:
-    shapes = ShapesOnTexts(epochs(list(range(100, 500))))
-    full = predict_step(shapes.for_speed(FULL), model=MODEL, gpu=A10).step_seconds
-    assert step(shapes, FULL).step_seconds / shapes.of(FULL).seconds == pytest.approx(full)
+def test_trials_on_texts_calibrate_by_what_they_computed() -> None:
+    shapes = shapes_of()
+    forecast = SpeedForecast(model=MODEL, gpu=A10, shapes=shapes)
+    configs = [full(packing=p, lora_rank=r) for p in ("none", "grouped") for r in (8, 16, 32)]
+    before = [forecast.predict(config) for config in configs]
+    for config, speed in zip(configs, before, strict=True):
+        slower = shapes.loss_tokens_per_step(config) / speed * 1.2
+        measured = a_measurement(config, step_seconds=slower)
+        forecast.learn(a_record(config, Measured(measurement=measured)))
+    after = [forecast.predict(config) for config in configs]
+    assert after == pytest.approx([speed / 1.2 for speed in before], rel=0.02)
 
 
-def test_what_the_texts_make_no_batch_of_stands_for_itself() -> None:
-    shapes = ShapesOnTexts(epochs([50] * 3))
+def test_one_by_one_and_together_are_the_same(forecaster: Forecaster) -> None:
+    configs = [full(packing=p, effective_batch_size=8) for p in PACKINGS]
+    whole = forecaster.forecast(configs)
+    each = [forecaster.expect(config).record for config in configs]
+    assert whole.peak_bytes.tolist() == [record.peak_allocated_bytes for record in each]
+    zeros = np.zeros(len(whole.physics.spread))
+    together = whole.tokens_per_step / np.exp(whole.physics.log_seconds(zeros, slice(None)))
+    # A mean shape is of whole tokens in width.
+    assert together == pytest.approx([r.tokens_per_second for r in each], rel=0.01)
+    memory = MemoryOnTexts(ImaginedPredictor(), shapes_of())
+    both = [FULL, full(seq_len=900)]
+    assert {memory.predict(c).peak_allocated_bytes for c in both} == set(
+        memory.predict_all(both).peak_allocated_bytes.tolist()
+    )
+
+
+def test_texts_that_make_no_batch_are_refused_and_stand_for_themselves(
+    forecaster: Forecaster,
+) -> None:
+    too_large = full(micro_batch_size=4096)
+    assert forecaster.expect(too_large).is_refused
+    assert forecaster.forecast([too_large]).tokens_per_step == pytest.approx([4096 * 1024])
+    shapes = shapes_of([50] * 3)
     assert shapes.for_memory(FULL) == FULL == shapes.for_speed(FULL)
     assert shapes.loss_tokens_per_step(FULL) == FULL.tokens_per_step
-
-
-def test_memory_on_texts_is_asked_of_the_largest_micro_batch() -> None:
-    shapes, imagined = ShapesOnTexts(epochs([100] * 60 + [700])), ImaginedPredictor()
-    known = MemoryOnTexts(imagined, shapes)
-    wide = FULL.model_copy(update={"seq_len": 700})
-    assert known.predict(FULL).peak_allocated_bytes == imagined.predict(wide).peak_allocated_bytes
-    whole = known.predict_all([FULL, wide])
-    assert len(set(whole.peak_allocated_bytes.tolist())) == 1
-
-
-def test_without_texts_every_token_of_a_step_counts() -> None:
     assert tokens_per_step([FULL], None).tolist() == [4096.0]

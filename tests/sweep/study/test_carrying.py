@@ -11,36 +11,22 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from storage.definition import StudyDefinition, StudySnapshot, Target
+from storage.definition import StudySnapshot, Target
 from storage.reading import read_study
-from storage.records import Carried, Diverged, OutOfMemory, TrialRecord, Verdict
+from storage.records import Diverged, OutOfMemory
 from storage.study import OpenStudy, open_study
-from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
-from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import make_sampler
 from sweep.study.carrying import carry_over, holding, refuse_incomparable
-from sweep.study.driver import Driver
-from sweep.study.tuner import tune
 from tests.storage.builders import confirmed
-from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space, train
+from tests.sweep.simulated_device import BUDGET, a_definition, a_record, a_space, train
+from tests.sweep.study.driven import a_forecaster, drive
 from tests.sweep.terminal.test_summary import a_snapshot
 
-WIDER = {"dimensions": {**a_space().model_dump()["dimensions"], "lora_rank": {"choices": [8, 16]}}}
-WIDER["fixed"] = {"target_modules": "attention"}
-
-
-def definition(**changes: Any) -> StudyDefinition:
-    return StudyDefinition(
-        space=a_space(**changes),
-        model=MODEL.to_json(),
-        model_fingerprint=MODEL.fingerprint,
-        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
-    )
-
-
-def forecaster() -> Forecaster:
-    return Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+WIDER = {
+    "dimensions": {**a_space().model_dump()["dimensions"], "lora_rank": {"choices": [8, 16]}},
+    "fixed": {"target_modules": "attention"},
+}
 
 
 def opened(home: Path, name: str, **changes: Any) -> OpenStudy:
@@ -48,8 +34,8 @@ def opened(home: Path, name: str, **changes: Any) -> OpenStudy:
     return open_study(
         name,
         url=f"sqlite:///{home}/sweep.db",
-        definition=definition(**changes),
-        sampler=make_sampler("guided", space, seed=0, forecaster=forecaster()),
+        definition=a_definition(**changes),
+        sampler=make_sampler("guided", space, seed=0, forecaster=a_forecaster()),
         environment={},
         home=home,
     )
@@ -59,15 +45,16 @@ def anything(_: TrialConfig) -> bool:
     return True
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> StudySnapshot:
-    with opened(tmp_path, "narrow", trials=8) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster()))
-    return read_study("narrow", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
-
-
 def snapshot(home: Path, name: str) -> StudySnapshot:
     return read_study(name, url=f"sqlite:///{home}/sweep.db", home=home)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> StudySnapshot:
+    home = tmp_path_factory.mktemp("source")
+    with opened(home, "narrow", trials=8) as study:
+        drive(study)
+    return snapshot(home, "narrow")
 
 
 def test_what_was_measured_is_there_marked_and_costs_nothing(
@@ -75,42 +62,30 @@ def test_what_was_measured_is_there_marked_and_costs_nothing(
 ) -> None:
     kept = [r for r in source.records if r.verdict in ("fits", "oom")]
     with opened(tmp_path, "wide", **WIDER) as study:
+        sampler = study.study.sampler
+        assert sampler.outlook(study.study).gain == math.inf, "nothing fits that it knows of"
+        assert carry_over(study, source, is_valid=lambda _: False) == 0
         assert carry_over(study, source, is_valid=anything) == len(kept)
         assert study.ledger.trials_spent() == 0
+        assert sampler.outlook(study.study).gain < math.inf
     stored = snapshot(tmp_path, "wide").records
     assert [r.config for r in stored] == [r.config for r in kept]
     assert [r.outcome for r in stored] == [r.outcome for r in kept]
-    assert {r.carried.number for r in stored if r.carried} == {r.number for r in kept}
-    assert {r.carried.study for r in stored if r.carried} == {"narrow"}
+    assert {(r.carried.study, r.carried.number) for r in stored} == {
+        ("narrow", r.number) for r in kept
+    }
     assert sum(r.device_seconds + r.wall_seconds for r in stored) == 0.0
     assert [r.number for r in stored] == list(range(len(stored)))
     assert sum(r.is_baseline for r in stored) == 1
 
 
-def test_it_is_never_run_again_and_the_sampler_knows_it(
-    source: StudySnapshot, tmp_path: Path
-) -> None:
-    ran: list[TrialConfig] = []
-
-    def note(config: TrialConfig) -> Any:
-        ran.append(config)
-        return train(config)
-
+def test_it_is_never_run_again(source: StudySnapshot, tmp_path: Path) -> None:
+    runner = ReplayRunner(otherwise=train)
     with opened(tmp_path, "wide", trials=5, **WIDER) as study:
         taken = carry_over(study, source, is_valid=anything)
-        tune(Driver(study, runner=ReplayRunner(otherwise=note), forecaster=forecaster()))
-        done = study.records()
-    assert len(done) <= taken + 5
-    assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(ran)
-
-
-def test_the_sampler_learns_from_it(source: StudySnapshot, tmp_path: Path) -> None:
-    with opened(tmp_path, "wide", **WIDER) as study:
-        sampler = study.study.sampler
-        assert isinstance(sampler, GuidedSampler)
-        assert sampler.outlook(study.study).gain == math.inf, "nothing fits that it knows of"
-        carry_over(study, source, is_valid=anything)
-        assert sampler.outlook(study.study).gain < math.inf
+        drive(study, runner)
+        assert len(study.records()) <= taken + 5
+    assert not {r.config for r in source.records if r.verdict != "pruned_slow"} & set(runner.ran)
 
 
 def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path: Path) -> None:
@@ -151,40 +126,31 @@ def test_killed_on_the_way_it_goes_on_where_it_stopped(
 
 
 FITS, RAN_OUT = a_record(TrialConfig(), number=0), OutOfMemory(stage="forward")
+LONGER = {"steps": {"measured_min": 100, "measured_max": 200}}
+BASELINE = {"lora_rank": 64, "micro_batch_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("record", "changes", "holds"),
+    ("keys", "outcome", "changes", "holds"),
     [
-        (FITS, {}, True),
-        (a_record(TrialConfig(), RAN_OUT), {}, True),
-        (a_record(TrialConfig(), Diverged(step=3)), {}, True),
-        (a_record(TrialConfig(), {"verdict": "invalid", "rule": "r"}), {}, False),
-        (a_record(TrialConfig(), {"verdict": "dominated_oom", "by": 1}), {}, False),
-        (a_record(TrialConfig(), {"verdict": "predicted_oom", "predicted_bytes": 1}), {}, False),
-        (a_record(TrialConfig(), {"verdict": "crashed", "phase": "attach"}), {}, False),
-        (a_record(TrialConfig(lora_rank=64)), {}, False),
-        (
-            a_record(TrialConfig(lora_rank=64)),
-            {"baseline": {"lora_rank": 64, "micro_batch_size": 8}},
-            False,
-        ),
-        (
-            a_record(TrialConfig(lora_rank=64, micro_batch_size=4)),
-            {"baseline": {"lora_rank": 64, "micro_batch_size": 4}},
-            True,
-        ),
-        (FITS, {"steps": {"measured_min": 100, "measured_max": 200}}, False),
-        (
-            a_record(TrialConfig(), RAN_OUT),
-            {"steps": {"measured_min": 100, "measured_max": 200}},
-            True,
-        ),
+        ({}, None, {}, True),
+        ({}, RAN_OUT, {}, True),
+        ({}, Diverged(step=3), {}, True),
+        ({}, {"verdict": "invalid", "rule": "r"}, {}, False),
+        ({}, {"verdict": "dominated_oom", "by": 1}, {}, False),
+        ({}, {"verdict": "predicted_oom", "predicted_bytes": 1}, {}, False),
+        ({}, {"verdict": "crashed", "phase": "attach"}, {}, False),
+        ({"lora_rank": 64}, None, {}, False),
+        ({"lora_rank": 64}, None, {"baseline": BASELINE | {"micro_batch_size": 8}}, False),
+        (BASELINE, None, {"baseline": BASELINE}, True),
+        ({}, None, LONGER, False),
+        ({}, RAN_OUT, LONGER, True),
     ],
 )
 def test_only_what_the_device_said_and_would_say_again_holds(
-    record: TrialRecord, changes: Any, holds: bool
+    keys: Any, outcome: Any, changes: Any, holds: bool
 ) -> None:
+    record = a_record(TrialConfig(**keys), outcome)
     assert list(holding(a_snapshot(record), a_space(**changes))) == [record] * holds
 
 
@@ -199,9 +165,8 @@ def test_of_a_configuration_that_ran_twice_the_last_trial_holds() -> None:
 def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
     fit = a_record(TrialConfig(micro_batch_size=8), number=0)
     soaked = confirmed(fit)[-1].model_copy(update={"outcome": RAN_OUT})
-    source = replace(
-        a_snapshot(fit, FITS.model_copy(update={"number": 1})), confirmations=(soaked,)
-    )
+    other = FITS.model_copy(update={"number": 1})
+    source = replace(a_snapshot(fit, other), confirmations=(soaked,))
     assert [r.number for r in holding(source, a_space())] == [1]
 
 
@@ -215,20 +180,7 @@ def test_what_did_not_hold_when_measured_again_is_left_behind() -> None:
     ],
 )
 def test_a_study_of_other_conditions_is_refused(change: Any, said: str) -> None:
-    source = replace(a_snapshot(emulated_on=None), definition=definition())
-    refuse_incomparable(source, definition())
-    with pytest.raises(InputError, match="cannot be carried over") as refused:
-        refuse_incomparable(source, definition().model_copy(update=change))
-    assert said in str(refused.value)
-
-
-def test_a_rule_keeps_a_trial_out(source: StudySnapshot, tmp_path: Path) -> None:
-    with opened(tmp_path, "wide", **WIDER) as study:
-        assert carry_over(study, source, is_valid=lambda _: False) == 0
-
-
-def test_a_record_says_where_it_was_measured() -> None:
-    mark = Carried(study="narrow", identity="f00d", number=3)
-    record = FITS.model_copy(update={"carried": mark})
-    assert TrialRecord.model_validate(record.model_dump(mode="json")) == record
-    assert record.verdict is Verdict.FITS
+    source = replace(a_snapshot(emulated_on=None), definition=a_definition())
+    refuse_incomparable(source, a_definition())
+    with pytest.raises(InputError, match=said):
+        refuse_incomparable(source, a_definition().model_copy(update=change))

@@ -25,35 +25,23 @@ ROOT = Path(__file__).parents[3]
 
 @contextmanager
 def a_slow_study(
-    home: Path, *, beat_seconds: float, until: str = "1 attach", slow: str = "trial"
+    home: Path, *, until: str, beat_seconds: float = 0.0, slow: str = "trial"
 ) -> Iterator[subprocess.Popen[str]]:
     """Start the program and wait until it says so: the trial's number and its phase."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.sweep.study.slow_study",
-        str(home),
-        str(beat_seconds),
-        slow,
-    ]
+    program = (sys.executable, "-m", "tests.sweep.study.slow_study")
+    command = [*program, str(home), str(beat_seconds), slow]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
         try:
-            for line in process.stdout:
-                if line.strip() == until:
-                    break
+            assert until in (line.strip() for line in process.stdout)  # type: ignore[union-attr]
             yield process
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(tmp_path: Path) -> None:
     # A trial of minutes.
-    with a_slow_study(tmp_path, beat_seconds=5.0, until="0 attach") as process:
-        process.send_signal(number)
+    with a_slow_study(tmp_path, beat_seconds=0.5, until="0 attach") as process:
+        process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 130
     with a_study(tmp_path) as study:
         retried = study.recover()
@@ -62,11 +50,8 @@ def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(
     assert retried == (record.config,)
 
 
-@pytest.mark.parametrize(("slow", "until"), [("ask", "choosing"), ("check", "checking")])
-def test_a_signal_stops_what_takes_long_between_trials(
-    tmp_path: Path, slow: str, until: str
-) -> None:
-    with a_slow_study(tmp_path, beat_seconds=0.0, until=until, slow=slow) as process:
+def test_a_signal_stops_what_takes_long_between_trials(tmp_path: Path) -> None:
+    with a_slow_study(tmp_path, until="checking", slow="check") as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
     with a_study(tmp_path) as study:
@@ -75,10 +60,17 @@ def test_a_signal_stops_what_takes_long_between_trials(
     assert first.verdict is not Verdict.LOST
 
 
-def test_a_request_ends_what_runs_and_never_cuts_the_telling_short() -> None:
-    cancelled: list[bool] = []
-    Interruption(cancel=lambda: cancelled.append(True)).request()
-    assert cancelled == [True]
+def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) -> None:
+    with a_slow_study(tmp_path, beat_seconds=0.1, until="1 attach") as process:
+        process.kill()
+        process.wait(timeout=60)
+    with a_study(tmp_path) as study:
+        retried = study.recover()
+        assert list(retried) == [study.records()[1].config]
+        assert study.records()[1].verdict is Verdict.LOST
+
+
+def test_a_request_never_cuts_the_telling_short_at_once() -> None:
     interruption = Interruption()
     with interruption.settling():
         interruption.request()
@@ -99,16 +91,6 @@ def test_a_hangup_that_was_to_be_ignored_is_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) -> None:
-    with a_slow_study(tmp_path, beat_seconds=0.1) as process:
-        process.kill()
-        process.wait(timeout=60)
-    with a_study(tmp_path) as study:
-        retried = study.recover()
-        assert list(retried) == [study.records()[1].config]
-        assert study.records()[1].verdict is Verdict.LOST
-
-
 @pytest.fixture
 def listening() -> Iterator[None]:
     """A shell ignores SIGINT on behalf of what it starts in the background, and nohup SIGHUP."""
@@ -123,7 +105,7 @@ def listening() -> Iterator[None]:
 def test_a_second_request_waits_for_nothing_whichever_signal_it_is(number: signal.Signals) -> None:
     cancelled: list[bool] = []
     interruption = Interruption(cancel=lambda: cancelled.append(True))
-    before = signal.getsignal(number)
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with interruption.handling_signals():
         signal.raise_signal(number)
         assert interruption.is_requested()
@@ -131,7 +113,7 @@ def test_a_second_request_waits_for_nothing_whichever_signal_it_is(number: signa
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
-    assert signal.getsignal(number) is before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_a_result_is_given_the_time_to_reach_the_disk_and_no_more() -> None:
@@ -175,10 +157,3 @@ def test_a_study_that_is_driven_from_another_thread_leaves_signals_to_the_main_o
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(inside).result(timeout=5.0) == before
-
-
-def test_the_signals_are_given_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Interruption().handling_signals():
-        pass
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

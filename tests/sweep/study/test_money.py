@@ -20,14 +20,14 @@ from sweep.running.runner import Lane, Lanes
 from sweep.study import session
 from sweep.study.driver import Driver
 from sweep.study.events import Interruption, Listener, StopReason
-from sweep.study.session import drive, prepare, prepare_again
+from sweep.study.session import prepare, prepare_again
 from sweep.study.stopping import Stopping
-from sweep.study.tuner import tune
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.simulated_device import a_study, train
-from tests.sweep.study.test_confirmation import SPACE, opened, soaking
+from tests.sweep.study.driven import a_forecaster, a_grid, drive
+from tests.sweep.study.test_confirmation import SPACE, soaking
+from tests.sweep.study.test_session import run, small_a10
 from tests.sweep.study.test_targets import a_card
-from tests.sweep.study.test_tuner import a_forecaster
 
 SECONDS = 20.0
 """No test waits so long unless it fails."""
@@ -73,20 +73,12 @@ class WaitsForItsEnd(ReplayRunner):
 def driven(study: OpenStudy, runner: Any, clock: Clock, *, is_anew: bool = False) -> StopReason:
     space = study.definition.space.model_copy(update={"max_dollars": 0.1})
     study.definition = study.definition.model_copy(update={"space": space})
-    driver = Driver(
-        study,
-        runner=runner,
-        forecaster=a_forecaster(),
-        stopping=Stopping(space, usd_per_hour=A_DOLLAR_A_SECOND),
-        clock=clock,
-    )
-    return tune(driver, is_anew=is_anew)
+    stopping = Stopping(space, usd_per_hour=A_DOLLAR_A_SECOND)
+    return drive(study, runner, is_anew=is_anew, stopping=stopping, clock=clock)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_running_trial_ends_with_the_money_and_nothing_of_it_is_told_as_measured(
-    tmp_path: Path, lanes: int
-) -> None:
+def test_a_running_trial_ends_with_the_money(tmp_path: Path, lanes: int) -> None:
     clock = Clock()
     where = Lanes([Lane(WaitsForItsEnd(1, clock), name=f"GPU {at}") for at in range(lanes)])
     with a_study(tmp_path) as study:
@@ -101,7 +93,7 @@ def test_a_running_trial_ends_with_the_money_and_nothing_of_it_is_told_as_measur
 
 
 def test_a_confirmation_ends_with_the_money_and_what_is_known_stays(tmp_path: Path) -> None:
-    with opened(tmp_path, **SPACE) as study:
+    with a_grid(tmp_path, **SPACE) as study:
         clock = Clock()
         assert driven(study, WaitsForItsEnd(3 + 2, clock), clock) is StopReason.DOLLARS_SPENT
         known = study.confirmations()
@@ -113,9 +105,9 @@ def test_a_confirmation_ends_with_the_money_and_what_is_known_stays(tmp_path: Pa
 @pytest.mark.parametrize("is_anew", [False, True])
 def test_where_the_money_is_spent_nothing_is_measured_again(tmp_path: Path, is_anew: bool) -> None:
     runner = ReplayRunner(otherwise=train, soaking=soaking)
-    with opened(tmp_path, **SPACE | {"confirm": False}) as study:
-        tune(Driver(study, runner=runner, forecaster=a_forecaster()))
-    with opened(tmp_path, **SPACE) as study:
+    with a_grid(tmp_path, **SPACE | {"confirm": False}) as study:
+        drive(study, runner)
+    with a_grid(tmp_path, **SPACE) as study:
         study.add_wall_seconds(10.0)
         assert driven(study, runner, Clock(), is_anew=is_anew) is StopReason.DOLLARS_SPENT
         assert study.confirmations() == ()
@@ -150,14 +142,9 @@ def test_money_is_that_of_the_gpu_that_is_there_and_not_of_the_one_it_stands_in_
     def after_an_hour_on(host: str) -> tuple[StopReason, int]:
         overrides = {"max_dollars": 2 * cheapest["a10"], "trials": 2, "confirm": False}
         card, runner = a_card(host), ReplayRunner(otherwise=train)
-        what = prepare("a10", overrides=overrides, study=host, card=lambda: card)
-        reason = drive(
-            what,
-            storage=f"sqlite:///{tmp_path}/runs/sweep.db",
-            watch=after_an_hour,
-            warn=lambda _: None,
-            new_runner=lambda _: runner,
-        )
+        what = prepare(small_a10(tmp_path), overrides=overrides, study=host, card=lambda: card)
+        url = f"sqlite:///{tmp_path}/runs/sweep.db"
+        reason = run(what, url, watch=after_an_hour, new_runner=lambda _: runner)
         return reason, len(runner.ran)
 
     assert after_an_hour_on("h200") == (StopReason.DOLLARS_SPENT, 0)

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import CardLost, EnvironmentFault
 from storage.ledger import MAX_ATTEMPTS, attempts
-from storage.records import Crashed, Lost, Measured, Outcome, TrialRecord, Verdict
+from storage.records import Lost, Measured, Outcome, TrialRecord, Verdict
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
-from sweep.study.driver import Driver
 from sweep.study.events import Event, Interruption, StopReason, TrialProgress, TrialStarted
-from sweep.study.stopping import ConsecutiveFailures
-from sweep.study.tuner import tune
 from tests.sweep.simulated_device import a_study, train
-from tests.sweep.study.test_confirmation import SPACE, opened, soaking
-from tests.sweep.study.test_tuner import ONE, Clock, a_forecaster
+from tests.sweep.study.driven import a_grid, drive
+from tests.sweep.study.test_confirmation import SPACE, soaking
+from tests.sweep.study.test_tuner import ONE
 
 AGAIN = range(MAX_ATTEMPTS + 1)
 """So often that it would be given up, were it counted."""
-
-
-def drive(study: OpenStudy, runner: ReplayRunner, **changes: Any) -> StopReason:
-    values = {"forecaster": a_forecaster(), "clock": Clock()}
-    return tune(Driver(study, runner=runner, **(values | changes)))
 
 
 def asked_in(study: OpenStudy, *, when: Callable[[Event], bool], times: int) -> StopReason:
@@ -42,12 +35,7 @@ def asked_in(study: OpenStudy, *, when: Callable[[Event], bool], times: int) -> 
                 interruption.request()
 
     try:
-        return drive(
-            study,
-            runner,
-            on_event=on_event,
-            interruption=interruption,
-        )
+        return drive(study, runner, on_event=on_event, interruption=interruption)
     except KeyboardInterrupt:
         return StopReason.INTERRUPTED
 
@@ -60,7 +48,7 @@ def is_measuring(event: Event) -> bool:
     return isinstance(event, TrialProgress) and event.progress.phase == "measure"
 
 
-@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize(
     "when", [is_measuring, lambda event: isinstance(event, TrialStarted)], ids=["runs", "begins"]
 )
@@ -71,49 +59,34 @@ def test_a_trial_that_is_interrupted_again_and_again_is_tried_again(
         with a_study(tmp_path, **ONE) as study:
             assert asked_in(study, when=when, times=times) is StopReason.INTERRUPTED
     with a_study(tmp_path, **ONE) as study:
-        drive(study, ReplayRunner(otherwise=train))
+        drive(study)
         *interrupted, last = study.records()
     assert last.verdict is Verdict.FITS
     assert last.attempt == 1
     assert untried(tuple(interrupted))
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("moment", [TrialStarted, TrialProgress])
 @pytest.mark.parametrize("purpose", ["confirm", "soak"])
 def test_a_run_of_a_confirmation_that_is_interrupted_again_and_again_is_run_again(
-    tmp_path: Path, purpose: str, times: int
+    tmp_path: Path, purpose: str, moment: type[Event]
 ) -> None:
-    def begins(event: Event) -> bool:
-        return isinstance(event, TrialStarted) and event.errand.purpose == purpose
+    errands: list[str] = []
 
-    def runs(event: Event) -> bool:
-        numbers = {r.number for r in (*study.records(), *study.confirmations())}
-        is_first = isinstance(event, TrialProgress) and event.number not in numbers
-        return (
-            is_first and study.confirmations() != () and purpose == "soak" and is_measuring(event)
-        )
+    def when(event: Event) -> bool:
+        if isinstance(event, TrialStarted):
+            errands.append(event.errand.purpose)
+        return isinstance(event, moment) and errands[-1] == purpose
 
-    for when in (begins, begins, begins, begins, runs):
-        with opened(tmp_path, **SPACE) as study:
-            asked_in(study, when=when, times=times)
-    with opened(tmp_path, **SPACE) as study:
+    for times in (1, 2, 3, 1):
+        with a_grid(tmp_path, **SPACE) as study:
+            assert asked_in(study, when=when, times=times) is StopReason.INTERRUPTED
+    with a_grid(tmp_path, **SPACE) as study:
         drive(study, ReplayRunner(otherwise=train, soaking=soaking))
         known = study.confirmations()
     measured = [r for r in known if isinstance(r.outcome, Measured)]
     assert [r.config.micro_batch_size for r in measured] == [10, 8, 10, 8, 10]
     assert untried(tuple(r for r in known if r not in measured))
-
-
-def test_what_was_chosen_when_somebody_asked_to_stop_is_chosen_again(tmp_path: Path) -> None:
-    def begins(event: Event) -> bool:
-        return isinstance(event, TrialStarted) and event.number > 0
-
-    with opened(tmp_path, **SPACE | {"confirm": False}) as study:
-        assert asked_in(study, when=begins, times=1) is StopReason.INTERRUPTED
-        assert len(study.records()) == 1
-    with opened(tmp_path, **SPACE | {"confirm": False}) as study:
-        assert drive(study, ReplayRunner(otherwise=train)) is StopReason.EXHAUSTED
-        assert sorted(r.config.micro_batch_size for r in study.records()) == [4, 8, 10]
 
 
 class FullCard(ReplayRunner):
@@ -134,19 +107,18 @@ NO_DEVICE = EnvironmentFault("the worker cannot use the device: all of it is tak
 LOST = CardLost("the worker did not end within 20 s of SIGKILL")
 
 
-@pytest.mark.parametrize("fault", [NO_DEVICE, LOST], ids=["taken", "lost"])
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_device_that_is_not_to_be_had_costs_no_attempt_in_search_or_confirmation(
+@pytest.mark.parametrize(("fault", "after"), [(NO_DEVICE, 0), (LOST, 0), (NO_DEVICE, 3)])
+def test_a_device_that_is_not_to_be_had_costs_no_attempt(
     tmp_path: Path, fault: EnvironmentFault, after: int
 ) -> None:
     left = after
     for _ in AGAIN:
-        with opened(tmp_path, **SPACE) as study:
+        with a_grid(tmp_path, **SPACE) as study:
             with pytest.raises(type(fault)) as raised:
                 drive(study, FullCard(fault, after=left))
             assert raised.value is fault
         left = 0
-    with opened(tmp_path, **SPACE) as study:
+    with a_grid(tmp_path, **SPACE) as study:
         study.recover()
         known = (*study.records(), *study.confirmations())
         assert untried(tuple(r for r in known if not isinstance(r.outcome, Measured)))
@@ -157,7 +129,7 @@ def test_a_device_that_is_not_to_be_had_costs_no_attempt_in_search_or_confirmati
 
 
 def test_of_a_lost_card_the_trial_says_so_and_what_was_measured_stays(tmp_path: Path) -> None:
-    with opened(tmp_path, **SPACE) as study:
+    with a_grid(tmp_path, **SPACE) as study:
         with pytest.raises(CardLost):
             drive(study, FullCard(LOST, after=1))
         first, last = study.records()
@@ -167,9 +139,7 @@ def test_of_a_lost_card_the_trial_says_so_and_what_was_measured_stays(tmp_path: 
     assert "the GPU was lost" in last.outcome.detail
 
 
-def test_what_a_silent_database_does_not_hear_of_a_resume_reads_in_the_spool(
-    tmp_path: Path,
-) -> None:
+def test_what_a_silent_database_does_not_hear_is_in_the_spool(tmp_path: Path) -> None:
     def away() -> None:
         raise EnvironmentFault("the database does not answer")
 
@@ -179,7 +149,7 @@ def test_what_a_silent_database_does_not_hear_of_a_resume_reads_in_the_spool(
             with pytest.raises(EnvironmentFault):
                 drive(study, FullCard(NO_DEVICE))
     with a_study(tmp_path, **ONE) as study:
-        drive(study, ReplayRunner(otherwise=train))
+        drive(study)
         *earlier, last = study.records()
     assert last.verdict is Verdict.FITS
     assert untried(tuple(earlier))
@@ -194,7 +164,7 @@ def test_a_driver_that_was_killed_is_still_counted(tmp_path: Path) -> None:
 
     for _ in range(MAX_ATTEMPTS):
         with a_study(tmp_path, **ONE) as study, pytest.raises(Killed):
-            drive(study, ReplayRunner(otherwise=die))
+            drive(study, die)
     with a_study(tmp_path, **ONE) as study:
         study.recover()
         records = study.records()
@@ -215,11 +185,7 @@ def test_a_result_that_the_database_cannot_hear_at_once_is_in_the_spool(tmp_path
 
     with a_study(tmp_path, **ONE) as study:
         study._store = silent  # type: ignore[method-assign]
-        reason = drive(
-            study,
-            runner,
-            interruption=interruption,
-        )
+        reason = drive(study, runner, interruption=interruption)
     assert reason is StopReason.INTERRUPTED
     with a_study(tmp_path, **ONE) as study:
         study.recover()
@@ -228,32 +194,13 @@ def test_a_result_that_the_database_cannot_hear_at_once_is_in_the_spool(tmp_path
     assert len(runner.ran) == 1
 
 
-def test_a_clock_of_the_calendar_that_jumps_changes_nothing(
+def test_a_calendar_clock_that_jumps_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is waited for, spent and stopped by is counted by a clock that nobody sets."""
     jumps = iter(range(10**9, 10**10, 10**7))
     monkeypatch.setattr("time.time", lambda: next(jumps) * (-1) ** (next(jumps) // 10**7))
     with a_study(tmp_path, trials=3, time_budget_seconds=3600) as study:
-        assert (
-            tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=a_forecaster()))
-            is StopReason.TRIALS_SPENT
-        )
+        assert drive(study, clock=time.monotonic) is StopReason.TRIALS_SPENT
         assert all(0 <= r.wall_seconds < 60 for r in study.records())
         assert 0 <= study.wall_seconds() < 60
-
-
-@pytest.mark.parametrize(
-    ("cause", "cure"), [("host_out_of_memory", "free -h"), ("too_few_descriptors", "ulimit -n")]
-)
-def test_what_the_host_lacks_in_whichever_phase_is_said_with_what_to_do(
-    cause: Any, cure: str
-) -> None:
-    failures = ConsecutiveFailures()
-    phases: tuple[Any, ...] = ("build", "attach", "warmup", "measure")
-    for phase in phases:
-        failures.count(Crashed(phase=phase, cause=cause, detail="so it was"))
-    with pytest.raises(EnvironmentFault) as raised:
-        failures.count(Crashed(phase="detach", cause=cause, detail="so it was"))
-    assert cure in str(raised.value)
-    assert "What was measured is stored" in str(raised.value)

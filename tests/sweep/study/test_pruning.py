@@ -10,96 +10,85 @@ from hypothesis import strategies as st
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
-from storage.definition import StudyDefinition, Target
 from storage.ranking import rank
 from storage.records import Crashed, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.running.wire import Progress
 from sweep.study.stopping import Rival, Rivals, is_hopeless
-from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
+from tests.sweep.simulated_device import (
+    a_definition,
+    a_measurement,
+    a_record,
+    at_speed,
+)
 
 CONFIG = TrialConfig()
 OTHER = TrialConfig(micro_batch_size=8)
 RIVAL = Rival(config=CONFIG, tokens_per_second=1000.0, peak_allocated_bytes=10 * GIB)
+WARMING_UP = Progress(phase="warmup", step=6, tokens_per_second_high=1.0)
+SPREAD = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "lora_rank": {"choices": [16, 64]},
+    "kernels": {"choices": ["hf", "liger"]},
+}
 
 
-def a_definition() -> StudyDefinition:
-    return StudyDefinition(
-        space=a_space(),
-        model=MODEL.to_json(),
-        model_fingerprint=MODEL.fingerprint,
-        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
-    )
-
-
-def measuring(high: float | None, **changes: Any) -> Progress:
-    return Progress(phase="measure", step=6, tokens_per_second_high=high, **changes)
+def measuring(high: float | None, gib: float | None = None) -> Progress:
+    allocated = None if gib is None else int(gib * GIB)
+    return Progress(phase="measure", step=6, tokens_per_second_high=high, allocated_bytes=allocated)
 
 
 @pytest.mark.parametrize(
-    ("progress", "expected"),
+    ("progress", "objectives", "rank", "expected"),
     [
-        pytest.param(measuring(500.0), True, id="slow"),
-        pytest.param(measuring(985.0), False, id="within-the-margin"),
-        pytest.param(measuring(1500.0), False, id="fast"),
-        pytest.param(measuring(None), False, id="no-interval-yet"),
-        pytest.param(
-            Progress(phase="warmup", step=6, tokens_per_second_high=1.0), False, id="warming-up"
-        ),
+        (measuring(500.0), [], 16, True),
+        # A tie is shown, and before there is an interval nothing is known.
+        (measuring(985.0), [], 16, False),
+        (measuring(1500.0), [], 16, False),
+        (measuring(None), [], 16, False),
+        (WARMING_UP, [], 16, False),
+        # A rival has to win in every objective.
+        (measuring(500.0, 11), ["peak_memory"], 16, True),
+        (measuring(500.0, 9), ["peak_memory"], 16, False),
+        (measuring(500.0), ["peak_memory"], 16, False),
+        (measuring(500.0), ["trainable_parameters"], 16, True),
+        (measuring(500.0), ["trainable_parameters"], 64, False),
+        # A slow one may learn more: only what is less than half as fast goes untrained.
+        (measuring(450.0), ["eval_loss"], 64, True),
+        (measuring(550.0), ["eval_loss"], 64, False),
     ],
 )
 def test_a_trial_is_hopeless_once_its_best_case_is_behind(
-    progress: Progress, expected: bool
+    progress: Progress, objectives: list[Any], rank: int, expected: bool
 ) -> None:
-    assert is_hopeless(progress, config=CONFIG, rivals=[RIVAL]) is expected
-
-
-def test_nothing_is_hopeless_before_something_fits() -> None:
-    assert not is_hopeless(measuring(1.0), config=CONFIG, rivals=[])
-
-
-@pytest.mark.parametrize(
-    ("objectives", "allocated", "rank", "expected"),
-    [
-        (["tokens_per_second", "peak_memory"], 11 * GIB, 16, True),
-        (["tokens_per_second", "peak_memory"], 9 * GIB, 16, False),
-        (["tokens_per_second", "peak_memory"], None, 16, False),
-        (["tokens_per_second", "trainable_parameters"], None, 16, True),
-        (["tokens_per_second", "trainable_parameters"], None, 64, False),
-        (["peak_memory"], 11 * GIB, 16, False),
-        (["trainable_parameters"], 11 * GIB, 16, False),
-    ],
-)
-def test_with_several_objectives_a_rival_has_to_win_in_all_of_them(
-    objectives: list[Objective], allocated: int | None, rank: int, expected: bool
-) -> None:
-    hopeless = is_hopeless(
-        measuring(500.0, allocated_bytes=allocated),
-        config=TrialConfig(lora_rank=rank),
-        rivals=[RIVAL],
-        objectives=objectives,
-    )
-    assert hopeless is expected
+    config = TrialConfig(lora_rank=rank)
+    both = ("tokens_per_second", *objectives)
+    assert is_hopeless(progress, config=config, rivals=[RIVAL], objectives=both) is expected
+    assert not is_hopeless(progress, config=config, rivals=[], objectives=both)
+    # Where speed is not asked for none is stopped.
+    assert not is_hopeless(progress, config=config, rivals=[RIVAL], objectives=objectives)
 
 
 def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
     measurement = a_measurement(CONFIG)
-    records = [
-        a_record(CONFIG, Measured(measurement=measurement)),
-        a_record(OTHER, PrunedSlow(measurement=measurement), number=1),
-        a_record(OTHER, OutOfMemory(stage="forward"), number=2),
-    ]
-    rivals = Rivals(a_definition(), records)
-    assert measurement.speed_interval is not None
+    fits = a_record(CONFIG, Measured(measurement=measurement))
+    slow = a_record(OTHER, PrunedSlow(measurement=measurement), number=1)
+    lost = a_record(OTHER, OutOfMemory(stage="forward"), number=2)
+    (rival,) = Rivals(a_definition(), [fits, slow, lost]).of(TrialConfig())
     # What it reached for sure: a rival that was lucky stops nobody.
-    assert [r.tokens_per_second for r in rivals.of(TrialConfig())] == [
-        measurement.speed_interval[0]
-    ]
-
-
-def test_a_baseline_outside_the_space_stops_nothing_and_neither_does_a_speed_unsure() -> None:
+    assert rival.tokens_per_second == measurement.speed_interval[0]
     outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
     unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, step_seconds_ci95=None)))
     assert Rivals(a_definition(), [outside, unsure]).of(TrialConfig()) == ()
+
+
+@pytest.mark.parametrize(("emulated_on", "count"), [("NVIDIA H200", 0), (None, 1)])
+def test_a_trial_is_stopped_by_another_class_on_the_target_alone(
+    emulated_on: str | None, count: int
+) -> None:
+    fast = TrialConfig(kernels="fused-loss")
+    rivals = Rivals(a_definition(emulated_on=emulated_on), [a_record(fast)])
+    assert len(rivals.of(fast.model_copy(update={"compute_dtype": "int8"}))) == count
+    assert len(rivals.of(fast)) == 1
 
 
 CONFIGS = [
@@ -122,7 +111,11 @@ def trials(draw: st.DrawFn) -> list[TrialRecord]:
                         OutOfMemory(stage="forward"),
                         Crashed(phase="attach"),
                         PrunedSlow(measurement=a_measurement(config)),
-                        *(_measured(config, speed, peak) for speed in (1, 2, 3) for peak in (1, 2)),
+                        *(
+                            at_speed(config, speed, spread=0.01, peak_allocated_bytes=peak * GIB)
+                            for speed in (1_000.0, 2_000.0, 3_000.0)
+                            for peak in (1, 2)
+                        ),
                     )
                 )
             ),
@@ -132,16 +125,6 @@ def trials(draw: st.DrawFn) -> list[TrialRecord]:
     ]
 
 
-def _measured(config: TrialConfig, speed: int, peak: int) -> Measured:
-    step = config.tokens_per_step / (1000.0 * speed)
-    changes = {"step_seconds": step, "step_seconds_ci95": (0.99 * step, 1.01 * step)}
-    return Measured(
-        measurement=a_measurement(
-            config, tokens_per_second=1000.0 * speed, peak_allocated_bytes=peak * GIB, **changes
-        )
-    )
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     told=trials(),
@@ -149,7 +132,7 @@ def _measured(config: TrialConfig, speed: int, peak: int) -> Measured:
     again=trials(),
     config=st.sampled_from(CONFIGS),
     high=st.sampled_from((500.0, 970.0, 1500.0, 2500.0)),
-    allocated=st.sampled_from((None, GIB, 3 * GIB // 2)),
+    allocated=st.sampled_from((None, 1.0, 1.5)),
     objectives=st.sampled_from(
         (
             ("tokens_per_second",),
@@ -164,11 +147,10 @@ def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
     again: list[TrialRecord],
     config: TrialConfig,
     high: float,
-    allocated: int | None,
+    allocated: float | None,
     objectives: tuple[Objective, ...],
 ) -> None:
-    space = a_space(objectives=list(objectives), dimensions=SPREAD, fixed={})
-    definition = a_definition().model_copy(update={"space": space})
+    definition = a_definition(objectives=list(objectives), dimensions=SPREAD, fixed={})
     confirmations = [
         record.model_copy(update={"purpose": "confirm", "series": 1, "number": 100 + record.number})
         for record in again
@@ -194,16 +176,9 @@ def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
     ]
 
     def stopped_by(those: Sequence[Rival]) -> bool:
-        progress = measuring(high, allocated_bytes=allocated)
+        progress = measuring(high, allocated)
         return is_hopeless(progress, config=config, rivals=those, objectives=objectives)
 
     kept = rivals.of(config)
     assert stopped_by(kept) == stopped_by(everything)
     assert set(kept) <= set(everything)
-
-
-SPREAD = {
-    "micro_batch_size": {"choices": [4, 8]},
-    "lora_rank": {"choices": [16, 64]},
-    "kernels": {"choices": ["hf", "liger"]},
-}

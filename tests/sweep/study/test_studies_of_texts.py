@@ -128,7 +128,6 @@ def test_typed_texts_take_the_place_of_a_files_with_what_was_said_of_its_rows(
         "dimensions: {lora_rank: [4, 8]}\n"
     )
     data = prepared(reader, space="own.yaml").space.data
-    assert data is not None
     assert (data.texts, data.text_column) == (str(home / "mine.jsonl"), None)
     assert data.eval_fraction == 0.2
 
@@ -156,7 +155,6 @@ def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, home: Path) -> 
     snapshot = read_study(what.name, url=url, home=runs_directory())
     tokens = int(reader.texts.summary.tokens)
     for record in snapshot.records:
-        assert record.epoch is not None
         assert record.epoch.rows + record.epoch.rows_left_out == 190
         assert 0 < record.epoch.loss_tokens < record.epoch.tokens < tokens
     best = view_of(snapshot).document()
@@ -186,7 +184,6 @@ def test_a_study_goes_on_with_what_was_prepared_where_the_source_is_gone(
     driven(what, url)
     (home / "mine.jsonl").unlink()
     again = prepared(reader, study="mine", data=None, stored=lambda name: stored(url, name))
-    assert again.texts is not None
     assert again.texts.directory == kept.directory
     assert len(reader.asked) == 1
     confirmed = prepare_again(
@@ -206,7 +203,6 @@ def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
     driven(prepared(reader, space="own.yaml", data=None), url)
     (home / "mine.jsonl").unlink()
     again = prepared(reader, space="own.yaml", data=None, stored=lambda name: stored(url, name))
-    assert again.texts is not None
     assert again.texts.directory == kept.directory
     assert len(reader.asked) == 1
     (home / "own.yaml").write_text(text.format("{texts: mine.jsonl, completions_only: true}"))

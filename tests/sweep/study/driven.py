@@ -1,0 +1,48 @@
+"""Studies of the simulated GPU that a test drives in its own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from storage.study import OpenStudy
+from sweep.predict.forecast import Forecaster
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.samplers import make_sampler
+from sweep.study.driver import Driver
+from sweep.study.events import StopReason
+from sweep.study.tuner import tune
+from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+
+
+class Clock:
+    """Gains a second each time it is read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def a_forecaster(**changes: Any) -> Forecaster:
+    values = {"model": MODEL, "budget_bytes": BUDGET, "violation": lambda _: None}
+    return Forecaster(**(values | changes))
+
+
+def a_grid(home: Path, **space: Any) -> OpenStudy:
+    """Open a study under a sampler that asks for each configuration once."""
+    study = a_study(home, **space)
+    study.study.sampler = make_sampler("grid", study.definition.space, seed=0)
+    return study
+
+
+def drive(
+    study: OpenStudy, runner: Any = train, *, is_anew: bool = False, **changes: Any
+) -> StopReason:
+    """Drive a study to its end, by a runner or by what answers for a GPU."""
+    runner = ReplayRunner(otherwise=runner) if isinstance(runner, FunctionType) else runner
+    values = {"forecaster": a_forecaster(), "clock": Clock()} | changes
+    return tune(Driver(study, runner=runner, **values), is_anew=is_anew)
