@@ -47,30 +47,29 @@ def shard(directory: Path) -> None:
 def test_complete_weights_pass(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(safetensors("a", "b"))
     check_weights(spec_of(tmp_path))
+    numpy = pytest.importorskip("safetensors.numpy")
+    numpy.save_file({"w": pytest.importorskip("numpy").ones((3, 5))}, str(tmp_path / SINGLE))
+    check_weights(spec_of(tmp_path))
     shard(tmp_path)
     check_weights(spec_of(tmp_path))
+    # A hub model's weights are left to the download, and an architecture that is shipped has none.
+    check_weights(ModelSpec("org/m", "hub", {"model_type": "llama"}, tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="an architecture without weights"):
+        check_weights(load_model_spec("demo"))
 
 
-def test_real_safetensors_pass(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    from safetensors.numpy import save_file
-
-    save_file({"w": numpy.ones((3, 5), dtype="float32")}, str(tmp_path / SINGLE))
-    check_weights(spec_of(tmp_path))
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_cut_short_or_without_its_tensor_is_named(tmp_path: Path) -> None:
     shard(tmp_path)
-    (tmp_path / "two.safetensors").unlink()
-    assert weights_error(tmp_path) == "model/two.safetensors: this shard is missing"
-
-
-def test_a_shard_cut_short_is_named_with_its_sizes(tmp_path: Path) -> None:
-    whole = safetensors("a", bytes_each=5000)
-    (tmp_path / SINGLE).write_bytes(whole[:-1000])
+    two = tmp_path / "two.safetensors"
+    two.write_bytes(safetensors("other"))
+    assert "model/two.safetensors: tensor 'b' of" in weights_error(tmp_path)
+    whole = safetensors("b", bytes_each=5000)
+    two.write_bytes(whole[:-1000])
     assert weights_error(tmp_path) == (
-        f"model/{SINGLE}: cut short: expected {len(whole):,} bytes, found {len(whole) - 1000:,}"
+        f"model/{two.name}: cut short: expected {len(whole):,} bytes, found {len(whole) - 1000:,}"
     )
+    two.unlink()
+    assert weights_error(tmp_path) == "model/two.safetensors: this shard is missing"
 
 
 @given(st.integers(0, 10_000))
@@ -79,12 +78,6 @@ def test_no_cut_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, length:
     path = tmp_path_factory.mktemp("cut")
     (path / SINGLE).write_bytes(whole[: length % len(whole)])
     assert weights_error(path).startswith(f"model/{SINGLE}: ")
-
-
-def test_a_tensor_that_is_in_no_shard_is_named(tmp_path: Path) -> None:
-    shard(tmp_path)
-    (tmp_path / "two.safetensors").write_bytes(safetensors("other"))
-    assert "model/two.safetensors: tensor 'b' of" in weights_error(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +120,3 @@ def test_a_directory_without_weights_is_refused_and_pickles_are_not_loaded(tmp_p
     assert weights_error(tmp_path).startswith("model: no weights, neither")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "pickles" in weights_error(tmp_path)
-
-
-def test_a_shipped_architecture_has_no_weights_to_load() -> None:
-    with pytest.raises(InputError, match="an architecture without weights"):
-        check_weights(load_model_spec("demo"))
-
-
-def test_a_hub_models_weights_are_left_to_the_download(tmp_path: Path) -> None:
-    check_weights(ModelSpec("org/m", "hub", {"model_type": "llama"}, tmp_path))

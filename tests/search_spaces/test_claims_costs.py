@@ -94,48 +94,29 @@ def test_the_published_order_of_a100_and_h100_spot_turns_round_unless_the_queue_
     assert point.above.offer.gpu == "h100-pcie"
 
 
-def test_on_demand_at_2_60_per_thousand_steps_would_be_an_h100_at_almost_nine_dollars() -> None:
-    def on_demand(usd_per_hour: float) -> Bill:
-        offer = make_offer("h100-pcie", usd_per_hour, download_seconds=90.0)
-        return Bill(FIVE_THOUSAND_STEPS, step_seconds=H100_STEP_SECONDS, offer=offer)
-
-    # A bill is proportional to the hourly rate.
-    rate = 2.60 / on_demand(1.0).usd_per_1000_steps
-    assert rate == pytest.approx(8.76, abs=0.01)
-    dear = on_demand(rate)
-    assert rounded(dear).keys() == {"training", "download"}
-    assert dear.usd_per_1000_steps == pytest.approx(2.60)
-
-
-def test_500_steps_in_25_minutes_for_1_25_is_three_dollars_an_hour_for_an_a10g() -> None:
-    work = Workload(steps=500, samples_per_step=16, tokens_per_sample=2048.0)
-    step_seconds = 25 * 60 / 500
-    published = Bill(work, step_seconds=step_seconds, offer=make_offer("a10g", 3.00))
-    assert published.usd == pytest.approx(1.25)
-    # At a dollar an hour, which is what the GPU alone costs, the same 25 minutes are 42 cents.
-    assert Bill(
-        work, step_seconds=step_seconds, offer=make_offer("a10g", 1.00)
-    ).usd == pytest.approx(0.4167, abs=1e-4)
-
-
 @pytest.mark.parametrize(
-    ("samples_per_second", "samples_per_step", "seq_len", "published", "ours"),
+    ("gpu", "usd_per_hour", "steps", "step_seconds", "download_seconds", "usd"),
     [
-        (1.46, 8, 512, 1.14, 1.1416),
-        # Published as $2.41; the sum is $2.4155, which rounds to $2.42.
-        (0.69, 4, 1024, 2.41, 2.4155),
+        # 10,000 samples at 1.46 a second, published as $1.14.
+        ("a10", 0.60, 1250, 8 / 1.46, 0.0, 1.1416),
+        # 10,000 samples at 0.69 a second, published as $2.41; it rounds to $2.42.
+        ("a10", 0.60, 2500, 4 / 0.69, 0.0, 2.4155),
+        # 500 steps in 25 minutes, published as $1.25: that is an A10G at three dollars an hour.
+        ("a10g", 3.00, 500, 3.0, 0.0, 1.25),
+        ("a10g", 1.00, 500, 3.0, 0.0, 0.4167),
+        # Published as $2.60 per thousand steps: an H100 at almost nine dollars an hour.
+        ("h100-pcie", 8.76, 5000, H100_STEP_SECONDS, 90.0, 13.0),
     ],
 )
-def test_ten_thousand_samples_on_an_a10_at_60_cents_an_hour_cost_what_was_published(
-    samples_per_second: float, samples_per_step: int, seq_len: int, published: float, ours: float
+def test_a_published_bill_is_its_rate_times_its_training(
+    gpu: str,
+    usd_per_hour: float,
+    steps: int,
+    step_seconds: float,
+    download_seconds: float,
+    usd: float,
 ) -> None:
-    work = Workload(10_000 // samples_per_step, samples_per_step, tokens_per_sample=float(seq_len))
-    result = Bill(
-        work,
-        step_seconds=samples_per_step / samples_per_second,
-        offer=make_offer("a10", 0.60, billing_seconds=0.1),
-    )
-    assert work.samples == 10_000
-    assert result.usd == pytest.approx(ours, abs=1e-4)
-    assert result.usd == pytest.approx(published, abs=0.01)
-    assert result.billed_hours == pytest.approx(10_000 / samples_per_second / 3600, rel=1e-4)
+    work = Workload(steps, samples_per_step=8, tokens_per_sample=512.0)
+    terms = {"billing_seconds": 0.1, "download_seconds": download_seconds}
+    bill = Bill(work, make_offer(gpu, usd_per_hour, **terms), step_seconds)
+    assert bill.usd == pytest.approx(usd, rel=1e-3)

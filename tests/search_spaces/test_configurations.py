@@ -1,4 +1,4 @@
-"""One configuration: its defaults, what follows from them, and what it refuses."""
+"""One configuration and one space built in code: defaults, values, sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,20 +7,33 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from search_spaces.config import TrialConfig, parse_config
-from search_spaces.errors import InputError, did_you_mean, quote
-
-
-def test_the_defaults_are_the_published_recipe() -> None:
-    config = TrialConfig()
-    assert (config.alpha, config.samples_per_step, config.accumulation_steps) == (32.0, 4, 1)
-    assert (config.tokens_per_micro_batch, config.tokens_per_step) == (2048, 2048)
+from search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
+from search_spaces.dimensions import Choices, FloatRange, IntRange
+from search_spaces.errors import InputError, did_you_mean
+from search_spaces.space import SearchSpace
 
 
-def test_accumulation_follows_from_the_effective_batch() -> None:
-    config = parse_config({"micro_batch_size": 4, "effective_batch_size": 16, "seq_len": 100})
-    assert (config.accumulation_steps, config.tokens_per_step) == (4, 1600)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (32.0, 4, 1, 2048, 2048)),
+        (
+            {"micro_batch_size": 4, "effective_batch_size": 16, "seq_len": 100},
+            (32.0, 16, 4, 400, 1600),
+        ),
+        # A step is of all GPUs, a micro-batch of each.
+        ({"data_parallel": 2}, (32.0, 8, 1, 2048, 4096)),
+        ({"data_parallel": 2, "effective_batch_size": 32}, (32.0, 32, 4, 2048, 16384)),
+    ],
+)
+def test_sizes_of_a_step_follow_from_the_batches(
+    values: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    config = parse_config(values)
+    found = (config.alpha, config.samples_per_step, config.accumulation_steps)
+    assert (*found, config.tokens_per_micro_batch, config.tokens_per_step) == expected
 
 
 def test_the_key_does_not_depend_on_the_order_or_form_of_values() -> None:
@@ -28,9 +41,6 @@ def test_the_key_does_not_depend_on_the_order_or_form_of_values() -> None:
     other = parse_config({"lora_alpha": 16.0, "target_modules": ("q_proj", "v_proj", "q_proj")})
     assert one == other
     assert one.key() == other.key()
-
-
-def test_changes_are_told_from_another_configuration() -> None:
     assert parse_config({"lora_rank": 8}).changes_from(TrialConfig()) == {"lora_rank": 8}
 
 
@@ -45,23 +55,19 @@ def test_changes_are_told_from_another_configuration() -> None:
         ({"lora_rank": 16**5000}, "got a number too long to show"),
         ({"seq_len": None}, "seq_len must be a whole number, got null"),
         ({"lora_alpha": 0}, "lora_alpha must be greater than 0, got 0"),
-        ({"lora_alpha": "lots"}, "lora_alpha must be a number, got 'lots'"),
         ({"lora_dropout": 1.5}, "lora_dropout must be at most 1.0, got 1.5"),
         ({"checkpoint_fraction": True}, "checkpoint_fraction must be a number, got true"),
-        (
-            {"compute_dtype": "bf8"},
-            "compute_dtype must be one of 'bf16', 'fp16', 'fp32', 'fp8' or 'int8'",
-        ),
+        ({"compute_dtype": "bf8"}, "compute_dtype must be one of 'bf16', 'fp16', 'fp32', 'fp8'"),
         ({"upcast_fp32": 1}, "upcast_fp32 must be true or false, got 1"),
         ({"target_modules": []}, "target_modules must list at least one module name, none empty"),
         ({"target_modules": 3}, "target_modules must be a name or a list of module names, got 3"),
         ({"target_modules": ["q_proj", ""]}, "target_modules must list at least one module name"),
-        ({"target_modules": "{}"}, "got '{}'"),
         ({"kernels": "x" * 500}, "got '" + "x" * 119 + "..."),
         (
             {"micro_batch_size": 3, "effective_batch_size": 8},
-            "here: effective_batch_size must be a multiple of micro_batch_size, got 8 and 3",
+            "a multiple of micro_batch_size, ",
         ),
+        ({"data_parallel": 2, "effective_batch_size": 12}, "times data_parallel, got 12, 4 and 2"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_and_value(values: dict[Any, Any], message: str) -> None:
@@ -79,31 +85,219 @@ def test_whatever_is_accepted_comes_back_from_json(values: dict[str, Any]) -> No
     assert parse_config(config.model_dump(mode="json")) == config
 
 
-def test_the_nearest_word_is_named_and_otherwise_all_of_a_few() -> None:
-    assert did_you_mean("a01", ["a10", "h200"]) == "; did you mean 'a10'?"
-    assert did_you_mean("h100", ["h100-80gb", "h200"]) == "; did you mean 'h100-80gb'?"
-    assert did_you_mean("A100", ["a10", "v100", "a100-40", "A100-80"]) == (
-        "; did you mean 'a100-40' or 'A100-80'?"
+@pytest.mark.parametrize(
+    ("word", "known", "said"),
+    [
+        ("a01", ["a10", "h200"], "; did you mean 'a10'?"),
+        ("h100:2", ["h100-80gb", "h200"], "; did you mean 'h100-80gb'?"),
+        ("A100", ["a10", "v100", "a100-40", "A100-80"], "; did you mean 'a100-40' or 'A100-80'?"),
+        ("a", ["a3", "a2", "a1", "a4"], "; did you mean 'a3', 'a2' or 'a1'?"),
+        ("zzz", ["b", "a"], "; known are a, b"),
+        ("zzz", [], ""),
+        ("zzz", list(map(str, range(99))), ""),
+    ],
+)
+def test_the_nearest_word_is_named_and_otherwise_all_of_a_few(
+    word: str, known: list[str], said: str
+) -> None:
+    assert did_you_mean(word, known) == said
+
+
+# Settings
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_setting_is_explained_and_names_its_own_values(key: str) -> None:
+    assert (TrialConfig.model_fields[key].description or "").endswith(".")
+    for value in (*KNOBS[key].lean_first, *KNOBS[key].tried):
+        assert KNOBS[key].phrase(getattr(TrialConfig.model_validate({key: value}), key))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"quantization": "none"}, {"quantization": "none", "double_quant": False}, True),
+        ({}, {"double_quant": False}, False),
+        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 16}, True),
+        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 8}, False),
+        ({"micro_batch_size": 8}, {"micro_batch_size": 8, "effective_batch_size": 8}, True),
+        ({"micro_batch_size": 8}, {"micro_batch_size": 4, "effective_batch_size": 8}, False),
+    ],
+)
+def test_configurations_that_train_the_same_way_are_one(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    resolved = canonical(parse_config(one))
+    assert (resolved == canonical(parse_config(other))) is same
+    assert canonical(resolved) == resolved
+
+
+def test_a_share_of_layers_is_spread_evenly_and_begins_with_the_first() -> None:
+    config = TrialConfig(quantized_fraction=0.75, checkpoint_fraction=0.5)
+    assert config.quantized_layers(8) == {0, 1, 2, 4, 5, 6}
+    assert config.checkpointed_layers(8) == {0, 2, 4, 6}
+    assert TrialConfig(quantization="none").quantized_layers(8) == frozenset()
+    bases = {TrialConfig(quantization="none", double_quant=d).base() for d in (True, False)}
+    assert len(bases) == 1
+
+
+# Ranges
+
+
+@given(low=st.floats(0, 1), width=st.floats(0, 1), step=st.floats(0.001, 1))
+def test_no_value_of_a_range_lies_beyond_its_ends(low: float, width: float, step: float) -> None:
+    values = FloatRange(low=low, high=low + width, step=step).values()
+    assert values is not None
+    assert all(low - 1e-9 <= value <= low + width for value in values)
+    assert len(set(values)) == len(values)
+
+
+def test_a_range_ends_at_its_last_whole_step_and_tenths_are_tenths() -> None:
+    assert IntRange(low=8, high=20, step=8).values() == (8, 16)
+    assert FloatRange(low=0.0, high=0.4, step=0.1).values() == (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+@given(share=st.floats(0, 1), is_log=st.booleans())
+def test_a_share_of_a_range_comes_back_from_its_value(share: float, is_log: bool) -> None:
+    line = FloatRange(low=1e-6, high=1e-2, log=is_log)
+    value = line.at(share)
+    assert line.low <= value <= line.high
+    assert line.share_of(value) == pytest.approx(share, abs=1e-9)
+
+
+def test_half_way_along_a_log_range_is_the_geometric_mean() -> None:
+    assert FloatRange(low=1e-5, high=1e-3, log=True).at(0.5) == pytest.approx(1e-4)
+    assert FloatRange(low=1.0, high=3.0).at(0.5) == 2.0
+    assert [FloatRange(low=1e-5, high=1e-3, log=True).at(end) for end in (-1, 2)] == [1e-5, 1e-3]
+
+
+# Spaces
+
+
+def a_space(**values: Any) -> SearchSpace:
+    return SearchSpace.model_validate(
+        {"name": "s", "dimensions": {"checkpoint_fraction": {"choices": [0.0, 1.0]}}} | values
     )
-    assert did_you_mean("a", ["a3", "a2", "a1", "a4"]) == "; did you mean 'a3', 'a2' or 'a1'?"
-    assert did_you_mean("zzz", ["b", "a"]) == "; known are a, b"
-    assert did_you_mean("zzz", []) == did_you_mean("zzz", map(str, range(99))) == ""
-    assert did_you_mean("h100:2", ["h100-80gb", "h200"]) == "; did you mean 'h100-80gb'?"
 
 
-def test_a_long_value_is_cut_in_messages() -> None:
-    assert quote("abc") == "'abc'"
-    assert len(quote("x" * 1000)) < 130
+def test_a_baseline_carries_the_fixed_values_unless_it_names_them() -> None:
+    fixed = {"lora_rank": 64, "seq_len": 128, "micro_batch_size": 1}
+    inherits = a_space(fixed=fixed).baseline_config()
+    assert inherits == TrialConfig(lora_rank=64, seq_len=128, micro_batch_size=1)
+    overrides = a_space(fixed=fixed, baseline={"lora_rank": 16, "seq_len": 512})
+    assert overrides.baseline_config() == TrialConfig(micro_batch_size=1)
+    # A dimension is what is searched: the reference is the recipe's.
+    free = a_space(dimensions={"lora_rank": {"choices": [64, 128]}})
+    assert free.baseline_config() == TrialConfig()
 
 
-def test_a_step_is_of_all_cards_and_a_micro_batch_of_each() -> None:
-    config = parse_config({"micro_batch_size": 4, "seq_len": 512, "data_parallel": 2})
-    assert (config.samples_per_step, config.accumulation_steps) == (8, 1)
-    assert (config.tokens_per_step, config.tokens_per_micro_batch) == (4096, 2048)
-    longer = parse_config({"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 32})
-    assert longer.accumulation_steps == 4
+@pytest.mark.parametrize(
+    ("fixed", "baseline", "expected"),
+    [
+        ({"effective_batch_size": 8}, {}, (4, 8)),
+        ({"effective_batch_size": 6}, {}, (3, 6)),
+        ({"effective_batch_size": 2}, {}, (2, 2)),
+        ({"effective_batch_size": 7}, {}, (1, 7)),
+        ({"micro_batch_size": 3}, {"effective_batch_size": 8}, (2, 8)),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 2}, (2, 8)),
+        ({"effective_batch_size": 6}, {"effective_batch_size": None}, (4, None)),
+        # What it names itself is never moved.
+        ({}, {"micro_batch_size": 4, "effective_batch_size": 6}, "micro_batch_size, got 6 and 4"),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 3}, "micro_batch_size 3 does not go in"),
+        ({"effective_batch_size": 8}, {"micro_batch_size": 32}, "size 32 does not go into effect"),
+    ],
+)
+def test_the_micro_batch_that_a_baseline_inherits_gives_way_to_its_effective_batch(
+    fixed: dict[str, Any], baseline: dict[str, Any], expected: tuple[int, int | None] | str
+) -> None:
+    searched = {"dimensions": {"micro_batch_size": {"choices": [1]}}}
+    more = {} if "micro_batch_size" in {*fixed, *baseline} else searched
+    space = a_space(fixed=fixed, baseline=baseline, **more)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            space.baseline_config()
+    else:
+        found = space.baseline_config()
+        assert (found.micro_batch_size, found.effective_batch_size) == expected
 
 
-def test_the_cards_micro_batches_go_into_the_effective_batch() -> None:
-    with pytest.raises(InputError, match="times data_parallel, got 12, 4 and 2"):
-        parse_config({"micro_batch_size": 4, "data_parallel": 2, "effective_batch_size": 12})
+ALPHA = {"low": 16.0, "high": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("space", "config", "is_held"),
+    [
+        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 32}, True),
+        ({"dimensions": {"lora_alpha": {"choices": [32, 64]}}}, {}, True),
+        ({"dimensions": {"lora_alpha": {"choices": [None, 64]}}}, {"lora_alpha": 33}, False),
+        ({"dimensions": {"lora_alpha": ALPHA}}, {}, True),
+        ({"dimensions": {"lora_alpha": ALPHA}}, {"lora_alpha": 50}, False),
+        ({"fixed": {"lora_alpha": 32}}, {}, True),
+        ({"dimensions": {"effective_batch_size": {"choices": [4, 8]}}}, {}, True),
+        ({"fixed": {"lora_rank": 8}}, {"lora_rank": 8, "lora_alpha": 16}, True),
+        ({"fixed": {"seq_len": 64}}, {"seq_len": 65}, False),
+    ],
+)
+def test_a_space_holds_what_trains_as_one_of_its_configurations(
+    space: dict[str, Any], config: dict[str, Any], is_held: bool
+) -> None:
+    wanted = TrialConfig.model_validate(config)
+    assert (a_space(**space).params_of(wanted) is not None) is is_held
+
+
+def test_a_space_counts_its_combinations_and_knows_what_it_holds() -> None:
+    space = a_space(
+        dimensions={
+            "micro_batch_size": Choices(choices=(1, 2)),
+            "target_modules": Choices(choices=("qv", ["v_proj", "q_proj"])),
+            "lora_rank": IntRange(low=8, high=16, step=8),
+        },
+        fixed={"seq_len": 64},
+    )
+    assert space.size() == len(list(space.combinations())) == 8
+    for params in space.combinations():
+        found = space.params_of(space.config(params))
+        assert found is not None
+        assert space.config(found) == space.config(params)
+        assert space.config(found).seq_len == 64
+
+
+def test_a_continuous_dimension_has_no_size() -> None:
+    space = a_space(dimensions={"lora_dropout": FloatRange(low=0, high=1)})
+    assert space.size() is None
+    with pytest.raises(ValueError, match="no combinations"):
+        next(space.combinations())
+
+
+@pytest.mark.parametrize(
+    ("effective", "micro", "kept"),
+    [(8, (1, 2, 8), (1, 2, 8)), (8, (1, 3), (1,)), (None, (3,), (3,)), (7, (2, 4), ())],
+)
+def test_batches_that_do_not_go_into_the_effective_batch_are_left_out(
+    effective: int | None, micro: tuple[int, ...], kept: tuple[int, ...]
+) -> None:
+    values = {
+        "dimensions": {"micro_batch_size": {"choices": micro}},
+        "fixed": {"effective_batch_size": effective},
+    }
+    if not kept:
+        with pytest.raises(ValidationError, match="multiple of micro_batch_size, got 7 and 2 or 4"):
+            a_space(**values)
+        return
+    space = a_space(**values)
+    assert space.dimensions == {"micro_batch_size": Choices(choices=kept)}
+    assert SearchSpace.model_validate(space.model_dump(mode="json")) == space
+
+
+def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_space() -> None:
+    space = a_space(
+        dimensions={
+            "micro_batch_size": IntRange(low=2, high=5),
+            "lora_rank": Choices(choices=(8, 16)),
+            "effective_batch_size": Choices(choices=(None, 4, 6)),
+        }
+    )
+    held = [space.config(params) for params in space.combinations()]
+    assert space.size() == len(held) == 2 * (4 + 2 + 2)
+    assert all(config.samples_per_step % config.micro_batch_size == 0 for config in held)
+    assert space.params_of(TrialConfig(micro_batch_size=3, effective_batch_size=6)) is not None

@@ -55,15 +55,6 @@ unhurried = settings(deadline=None)
 """A shared machine may stall an example for longer than the default deadline."""
 
 
-def test_a_bare_offer_costs_its_rate_times_the_training() -> None:
-    result = Bill(WORK, step_seconds=2.0, offer=make_offer(usd_per_hour=1.8))
-    assert result.usd == pytest.approx(1.0)
-    assert result.billed_hours == pytest.approx(2000 / 3600)
-    assert result.usd_per_1000_steps == pytest.approx(1.0)
-    assert result.usd_per_sample == pytest.approx(1.0 / 16_000)
-    assert result.usd_per_million_tokens == pytest.approx(1e6 / 16_000 / 512)
-
-
 def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
     offer = make_offer(
         boot_seconds=30.0,
@@ -75,51 +66,44 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
         minimum_seconds=3600.0,
     )
     result = Bill(replace(WORK, download_bytes=2e9), step_seconds=2.0, offer=offer)
-    seconds = {item.name: item.seconds for item in result.items}
-    assert seconds == pytest.approx(
-        {
-            "training": 2000.0,
-            "boot": 30.0,
-            "download": 20.0,
-            "queue": 100.0,
-            "preemptions": 50.0,
-            "rounding": 0.0,
-            "minimum": 1500.0,
-        }
-    )
+    seconds = {"training": 2000.0, "boot": 30.0, "download": 20.0, "queue": 100.0}
+    seconds |= {"preemptions": 50.0, "rounding": 0.0, "minimum": 1500.0}
+    assert {item.name: item.seconds for item in result.items} == pytest.approx(seconds)
     assert [item.usd for item in result.items if item.name == "queue"] == [0.0]
-    assert result.usd == pytest.approx(3.6)
+    assert result.usd == result.usd_per_1000_steps == pytest.approx(3.6)
+    assert result.usd_per_sample == pytest.approx(3.6 / 16_000)
+    assert result.usd_per_million_tokens == pytest.approx(3.6e6 / 16_000 / 512)
     assert result.wall_hours == pytest.approx(2200 / 3600)
     assert result.dominant.name == "training"
+    assert usd_per_training_second(offer) == pytest.approx(0.001 * (1 + 1.8 * 50 / 3600))
 
 
 def test_a_queue_costs_only_where_it_is_billed() -> None:
-    free = Bill(WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0))
-    paid = Bill(
-        WORK, step_seconds=1.0, offer=make_offer(queue_seconds=3600.0, is_queue_billed=True)
+    free, paid = (
+        Bill(WORK, make_offer(queue_seconds=3600.0, is_queue_billed=is_billed), 1.0)
+        for is_billed in (False, True)
     )
     assert paid.usd - free.usd == pytest.approx(3.6)
     assert paid.wall_hours == free.wall_hours
     assert paid.dominant.name == "queue"
 
 
-def test_an_epoch_costs_its_share_of_the_whole_run() -> None:
-    config = TrialConfig(effective_batch_size=16)
-    work = AskedWork(dataset_samples=10_000, epochs=3).workload(config)
-    result = Bill(work, step_seconds=1.0, offer=make_offer())
-    assert work.steps == 1875
-    assert result.usd_per_epoch == pytest.approx(result.usd / 3)
-    assert Bill(WORK, step_seconds=1.0, offer=make_offer()).usd_per_epoch is None
-
-
-def test_an_amount_of_work_may_be_given_in_samples_or_tokens() -> None:
+def test_work_is_given_in_samples_tokens_or_epochs() -> None:
     config = TrialConfig(micro_batch_size=1, effective_batch_size=16, seq_len=200)
     by_samples = AskedWork(samples=100).workload(config)
-    by_tokens = AskedWork(tokens=20_000).workload(config)
-    assert by_samples == by_tokens
-    assert by_samples.steps == 7
-    assert by_samples.samples == 112
-    assert by_samples.tokens == 22_400
+    assert by_samples == AskedWork(tokens=20_000).workload(config)
+    assert (by_samples.steps, by_samples.samples, by_samples.tokens) == (7, 112, 22_400)
+    three = AskedWork(tokens=1e6, epochs=3).workload(config)
+    assert three == AskedWork(tokens=3e6).workload(config)
+    work = AskedWork(dataset_samples=10_000, epochs=3).workload(config)
+    assert work.steps == 1875
+    result = Bill(work, step_seconds=1.0, offer=make_offer())
+    assert result.usd_per_epoch == pytest.approx(result.usd / 3)
+    assert Bill(WORK, step_seconds=1.0, offer=make_offer()).usd_per_epoch is None
+    with pytest.raises(InputError, match="--work epochs needs tokens or dataset-samples"):
+        AskedWork(samples=10, epochs=2)
+    with pytest.raises(InputError, match="--work dataset-samples must be greater than 0"):
+        AskedWork(dataset_samples=0)
 
 
 @unhurried
@@ -131,9 +115,9 @@ def test_more_steps_never_cost_less(offer: Offer, step_seconds: float, steps: in
 
 
 @unhurried
-@given(offer=OFFERS, step_seconds=STEP_SECONDS)
-def test_billed_time_covers_what_was_used_in_whole_units_or_the_minimum(
-    offer: Offer, step_seconds: float
+@given(offer=OFFERS, step_seconds=STEP_SECONDS, gpus=st.integers(2, 8))
+def test_a_bill_covers_what_was_used_in_whole_units_or_the_minimum_and_adds_up(
+    offer: Offer, step_seconds: float, gpus: int
 ) -> None:
     result = Bill(WORK, step_seconds=step_seconds, offer=offer)
     waited = 0.0 if offer.is_queue_billed else offer.queue_seconds
@@ -144,14 +128,13 @@ def test_billed_time_covers_what_was_used_in_whole_units_or_the_minimum(
     is_minimum = billed == pytest.approx(offer.minimum_seconds)
     assert is_minimum or units == pytest.approx(round(units), abs=1e-6 * max(1.0, units))
     assert billed < max(offer.minimum_seconds, used + offer.billing_seconds) * (1 + 1e-9) + 1e-6
-
-
-@unhurried
-@given(offer=OFFERS, step_seconds=STEP_SECONDS)
-def test_a_bill_in_json_adds_up(offer: Offer, step_seconds: float) -> None:
-    values = Bill(WORK, step_seconds=step_seconds, offer=offer).to_json()
+    values = result.to_json()
     assert sum(item["usd"] for item in values["items"]) == pytest.approx(values["usd"])
     assert values["usd"] == pytest.approx(values["billed_hours"] * offer.usd_per_hour)
+    several = Bill(WORK, offer, step_seconds, gpus=gpus)
+    assert several.usd == pytest.approx(gpus * result.usd)
+    assert (several.wall_hours, several.to_json()["cards"]) == (result.wall_hours, gpus)
+    assert several.billed_hours == pytest.approx(result.billed_hours)
 
 
 def _pair(slow_boot: float) -> tuple[Bill, Bill]:
@@ -164,18 +147,15 @@ def _pair(slow_boot: float) -> tuple[Bill, Bill]:
 def test_the_break_even_is_where_a_fast_start_is_paid_back_by_fast_steps() -> None:
     slow, fast = _pair(300.0)
     comparison = compare_offers([slow, fast])
-    assert comparison.cheapest is fast
-    assert comparison.soonest is fast
+    assert comparison.cheapest is comparison.soonest is fast
     (point,) = comparison.break_evens
     assert point.steps == pytest.approx(300)
     assert point.samples.value == pytest.approx(4800)
     assert (point.below.offer.gpu, point.above.offer.gpu) == ("a10", "a100-40gb")
-
-
-def test_offers_that_never_swap_have_no_break_even() -> None:
-    slow, fast = _pair(0.0)
-    assert compare_offers([slow, fast]).break_evens == ()
-    assert compare_offers([slow]).break_evens == ()
+    for steps, winner in ((294, "a10"), (306, "a100-40gb")):
+        bills = [replace(bill, workload=replace(WORK, steps=steps)) for bill in (slow, fast)]
+        assert compare_offers(bills).cheapest.offer.gpu == winner
+    assert compare_offers(_pair(0.0)).break_evens == compare_offers([slow]).break_evens == ()
 
 
 def _line(fixed: float, per_token: float, least: float = 0.0) -> Bill:
@@ -215,28 +195,20 @@ def test_costs_cross_where_they_are_equal_and_change_places(
     assert [point.below is one for point in points] == is_first_below
 
 
-def test_the_order_of_the_bills_does_swap_at_the_break_even() -> None:
-    slow, fast = _pair(300.0)
-    (point,) = compare_offers([slow, fast]).break_evens
-    assert point.steps is not None
-    for steps, winner in ((point.steps * 0.98, "a10"), (point.steps * 1.02, "a100-40gb")):
-        work = replace(WORK, steps=round(steps))
-        bills = [Bill(work, step_seconds=b.step_seconds, offer=b.offer) for b in (slow, fast)]
-        assert compare_offers(bills).cheapest.offer.gpu == winner
-
-
-def test_different_effective_batches_are_compared_by_the_sample() -> None:
+def test_different_effective_batches_are_compared_by_the_sample_and_packed_rows_by_the_token() -> (
+    None
+):
     small = Bill(WORK, step_seconds=1.0, offer=make_offer())
-    large = Bill(
-        replace(WORK, steps=500, samples_per_step=32),
-        step_seconds=1.8,
-        offer=make_offer(gpu="l4", boot_seconds=50.0),
-    )
+    work = replace(WORK, steps=500, samples_per_step=32)
+    large = Bill(work, step_seconds=1.8, offer=make_offer(gpu="l4", boot_seconds=50.0))
     comparison = compare_offers([small, large])
     assert comparison.cheapest is large
     (point,) = comparison.break_evens
     assert point.steps is None
     assert point.samples.value == pytest.approx(50 / (1 / 16 - 1.8 / 32))
+    # Packed rows hold more tokens each: per row they look dear, per token they are cheap.
+    padded = Bill(replace(WORK, tokens_per_sample=200.0), make_offer(), 0.8)
+    assert compare_offers([padded, small]).cheapest is small
 
 
 @unhurried
@@ -264,15 +236,11 @@ def _uncertain(bill: Bill, error: float) -> Bill:
     )
 
 
-def test_a_bills_extremes_are_those_of_the_shortest_and_longest_step() -> None:
-    result = _uncertain(Bill(WORK, make_offer(usd_per_hour=1.8), 2.0), 0.25)
-    assert [end.usd for end in result.extremes] == pytest.approx([0.75, 1.25])
-    assert result.to_json()["usd_range"] == pytest.approx([0.75, 1.25])
-    assert [end.step_seconds for end in result.extremes] == pytest.approx([1.5, 2.5])
-
-
-def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_cards() -> None:
+def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_gpus() -> None:
     slow, fast = _pair(300.0)
+    assert [end.step_seconds for end in _uncertain(slow, 0.25).extremes] == [1.5, 2.5]
+    usd_range = _uncertain(slow, 0.25).to_json()["usd_range"]
+    assert usd_range == pytest.approx([0.75 * slow.usd, 1.25 * slow.usd])
     claimed = [
         compare_offers([_uncertain(slow, error), _uncertain(fast, error)]).break_evens
         for error in (0.0, 0.05, 0.5)
@@ -352,19 +320,6 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
         assert true_usd(point.above.offer, above) <= true_usd(point.below.offer, above)
 
 
-@given(OFFERS, STEP_SECONDS, st.integers(2, 8))
-@unhurried
-def test_every_gpu_of_several_is_paid_for_as_long_as_one(
-    offer: Offer, step_seconds: float, gpus: int
-) -> None:
-    one, several = Bill(WORK, offer, step_seconds), Bill(WORK, offer, step_seconds, gpus=gpus)
-    assert several.usd == pytest.approx(gpus * one.usd)
-    assert several.wall_hours == one.wall_hours
-    assert several.billed_hours == pytest.approx(one.billed_hours)
-    assert several.extremes[0].usd == several.usd
-    assert several.to_json()["cards"] == gpus
-
-
 @pytest.mark.parametrize(("gpus", "paid"), [(1, 8), (2, 8), (8, 8), (9, 16)])
 def test_all_gpus_of_a_machine_are_paid_for_however_many_train(gpus: int, paid: int) -> None:
     alone, machine = make_offer(), make_offer(gpus=8)
@@ -375,25 +330,3 @@ def test_all_gpus_of_a_machine_are_paid_for_however_many_train(gpus: int, paid: 
     # A GPU of its own at twice the price of one of eight is the cheaper one for one GPU.
     dearer = Bill(WORK, make_offer(usd_per_hour=7.2), 2.0)
     assert compare_offers([bill, dearer]).cheapest is dearer
-
-
-def test_a_second_of_training_costs_its_interruptions_too() -> None:
-    spot = make_offer(preemptions_per_hour=2.0, restart_seconds=180.0)
-    assert usd_per_training_second(spot) == pytest.approx(0.001 * 1.1)
-
-
-def test_the_price_of_work_is_of_tokens_where_samples_are_not_alike() -> None:
-    """Packed rows hold more tokens each: per row they look dear, per token they are cheap."""
-    packed = Bill(replace(WORK, tokens_per_sample=512.0), make_offer(), 1.0)
-    padded = Bill(replace(WORK, tokens_per_sample=200.0), make_offer(), 0.8)
-    assert compare_offers([padded, packed]).cheapest is packed
-
-
-def test_epochs_are_of_the_tokens_that_are_given_and_of_nothing_else() -> None:
-    config = TrialConfig(micro_batch_size=8)
-    three = AskedWork(tokens=1e6, epochs=3).workload(config)
-    assert three == AskedWork(tokens=3e6).workload(config)
-    with pytest.raises(InputError, match="--work epochs needs tokens or dataset-samples"):
-        AskedWork(samples=10, epochs=2)
-    with pytest.raises(InputError, match="--work dataset-samples must be greater than 0"):
-        AskedWork(dataset_samples=0)

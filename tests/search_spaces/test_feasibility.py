@@ -17,7 +17,7 @@ from search_spaces.space import SearchSpace
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 TURING, AMPERE = (7, 5), (8, 0)
-RANKS = IntRange(low=1, high=256)
+RANKS, DROPOUT = IntRange(low=1, high=256), FloatRange(low=0.0, high=0.1)
 NEEDS_AMPERE = "bf16-needs-ampere"
 
 
@@ -34,58 +34,45 @@ def rules_against(
     return [one.rule for one in found]
 
 
-def use(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(config: Any, setting: Any) -> Any:
-        return ((name, why) for name, rule in rules.items() if (why := rule(config, setting)))
-
-    monkeypatch.setattr(feasibility, "broken_rules", broken)
-
-
-@pytest.mark.parametrize("dtypes", [("bf16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16", "fp32")])
-def test_one_valid_value_is_enough_wherever_it_stands(dtypes: tuple[str, ...]) -> None:
-    dtype = Choices(choices=tuple(dict.fromkeys(dtypes)))
-    assert rules_against(lora_rank=RANKS, compute_dtype=dtype) == []
-    assert rules_against(compute_dtype=dtype, lora_rank=RANKS) == []
+FA2, FP32 = among("flash_attention_2"), among("fp32")
 
 
 @pytest.mark.parametrize(
-    ("card", "dimensions", "rules"),
+    ("gpu", "dimensions", "rules"),
     [
         (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16")}, [NEEDS_AMPERE]),
+        # One valid value is enough, wherever it stands.
+        (TURING, {"lora_rank": RANKS, "compute_dtype": among("bf16", "fp16")}, []),
+        (TURING, {"compute_dtype": among("fp16", "bf16"), "lora_rank": RANKS}, []),
         # The default of what is in neither dimensions nor fixed counts as well.
         (TURING, {"lora_rank": RANKS}, [NEEDS_AMPERE]),
         # A range without steps that no rule reads stands in no rule's way.
-        (TURING, {"lora_dropout": FloatRange(low=0.0, high=0.1)}, [NEEDS_AMPERE]),
+        (TURING, {"lora_dropout": DROPOUT}, [NEEDS_AMPERE]),
         (AMPERE, {"target_modules": among(["q_pj"], ["w1"])}, ["unknown-target-module"]),
         (AMPERE, {"target_modules": among(["q_pj"], "qv")}, []),
-        (None, {"attention": among("flash_attention_2")}, ["flash-attention-2"]),
+        (None, {"attention": FA2}, ["flash-attention-2"]),
         # A rule that leaves something is not named beside one that leaves nothing.
         (
             TURING,
             {"compute_dtype": among("bf16", "fp16"), "target_modules": among(["w1"], ["w2"])},
             ["unknown-target-module"],
         ),
+        (AMPERE, {"compute_dtype": FP32, "attention": FA2}, ["flash-attention-2"]),
+        (AMPERE, {"compute_dtype": among("fp32", "bf16"), "attention": FA2}, []),
+        (AMPERE, {"compute_dtype": FP32, "attention": among("flash_attention_2", "sdpa")}, []),
+        # A rule may read what follows from one setting: how many layers are held in 4 bits.
         (
             AMPERE,
-            {"compute_dtype": among("fp32"), "attention": among("flash_attention_2")},
-            ["flash-attention-2"],
+            {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001)},
+            ["quantized-fraction-of-no-layer"],
         ),
-        (
-            AMPERE,
-            {"compute_dtype": among("fp32", "bf16"), "attention": among("flash_attention_2")},
-            [],
-        ),
-        (
-            AMPERE,
-            {"compute_dtype": among("fp32"), "attention": among("flash_attention_2", "sdpa")},
-            [],
-        ),
+        (AMPERE, {"lora_dropout": DROPOUT, "quantized_fraction": among(0.001, 0.5)}, []),
     ],
 )
 def test_the_rules_that_leave_nothing_are_named(
-    card: tuple[int, int] | None, dimensions: dict[str, Any], rules: list[str]
+    gpu: tuple[int, int] | None, dimensions: dict[str, Any], rules: list[str]
 ) -> None:
-    assert rules_against(card, **dimensions) == rules
+    assert rules_against(gpu, **dimensions) == rules
 
 
 def test_rules_that_leave_nothing_only_together_are_all_named(
@@ -98,29 +85,19 @@ def test_rules_that_leave_nothing_only_together_are_all_named(
         ),
         "says-nothing": lambda config, _: None,
     }
-    use(rules, monkeypatch)
+
+    def broken(config: Any, setting: Any) -> Any:
+        return ((name, why) for name, rule in rules.items() if (why := rule(config, setting)))
+
+    monkeypatch.setattr(feasibility, "broken_rules", broken)
     both = ["even-rank", "odd-rank-at-512"]
     assert rules_against(lora_rank=RANKS, seq_len=among(512)) == both
     assert rules_against(lora_rank=RANKS, seq_len=among(512, 1024)) == []
 
 
-def test_a_rule_may_read_what_follows_from_one_setting() -> None:
-    # No value of a range without steps changes how many layers are held in 4 bits.
-    elsewhere = {"lora_dropout": FloatRange(low=0.0, high=0.1), "lora_rank": RANKS}
-    assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001)) == [
-        "quantized-fraction-of-no-layer"
-    ]
-    assert rules_against(AMPERE, **elsewhere, quantized_fraction=among(0.001, 0.5)) == []
-
-
 def test_a_huge_space_is_decided_by_some_of_it() -> None:
-    wide = IntRange(low=1, high=9_999)
-    dimensions = {
-        "lora_rank": wide,
-        "micro_batch_size": wide,
-        "compute_dtype": among("bf16", "fp16"),
-    }
-    beyond = IntRange(low=40_000, high=49_999)
+    wide, beyond = IntRange(low=1, high=9_999), IntRange(low=40_000, high=49_999)
+    dimensions = {"lora_rank": wide, "micro_batch_size": wide, "compute_dtype": among("fp16")}
     assert rules_against(**dimensions, seq_len=beyond) == ["seq-len-beyond-positions"]
     assert rules_against(**dimensions, seq_len=wide) == []
 

@@ -54,18 +54,13 @@ def test_an_exception_is_told_by_what_it_says(error: Exception, words: str) -> N
 
 NO_SPACES = """\
 gpu: 2026-01-01
-name: true
 trials: null
-trials: [1]
 seed: 2026-01-01 10:00:00
 objectives: {a: true}
-sampler: off
-steps: {warmup_min: null}
 time_budget: 2026-01-01
 fixed: {target_modules: null}
 fixed: {kernels: !!binary aGk=}
 fixed: [null]
-dimensions: {seq_len: 2026-01-01}
 dimensions: {seq_len: {low: null, high: true}}
 dimensions: {kernels: {low: 1, high: 2026-01-01}}
 dimensions: {2026-01-01: [1]}

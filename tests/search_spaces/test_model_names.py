@@ -41,10 +41,13 @@ def write_config(directory: Path, config: object) -> str:
     return str(directory)
 
 
-def test_a_directory_is_a_model(tmp_path: Path) -> None:
-    spec = load_model_spec(write_config(tmp_path, GOOD))
+def test_a_directory_is_a_model_and_its_remote_code_is_never_run(tmp_path: Path) -> None:
+    config = {**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    spec = load_model_spec(write_config(tmp_path, config))
     assert (spec.source, spec.path) == ("directory", tmp_path)
     assert (spec.hidden_layers, spec.vocab_size, spec.max_positions) == (2, 100, 256)
+    assert "auto_map" not in spec.config
     assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
@@ -53,6 +56,9 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
     [
         {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "n_positions": 128},
         {"model_type": "mpt", "n_layers": 3, "d_model": 64, "n_heads": 4, "max_seq_len": 128},
+        # An explicit head_dim need not divide the hidden size.
+        {**GOOD, "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 5}
+        | {"max_position_embeddings": 128, "head_dim": 16},
     ],
 )
 def test_a_config_may_call_its_sizes_by_its_own_words(
@@ -60,12 +66,6 @@ def test_a_config_may_call_its_sizes_by_its_own_words(
 ) -> None:
     spec = load_model_spec(write_config(tmp_path, {**sizes, "vocab_size": 100}))
     assert (spec.hidden_layers, spec.hidden_size, spec.max_positions) == (3, 64, 128)
-
-
-def test_remote_code_is_dropped_and_never_run(tmp_path: Path) -> None:
-    config = {**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
-    assert "auto_map" not in load_model_spec(write_config(tmp_path, config)).config
 
 
 def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Path) -> None:
@@ -81,12 +81,9 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
     [
         ("{", "line 1: not valid JSON"),
         ("[1]", "must be a JSON object, got [1]"),
-        ("", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ({}, "model_type must name the architecture, got null"),
-        ({**GOOD, "model_type": 3}, "model_type must name the architecture, got 3"),
         ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
-        ({"model_type": "llava", "text_config": GOOD}, "multimodal model (it has a text_config)"),
         ({"model_type": "gpt2", "n_embd": 12}, "num_hidden_layers is missing"),
         ({**GOOD, "num_hidden_layers": 0, "n_layer": 4}, "num_hidden_layers must be a whole"),
         (
@@ -98,20 +95,11 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
         ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 10,000,000"),
         ({**GOOD, "hidden_size": 64.0}, "got 64.0"),
         ({**GOOD, "hidden_size": True}, "got true"),
-        ({**GOOD, "hidden_size": None}, "hidden_size must be a whole number"),
-        ({**GOOD, "num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
         ({**GOOD, "num_hidden_layers": -3}, "got -3"),
         ({**GOOD, "vocab_size": 10**8}, "got 100000000"),
-        ({**GOOD, "vocab_size": []}, "got []"),
         ({**GOOD, "max_position_embeddings": "many"}, "got 'many'"),
-        (
-            {**GOOD, "hidden_size": 66},
-            "hidden_size 66 is not a multiple of num_attention_heads 4, and there is no head_dim",
-        ),
-        (
-            {**GOOD, "num_key_value_heads": 3},
-            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
-        ),
+        ({**GOOD, "hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
+        ({**GOOD, "num_key_value_heads": 3}, "heads 4 is not a multiple of num_key_value_heads 3"),
         ({**GOOD, "head_dim": 0}, "head_dim must be a whole number"),
         ({**GOOD, "rope_parameters": "yarn"}, "rope_parameters must be an object or null"),
         ({**GOOD, "intermediate_size": 1.5}, "intermediate_size must be a whole number"),
@@ -126,58 +114,40 @@ def test_a_config_that_lies_is_refused_by_file_key_and_value(
     assert message in str(caught.value)
 
 
-def test_an_explicit_head_dim_need_not_divide_the_hidden_size(tmp_path: Path) -> None:
-    spec = load_model_spec(write_config(tmp_path, {**GOOD, "hidden_size": 66, "head_dim": 16}))
-    assert spec.hidden_size == 66
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("mistral-7b", "unknown model 'mistral-7b'; did you mean 'mistral-7b-v0.3'?"),
         ("", "unknown model ''"),
+        ("bad\0name", "unknown model"),
         ("./nowhere", "model './nowhere': no such directory"),
-        ("/nowhere/at/all", "no such directory"),
         ("a/b/c", "no such directory"),
         ("org/", "no such directory"),
         ("~nobody-of-that-name/x", "no such directory"),
-        ("bad\0name", "unknown model"),
+        ("{here}", "config.json: no such file; a model's directory needs"),
+        ("{here}/file", "is a file: name the directory"),
     ],
 )
-def test_what_names_no_model_is_refused(name: str, message: str) -> None:
+def test_what_names_no_model_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "file").write_text("{}")
     with pytest.raises(InputError) as caught:
-        load_model_spec(name)
+        load_model_spec(name.replace("{here}", str(tmp_path)))
     assert message in str(caught.value)
 
 
-def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"config.json: no such file; a model's directory needs"):
-        load_model_spec(str(tmp_path))
-
-
-def test_naming_the_config_itself_says_to_name_its_directory(tmp_path: Path) -> None:
-    write_config(tmp_path, GOOD)
-    with pytest.raises(InputError, match="is a file: name the directory"):
-        load_model_spec(str(tmp_path / "config.json"))
-
-
 def test_a_hub_model_keeps_the_directory_of_its_snapshot(tmp_path: Path) -> None:
-    write_config(tmp_path, GOOD)
     asked = []
 
     def fetch(name: str) -> Path:
         asked.append(name)
         return tmp_path / "config.json"
 
-    spec = load_model_spec("org/some-model", fetch=fetch)
-    assert asked == ["org/some-model"]
-    assert (spec.source, spec.path) == ("hub", tmp_path)
-
-
-def test_a_bad_config_from_the_hub_names_the_model(tmp_path: Path) -> None:
+    write_config(tmp_path, GOOD)
+    spec = load_model_spec("org/m", fetch=fetch)
+    assert (asked, spec.source, spec.path) == (["org/m"], "hub", tmp_path)
     write_config(tmp_path, {**GOOD, "vocab_size": 0})
     with pytest.raises(InputError, match=r"org/m/config.json: vocab_size .* got 0"):
-        load_model_spec("org/m", fetch=lambda _: tmp_path / "config.json")
+        load_model_spec("org/m", fetch=fetch)
 
 
 REQUEST = httpx.Request("HEAD", "https://hub.example/org/m")
@@ -187,11 +157,7 @@ NOT_FOUND = httpx.Response(404, request=REQUEST)
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (
-            RepositoryNotFoundError("no", response=NOT_FOUND),
-            InputError,
-            "is not on the hub, or is private",
-        ),
+        (RepositoryNotFoundError("no", response=NOT_FOUND), InputError, "is not on the hub, or is"),
         (GatedRepoError("no", response=NOT_FOUND), InputError, "gated"),
         (RemoteEntryNotFoundError("no", response=NOT_FOUND), InputError, "no config.json"),
         (OfflineModeIsEnabled("no"), EnvironmentFault, "HF_HUB_OFFLINE is set"),
@@ -278,14 +244,12 @@ def test_the_shipped_architectures_are_listed_with_their_true_sizes() -> None:
 def test_the_page_says_of_every_shipped_model_where_it_was_read() -> None:
     page = Path(__file__).parents[2].joinpath("docs/models.md").read_text(encoding="utf-8")
     for model in shipped_models():
-        if model.name == "demo":
-            continue
-        size = PUBLISHED[model.name]
-        row = re.search(
-            rf"^\| {re.escape(model.name)} \| {model.model_type} \| {size:,} \|(.*)", page, re.M
+        cells = (
+            rf"^\| {re.escape(model.name)} \| {model.model_type} \| {PUBLISHED[model.name]:,} \|"
         )
-        assert row, model.name
-        for source in re.findall(r"\[(.+?)\]", row[1]):
+        row = re.search(f"{cells}(.*)", page, re.MULTILINE)
+        assert (row is None) is (model.name == "demo"), model.name
+        for source in re.findall(r"\[(.+?)\]", row[1]) if row else ():
             assert f"\n[{source}]: https://" in page
 
 
@@ -305,9 +269,3 @@ def test_a_head_that_is_the_embedding_counts_once(name: str, is_one: bool) -> No
     unsaid = {k: v for k, v in spec.config.items() if k != "tie_word_embeddings"}
     # Gemma's is where its config says nothing; the published one does not.
     assert is_tied(ModelSpec(name, "directory", unsaid)) is name.startswith("gemma")
-
-
-def test_the_demo_packs_into_whole_quantization_blocks() -> None:
-    config = load_model_spec("demo").config
-    assert config["hidden_size"] % 64 == config["intermediate_size"] % 64 == 0
-    assert config["vocab_size"] % 64 == 0

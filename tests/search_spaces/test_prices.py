@@ -20,8 +20,9 @@ def write(path: Path, text: str) -> Path:
     return file
 
 
-def test_every_shipped_offer_names_a_card_a_day_and_a_place() -> None:
+def test_every_shipped_offer_names_a_gpu_a_day_and_a_place() -> None:
     prices = load_prices()
+    assert set(gpu_catalogue()) - set(prices) == {"v100-32gb"}
     assert set(prices) <= set(gpu_catalogue())
     for gpu, offers in prices.items():
         assert list(offers) == sorted(offers, key=lambda offer: offer.usd_per_hour * offer.gpus)
@@ -30,6 +31,16 @@ def test_every_shipped_offer_names_a_card_a_day_and_a_place() -> None:
             assert offer.source.startswith("https://")
             assert offer.date >= datetime.date(2026, 1, 1)
             assert 0.05 < offer.usd_per_hour < 20.0
+    # What is cheapest is not one list's word alone.
+    for gpu in ("a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l40s"):
+        assert len({offer.provider for offer in prices[gpu]}) >= 3
+        assert len({offer.source for offer in prices[gpu]}) >= 2
+    every = [offer for offers in prices.values() for offer in offers]
+    rented = "AWS, GCP, Azure, OCI, Lambda, Modal, Runpod, Runpod Community"
+    for provider in rented.split(", "):
+        assert len({offer.gpu for offer in every if offer.provider == provider}) >= 2
+    labels = {"a10 Lambda", "l40s Verda spot", "a100-40gb AWS x8"}
+    assert labels <= {offer.label for offer in every}
 
 
 def test_a_users_price_takes_the_shipped_ones_place_and_adds_others(tmp_path: Path) -> None:
@@ -48,80 +59,33 @@ def test_a_users_price_takes_the_shipped_ones_place_and_adds_others(tmp_path: Pa
 
 
 def test_a_users_assumptions_hold_for_every_offer_that_says_nothing(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        "assumptions: {boot_seconds: 7}\n"
-        f"offers: [{{{HEAD}, boot_seconds: 1, usd_per_hour: {{a10: 0.5}}}}]\n",
-    )
+    offer = f"{{{HEAD}, boot_seconds: 1, usd_per_hour: {{a10: 0.5}}}}"
+    file = write(tmp_path, f"assumptions: {{boot_seconds: 7}}\noffers: [{offer}]\n")
     prices = load_prices(file)
     assert {o.boot_seconds for o in prices["h200"]} == {7.0}
     assert [o.boot_seconds for o in prices["a10"] if o.provider == "Mine"] == [1.0]
-
-
-def test_an_offer_says_what_it_is() -> None:
-    labels = {offer.label for offers in load_prices().values() for offer in offers}
-    assert "a10 Lambda" in labels
-    assert "l40s Verda spot" in labels
-    assert "a100-40gb AWS x8" in labels
-
-
-def test_every_card_of_the_catalogue_has_a_price_or_is_known_to_have_none() -> None:
-    assert set(gpu_catalogue()) - set(load_prices()) == {"v100-32gb"}
-
-
-@pytest.mark.parametrize(
-    "provider", ["AWS", "GCP", "Azure", "OCI", "Lambda", "Modal", "Runpod", "Runpod Community"]
-)
-def test_the_providers_that_people_rent_from_are_there(provider: str) -> None:
-    offers = [o for of_card in load_prices().values() for o in of_card if o.provider == provider]
-    assert len({offer.gpu for offer in offers}) >= 2
-
-
-@pytest.mark.parametrize("gpu", ["a10", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l40s"])
-def test_what_is_cheapest_is_not_one_lists_word_alone(gpu: str) -> None:
-    """Each of these has offers of three providers or more, from two lists or more."""
-    offers = load_prices()[gpu]
-    assert len({offer.provider for offer in offers}) >= 3
-    assert len({offer.source for offer in offers}) >= 2
-    assert offers[0].gpus == 1
-
-
-def test_a_machine_of_eight_cards_says_so_and_costs_the_card(tmp_path: Path) -> None:
-    (offer,) = [o for o in load_prices()["h100-80gb"] if o.provider == "AWS"]
-    assert (offer.gpus, offer.usd_per_hour) == (8, 6.88)
-    file = write(tmp_path, f"offers: [{{{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}}}]\n")
-    with pytest.raises(InputError, match=r"offers.0.gpus must be at least 1, got 0"):
-        load_prices(file)
+    (typed,) = load_prices(file, typed=["a10=0.75"])["a10"]
+    assert (typed.boot_seconds, typed.download_bytes_per_second) == (7, 200e6)
 
 
 @pytest.mark.parametrize(
     ("offer", "message"),
     [
-        (f"{HEAD}, usd_per_hour: {{a10: -1}}", "usd_per_hour.a10 must be greater than 0"),
         (f"{HEAD}, usd_per_hour: {{a10: 0}}", "usd_per_hour.a10 must be greater than 0"),
         (f"{HEAD}, usd_per_hour: {{a10: 2500}}", "usd_per_hour.a10 must be at most 1000"),
         (f"{HEAD}, usd_per_hour: {{a10: .nan}}", "usd_per_hour.a10 must be a finite number"),
-        (f"{HEAD}, usd_per_hour: {{a10: cheap}}", "usd_per_hour.a10 must be a number"),
         (f"{HEAD}, usd_per_hour: {{a11: 1}}", "is an unknown GPU 'a11'; did you mean 'a10"),
         (f"{HEAD}, usd_per_hour: 1.0", "usd_per_hour must map keys to values, got 1.0"),
         (HEAD, "usd_per_hour is missing"),
         ("provider: Mine, source: x, usd_per_hour: {a10: 1}", "date is missing"),
         ("date: 2026-11-20, source: x, usd_per_hour: {a10: 1}", "provider is missing"),
         ("provider: Mine, date: 2026-11-20, usd_per_hour: {a10: 1}", "source is missing"),
-        (
-            "provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}",
-            "date must be a date like 2026-11-21, got 'soon'",
-        ),
+        ("provider: Mine, date: soon, source: x, usd_per_hour: {a10: 1}", "a date like 2026-11-21"),
         ("date: 2026-13-41, provider: Mine", "month must be in 1..12, got '2026-13-41'"),
-        (
-            f"{HEAD}, usd_per_hr: {{a10: 1}}",
-            "unknown key 'usd_per_hr'; did you mean 'usd_per_hour'",
-        ),
-        (
-            f"{HEAD}, billing_seconds: 0, usd_per_hour: {{a10: 1}}",
-            "billing_seconds must be greater",
-        ),
+        (f"{HEAD}, usd_per_hr: {{a10: 1}}", "key 'usd_per_hr'; did you mean 'usd_per_hour'"),
+        (f"{HEAD}, billing_seconds: 0, usd_per_hour: {{a10: 1}}", "billing_seconds must be great"),
         (f"{HEAD}, queue_seconds: -5, usd_per_hour: {{a10: 1}}", "queue_seconds must be at least"),
+        (f"{HEAD}, gpus: 0, usd_per_hour: {{a10: 1}}", "gpus must be at least 1, got 0"),
     ],
 )
 def test_a_price_that_is_not_right_is_refused_by_line_and_key(
@@ -142,26 +106,18 @@ def test_a_price_that_is_not_right_is_refused_by_line_and_key(
         ("offers: {a10: 1}", "offers must be a list"),
         ("offers: [a10]", "must map keys to values, got 'a10'"),
         ("assumptions: {boot_seconds: -1}", "boot_seconds must be at least 0"),
-        (
-            "assumptions: {boot: 1}",
-            "unknown key 'boot' under assumptions; did you mean 'boot_seconds'",
-        ),
-        ("offers: [", "not valid YAML"),
+        ("assumptions: {boot: 1}", "'boot' under assumptions; did you mean 'boot_seconds'"),
         ("", "empty"),
+        (None, "no such file"),
     ],
 )
 def test_a_file_that_is_not_a_price_list_is_refused(
-    tmp_path: Path, text: str, message: str
+    tmp_path: Path, text: str | None, message: str
 ) -> None:
-    file = write(tmp_path, text)
+    file = tmp_path / "prices.yaml" if text is None else write(tmp_path, text)
     with pytest.raises(InputError, match=r"prices\.yaml") as caught:
         load_prices(file)
     assert message in str(caught.value)
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.yaml: no such file"):
-        load_prices(tmp_path / "nowhere.yaml")
 
 
 # Prices that are typed
@@ -176,33 +132,18 @@ def test_a_price_that_is_typed_is_the_only_one_of_its_card(tmp_path: Path) -> No
     assert prices["h200"] == load_prices()["h200"]
 
 
-def test_a_price_that_is_typed_starts_and_downloads_as_others_do(tmp_path: Path) -> None:
-    file = write(tmp_path, "assumptions: {boot_seconds: 7}\n")
-    (mine,) = load_prices(file, typed=["a10=0.75"])["a10"]
-    assert mine.boot_seconds == 7
-    assert mine.download_bytes_per_second == 200e6
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("a10", "--price is written like a10=0.75, got 'a10'"),
-        ("a10=x", "--price: a10 must cost dollars an hour, .* got 'x'"),
-        ("a10=", "--price: a10 must cost dollars an hour"),
-        ("a10=0", "--price: a10 must cost dollars an hour, more than 0"),
-        ("a10=-1", "--price: a10 must cost dollars an hour"),
-        ("a10=nan", "--price: a10 must cost dollars an hour"),
-        ("a10=inf", "--price: a10 must cost dollars an hour"),
-        ("a10=1001", "at most 1000, got '1001'"),
-        ("a11=1", "--price: unknown GPU 'a11'; did you mean 'a10'"),
-        ("=1", "--price: unknown GPU ''"),
+        (["a10"], "--price is written like a10=0.75, got 'a10'"),
+        (["a10=x"], "--price: a10 must cost dollars an hour, .* got 'x'"),
+        (["a10=0"], "--price: a10 must cost dollars an hour, more than 0"),
+        (["a10=nan"], "--price: a10 must cost dollars an hour"),
+        (["a10=1001"], "at most 1000, got '1001'"),
+        (["a11=1"], "--price: unknown GPU 'a11'; did you mean 'a10'"),
+        (["a10=1", "A10=2"], "--price: a10 is given twice"),
     ],
 )
-def test_a_price_that_is_none_is_refused_by_its_option(typed: str, message: str) -> None:
+def test_a_price_that_is_none_is_refused_by_its_option(typed: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_prices(typed=[typed])
-
-
-def test_a_card_has_one_price() -> None:
-    with pytest.raises(InputError, match="--price: a10 is given twice"):
-        load_prices(typed=["a10=1", "A10=2"])
+        load_prices(typed=typed)

@@ -104,44 +104,30 @@ def test_a_password_that_is_known_survives_nowhere(password: str, around: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
+    ("name", "value", "secret", "text"),
     [
-        ("HF_TOKEN", "Tuesday-17", "got Tuesday-17 and Tuesday-17"),
-        ("PGPASSWORD", "p@ss w/rd", "no p%40ss%20w%2Frd here"),
-        ("SWEEP_STORAGE", "postgresql://u:b e/e@r@h/db", "it said: b e/e@r"),
-        ("WANDB_API_KEY", "0123456789abcdef", "0123456789abcdef"),
+        ("HF_TOKEN", "Tuesday-17", "Tuesday", "got Tuesday-17 and Tuesday-17"),
+        ("PGPASSWORD", "p@ss w/rd", "p%40ss", "no p%40ss%20w%2Frd here"),
+        ("SWEEP_STORAGE", "postgresql://u:b e/e@r@h/db", "b e/e", "it said: b e/e@r"),
+        ("WANDB_API_KEY", "0123456789abcdef", "012345", "0123456789abcdef"),
+        # What holds no secret, or a common word, hides nothing.
+        ("PASSWORD_FILE", "/run/secrets/db", "", "it is /run/secrets/db here"),
+        ("TOKENIZERS_PARALLELISM", "false-or-true", "", "it is false-or-true here"),
+        ("HTTPS_PROXY", "http://localhost:3128", "", "it is http://localhost:3128 here"),
+        ("MY_KEY", "adamw_8bit", "", "it is adamw_8bit here"),
+        ("DB_PASSWORD", "all-linear", "", "it is all-linear here"),
     ],
 )
 def test_a_secret_of_the_environment_survives_nowhere(
-    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, secret: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
     learn_environment()
-    for secret in ("Tuesday", "p%40ss", "b e/e", "012345"):
-        assert secret not in redact(text)
+    assert (secret in redact(text)) is not bool(secret)
+    assert (redact(text) == text) is not bool(secret)
     monkeypatch.undo()
     learn_environment()
     assert redact(text) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PASSWORD_FILE", "/run/secrets/db"),
-        ("SSL_KEY", "/etc/ssl/key.pem"),
-        ("TOKENIZERS_PARALLELISM", "false-or-true"),
-        ("HTTPS_PROXY", "http://localhost:3128"),
-        ("MY_KEY", "adamw_8bit"),
-        ("DB_PASSWORD", "all-linear"),
-    ],
-)
-def test_a_variable_that_holds_no_secret_or_a_common_word_hides_nothing(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    learn_environment()
-    assert redacted({"optimizer": f"it is {value} here"}) == {"optimizer": f"it is {value} here"}
-    assert redact(f"pg://u:{value}@h") == f"pg://u:{redaction.STARS}@h" or "/" in value
 
 
 PIECES = (
@@ -175,26 +161,21 @@ def test_time_grows_with_the_text_alone(piece: str) -> None:
         return time.process_time() - began
 
     # Eight times the text: with its square it would be 64 times.
-    assert seconds(160_000) < 24 * max(seconds(20_000), 0.02)
+    assert seconds(80_000) < 24 * max(seconds(10_000), 0.01)
 
 
 def test_texts_of_ours_are_left_as_they_are() -> None:
     root = Path(__file__).parents[2]
     for path in (*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("search_spaces/*.yaml")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if "password" not in line.lower() and "***" not in line:
-                assert redact(line) == line, path
+        lines = path.read_text(encoding="utf-8").splitlines()
+        ours = [line for line in lines if "password" not in line.lower() and "***" not in line]
+        assert [redact(line) for line in ours] == ours, path
 
 
 def test_plain_values_are_redacted_leaf_by_leaf_and_stay_plain() -> None:
     values = {"a": ["postgresql://u:pw@h/db", 1, None], "password": "x", "n": {"token": 5}, "p": 1}
     clean = redacted(values)
-    assert clean == {
-        "a": ["postgresql://u:***@h/db", 1, None],
-        "password": "***",
-        "n": {"token": 5},
-        "p": 1,
-    }
+    assert clean == values | {"a": ["postgresql://u:***@h/db", 1, None], "password": "***"}
     assert redacted(clean) == clean
 
 

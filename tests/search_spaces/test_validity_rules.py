@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from search_spaces.config import canonical, parse_config
+from search_spaces.config import parse_config
 from search_spaces.linears import (
     known_linear_modules,
     linear_shapes,
@@ -15,7 +15,7 @@ from search_spaces.linears import (
     resolve_targets,
 )
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import violation
+from search_spaces.rules import Violation, violation
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 PHI3 = ModelSpec(
@@ -58,6 +58,7 @@ FSDP = {
 }
 
 
+FA2 = {"attention": "flash_attention_2"}
 FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | None, str]]] = {
     "bf16-needs-ampere": [({}, MISTRAL, TURING, "this GPU has 7.5: use compute_dtype fp16")],
     "eight-bit": [
@@ -65,31 +66,18 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
         ({"compute_dtype": "fp8"}, MISTRAL, TURING, "7.5: use int8 or fp16"),
         ({"quantization": "fp8"}, MISTRAL, AMPERE, "8.0: use int8 or nf4"),
         ({"compute_dtype": "int8"}, MISTRAL, PASCAL, "7.5, this GPU has 6.0"),
-        (
-            {"compute_dtype": "int8", "quantization": "none"},
-            MISTRAL,
-            AMPERE,
-            "quantization int8 or nf4",
-        ),
+        ({"compute_dtype": "int8", "quantization": "none"}, MISTRAL, AMPERE, "int8 or nf4"),
         ({"compute_dtype": "int8", "quantization": "fp8"}, MISTRAL, HOPPER, "in fp8 or in 16 bits"),
-        (
-            {"quantization": "int8", "quantized_fraction": 0.5},
-            MISTRAL,
-            AMPERE,
-            "use quantized_fraction 1",
-        ),
+        ({"quantization": "int8", "quantized_fraction": 0.5}, MISTRAL, AMPERE, "fraction 1"),
         (
             {"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16},
             MISTRAL,
-            AMPERE,
-            "more than 16 tokens",
-        ),
+            AMPERE, "16 t"),
     ],
     "fp16-needs-cuda": [({"compute_dtype": "fp16"}, MISTRAL, None, "bf16 or fp32")],
     "kernels-need-triton": [
         ({"kernels": "liger"}, MISTRAL, None, "use kernels hf"),
-        ({"kernels": "fused-loss"}, MISTRAL, None, "fused-loss"),
-        ({"kernels": "liger", "compute_dtype": "fp16"}, MISTRAL, PASCAL, "7.0, this GPU has 6.0"),
+        ({"kernels": "fused-loss", "compute_dtype": "fp16"}, MISTRAL, PASCAL, "7.0, this GPU has"),
     ],
     "kernels-need-liger-model": [
         ({"kernels": "liger"}, UNKNOWN, AMPERE, "'brand_new'"),
@@ -104,31 +92,16 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     ],
     "bf16-adapters": [
         ({"adapter_dtype": "bf16", "compute_dtype": "fp16"}, MISTRAL, AMPERE, "gradients in bf16"),
-        (
-            {"adapter_dtype": "bf16", "compute_dtype": "fp32"},
-            MISTRAL,
-            TURING,
-            "8.0 (Ampere), this GPU has 7.5",
-        ),
+        ({"adapter_dtype": "bf16", "compute_dtype": "fp32"}, MISTRAL, TURING, "8.0 (Ampere), this"),
     ],
     "quantized-fraction-of-no-layer": [
         ({"quantized_fraction": 0.01}, MISTRAL, AMPERE, "layers in 4 bits: use quantization none")
     ],
     "expandable-segments-need-cuda": [({"expandable_segments": True}, MISTRAL, None, "on a CPU")],
     "flash-attention-2": [
-        ({"attention": "flash_attention_2"}, MISTRAL, None, "needs CUDA"),
-        (
-            {"attention": "flash_attention_2", "compute_dtype": "fp16"},
-            MISTRAL,
-            TURING,
-            "8.0 (Ampere), this GPU has 7.5",
-        ),
-        (
-            {"attention": "flash_attention_2", "compute_dtype": "fp32"},
-            MISTRAL,
-            AMPERE,
-            "no fp32 kernels",
-        ),
+        (FA2, MISTRAL, None, "needs CUDA"),
+        (FA2 | {"compute_dtype": "fp16"}, MISTRAL, TURING, "8.0 (Ampere), this GPU has 7.5"),
+        (FA2 | {"compute_dtype": "fp32"}, MISTRAL, AMPERE, "no fp32 kernels"),
     ],
     "paged-optimizer-needs-cuda": [
         ({"optimizer": "paged_adamw_8bit"}, MISTRAL, None, "adamw_8bit")
@@ -141,12 +114,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
         ({"target_modules": ["q_porj"]}, MISTRAL, AMPERE, "'q_porj'; did you mean 'q_proj'?"),
         ({"target_modules": "qv"}, PHI3, AMPERE, "module 'q_proj'; did you mean 'qkv_proj'?"),
         ({"target_modules": "qv"}, of_type("gpt_neox"), AMPERE, "be attention or all-linear here)"),
-        (
-            {"target_modules": "qv"},
-            of_type("deepseek_v3", q_lora_rank=64),
-            AMPERE,
-            "or all-linear here)",
-        ),
+        ({"target_modules": "qv"}, of_type("deepseek_v3", q_lora_rank=64), AMPERE, "or all-linear"),
         (
             {"target_modules": "all-linear", "quantization": "none"},
             of_type("phimoe"),
@@ -162,10 +130,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     ],
     "attention-not-in-model": [({}, of_type("bloom"), AMPERE, "use attention eager")],
     "checkpointing-not-in-model": [({}, of_type("ctrl"), AMPERE, "use checkpoint_fraction 0")],
-    "packing-needs-texts": [
-        ({"packing": "packed"}, MISTRAL, AMPERE, "needs a dataset"),
-        ({"packing": "grouped"}, MISTRAL, None, "yours with --data"),
-    ],
+    "packing-needs-texts": [({"packing": "grouped"}, MISTRAL, None, "yours with --data")],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),
         ({**FSDP, "upcast_fp32": True}, MISTRAL, AMPERE, "use upcast_fp32 false"),
@@ -177,35 +142,43 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
 }
 
 
+def broken(
+    values: dict[str, Any],
+    model: ModelSpec = MISTRAL,
+    gpu: tuple[int, int] | None = AMPERE,
+    **more: Any,
+) -> Violation | None:
+    device: Literal["cuda", "cpu"] = "cpu" if gpu is None else "cuda"
+    options = {"compute_capability": gpu, "device": device} | more
+    return violation(parse_config(values), model=model, **options)
+
+
 @pytest.mark.parametrize(
-    ("rule", "values", "model", "card", "words"),
+    ("rule", "values", "model", "gpu", "words"),
     [(rule, *case) for rule, cases in FORBIDDEN.items() for case in cases],
 )
 def test_what_cannot_run_is_forbidden_with_a_reason(
-    values: dict[str, Any], model: ModelSpec, card: tuple[int, int] | None, rule: str, words: str
+    values: dict[str, Any], model: ModelSpec, gpu: tuple[int, int] | None, rule: str, words: str
 ) -> None:
-    device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
-    found = violation(parse_config(values), model=model, compute_capability=card, device=device)
+    found = broken(values, model, gpu)
     assert found is not None
     assert found.rule == rule
     assert words in found.reason
 
 
 @pytest.mark.parametrize(
-    ("values", "model", "card"),
+    ("values", "model", "gpu"),
     [
         ({}, MISTRAL, AMPERE),
         ({}, MISTRAL, None),
         ({"compute_dtype": "fp16"}, MISTRAL, TURING),
         ({"kernels": "fused-loss", "compile": True}, MISTRAL, AMPERE),
-        ({"attention": "flash_attention_2"}, MISTRAL, AMPERE),
+        (FA2, MISTRAL, AMPERE),
         ({"seq_len": 32768}, MISTRAL, AMPERE),
         ({"seq_len": 10_000_000}, UNKNOWN, AMPERE),
         ({"target_modules": ["anything"]}, UNKNOWN, AMPERE),
         ({"target_modules": "attention"}, PHI3, AMPERE),
-        ({"quantization": "none"}, MISTRAL, AMPERE),
         ({"quantization": "none", "double_quant": False}, MISTRAL, AMPERE),
-        ({"quantization": "none"}, QWEN3_30B, AMPERE),
         ({"quantization": "none", "kernels": "fused-loss"}, QWEN3_30B, AMPERE),
         ({}, of_type("granitemoehybrid", num_local_experts=0), AMPERE),
         ({}, of_type("gemma4_text", num_experts=None), AMPERE),
@@ -215,25 +188,21 @@ def test_what_cannot_run_is_forbidden_with_a_reason(
     ],
 )
 def test_what_can_run_is_let_through(
-    values: dict[str, Any], model: ModelSpec, card: tuple[int, int] | None
+    values: dict[str, Any], model: ModelSpec, gpu: tuple[int, int] | None
 ) -> None:
-    device: Literal["cuda", "cpu"] = "cpu" if card is None else "cuda"
-    config = parse_config(values)
-    assert violation(config, model=model, compute_capability=card, device=device) is None
+    assert broken(values, model, gpu) is None
 
 
-@pytest.mark.parametrize("packing", ["none", "grouped", "packed"])
-def test_texts_may_be_packed_in_any_way(packing: str) -> None:
-    config = parse_config({"packing": packing})
-    found = violation(
-        config, model=MISTRAL, compute_capability=AMPERE, device="cuda", has_texts=True
-    )
-    assert found is None
+def test_a_dataset_may_be_packed_in_any_way_on_one_gpu() -> None:
+    for packing in ("none", "grouped", "packed"):
+        assert broken({"packing": packing}, has_texts=True) is None
+    found = broken({"data_parallel": 2}, has_texts=True)
+    assert found is not None
+    assert found.rule == "data-parallel-on-texts"
 
 
-def test_an_unknown_card_is_not_held_against_a_configuration() -> None:
-    config = parse_config({})
-    assert violation(config, model=MISTRAL, compute_capability=None, device="cuda") is None
+def test_an_unknown_gpu_is_not_held_against_a_configuration() -> None:
+    assert broken({}, gpu=None, device="cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -283,10 +252,7 @@ def test_target_sets_become_module_names(
         ("mistral-7b-v0.3", 16, "attention", 13_631_488),
         # Published as 4,194,304, which forgets that values have fewer heads: no such count.
         ("llama-3.1-8b", 16, "qv", 6_815_744),
-        ("llama-3.1-8b", 16, "attention", 13_631_488),
-        # Published as 8.4, 16.8, 33.6 and 67.2 million, as if keys and values had 32 heads.
-        ("mistral-7b-v0.3", 8, "attention", 6_815_744),
-        ("mistral-7b-v0.3", 32, "attention", 27_262_976),
+        # Published as 67.2 million, as if keys and values had 32 heads.
         ("mistral-7b-v0.3", 64, "attention", 54_525_952),
         # Published as 33,554,432: a fifth of what it is.
         ("mistral-7b-v0.3", 64, "all-linear", 167_772_160),
@@ -309,36 +275,7 @@ def test_what_is_not_known_is_not_guessed() -> None:
     assert parameters(granite) is None
     assert lora_parameters(parse_config({}), UNKNOWN) is None
     assert lora_parameters(parse_config({"target_modules": ["lm_head"]}), MISTRAL) is None
-
-
-@pytest.mark.parametrize("key", ["intermediate_size", "num_key_value_heads", "head_dim"])
-def test_a_size_that_is_left_to_a_default_is_not_guessed(key: str) -> None:
-    spec = load_model_spec("qwen3-8b")
-    left = {name: value for name, value in spec.config.items() if name != key}
-    assert lora_parameters(parse_config({}), ModelSpec("q", "directory", left)) is None
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({"quantization": "none"}, {"quantization": "none", "double_quant": False}, True),
-        ({}, {"double_quant": False}, False),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 16}, True),
-        ({"lora_rank": 8}, {"lora_rank": 8, "lora_alpha": 8}, False),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 8, "effective_batch_size": 8}, True),
-        ({"micro_batch_size": 8}, {"micro_batch_size": 4, "effective_batch_size": 8}, False),
-    ],
-)
-def test_configurations_that_train_the_same_way_are_one(
-    one: dict[str, Any], other: dict[str, Any], same: bool
-) -> None:
-    assert (canonical(parse_config(one)) == canonical(parse_config(other))) is same
-
-
-def test_rows_of_texts_are_dealt_out_to_one_card_alone() -> None:
-    config = parse_config({"data_parallel": 2})
-    found = violation(
-        config, model=MISTRAL, compute_capability=AMPERE, device="cuda", has_texts=True
-    )
-    assert found is not None
-    assert found.rule == "data-parallel-on-texts"
+    qwen = load_model_spec("qwen3-8b").config
+    for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
+        left = ModelSpec("q", "directory", {k: v for k, v in qwen.items() if k != key})
+        assert lora_parameters(parse_config({}), left) is None
