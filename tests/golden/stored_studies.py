@@ -16,8 +16,17 @@ from storage.definition import StudySnapshot
 from storage.ranking import measured_of, rank_study
 from storage.records import TrialRecord
 from sweep.sampling.encoding import Encoding
-from tests.reports.on_texts import LONG, SOAKED, about_loss, learned
-from tests.reports.synthetic import definition, fits, plausible_study, record, snapshot
+from tests.reports.synthetic import (
+    LONG,
+    SOAKED,
+    about_loss,
+    definition,
+    fits,
+    learned,
+    plausible_study,
+    record,
+    snapshot,
+)
 from tests.storage.builders import confirmed, open_it
 from tests.sweep.export.studies import some_texts
 from tests.sweep.predict.rows import EIGHT_BIT

@@ -20,6 +20,7 @@ from storage.records import (
     Crashed,
     Diverged,
     DominatedOutOfMemory,
+    EpochRecord,
     Ineffective,
     Invalid,
     Lost,
@@ -30,10 +31,12 @@ from storage.records import (
     PredictedOutOfMemory,
     PredictionRecord,
     PrunedSlow,
+    SoakReport,
     TimedOut,
     TrialRecord,
 )
 from storage.surfaces import SurfaceRow, read_surface
+from tests.sweep.prepared_texts import a_summary
 
 SURFACES = Path(__file__).parents[1] / "data" / "surfaces"
 BUDGET_BYTES = int(21.5 * GIB)
@@ -134,6 +137,14 @@ def fits(
     """Return a trial that fitted and was measured."""
     outcome = Measured(measurement=measurement(tokens_per_second, **measured))
     return record(number, outcome, config, is_baseline=number == 0)
+
+
+def predicted(gib: float, tokens_per_second: float | None = None) -> PredictionRecord:
+    """Return a prediction of a need, and of a speed where one is given."""
+    need = int(gib * GIB)
+    return PredictionRecord(
+        peak_allocated_bytes=need, peak_reserved_bytes=need, tokens_per_second=tokens_per_second
+    )
 
 
 def one_of_each() -> tuple[TrialRecord, ...]:
@@ -342,3 +353,79 @@ def _ran(rng: random.Random, config: TrialConfig, records: list[TrialRecord]) ->
 def _dominates(config: TrialConfig, other: TrialConfig) -> bool:
     larger = config.micro_batch_size >= other.micro_batch_size and config.seq_len >= other.seq_len
     return larger and set(config.changes_from(other)) <= {"micro_batch_size", "seq_len"}
+
+
+SOAKED = SoakReport(
+    steps=53,
+    seconds=15.2,
+    evaluation_loss=10.4,
+    evaluation_seconds=0.4,
+    checkpoint_bytes=80_000_000,
+    checkpoint_seconds=0.3,
+)
+
+
+SHORT = TrialConfig(micro_batch_size=8, seq_len=512)
+
+
+LONG = TrialConfig(micro_batch_size=8, seq_len=2048)
+
+
+TARGET = {"emulated_on": None}
+
+
+def an_epoch(**changes: Any) -> EpochRecord:
+    values = {
+        "rows": 9_400,
+        "rows_cut": 900,
+        "rows_left_out": 100,
+        "tokens": 3_000_000,
+        "tokens_cut": 0.032,
+        "tokens_left_out": 0.011,
+        "padded_tokens": 4_000_000,
+        "loss_tokens": 2_880_000,
+        "steps": 1200,
+    }
+    return EpochRecord.model_validate(values | changes)
+
+
+def of_texts(*records: TrialRecord, **space: Any) -> StudySnapshot:
+    values = {
+        "data": "mine.jsonl",
+        "dimensions": {
+            "lora_rank": {"choices": [8, 16, 64]},
+            "seq_len": {"choices": [512, 2048]},
+        },
+        "fixed": {"micro_batch_size": 8},
+    }
+    about = definition(space=values | space, **TARGET)
+    known = about.model_copy(update={"texts": a_summary(source="mine.jsonl")})
+    return snapshot(records, definition=known)
+
+
+def trained(number: int, speed: float, config: TrialConfig, **epoch: Any) -> TrialRecord:
+    return fits(number, speed, config).model_copy(update={"epoch": an_epoch(**epoch)})
+
+
+def learned(
+    number: int, rank: int, loss: float, half: float | None = None, speed: float = 9_000.0
+) -> TrialRecord:
+    quality: dict[str, Any] = {
+        "eval_loss": loss,
+        "eval_tokens": 4_000,
+        "eval_seq_len": 512,
+        "train_tokens": 600_000,
+        "train_loss": loss - 0.1,
+        "steps": 100,
+        "seconds": 60.0,
+        "seed": 0,
+    }
+    if half is not None:
+        quality |= {"seeds": (0, 1, 2), "eval_loss_ci95": (loss - half, loss + half)}
+    config = SHORT.model_copy(update={"lora_rank": rank})
+    record = fits(number, speed, config, quality=quality)
+    return record.model_copy(update={"epoch": an_epoch(), "is_baseline": number == 0})
+
+
+def about_loss(*records: TrialRecord) -> StudySnapshot:
+    return of_texts(*records, objectives=["tokens_per_second", "eval_loss"], weights="pretrained")

@@ -6,18 +6,25 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs_version
 
+from reports import figures
 from reports.page import render, write_report
-from search_spaces.config import TrialConfig
+from reports.view import view_of
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
-from storage.records import Lost, OutOfMemory, PredictedOutOfMemory, TrialRecord
+from storage.records import Lost, PredictedOutOfMemory, TrialRecord
 from tests.reports.synthetic import (
     HOSTILE,
     definition,
@@ -70,128 +77,78 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def test_hostile_text_adds_no_element_and_no_attribute() -> None:
+def test_hostile_text_is_no_markup_and_comes_back_as_it_was() -> None:
     harmless, hostile = Page(render(snapshot(one_of_each()))), Page(render(hostile_study()))
-    assert {tag for tag, _ in hostile.elements} <= {tag for tag, _ in harmless.elements}
-    assert not any(tag == "img" for tag, _ in hostile.elements)
+    assert {tag for tag, _ in hostile.elements} <= {tag for tag, _ in harmless.elements} - {"img"}
     names = {name for _, attributes in hostile.elements for name in attributes}
     assert not any(name.startswith("on") for name in names)
     assert HOSTILE.rstrip("\u2028") in "".join(hostile.text)
-
-
-def test_hostile_text_cannot_end_the_script_that_holds_it_and_comes_back_as_it_was() -> None:
-    page = Page(render(hostile_study()))
-    data, plotly, *own = page.scripts
-    assert "<" not in data
-    assert ">" not in data
-    names = json.loads(data)["figures"]
-    assert {"front", "timeline"} <= set(names)
+    data, plotly, *own = hostile.scripts
+    assert not {"<", ">"} & set(data)
     assert len(plotly) > 1_000_000
     assert any("Plotly.react" in script for script in own)
-
-
-def test_hostile_text_is_no_markup_to_plotly_either() -> None:
-    (data, *_) = Page(render(hostile_study())).scripts
-    figures = json.loads(data)["figures"].values()
-    texts = re.findall(r"<[^>]*>", json.dumps(list(figures), ensure_ascii=False))
+    # Nor is it any to plotly.
+    figures = json.loads(data)["figures"]
+    assert {"front", "timeline"} <= set(figures)
+    texts = re.findall(r"<[^>]*>", json.dumps(list(figures.values()), ensure_ascii=False))
     assert {text.lower() for text in texts} <= {"<br>", "<b>", "</b>", "<extra>", "</extra>"}
 
 
-@pytest.mark.parametrize("study", [plausible_study(), hostile_study()], ids=["plain", "hostile"])
-def test_nothing_is_loaded_from_anywhere(study: StudySnapshot) -> None:
-    page = Page(render(study))
+@pytest.mark.parametrize("study", [plausible_study, hostile_study])
+def test_nothing_is_loaded_from_anywhere(study: Callable[[], StudySnapshot]) -> None:
+    page = Page(render(study()))
     assert not any(LOADING & set(attributes) for _, attributes in page.elements)
     assert not any(tag in {"link", "iframe", "object", "embed"} for tag, _ in page.elements)
     assert not any("@import" in style or "url(" in style for style in page.styles)
-
-
-def test_the_policy_of_the_page_allows_its_own_scripts_alone_and_no_connection() -> None:
     (policy,) = [
         attributes["content"] or ""
-        for tag, attributes in Page(render(plausible_study())).elements
+        for tag, attributes in page.elements
         if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
     ]
     assert "default-src 'none'" in policy
-    assert policy.count("'sha256-") == len(Page(render(plausible_study())).scripts) - 1
+    assert policy.count("'sha256-") == len(page.scripts) - 1
     assert "connect-src" not in policy
     assert "script-src 'unsafe" not in policy
 
 
 def test_a_study_of_mebibytes_has_no_size_in_gibibytes_on_its_page() -> None:
-    sizes = ((0, 4, 16), (1, 8, 20), (2, 16, 29), (3, 24, 40))
-    trials = [
-        fits(
-            n,
-            900.0 + n,
-            TrialConfig(micro_batch_size=batch),
-            peak_allocated_bytes=peak * 2**20,
-            peak_reserved_bytes=120 * 2**20,
-            peak_device_bytes=None,
-        )
-        for n, batch, peak in sizes
-    ]
+    trials = []
+    for n, mib in enumerate((16, 20, 29, 40)):
+        config, peak = TrialConfig(micro_batch_size=4 * n + 4), mib * 2**20
+        small = {"peak_reserved_bytes": 3 * peak, "peak_device_bytes": None}
+        trials.append(fits(n, 900.0 + n, config, peak_allocated_bytes=peak, **small))
     larger = TrialConfig(micro_batch_size=32)
     trials.append(record(4, PredictedOutOfMemory(predicted_bytes=150 * 2**20), larger))
-    study = snapshot(trials, definition=definition(gpu="cpu", device="cpu", budget_bytes=2**26))
-    page = Page(render(study))
+    about = definition(gpu="cpu", device="cpu", budget_bytes=2**26)
+    page = Page(render(snapshot(trials, definition=about)))
     assert "GiB" not in page.visible
     assert "GiB" not in page.scripts[0]
     assert "needs 150.00 MiB" in page.scripts[0]
 
 
-def test_what_stands_between_backticks_is_code_and_the_backticks_are_gone() -> None:
-    study = snapshot([fits(0, 8_000.0)], warnings=("run `sweep confirm a10 <x>` again",))
-    page = render(study)
-    assert "run <code>sweep confirm a10 &lt;x&gt;</code> again" in page
-    assert "`" not in Page(page).visible
-
-
-def test_the_title_says_model_and_gpu_and_the_study_s_name_stands_beside_it() -> None:
-    page = render(snapshot([fits(0, 8_000.0)], name="a10-lora_rank-16"))
-    assert "<title>Mistral-7B-v0.3 on an A10: 1 trial</title>" in page
-    assert "<h1>Mistral-7B-v0.3 on an A10: 1 trial</h1>" in page
-    assert "study a10-lora_rank-16" in Page(page).visible
-
-
-def test_the_answer_comes_first() -> None:
-    trials = (
-        fits(0, 8_000.0),
-        fits(
-            1,
-            16_800.0,
-            TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0),
-            peak_allocated_bytes=20 * GIB,
-        ),
+def test_the_answer_comes_first_and_warnings_before_it() -> None:
+    fast = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+    trials = (fits(0, 8_000.0), fits(1, 16_800.0, fast, peak_allocated_bytes=20 * GIB))
+    warnings = ("run `sweep confirm a10 <x>` again",)
+    study = snapshot(
+        trials, confirmations=confirmed(*trials), warnings=warnings, holder="host:1", name="mine"
     )
-    study = snapshot(trials, confirmations=confirmed(*trials))
-    text = Page(render(study)).visible
+    html = render(study)
+    assert "<title>Mistral-7B-v0.3 on an A10: 2 trials</title>" in html
+    assert "run <code>sweep confirm a10 &lt;x&gt;</code> again" in html
+    text = Page(html).visible
+    assert "`" not in text
     opening = text[: text.index("The configuration")]
     for said in (
-        "trial 1",
-        "micro-batch 10, no checkpointing",
-        "16,800 tokens/s measured on NVIDIA H200",
-        "2.1x",
-        "confirmed (2 runs)",
-        "2.08–2.12x",
-        "20.00 GiB of 21.50 GiB (93 %)",
-        "the fit is real; where it says measured, the speed is that of NVIDIA H200",
+        *("study mine", "The study is running", "sweep confirm a10 <x>", "trial 1", "2.1x"),
+        *("16,800 tokens/s measured on NVIDIA H200", "confirmed (2 runs)", "2.08–2.12x"),
+        *("20.00 GiB of 21.50 GiB (93 %)", "the fit is real; where it says measured, the speed"),
     ):
         assert said in opening
     assert '"micro_batch_size": 10' in text
-    assert "sweep best a10-mistral --json" in text
-    assert "Not measured again yet" not in text
-
-
-def test_a_gpu_that_ran_itself_has_no_note_on_emulation() -> None:
-    study = snapshot([fits(0, 8_000.0)], definition=definition(emulated_on=None))
-    assert "the fit is real" not in Page(render(study)).visible
-
-
-def test_warnings_and_a_study_that_is_still_driven_are_said_at_the_top() -> None:
-    study = snapshot([fits(0, 8_000.0)], warnings=("torch changed",), holder="host:1")
-    text = Page(render(study)).visible
-    assert "torch changed" in text[: text.index("The configuration")]
-    assert "The study is running" in text
+    assert "sweep best mine --json" in text
+    itself = snapshot([fits(0, 8_000.0)], definition=definition(emulated_on=None))
+    assert "the fit is real" not in Page(render(itself)).visible
 
 
 @pytest.mark.parametrize(
@@ -203,24 +160,14 @@ def test_warnings_and_a_study_that_is_still_driven_are_said_at_the_top() -> None
         ((fits(0, 8_000.0),), "the baseline itself"),
         ((fits(0, math.nan), fits(1, math.inf)), "Nothing that was tried"),
         ((fits(0, 8_000.0, final_loss=math.nan, flops_utilization=math.inf),), "8,000"),
-        ((record(0, OutOfMemory(stage="load")),), "Nothing that was tried"),
         ((record(0, Lost()),), "No trial has come to a conclusion yet"),
     ],
-    ids=[
-        "empty",
-        "all out of memory",
-        "only slow",
-        "one",
-        "not finite",
-        "loss",
-        "unknown need",
-        "interrupted",
-    ],
+    ids=["empty", "all out of memory", "only slow", "one", "not finite", "loss", "interrupted"],
 )
 def test_any_study_has_a_report(records: Sequence[TrialRecord], said: str) -> None:
     page = Page(render(snapshot(records)))
     assert said in page.visible
-    assert all("NaN" not in script for script in page.scripts[:1])
+    assert "NaN" not in page.scripts[0]
 
 
 def test_a_report_is_written_where_no_directory_is_and_replaces_the_one_before(
@@ -233,15 +180,104 @@ def test_a_report_is_written_where_no_directory_is_and_replaces_the_one_before(
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
 
 
-def test_a_report_that_cannot_be_written_is_the_environment_s_fault(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_the_environments_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with pytest.raises(EnvironmentFault, match=r"cannot write the report .*report\.html"):
-        write_report(snapshot(), tmp_path / "file" / "report.html")
+    (tmp_path / "report.html").mkdir()
+    for path in (tmp_path / "file" / "report.html", tmp_path / "report.html"):
+        with pytest.raises(EnvironmentFault, match=r"cannot write the report .*report\.html"):
+            write_report(snapshot(), path)
+    assert sorted(os.listdir(tmp_path)) == ["file", "report.html"]
 
 
-def test_a_directory_in_the_place_of_the_report_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    path.mkdir()
-    with pytest.raises(EnvironmentFault, match="cannot write the report"):
-        write_report(snapshot(), path)
-    assert os.listdir(tmp_path) == ["report.html"]
+# How much work a page is
+
+
+def calls(action: Callable[[], object]) -> int:
+    """Return how many functions were called meanwhile, Python's own included."""
+    known = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal known
+        known += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return known
+
+
+@pytest.mark.parametrize("made", [view_of, render])
+def test_twice_the_trials_take_at_most_a_little_more_than_twice_the_work(
+    made: Callable[[StudySnapshot], object],
+) -> None:
+    made(plausible_study(trials=20))  # what is imported and read once is no work of a trial's
+    taken = []
+    for trials in (75, 150):
+        study = plausible_study(trials=trials)
+        canonical.cache_clear()
+        taken.append(calls(lambda study=study: made(study)))
+    assert taken[1] < 2.4 * taken[0]
+
+
+# Colours and the copy of plotly
+
+CSS = (files("reports") / "templates" / "report.css").read_text(encoding="utf-8")
+VENDOR = files("reports") / "vendor"
+
+
+def _variables(block: str) -> dict[str, str]:
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+
+
+THEMES = dict(
+    zip(
+        ("light", "dark"),
+        map(_variables, re.findall(r":root \{([^}]*--ink[^}]*)\}", CSS)[:2]),
+        strict=True,
+    )
+)
+MARKS = {str(verdict): mark.colour for verdict, mark in figures.MARKS.items()} | {
+    name: getattr(figures, name) for name in ("GREEN", "ORANGE", "AMBER", "FADED")
+}
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_marks_stand_out_three_to_one_and_text_four_and_a_half_to_one(theme: str) -> None:
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+    colours = THEMES[theme]
+    for name, mark in MARKS.items():
+        assert contrast(mark, colours["paper"]) >= 3.0, name
+    pairs = [(letters, paper) for letters in ("ink", "soft") for paper in ("paper", "panel")]
+    for letters, paper in (*pairs, ("warn-ink", "warn")):
+        assert contrast(colours[letters], colours[paper]) >= 4.5, (letters, paper)
+    for line in ("accent", "edge"):
+        assert contrast(colours[line], colours["paper"]) >= 3.0
+    letters_of_figures = figures.themes()[theme]["layout"]["font"]["color"]
+    assert contrast(letters_of_figures, colours["paper"]) >= 4.5
+
+
+def test_print_has_the_colours_of_the_light_theme() -> None:
+    assert _variables(CSS[CSS.index("@media print") :]) == THEMES["light"]
+
+
+def test_the_copy_of_plotly_reads_the_figures_that_the_pinned_plotly_makes() -> None:
+    head = (VENDOR / "plotly-cartesian.min.js").read_text(encoding="utf-8")[:400]
+    (vendored,) = re.findall(r"plotly\.js \(cartesian - minified\) v([\d.]+)", head)
+    installed = get_plotlyjs_version()
+    assert vendored.split(".")[0] == installed.split(".")[0]
+    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert vendored == installed or f"plotly=={version('plotly')}" not in pins
+    assert "MIT License" in (VENDOR / "plotly-LICENSE").read_text(encoding="utf-8")

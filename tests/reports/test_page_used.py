@@ -6,27 +6,39 @@ Driven through playwright by the Chromium that is here; nothing is fetched.
 from __future__ import annotations
 
 import csv
+import importlib.util
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reports.page import write_report
+from reports.comparison import compare, of_study
+from reports.images import picture_of, write_image
+from reports.page import render, render_comparison
 from search_spaces.config import TrialConfig, parse_config
+from search_spaces.costs import AskedWork
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import load_space
+from search_spaces.prices import Offer
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.records import Carried, Crashed
+from storage.records import Crashed
 from tests.reports.synthetic import (
     DIMENSIONS,
+    HOSTILE,
+    definition,
+    fits,
     hostile_study,
     one_of_each,
     plausible_study,
     record,
+    recorded_study,
     snapshot,
 )
 
@@ -37,6 +49,43 @@ CHROMIUM = next(
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 LONG = "RuntimeError: " + "the worker said a great deal before it ended, line by line. " * 20
+NARROW = {"width": 390, "height": 800}
+BOXES = """texts => texts.map((t) => {
+  const { left, right, top, bottom } = t.getBoundingClientRect();
+  return [t.textContent, left, right, top, bottom];
+})"""
+
+
+def usual_study() -> StudySnapshot:
+    study = plausible_study()
+    long = record(len(study.records), Crashed(phase="build", detail=LONG))
+    records = (*study.records, long)
+    speeds = {
+        r.number: TargetSpeed(m.tokens_per_second / 6, m.tokens_per_second / 7, None, "predicted")
+        for r in records
+        if (m := r.measurement)
+    }
+    return replace(study, records=records, target_speeds=speeds)
+
+
+def several_gpus() -> str:
+    offer = Offer(gpu="a10", provider="x", usd_per_hour=3.6, date=date(2026, 7, 1), source="y")
+    about = definition(emulated_on=None)
+    gpus = [
+        of_study(snapshot((fits(0, speed),), name=name, offer=offer, definition=about))
+        for name, speed in (("one", 8_000.0), (HOSTILE, 9_000.0))
+    ]
+    return render_comparison(compare(gpus, work=AskedWork()))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "usual": lambda: render(usual_study()),
+    "five": lambda: render(plausible_study(trials=5)),
+    "each": lambda: render(snapshot(one_of_each())),
+    "hostile": lambda: render(hostile_study()),
+    "empty": lambda: render(snapshot()),
+    "several GPUs": several_gpus,
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +99,9 @@ def browser() -> Iterator[Any]:
 class Reader:
     """One open page, with everything that went wrong on it."""
 
-    def __init__(self, browser: Any, study: StudySnapshot, directory: Path, **context: Any) -> None:
-        path = directory / "report.html"
-        write_report(study, path)
-        self.context = browser.new_context(
-            **({"viewport": {"width": 1280, "height": 800}} | context)
-        )
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        values = {"viewport": {"width": 1280, "height": 800}} | context
+        self.context = browser.new_context(**values)
         self.page = self.context.new_page()
         self.page.set_default_timeout(10_000)
         self.complaints: list[str] = []
@@ -64,6 +110,11 @@ class Reader:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.complaints == []
+        assert [url for url in self.requests if not url.startswith(("file:", "blob:"))] == []
 
     def come_to(self, figure: str) -> Any:
         """Scroll to a figure and return it, drawn."""
@@ -83,25 +134,60 @@ class Reader:
         return Path(waiting.value.path()).read_text(encoding="utf-8")
 
 
-def _study() -> StudySnapshot:
-    study = plausible_study()
-    long = record(len(study.records), Crashed(phase="build", detail=LONG))
-    records = (*study.records, long)
-    speeds = {
-        r.number: TargetSpeed(m.tokens_per_second / 6, m.tokens_per_second / 7, None, "predicted")
-        for r in records
-        if (m := r.measurement)
-    }
-    return replace(study, records=records, target_speeds=speeds)
+Opening = Callable[..., Reader]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the file of a page, which is made once."""
+    directory = tmp_path_factory.mktemp("pages")
+
+    def file_of(name: str) -> Path:
+        path = directory / f"{name}.html"
+        if not path.exists():
+            path.write_text(PAGES[name](), encoding="utf-8", errors="replace")
+        return path
+
+    return file_of
 
 
 @pytest.fixture
-def reader(browser: Any, tmp_path: Path) -> Iterator[Reader]:
-    opened = Reader(browser, _study(), tmp_path)
-    yield opened
-    opened.context.close()
-    assert opened.complaints == []
-    assert [url for url in opened.requests if not url.startswith(("file:", "blob:"))] == []
+def opened(browser: Any, made: Callable[[str], Path]) -> Iterator[Opening]:
+    """Open a page as somebody does, and see that nothing was complained of."""
+    readers: list[Reader] = []
+
+    def open_page(name: str = "usual", **context: Any) -> Reader:
+        readers.append(Reader(browser, made(name), **context))
+        return readers[-1]
+
+    yield open_page
+    for reader in readers:
+        reader.close()
+
+
+@pytest.fixture
+def reader(opened: Opening) -> Reader:
+    return opened()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_figure_is_drawn_and_a_narrow_screen_never_scrolls_sideways(
+    opened: Opening, name: str
+) -> None:
+    page = opened(name).page
+    assert page.locator("#timeline .main-svg").count() == 0
+    for summary in page.locator("#trust summary").all():
+        summary.click()
+    for figure in page.locator(".figure").all():
+        figure.scroll_into_view_if_needed()
+        figure.locator(".main-svg").first.wait_for()
+    titles = "[...document.querySelectorAll('[data-title]')].map((button) => button.dataset.title)"
+    buttons = set(page.evaluate(titles))
+    assert "Reset axes" in buttons or name == "empty"
+    assert not any("hare" in button for button in buttons), "nothing is sent anywhere"
+    assert page.locator("img").count() == 0
+    page.set_viewport_size(NARROW)
+    page.wait_for_function("document.documentElement.scrollWidth === 390")
 
 
 def test_sorting_by_any_column_goes_both_ways_and_leaves_the_unknown_last(reader: Reader) -> None:
@@ -110,16 +196,19 @@ def test_sorting_by_any_column_goes_both_ways_and_leaves_the_unknown_last(reader
     assert reader.numbers() == sorted(reader.numbers())
     reader.page.click(by_number)
     assert reader.numbers() == sorted(reader.numbers(), reverse=True)
-    assert (
-        reader.page.locator("th:has([data-sort=number])").get_attribute("aria-sort") == "descending"
-    )
-    reader.page.click("[data-sort=peak_allocated]")
-    reader.page.click("[data-sort=peak_allocated]")
-    reader.page.click("[data-sort=peak_allocated]")
+    head = reader.page.locator("th:has([data-sort=number])")
+    assert head.get_attribute("aria-sort") == "descending"
+    for _ in range(3):
+        reader.page.click("[data-sort=peak_allocated]")
     cells = reader.page.locator("#trials-table td[data-label^='peak allocated']").all_inner_texts()
     known = [float(text.split()[0]) for text in cells if text != "–"]
     assert known == sorted(known, reverse=True)
     assert cells == [*cells[: len(known)], *["–"] * (len(cells) - len(known))]
+    reader.page.set_viewport_size(NARROW)
+    reader.page.select_option("#trials-controls .narrow select", "number")
+    assert reader.numbers() == sorted(reader.numbers())
+    reader.page.click("#trials-controls .narrow button")
+    assert reader.numbers() == sorted(reader.numbers(), reverse=True)
 
 
 def test_every_setting_is_a_column_that_sorts_and_those_that_vary_are_there_at_first(
@@ -133,37 +222,37 @@ def test_every_setting_is_a_column_that_sorts_and_those_that_vary_are_there_at_f
         choice.check()
     columns = reader.page.evaluate(keys)
     assert set(TrialConfig.model_fields) | {"changes"} <= set(columns)
-    configs = {r.number: r.config.model_dump(mode="json") for r in _study().records}
-    for key in TrialConfig.model_fields:
+    configs = {r.number: r.config.model_dump(mode="json") for r in usual_study().records}
+    for key in DIMENSIONS:
         reader.page.click(f"[data-sort={key}]")
         arrow = reader.page.inner_text(f"[data-sort={key}]")[-1]
-        values = [configs[number][key] for number in reader.numbers()]
-        known = [value for value in values if value is not None]
-        ordered = sorted(known) if key in DIMENSIONS else known
-        assert known == (ordered[::-1] if arrow == "↓" else ordered), key
+        values = sorted(configs[number][key] for number in configs)
+        found = [configs[number][key] for number in reader.numbers()]
+        assert found == (values[::-1] if arrow == "↓" else values), key
     reader.page.locator(".chooser label", has_text="micro-batch").locator("input").uncheck()
     assert "micro_batch_size" not in reader.page.evaluate(keys)
 
 
-def _drag(reader: Reader, *, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Draw a box in the upper panel of the front, from one corner to another in its shares."""
-    box = reader.come_to("#front").locator(".nsewdrag").first.bounding_box()
-    corners = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
-    reader.page.mouse.move(*corners[0])
-    reader.page.mouse.down()
-    reader.page.mouse.move(*corners[1], steps=8)
-    reader.page.mouse.up()
-
-
 def test_a_box_in_the_front_lists_its_trials_alone_and_says_how_to_see_all(reader: Reader) -> None:
+    def draw() -> None:
+        """Draw a box in the upper panel of the front, from one corner to another in its shares."""
+        box = reader.come_to("#front").locator(".nsewdrag").first.bounding_box()
+        corners = [
+            (box["x"] + x * box["width"], box["y"] + y * box["height"])
+            for x, y in ((0.02, 0.02), (0.45, 0.6))
+        ]
+        reader.page.mouse.move(*corners[0])
+        reader.page.mouse.down()
+        reader.page.mouse.move(*corners[1], steps=8)
+        reader.page.mouse.up()
+        reader.page.locator(".boxed:visible").first.wait_for()
+
     everything = reader.page.inner_text("#trials-count")
-    _drag(reader, start=(0.02, 0.02), end=(0.45, 0.6))
-    notes = reader.page.locator(".boxed:visible")
-    notes.first.wait_for()
-    assert notes.count() == 2
+    draw()
+    assert reader.page.locator(".boxed:visible").count() == 2
     inside = reader.numbers()
     assert reader.page.inner_text("#trials-count").startswith(f"{len(inside)} of ")
-    assert 0 < len(inside) < len(_study().target_speeds)
+    assert 0 < len(inside) < len(usual_study().target_speeds)
     assert {trial["number"] for trial in json.loads(reader.download("json"))} == set(inside)
     # A pinned trial is ringed, and the box stays.
     reader.page.locator("#trials-table tbody tr").first.click()
@@ -173,48 +262,19 @@ def test_a_box_in_the_front_lists_its_trials_alone_and_says_how_to_see_all(reade
     assert reader.page.inner_text("#trials-count") == everything
     assert reader.page.locator(".boxed:visible").count() == 0
     assert reader.page.locator("#front .selectionlayer path").count() == 0
-
-
-def test_other_axes_take_the_box_away(reader: Reader) -> None:
-    everything = reader.page.inner_text("#trials-count")
-    _drag(reader, start=(0.02, 0.02), end=(0.45, 0.6))
-    reader.page.locator(".boxed:visible").first.wait_for()
+    # Other axes take it away as well, and never show one number twice.
+    draw()
     reader.page.select_option("#front-controls [name=x]", "trainable_parameters")
     assert reader.page.inner_text("#trials-count") == everything
+    assert "trainable" in reader.page.text_content("#front .xtitle")
+    reader.page.select_option("#front-controls [name=x]", "target_tokens_per_second")
+    chosen = [reader.page.input_value(f"#front-controls [name={axis}]") for axis in "xy"]
+    assert len(set(chosen)) == 2
 
 
-def test_one_panel_of_the_boundary_is_open_and_another_can_be_opened(reader: Reader) -> None:
-    panels = reader.page.locator("details[name=boundary]")
-    assert panels.count() > 2
-    for panel in panels.all():
-        if panel.get_attribute("open") is None:
-            panel.locator("summary").click()
-        assert reader.page.locator("table.wall:visible").count() == 1
-        assert panel.locator("table.wall").is_visible()
-
-
-@pytest.mark.parametrize(
-    "study",
-    [plausible_study(), plausible_study(trials=5), snapshot(one_of_each()), hostile_study()],
-    ids=["plausible", "five", "each", "hostile"],
-)
-def test_every_figure_is_drawn_when_a_reader_comes_to_it(
-    browser: Any, study: StudySnapshot, tmp_path: Path
+def test_trials_are_found_by_text_and_verdict_and_the_whole_text_of_an_error_can_be_read(
+    reader: Reader,
 ) -> None:
-    opened = Reader(browser, study, tmp_path)
-    assert opened.page.locator("#timeline .main-svg").count() == 0
-    opened.page.click("#trust summary")
-    for figure in opened.page.locator(".figure").all():
-        opened.come_to(f"#{figure.get_attribute('id')}")
-    titles = "[...document.querySelectorAll('[data-title]')].map((button) => button.dataset.title)"
-    buttons = set(opened.page.evaluate(titles))
-    opened.context.close()
-    assert "Reset axes" in buttons
-    assert not any("hare" in button for button in buttons)
-    assert opened.complaints == []
-
-
-def test_trials_are_found_by_text_verdict_and_setting(reader: Reader) -> None:
     everything = len(reader.numbers())
     reader.page.fill("[name=text]", "kernels: liger, fits")
     assert 0 < len(reader.numbers()) < everything
@@ -222,16 +282,21 @@ def test_trials_are_found_by_text_verdict_and_setting(reader: Reader) -> None:
     reader.page.select_option("#trials-controls [name=verdict]", "crashed")
     assert "of" in reader.page.inner_text("#trials-count")
     assert everything - 1 in reader.numbers()
-
-
-def test_the_whole_text_of_an_error_can_be_read(reader: Reader) -> None:
     reader.page.fill("[name=text]", "great deal")
     reader.page.locator("#trials-table tbody tr").first.click()
     shown = reader.page.locator("#pinned dd").all_inner_texts()
     assert " ".join(LONG.split()) in {" ".join(text.split()) for text in shown}
 
 
-def test_a_click_on_a_mark_pins_its_trial_and_selects_its_row(reader: Reader) -> None:
+def test_a_click_on_a_mark_or_a_cell_pins_its_trial_and_selects_its_row(reader: Reader) -> None:
+    def pinned() -> str:
+        (number,) = re.findall(r"Trial (\d+)", reader.page.inner_text("#pinned h3"))
+        (row,) = reader.page.locator("tr[aria-selected=true]").all()
+        assert row.locator("td").first.inner_text().split()[-1] == number
+        reader.page.keyboard.press("Escape")
+        assert reader.page.locator("#pinned").is_hidden()
+        return str(number)
+
     mark = reader.page.locator("#front .scatterlayer .trace .points path").first
     mark.scroll_into_view_if_needed()
     box = mark.bounding_box()
@@ -240,46 +305,46 @@ def test_a_click_on_a_mark_pins_its_trial_and_selects_its_row(reader: Reader) ->
     reader.page.mouse.move(x, y)
     assert "trial " in reader.page.locator("#front .hoverlayer").inner_html()
     reader.page.mouse.click(x, y)
-    title = reader.page.inner_text("#pinned h3")
-    selected = reader.page.locator("tr[aria-selected=true]")
-    assert selected.count() == 1
-    number = re.search(r"Trial (\d+)", title)
-    assert number is not None
-    assert selected.locator("td").first.inner_text().split()[-1] == number[1]
-    reader.page.keyboard.press("Escape")
-    assert reader.page.locator("#pinned").is_hidden()
+    pinned()
+    # Of the panels of the memory table one is open at a time.
+    panels = reader.page.locator("details[name=boundary]")
+    assert panels.count() > 2
+    for panel in panels.all():
+        if panel.get_attribute("open") is None:
+            panel.locator("summary").click()
+        assert reader.page.locator("table.wall:visible").count() == 1
+        assert panel.locator("table.wall").is_visible()
+    cell = reader.page.locator(".wall td.fits:visible").first
+    for act in (cell.click, lambda: cell.press("Enter")):
+        act()
+        assert pinned() == cell.get_attribute("data-trial")
 
 
-def test_enter_pins_from_the_table_and_unpins(reader: Reader) -> None:
-    row = reader.page.locator("#trials-table tbody tr").nth(2)
-    row.focus()
-    reader.page.keyboard.press("ArrowDown")
-    reader.page.keyboard.press("Enter")
-    assert reader.page.locator("tr[aria-selected=true]").count() == 1
-    assert reader.page.locator("#pinned").is_visible()
-    reader.page.keyboard.press("Enter")
-    assert reader.page.locator("#pinned").is_hidden()
-
-
-def test_who_pins_by_keyboard_is_led_into_the_panel_and_back(reader: Reader) -> None:
-    row = reader.page.locator("#trials-table tbody tr").nth(1)
+def test_all_of_it_is_reached_by_keyboard(reader: Reader) -> None:
+    page = reader.page
+    row = page.locator("#trials-table tbody tr").nth(1)
     row.focus()
     number = row.locator("td").first.inner_text()
-    reader.page.keyboard.press("Enter")
-    assert reader.page.evaluate("document.activeElement.closest('#pinned') !== null")
-    reader.page.keyboard.press("Escape")
+    page.keyboard.press("Enter")
+    assert page.locator("tr[aria-selected=true]").count() == 1
+    assert page.evaluate("document.activeElement.closest('#pinned') !== null")
+    page.keyboard.press("Escape")
+    assert page.locator("#pinned").is_hidden()
     focused = "document.activeElement.querySelector('td').textContent"
-    assert reader.page.evaluate(focused) == number
-
-
-def test_tab_passes_the_tables_in_one_step_each(reader: Reader) -> None:
+    assert page.evaluate(focused) == number
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(focused) != number
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    assert page.locator("#pinned").is_hidden(), "a second Enter unpins"
+    # Tab passes a table in one step, and an arrow goes on within it.
     stops = "document.querySelectorAll('#trials-table tr[tabindex=\"0\"]').length"
-    assert len(reader.numbers()) > 1
-    assert reader.page.evaluate(stops) == 1
-    reader.page.locator("#trials-table tbody tr").first.focus()
-    reader.page.keyboard.press("ArrowDown")
-    assert reader.page.evaluate(stops) == 1
-    assert reader.page.locator(".wall td[tabindex='0']:visible").count() == 1
+    assert page.evaluate(stops) == 1
+    cell = page.locator(".wall td[tabindex='0']:visible")
+    trial = cell.get_attribute("data-trial")
+    cell.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.trial") != trial
 
 
 def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
@@ -300,152 +365,66 @@ def test_tab_never_stops_where_nothing_is_to_be_seen(reader: Reader) -> None:
     assert not any(stops)
 
 
-def test_an_arrow_goes_on_within_a_panel_of_the_wall(reader: Reader) -> None:
-    first = reader.page.locator(".wall td[tabindex='0']:visible")
-    trial = first.get_attribute("data-trial")
-    first.focus()
-    reader.page.keyboard.press("ArrowRight")
-    assert reader.page.evaluate("document.activeElement.dataset.trial") != trial
-
-
-def test_a_narrow_screen_sorts_by_a_list_both_ways(browser: Any, tmp_path: Path) -> None:
-    narrow = Reader(browser, _study(), tmp_path, viewport={"width": 390, "height": 800})
-    narrow.page.select_option("#trials-controls .narrow select", "number")
-    rising = narrow.numbers()
-    narrow.page.click("#trials-controls .narrow button")
-    falling = narrow.numbers()
-    narrow.context.close()
-    assert rising == sorted(rising)
-    assert falling == sorted(falling, reverse=True)
-    assert narrow.complaints == []
-
-
 def test_no_label_of_the_front_stands_on_a_mark(reader: Reader) -> None:
-    boxes = """(selector) => [...document.querySelectorAll(selector)].map((e) => {
-      const { left, right, top, bottom } = e.getBoundingClientRect();
-      return [left, right, top, bottom];
-    })"""
     reader.come_to("#front")
-    labels = reader.page.evaluate(boxes, "#front .textpoint text")
-    marks = reader.page.evaluate(boxes, "#front .xy .points path")
+    labels = reader.page.locator("#front .textpoint text").evaluate_all(BOXES)
+    marks = reader.page.locator("#front .xy .points path").evaluate_all(BOXES)
     assert len(labels) > 2
     assert len(marks) > 10
-    for left, right, top, bottom in labels:
-        for x0, x1, y0, y1 in marks:
-            x, y = (x0 + x1) / 2, (y0 + y1) / 2
-            assert not (left < x < right and top < y < bottom)
+    for (_, left, right, top, bottom), (_, x0, x1, y0, y1) in itertools.product(labels, marks):
+        assert not (left < (x0 + x1) / 2 < right and top < (y0 + y1) / 2 < bottom)
 
 
-def test_without_scripts_the_decision_and_the_tables_are_there(
-    browser: Any, tmp_path: Path
-) -> None:
-    bare = Reader(browser, _study(), tmp_path, java_script_enabled=False)
-    text = bare.page.inner_text("body")
-    front = bare.page.locator("#front-section details.data tbody tr").count()
-    copies = bare.page.locator(".copies").first.is_visible()
-    bare.context.close()
-    assert "need JavaScript" in text
-    assert front > 2
-    assert not copies
+def test_without_scripts_the_decision_and_the_tables_are_there(opened: Opening) -> None:
+    bare = opened(java_script_enabled=False).page
+    assert "need JavaScript" in bare.inner_text("body")
+    assert bare.locator("#front-section details.data tbody tr").count() > 2
+    assert not bare.locator(".copies").first.is_visible()
 
 
-def test_print_keeps_the_heads_of_the_columns(reader: Reader) -> None:
-    reader.page.emulate_media(media="print")
-    assert reader.page.locator("#trials-table .sort").first.is_visible()
-    assert not reader.page.locator("#trials-downloads").is_visible()
-
-
-def test_a_trial_that_was_carried_over_says_so(browser: Any, tmp_path: Path) -> None:
-    study = _study()
-    mark = Carried(study="before", identity="1", number=7)
-    records = (study.records[0], study.records[1].model_copy(update={"carried": mark}))
-    page = Reader(browser, replace(study, records=records), tmp_path)
-    marked = page.page.locator("#trials-table tr", has_text="carried over from before").count()
-    page.context.close()
-    assert marked == 1
-
-
-def test_the_axes_can_be_chosen_and_never_show_one_number_twice(reader: Reader) -> None:
-    title = ".xtitle"
-    reader.come_to("#front")
-    assert "memory" in reader.page.text_content(f"#front {title}")
-    reader.page.select_option("#front-controls [name=x]", "trainable_parameters")
-    assert "trainable" in reader.page.text_content(f"#front {title}")
-    reader.page.select_option("#front-controls [name=x]", "target_tokens_per_second")
-    chosen = [reader.page.input_value(f"#front-controls [name={axis}]") for axis in "xy"]
-    assert len(set(chosen)) == 2
-
-
-def test_a_button_copies_the_configuration_of_the_pinned_trial(reader: Reader) -> None:
+def test_what_is_listed_can_be_copied_and_downloaded(reader: Reader, tmp_path: Path) -> None:
     reader.context.grant_permissions(["clipboard-read", "clipboard-write"])
     reader.page.locator("#trials-table tbody tr").first.click()
     reader.page.click("#pinned summary")
     reader.page.click("#pinned [data-copy]")
     reader.page.get_by_text("Copied").wait_for()
     assert "micro_batch_size: " in reader.page.evaluate("navigator.clipboard.readText()")
+    # Several trials, and one alone.
+    for text in ("kernels: liger", "great deal"):
+        reader.page.fill("[name=text]", text)
+        numbers = sorted(reader.numbers())
+        rows = list(csv.DictReader(reader.download("csv").splitlines()))
+        assert sorted(int(row["number"]) for row in rows) == numbers
+        trials = json.loads(reader.download("json"))
+        assert sorted(trial["number"] for trial in trials) == numbers
+        file = tmp_path / "selection.yaml"
+        file.write_text(reader.download("yaml"), encoding="utf-8")
+        space = load_space(str(file))
+        configs = [parse_config(trial["config"], where="download") for trial in trials]
+        assert all(space.params_of(config) is not None for config in configs)
 
 
-def test_the_trials_that_are_listed_can_be_downloaded(reader: Reader, tmp_path: Path) -> None:
-    reader.page.fill("[name=text]", "kernels: liger")
-    numbers = sorted(reader.numbers())
-    rows = list(csv.DictReader(reader.download("csv").splitlines()))
-    assert sorted(int(row["number"]) for row in rows) == numbers
-    assert {row["kernels"] for row in rows} == {"liger"}
-    trials = json.loads(reader.download("json"))
-    configs = {parse_config(trial["config"], where="download") for trial in trials}
-    assert sorted(trial["number"] for trial in trials) == numbers
-    file = tmp_path / "selection.yaml"
-    file.write_text(reader.download("yaml"), encoding="utf-8")
-    space = load_space(str(file))
-    assert all(space.params_of(config) is not None for config in configs)
-
-
-def test_one_trial_is_downloaded_as_a_space_of_it_alone(reader: Reader, tmp_path: Path) -> None:
-    reader.page.fill("[name=text]", "great deal")
-    (trial,) = json.loads(reader.download("json"))
-    file = tmp_path / "one.yaml"
-    file.write_text(reader.download("yaml"), encoding="utf-8")
-    space = load_space(str(file))
-    assert space.params_of(parse_config(trial["config"], where="download")) is not None
-
-
-@pytest.mark.parametrize(
-    "study",
-    [_study(), snapshot(one_of_each()), hostile_study(), snapshot()],
-    ids=["plausible", "each", "hostile", "empty"],
-)
-def test_a_narrow_screen_never_scrolls_sideways(
-    browser: Any, study: StudySnapshot, tmp_path: Path
+def test_a_dark_system_has_a_dark_page_and_print_is_light_and_fits_the_paper(
+    opened: Opening,
 ) -> None:
-    narrow = Reader(browser, study, tmp_path, viewport={"width": 390, "height": 800})
-    width = narrow.page.evaluate("document.documentElement.scrollWidth")
-    narrow.context.close()
-    assert width == 390
-    assert narrow.complaints == []
+    page = opened(color_scheme="dark").page
+    paper = "getComputedStyle(document.body).backgroundColor"
+    letters = "document.querySelector('.xtitle').style.fill"
 
+    def shades(expression: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", page.evaluate(expression))[:3]]
 
-def test_a_dark_system_has_dark_paper_and_light_letters_in_figures_too(
-    browser: Any, tmp_path: Path
-) -> None:
-    dark = Reader(browser, _study(), tmp_path, color_scheme="dark")
-    paper = dark.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    dark.come_to("#front")
-    letters = dark.page.evaluate("document.querySelector('.xtitle').style.fill")
-    dark.context.close()
-    assert max(map(int, re.findall(r"\d+", paper)[:3])) < 60
-    assert min(map(int, re.findall(r"\d+", letters)[:3])) > 180
-    assert dark.complaints == []
-
-
-def test_print_is_light_and_no_figure_is_wider_than_the_paper(browser: Any, tmp_path: Path) -> None:
-    printed = Reader(browser, _study(), tmp_path, color_scheme="dark")
-    pdf = printed.page.pdf(format="A4")
-    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 2
-    printed.page.emulate_media(media="print", color_scheme="dark")
-    printed.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    paper = printed.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    sizes = "[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)"
-    widths = printed.page.evaluate(sizes)
+    page.locator("#front").scroll_into_view_if_needed()
+    page.locator("#front .main-svg").first.wait_for()
+    assert max(shades(paper)) < 60
+    assert min(shades(letters)) > 180
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4"))) >= 2
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(paper) == "rgb(255, 255, 255)"
+    assert max(shades(letters)) < 60
+    widths = page.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")
+    assert max(widths) <= 703
     overlaps = """() => {
       const drawn = [...document.querySelectorAll('.js-plotly-plot .main-svg:first-child')];
       const boxes = drawn.map((e) => e.getBoundingClientRect()).filter((b) => b.width);
@@ -453,11 +432,76 @@ def test_print_is_light_and_no_figure_is_wider_than_the_paper(browser: Any, tmp_
         && a.top < b.bottom - 1 && b.top < a.bottom - 1;
       return boxes.flatMap((a, n) => boxes.slice(n + 1).filter((b) => meet(a, b))).length;
     }"""
-    overlapping = printed.page.evaluate(overlaps)
-    letters = printed.page.evaluate("document.querySelector('.xtitle').style.fill")
-    printed.context.close()
-    assert paper == "rgb(255, 255, 255)"
-    assert overlapping == 0
-    assert max(map(int, re.findall(r"\d+", letters)[:3])) < 60
-    assert max(widths) <= 703
-    assert printed.complaints == []
+    assert page.evaluate(overlaps) == 0
+    assert page.locator("#trials-table .sort").first.is_visible()
+    assert not page.locator("#trials-downloads").is_visible()
+
+
+# Pictures of figures
+
+NEEDS_THE_ENGINE = pytest.mark.skipif(
+    importlib.util.find_spec("kaleido") is None, reason="plotly's image engine is not installed"
+)
+
+
+def study_of_a_long_name() -> StudySnapshot:
+    name = "a10-lora_rank-16-target_modules-attention-" * 6
+    return replace(recorded_study(budget_gib=21.5), name=name)
+
+
+@NEEDS_THE_ENGINE
+@pytest.mark.parametrize(
+    ("study", "figure"),
+    [
+        (plausible_study, "slice"),
+        (study_of_a_long_name, "front"),
+        (lambda: plausible_study(trials=5), "history"),
+    ],
+    ids=["usual", "long", "few"],
+)
+def test_every_letter_of_a_picture_is_whole_and_on_no_other(
+    study: Callable[[], StudySnapshot], figure: str, browser: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "picture.svg"
+    write_image(study(), path, figure=figure)
+    page = browser.new_page(viewport={"width": 1100, "height": 2000})
+    page.goto(path.as_uri())
+    found = page.locator("text").evaluate_all(BOXES)
+    height = page.evaluate("document.documentElement.getBoundingClientRect().height")
+    page.close()
+    # Arrows and question marks are marks of trials.
+    texts = [box for box in found if box[0].strip() not in ("", "→", "?")]
+    assert len(texts) > 10
+    for text, left, right, top, bottom in texts:
+        assert min(left, top, 1100 - right, height - bottom) > -1, text
+    # A pixel of two boxes may meet where no letter is.
+    for (one, *a), (other, *b) in itertools.combinations(texts, 2):
+        across, along = min(a[1], b[1]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[2], b[2])
+        assert across < 2 or along < 4, (one, other)
+
+
+@NEEDS_THE_ENGINE
+def test_a_picture_may_be_of_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "front.png"
+    write_image(plausible_study(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_says_what_it_is_of_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = plausible_study()
+    picture = picture_of(study, "front")
+    (front,) = [trace for trace in picture.data if trace.meta == "front"]
+    assert all(isinstance(x, float) for x in front.x)
+    assert "Mistral-7B-v0.3 on an A10: 40 trials" in picture.layout.title.text
+    with pytest.raises(InputError, match=r"figure 'pie' is not in .* there are: .*front"):
+        picture_of(study, "pie")
+    # Only the engine: what plotly itself looks up on the way stays there.
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == "kaleido" else found(name)
+    )
+    with pytest.raises(EnvironmentFault, match=r"pip install 'qlora-sweep\[images\]'"):
+        write_image(study, tmp_path / "front.png")
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,28 +36,28 @@ def document(
     return found
 
 
+FOUR = (
+    a_record(0, fits(100.0, spread=0.01), is_baseline=True, device_seconds=2.0),
+    a_record(1, fits(210.0, spread=0.01), batch=2, device_seconds=3.0),
+    a_record(2, fits(209.0, spread=0.01), batch=1),
+    a_record(3, OOM, batch=8, device_seconds=0.5),
+)
+
+
 def test_it_is_the_promised_one() -> None:
-    found = document(
-        a_record(0, fits(100.0, spread=0.01), is_baseline=True, device_seconds=2.0),
-        a_record(1, fits(210.0, spread=0.01), batch=2, device_seconds=3.0),
-        a_record(2, fits(209.0, spread=0.01), batch=1),
-        a_record(3, OOM, batch=8, device_seconds=0.5),
-    )
+    found = document(*FOUR)
     assert found["study"] == "study"
     assert found["gpu"] == {"name": "a10", "budget_bytes": 20 * GIB, "emulated_on": None}
     assert found["model"] == "mistral-7b-v0.3"
     assert (found["objective"], found["objectives"]) == ("tokens_per_second", ["tokens_per_second"])
-    assert (found["front"], found["knee"]) == ([], None)
+    assert (found["front"], found["knee"], found["tied"]) == ([], None, [])
     assert found["seconds"] == {"wall": 12.5, "device": 5.5}
-    assert found["trials"]["total"] == 4
-    assert {k for k, v in found["trials"].items() if v} == {"total", "fits", "oom"}
     assert set(found["trials"]) == {"total", *map(str, Verdict)}
-    assert found["best"]["number"] == 1
-    assert found["best"]["config"]["micro_batch_size"] == 2
-    assert found["best"]["measurement"]["tokens_per_second"] == 210.0
-    assert found["best"]["tokens_per_second_ci95"] == pytest.approx([207.9, 212.1], abs=0.1)
-    assert found["best"]["noisy"] is False
-    assert found["tied"] == []
+    assert {k: v for k, v in found["trials"].items() if v} == {"total": 4, "fits": 3, "oom": 1}
+    best = found["best"]
+    assert (best["number"], best["noisy"], best["config"]["micro_batch_size"]) == (1, False, 2)
+    assert best["measurement"]["tokens_per_second"] == 210.0
+    assert best["tokens_per_second_ci95"] == pytest.approx([207.9, 212.1], abs=0.1)
     assert (found["confirmed"], found["confirmation"]) == (False, None)
     base = found["baseline"]
     assert (base["number"], base["tokens_per_second"]) == (0, 100.0)
@@ -68,31 +69,14 @@ def test_it_is_the_promised_one() -> None:
 
 
 def test_a_confirmed_best_says_of_how_many_runs_and_has_its_gain() -> None:
-    found = document(
-        a_record(0, fits(100.0, spread=0.01), is_baseline=True, device_seconds=2.0),
-        a_record(1, fits(210.0, spread=0.01), batch=2, device_seconds=3.0),
-        a_record(2, fits(209.0, spread=0.01), batch=1),
-        a_record(3, OOM, batch=8, device_seconds=0.5),
-        is_confirmed=True,
-    )
+    found = document(*FOUR, is_confirmed=True)
     assert found["trials"]["total"] == 4
     assert found["seconds"]["device"] == pytest.approx(5.5 + 3 * 5.0)
-    assert found["confirmed"] is True
-    assert found["tied"] == [2]
-    assert found["confirmation"] == {
-        "runs": 2,
-        "seconds": 15.0,
-        "fallen": [],
-        "searched_tokens_per_second": 210.0,
-        "soak": {
-            "steps": 6,
-            "seconds": 3.0,
-            "allocator_retries": 0,
-            "peak_allocated_bytes": 10 * GIB,
-            "peak_reserved_bytes": None,
-            "tokens_per_second": 210.0,
-        },
-    }
+    assert (found["confirmed"], found["tied"]) == (True, [2])
+    soak = {"steps": 6, "seconds": 3.0, "allocator_retries": 0, "tokens_per_second": 210.0}
+    soak |= {"peak_allocated_bytes": 10 * GIB, "peak_reserved_bytes": None}
+    confirmation = {"runs": 2, "seconds": 15.0, "fallen": [], "searched_tokens_per_second": 210.0}
+    assert found["confirmation"] == confirmation | {"soak": soak}
     gain = found["gain"]
     assert gain["ratio"] == pytest.approx(2.1)
     assert gain["low"] < 2.1 < gain["high"]
@@ -102,50 +86,30 @@ def test_a_confirmed_best_says_of_how_many_runs_and_has_its_gain() -> None:
     assert "soak" not in found["best"]["measurement"]
 
 
-def test_of_a_study_where_nothing_fits_there_is_no_best() -> None:
+def test_what_is_not_known_is_null_and_why_there_is_no_gain_is_said() -> None:
     found = document(a_record(0, PredictedOutOfMemory(predicted_bytes=1)))
     assert (found["best"], found["baseline"], found["tied"]) == (None, None, [])
-    assert found["fastest_by_class"] == []
-    assert found["trials"]["predicted_oom"] == 1
-
-
-def test_a_noisy_best_is_confirmed_and_its_gain_as_sure_as_its_interval() -> None:
-    found = document(
-        a_record(0, fits(100.0, spread=0.01), is_baseline=True),
-        a_record(1, fits(1382.0, spread=0.4, flags=("noisy",)), batch=2),
-        is_confirmed=True,
-    )
-    assert (found["best"]["noisy"], found["confirmed"]) == (True, True)
-    low, high = found["best"]["tokens_per_second_ci95"]
-    assert low < 1100
-    assert high > 1700
-    assert found["gain"]["low"] < 11
-    assert found["gain"]["high"] > 17
-
-
-def test_where_the_baseline_may_be_as_fast_it_is_said_why_no_gain_is_stated() -> None:
-    found = document(
-        a_record(0, fits(100.0, spread=0.1), is_baseline=True),
-        a_record(1, fits(101.0, spread=0.1), batch=2),
-        is_confirmed=True,
-    )
+    assert (found["fastest_by_class"], found["target_tokens_per_second"]) == ([], None)
+    found = document(a_record(0, fits(100.0, step_seconds_ci95=None)))
+    assert (found["best"]["tokens_per_second_ci95"], found["best"]["noisy"]) == (None, True)
+    assert (found["gain"], found["no_gain"]) == (None, "not_measured")
+    unsure = {"value": 100.0, "low": None, "high": None, "basis": "measured"}
+    assert found["target_tokens_per_second"] == unsure
+    close = (a_record(0, fits(100.0, spread=0.1), is_baseline=True),)
+    found = document(*close, a_record(1, fits(101.0, spread=0.1), batch=2), is_confirmed=True)
     assert (found["gain"], found["no_gain"], found["tied"]) == (None, "not_shown", [0])
 
 
-def test_a_winner_of_too_few_steps_has_no_interval_and_is_noisy() -> None:
-    found = document(a_record(0, fits(100.0, step_seconds_ci95=None)))
-    assert found["best"]["tokens_per_second_ci95"] is None
-    assert found["best"]["noisy"] is True
+CLASSES = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
 
 
 def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_has() -> None:
-    space = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
     found = document(
         a_record(0, fits(100.0), is_baseline=True),
         TrialRecord(number=1, config=TrialConfig(lora_rank=64, seq_len=64), outcome=fits(400.0)),
         TrialRecord(number=2, config=TrialConfig(seq_len=64), outcome=fits(150.0)),
         is_confirmed=True,
-        **space,
+        **CLASSES,
     )
     assert (found["gain"], found["no_gain"]) == (None, "not_measured")
     base = found["baseline"]
@@ -155,49 +119,19 @@ def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_
 
 
 def test_the_gain_of_another_class_is_over_the_baseline_in_that_class() -> None:
-    space = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
     base = a_record(0, fits(100.0), is_baseline=True)
-    won = TrialRecord(
-        number=1, config=TrialConfig(lora_rank=64, seq_len=64), outcome=fits(400.0, spread=0.01)
-    )
-    recipe = {"purpose": "confirm", "series": 1, "confirms": None}
-    runs = [
-        TrialRecord.model_validate(
-            {"number": 2000 + n, "config": TrialConfig(lora_rank=64), "outcome": fits(80.0)}
-            | recipe
-        )
-        for n in range(2)
-    ]
-    snapshot = StudySnapshot(
-        "study",
-        a_definition(**space),
-        {},
-        (base, won),
-        confirmations=(*confirmed(base, won), *runs),
-    )
-    found = view_of(snapshot).document()
-    gain = found["gain"]
+    config = TrialConfig(lora_rank=64, seq_len=64)
+    won = TrialRecord(number=1, config=config, outcome=fits(400.0, spread=0.01))
+    errand = {"purpose": "confirm", "series": 1, "confirms": None}
+    recipe = {"config": TrialConfig(lora_rank=64), "outcome": fits(80.0)}
+    runs = [TrialRecord.model_validate({"number": 2000 + n} | recipe | errand) for n in range(2)]
+    again = (*confirmed(base, won), *runs)
+    study = StudySnapshot("study", a_definition(**CLASSES), {}, (base, won), confirmations=again)
+    gain = view_of(study).document()["gain"]
     assert gain["ratio"] == pytest.approx(5.0)
     assert gain["low"] < 5.0 < gain["high"]
-    assert gain["over"]["baseline"] is False
-    assert gain["over"]["config"]["lora_rank"] == 64
+    assert (gain["over"]["baseline"], gain["over"]["config"]["lora_rank"]) == (False, 64)
     assert gain["over"]["tokens_per_second"] == pytest.approx(80.0)
-    assert json.loads(json.dumps(found)) == found
-
-
-def test_without_a_baseline_there_is_no_gain() -> None:
-    found = document(a_record(1, fits(250.0), batch=2))
-    assert (found["gain"], found["no_gain"]) == (None, "not_measured")
-
-
-def test_one_objective_is_named_and_ranked_by() -> None:
-    found = document(
-        a_record(0, fits(300.0, peak=9 * GIB)),
-        a_record(1, fits(100.0, peak=3 * GIB), batch=1),
-        objectives=["peak_memory"],
-    )
-    assert (found["objective"], found["best"]["number"]) == ("peak_memory", 1)
-    assert found["front"] == []
 
 
 def test_several_objectives_have_a_front_with_their_values_and_its_knee() -> None:
@@ -218,52 +152,29 @@ def test_several_objectives_have_a_front_with_their_values_and_its_knee() -> Non
 def test_what_tokens_cost_is_a_view_of_the_winners_speed_at_a_price() -> None:
     offer = load_prices()["a10"][0]
     fastest = fits(200.0, step_seconds_ci95=(4096 / 220.0, 4096 / 180.0))
-    found = document(a_record(0, fits(100.0)), a_record(1, fastest, batch=2), offer=offer)
-    assert found["cost"] == {
-        "usd_per_million_tokens": pytest.approx(offer.usd_per_hour / 3600 / 200 * 1e6),
-        "usd_per_million_tokens_low": pytest.approx(offer.usd_per_hour / 3600 / 220 * 1e6),
-        "usd_per_million_tokens_high": pytest.approx(offer.usd_per_hour / 3600 / 180 * 1e6),
-        "usd_per_hour": offer.usd_per_hour,
-        "provider": offer.provider,
-        "is_spot": offer.is_spot,
-        "date": offer.date.isoformat(),
-    }
+    cost = document(a_record(0, fits(100.0)), a_record(1, fastest, batch=2), offer=offer)["cost"]
+    per_second = offer.usd_per_hour / 3600
+    ends = [cost.pop(f"usd_per_million_tokens{end}") for end in ("", "_low", "_high")]
+    assert ends == pytest.approx([per_second / speed * 1e6 for speed in (200, 220, 180)])
+    terms = {"usd_per_hour": offer.usd_per_hour, "provider": offer.provider}
+    assert cost == terms | {"is_spot": offer.is_spot, "date": offer.date.isoformat()}
     assert document(a_record(0, fits(100.0)))["cost"] is None
     assert document(a_record(0, OOM), offer=offer)["cost"] is None
 
 
-def on_another_card(**values: Any) -> StudySnapshot:
-    definition = a_definition()
-    target = definition.target.model_copy(update={"emulated_on": "NVIDIA H200"})
-    return StudySnapshot(
-        "study",
-        definition.model_copy(update={"target": target}),
-        {},
-        (a_record(0, fits(100.0)),),
-        offer=load_prices()["a10"][0],
-        **values,
-    )
-
-
-def test_another_cards_speed_has_no_cost_at_the_targets_price() -> None:
-    found = view_of(on_another_card()).document()
+def test_the_speed_on_the_target_is_predicted_where_another_gpu_stood_in() -> None:
+    about = a_definition()
+    target = about.target.model_copy(update={"emulated_on": "NVIDIA H200"})
+    about = about.model_copy(update={"target": target})
+    offer = load_prices()["a10"][0]
+    bare = StudySnapshot("study", about, {}, (a_record(0, fits(100.0)),), offer=offer)
+    found = view_of(bare).document()
     assert (found["cost"], found["target_tokens_per_second"]) == (None, None)
-
-
-def test_the_speed_on_the_target_is_predicted_where_another_card_stood_in() -> None:
-    known = {0: TargetSpeed(20.0, 16.0, 25.0, "predicted")}
-    found = view_of(on_another_card(target_speeds=known)).document()
+    known = replace(bare, target_speeds={0: TargetSpeed(20.0, 16.0, 25.0, "predicted")})
+    found = view_of(known).document()
     speed = {"value": 20.0, "low": 16.0, "high": 25.0, "basis": "predicted"}
     assert found["target_tokens_per_second"] == found["best"]["target_tokens_per_second"] == speed
     assert found["best"]["measurement"]["tokens_per_second"] == 100.0
-    per_second = load_prices()["a10"][0].usd_per_hour / 3600
-    keys = ("", "_low", "_high")
-    cost = [found["cost"][f"usd_per_million_tokens{key}"] for key in keys]
+    cost = [found["cost"][f"usd_per_million_tokens{end}"] for end in ("", "_low", "_high")]
+    per_second = offer.usd_per_hour / 3600
     assert cost == pytest.approx([per_second / speed * 1e6 for speed in (20.0, 25.0, 16.0)])
-
-
-def test_the_speed_on_the_target_is_the_measured_one_where_it_ran_itself() -> None:
-    found = document(a_record(0, fits(100.0, step_seconds_ci95=None)))
-    unsure = {"value": 100.0, "low": None, "high": None, "basis": "measured"}
-    assert found["target_tokens_per_second"] == unsure
-    assert document(a_record(0, OOM))["target_tokens_per_second"] is None

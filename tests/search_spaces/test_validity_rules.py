@@ -69,10 +69,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
         ({"compute_dtype": "int8", "quantization": "none"}, MISTRAL, AMPERE, "int8 or nf4"),
         ({"compute_dtype": "int8", "quantization": "fp8"}, MISTRAL, HOPPER, "in fp8 or in 16 bits"),
         ({"quantization": "int8", "quantized_fraction": 0.5}, MISTRAL, AMPERE, "fraction 1"),
-        (
-            {"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16},
-            MISTRAL,
-            AMPERE, "16 t"),
+        ({"compute_dtype": "int8", "micro_batch_size": 1, "seq_len": 16}, MISTRAL, AMPERE, "16 t"),
     ],
     "fp16-needs-cuda": [({"compute_dtype": "fp16"}, MISTRAL, None, "bf16 or fp32")],
     "kernels-need-triton": [

@@ -1,0 +1,594 @@
+"""What is said of a study's answer: what to take, what it gained and costs, how sure it is.
+
+How whole studies are worded is among the golden answers; here is what decides what is said.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import pytest
+import yaml
+
+from reports.advice import how_to_go_faster
+from reports.decision import Card, decision_of
+from reports.document import document_of
+from reports.page import render
+from reports.search import quality_of
+from reports.sections import environment_rows, next_steps_of, texts_of, trials_of
+from reports.sentences import (
+    classes,
+    commands,
+    confirmed_rows,
+    facts,
+    headline,
+    rank_claim,
+    runners_up,
+    status_words,
+)
+from reports.view import view_of
+from reports.words import cut_in_words
+from search_spaces.config import TrialConfig
+from search_spaces.costs import AskedWork
+from search_spaces.gpus import GIB
+from search_spaces.prices import Offer
+from storage.definition import StudySnapshot, TargetSpeed
+from storage.ranking import rank_study
+from storage.records import (
+    Crashed,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictedOutOfMemory,
+    PrunedSlow,
+    TrialRecord,
+    Verdict,
+)
+from tests.reports.synthetic import (
+    HOSTILE,
+    LONG,
+    SHORT,
+    SOAKED,
+    TARGET,
+    about_loss,
+    an_epoch,
+    definition,
+    fits,
+    learned,
+    measurement,
+    of_texts,
+    one_of_each,
+    predicted,
+    record,
+    snapshot,
+    trained,
+)
+from tests.storage.builders import confirmed
+from tests.sweep.prepared_texts import a_summary
+
+FAST = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+SLOW = TrialConfig(micro_batch_size=12)
+LARGE = TrialConfig(micro_batch_size=12, checkpoint_fraction=0.0)
+TRIALS = (fits(0, 8_000.0), fits(1, 16_800.0, FAST), fits(2, 9_000.0, SLOW))
+OOM = OutOfMemory(stage="forward")
+OFFER = Offer(
+    gpu="a10", provider="Lender", usd_per_hour=3.6, date=date(2026, 7, 1), source="their page"
+)
+RANKS: dict[str, Any] = {
+    "dimensions": {
+        "lora_rank": {"choices": [8, 16, 64]},
+        "micro_batch_size": {"choices": [2, 4, 8, 10]},
+    },
+    "fixed": {},
+    "baseline": {"micro_batch_size": 8},
+}
+
+
+def said(study: StudySnapshot) -> dict[str, str]:
+    return dict(facts(view_of(study)))
+
+
+def opening(study: StudySnapshot) -> str:
+    return headline(view_of(study))
+
+
+def again(*records: TrialRecord, **values: Any) -> StudySnapshot:
+    return snapshot(records, confirmations=confirmed(*records), **values)
+
+
+def with_soak(study: StudySnapshot, outcome: Outcome) -> StudySnapshot:
+    runs = tuple(
+        run.model_copy(update={"outcome": outcome})
+        if run.purpose == "soak" and run.confirms == 1
+        else run
+        for run in study.confirmations
+    )
+    return replace(study, confirmations=runs)
+
+
+# How sure it is
+
+
+def test_a_winner_is_confirmed_by_so_many_runs_or_there_is_a_command_to_type() -> None:
+    assert status_words(rank_study(again(*TRIALS)), study="night") == "confirmed (2 runs)"
+    alone = snapshot(TRIALS)
+    ranking = rank_study(alone)
+    assert status_words(ranking, study="a night") == "not confirmed: sweep confirm 'a night'"
+    assert status_words(ranking, study="night", is_driven=True) == "not confirmed yet"
+    assert opening(alone).startswith("The fastest configuration measured so far is trial 1, ")
+    assert commands(view_of(alone))[0] == "sweep confirm a10-mistral"
+
+
+def test_the_soak_is_told_with_what_strained_it_and_one_that_ran_out_in_it_lost() -> None:
+    soaked = measurement(16_700.0, soak=SOAKED, allocator_retries=2, peak_allocated_bytes=20 * GIB)
+    strained = said(with_soak(again(*TRIALS[:2]), Measured(measurement=soaked)))["sure"]
+    assert "53 steps in 15.2 s, at 20.00 GiB; the allocator gave memory back 2 times" in strained
+    study = with_soak(again(*TRIALS), OOM)
+    assert "is trial 2, " in opening(study)
+    assert "Trial 1 fitted in the search and ran out of memory in its soak" in said(study)["sure"]
+    results = {row.number: row.result for row in confirmed_rows(view_of(study))}
+    assert results["1"] == "ran out of memory in its soak"
+
+
+def test_a_noisy_gain_is_its_lower_end_and_one_that_may_be_none_is_not_stated() -> None:
+    wide = fits(1, 16_800.0, FAST, step_seconds_ci95=(0.12, 1.0))
+    assert said(again(fits(0, 1_000.0), wide))["gain"].startswith("at least ")
+    noisy = fits(1, 16_800.0, FAST, flags=("neighbour",), step_seconds_ci95=(0.1, 1.0))
+    study = again(fits(0, 8_000.0), noisy, definition=definition(emulated_on=None))
+    known = said(study)
+    assert known["gain"] == "none stated: statistically indistinguishable from the baseline"
+    assert "neighbour)" in known["speed"]
+
+
+def test_one_is_recommended_and_what_is_as_fast_is_a_footnote() -> None:
+    twin = fits(2, 16_790.0, SLOW, peak_allocated_bytes=6 * GIB)
+    study = again(*TRIALS[:2], twin)
+    assert opening(study).startswith("The fastest configuration that fits is trial 1, ")
+    assert said(study)["sure"].endswith("Statistically indistinguishable: trial 2 (6.00 GiB)")
+    results = [(row.number, row.result) for row in confirmed_rows(view_of(study))]
+    assert results == [("1", "recommended"), ("2", "as fast"), ("0", "baseline")]
+
+
+# What it gained
+
+
+def test_the_baseline_in_the_winners_class_is_among_what_was_measured_again() -> None:
+    space = {"dimensions": {"micro_batch_size": {"choices": [10]}}, "fixed": {"lora_rank": 64}}
+    about = definition(space=space | {"baseline": {"micro_batch_size": 8, "lora_rank": 16}})
+    trials = (fits(0, 8_000.0), fits(1, 16_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)))
+    errand = {"purpose": "confirm", "series": 1, "confirms": None, "is_baseline": False}
+    recipe = TrialConfig(micro_batch_size=8, lora_rank=64)
+    runs = [fits(900 + n, 6_400.0, recipe).model_copy(update=errand) for n in range(2)]
+    study = snapshot(trials, definition=about, confirmations=(*confirmed(trials[1]), *runs))
+    assert [(row.number, row.runs, row.result) for row in confirmed_rows(view_of(study))] == [
+        ("1", "16,000, 16,000", "recommended"),
+        ("–", "6,400, 6,400", "baseline at rank 64 on q,k,v,o"),
+    ]
+    assert said(study)["gain"].startswith("2.5x the baseline at rank 64 on q,k,v,o (2.4")
+
+
+def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_with_its_gain() -> (
+    None
+):
+    trials = (
+        fits(0, 8_000.0),
+        fits(1, 20_000.0, TrialConfig(micro_batch_size=10, lora_rank=64)),
+        fits(2, 12_000.0, TrialConfig(micro_batch_size=10)),
+    )
+    assert said(again(*trials, definition=definition(space=RANKS)))["gain"] == (
+        "none stated: the baseline at rank 64 on q,k,v,o was not measured; the fastest of the "
+        "baseline's class is trial 2, 1.5x the baseline (1.48–1.52x)"
+    )
+
+
+def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fits() -> None:
+    space = {
+        "dimensions": {"micro_batch_size": {"choices": [8, 10]}},
+        "fixed": {"lora_rank": 64},
+        "baseline": {"micro_batch_size": 8, "lora_rank": 16},
+    }
+    alone = fits(0, 8_000.0)
+    wide = alone.config.model_copy(update={"lora_rank": 64})
+    study = snapshot([alone, record(1, OOM, wide)], definition=definition(space=space))
+    assert opening(study).startswith("Nothing of the space was measured to fit in 21.50 GiB.")
+    assert "at 8,000 tokens/s: a reference that the space does not hold" in opening(study)
+    assert commands(view_of(study)) == ()
+
+
+@pytest.mark.parametrize(
+    ("objectives", "sentence"),
+    [
+        (["tokens_per_second"], "The fastest configuration measured so far is trial 1, "),
+        (["peak_memory"], "The configuration with the lowest peak memory measured so far is tri"),
+        (["trainable_parameters"], "The configuration with the most trainable parameters measur"),
+        (["peak_memory", "tokens_per_second"], "The best compromise between peak memory and spe"),
+    ],
+)
+def test_the_answer_is_by_what_was_asked_for(objectives: list[str], sentence: str) -> None:
+    trials = (
+        fits(0, 8_000.0, peak_allocated_bytes=8 * GIB),
+        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
+    )
+    about = definition(space={"objectives": objectives})
+    assert opening(snapshot(trials, definition=about)).startswith(sentence)
+
+
+def test_what_was_not_measured_again_is_scaled_and_what_was_stopped_is_said_to_be() -> None:
+    study = snapshot(TRIALS, confirmations=confirmed(*TRIALS[:2]))
+    first, second = runners_up(view_of(study))
+    assert first.startswith("trial 2: 9,000 tokens/s (8,911–9,091, scaled), 10.00 GiB: micro-batch")
+    assert second.startswith("trial 0: 8,000 tokens/s (7,943–8,057), 10.00 GiB")
+    wide = TrialConfig(micro_batch_size=8, lora_rank=64)
+    slow = record(2, PrunedSlow(measurement=measurement(4_000.0)), wide)
+    found = classes(view_of(snapshot([*TRIALS[:1], slow], definition=definition(space=RANKS))))
+    assert list(found)[1] == "rank 64 on q,k,v,o: 4,000 at 512 (trial 2, stopped early)"
+
+
+# What to take, and what instead
+
+BASE = fits(0, 8_000.0, TrialConfig(micro_batch_size=8), peak_allocated_bytes=8 * GIB)
+OWN = fits(1, 16_000.0, TrialConfig(micro_batch_size=10), peak_allocated_bytes=20 * GIB)
+SMALL = fits(
+    2, 18_000.0, TrialConfig(lora_rank=8, micro_batch_size=10), peak_allocated_bytes=19 * GIB
+)
+FRUGAL = fits(
+    3, 17_000.0, TrialConfig(lora_rank=8, micro_batch_size=4), peak_allocated_bytes=10 * GIB
+)
+MEMORY = "Most memory left, at most 10 % slower than the fastest"
+CLASS = "Fastest at rank 16 on q,k,v,o, as the baseline"
+
+
+def study(
+    *records: TrialRecord, space: dict[str, Any] | None = None, target: Any = None, **values: Any
+) -> StudySnapshot:
+    about = definition(space=RANKS | (space or {}), **({"emulated_on": None} | (target or {})))
+    return snapshot(records, definition=about, **({"offer": OFFER} | values))
+
+
+def the_card(known: StudySnapshot, **work: float) -> Card:
+    card = decision_of(known, AskedWork(**work)).card  # type: ignore[arg-type]
+    assert card is not None
+    return card
+
+
+def instead(known: StudySnapshot) -> dict[str, str]:
+    """Return what else may be taken, by why."""
+    lines = decision_of(known).lines
+    return {title: text for titles, text in lines for title in titles.split("; ")}
+
+
+def test_the_answer_has_a_card_and_what_to_take_instead_a_line() -> None:
+    known = study(BASE, OWN, SMALL, FRUGAL)
+    card = the_card(known)
+    told = dict(card.facts)
+    assert (card.number, told["speed"]) == (2, "18,000 tokens/s (17,822–18,182)")
+    # A dollar buys 3.6 s per thousandth: $3.6 an hour is $0.001 a second.
+    assert told["cost"].startswith("$0.0556 per million tokens ($0.0550–0.0561; a10 Lender at ")
+    assert told["memory"] == "19.00 GiB of 21.50 GiB (88 %)"
+    lines = instead(known)
+    assert list(lines) == [CLASS, MEMORY]
+    assert lines[CLASS].startswith("trial 1: 16,000 tokens/s (15,842–16,162); 20.00 GiB; gain 2.0x")
+    assert lines[MEMORY].startswith("trial 3: 17,000 tokens/s")
+    assert instead(study(BASE, OWN)) == {}
+    # Memory is not bought with more speed than is said.
+    slow = fits(3, 16_100.0, FRUGAL.config, peak_allocated_bytes=10 * GIB)
+    assert MEMORY not in instead(study(BASE, OWN, SMALL, slow))
+    frugal = study(BASE, OWN, SMALL, FRUGAL, space={"objectives": ["peak_memory"]})
+    assert the_card(frugal).number == 0
+    assert instead(frugal)["Fastest"].startswith("trial 2: ")
+
+
+def test_where_nothing_of_the_class_was_measured_the_baseline_stands_for_it() -> None:
+    space = {"dimensions": RANKS["dimensions"] | {"lora_rank": {"choices": [8]}}}
+    assert instead(study(BASE, SMALL, space=space))[CLASS].startswith("trial 0: 8,000 tokens/s")
+    lost = record(0, OutOfMemory(stage="load"), BASE.config, is_baseline=True)
+    assert instead(study(lost, SMALL, space=space)) == {}
+
+
+def on_another_gpu(*records: TrialRecord, speeds: dict[int, float], **values: Any) -> StudySnapshot:
+    known = {n: TargetSpeed(at, at / 2, at * 2, "predicted") for n, at in speeds.items()}
+    return study(*records, target={"emulated_on": "NVIDIA H200"}, target_speeds=known, **values)
+
+
+def test_the_target_gpus_speed_comes_first_and_the_measured_one_stands_beside_it() -> None:
+    speeds = {0: 800.0, 1: 1_600.0, 2: 1_650.0}
+    card = the_card(on_another_gpu(BASE, OWN, SMALL, speeds=speeds))
+    beside = "measured on NVIDIA H200: 18,000, 17,822–18,182"
+    assert dict(card.facts)["speed"] == f"1,650 tokens/s on a10 (predicted 825–3,300; {beside})"
+    bare = dict(the_card(on_another_gpu(BASE, OWN, speeds={})).facts)
+    assert bare["speed"] == "16,000 tokens/s measured on NVIDIA H200; not predicted on a10"
+    assert not bare.keys() & {"cost", "training"}
+    # Another is cheaper only where its predicted speed is clearly higher.
+    for own_speed, is_cheaper in ((1_660.0, False), (1_800.0, True)):
+        lines = instead(on_another_gpu(BASE, OWN, SMALL, speeds=speeds | {1: own_speed}))
+        assert ("Cheapest per token" in lines) is is_cheaper
+
+
+def test_memory_is_not_bought_with_a_class_of_numerics_that_is_slower_on_the_target() -> None:
+    rounded = TrialConfig(micro_batch_size=8, compute_dtype="int8")
+    fast = fits(1, 12_000.0, rounded, peak_allocated_bytes=19 * GIB)
+    lean = fits(2, 16_000.0, TrialConfig(micro_batch_size=4), peak_allocated_bytes=5 * GIB)
+    dimensions = RANKS["dimensions"] | {"compute_dtype": {"choices": ["bf16", "int8"]}}
+    speeds = {0: 800.0, 1: 1_600.0, 2: 1_000.0}
+    known = on_another_gpu(BASE, fast, lean, speeds=speeds, space={"dimensions": dimensions})
+    assert MEMORY not in instead(known)
+
+
+def test_what_a_training_costs_follows_the_work_and_the_offer() -> None:
+    def told(known: StudySnapshot | None = None, **work: float) -> str:
+        return dict(the_card(known or study(BASE, OWN), **work).facts)["training"]
+
+    # 2,442 whole steps of 4,096 tokens, and a second that was begun is paid for.
+    assert told() == (
+        "10,000,000 tokens: 10 min 25 s (10 min 19 s to 10 min 32 s), $0.626 ($0.620 to $0.632) "
+        "in all"
+    )
+    asked = told(tokens=2e9, epochs=3)
+    assert asked.startswith("3 epochs of 2,000,000,000 tokens: 104 h 10 min ")
+    assert asked.endswith(", $375.00 ($371.25 to $378.75) in all")
+    assert told(dataset_samples=1000).startswith("1,000 sequences of full length: 32.0 s")
+    assert told(of_texts(trained(0, 8_000.0, SHORT))).startswith("2,880,000 tokens: 6 min 0 s")
+    few = study(fits(0, 16_000.0, BASE.config, steps_measured=3, step_seconds_ci95=None))
+    assert told(few) == "10,000,000 tokens: 10 min 25 s, $0.626 in all"
+    terms = {"gpus": 8, "minimum_seconds": 3600.0, "boot_seconds": 60.0}
+    machine = study(BASE, OWN, offer=OFFER.model_copy(update=terms))
+    assert told(machine, dataset_samples=1000).endswith(", $28.80 ($28.80 to $28.80) in all")
+    free = study(BASE, OWN, target={"gpu": "cpu", "device": "cpu"}, offer=None)
+    assert told(free).startswith("10,000,000 tokens: 10 min")
+    assert "$" not in told(free)
+
+
+def test_what_is_marked_is_said_in_words_and_recipes_are_whole() -> None:
+    flags = ("emulated", "throttled", "neighbour", "something_new")
+    card = the_card(replace(study(BASE, fits(1, 16_000.0, OWN.config, flags=flags)), name="it's"))
+    words = "slowed by a power or heat limit, another process shared the GPU, something new"
+    assert card.what.endswith(f"; {words}")
+    recipes = dict(card.recipes)
+    assert recipes["command"] == "sweep export 'it'\"'\"'s' --format script --trial 1"
+    assert TrialConfig(**json.loads(recipes["JSON"])) == OWN.config
+    assert TrialConfig(**yaml.safe_load(recipes["YAML"])) == OWN.config
+
+
+# How to go faster
+
+
+def advised(*records: TrialRecord, **values: Any) -> str:
+    return "\n".join(how_to_go_faster(view_of(snapshot(records, **values))))
+
+
+ASKS_FOR_LESS = definition(space={"objectives": ["peak_memory"]})
+
+
+@pytest.mark.parametrize(
+    ("need", "speed", "about", "is_named"),
+    [
+        (23.0, 17_000.0, None, True),
+        # It is slower, or speed was not asked for.
+        (30.0, 15_000.0, None, False),
+        (23.0, 9e9, ASKS_FOR_LESS, False),
+    ],
+)
+def test_a_faster_configuration_that_did_not_fit_is_named_with_its_speed_and_its_excess(
+    need: float, speed: float, about: Any, is_named: bool
+) -> None:
+    too_large = record(2, OutOfMemory(stage="backward"), LARGE, prediction=predicted(need, speed))
+    fitted = (
+        fits(0, 8_000.0, peak_allocated_bytes=9 * GIB),
+        fits(1, 16_000.0, FAST, peak_allocated_bytes=9 * GIB),
+    )
+    text = advised(*fitted, too_large, **({"definition": about} if about else {}))
+    named = "trial 2 (micro-batch 12, no checkpointing) is expected at 17,000 tokens/s"
+    assert (named in text) is ("expected at" in text) is is_named
+    assert ("needs at least 1.50 GiB more than the budget by prediction" in text) is is_named
+
+
+def test_the_nearest_to_fitting_is_so_by_prediction_and_not_by_what_happened_to_fail() -> None:
+    late = OutOfMemory(stage="optimizer", peak_allocated_bytes=21 * GIB, requested_bytes=GIB // 8)
+    early = OutOfMemory(stage="load", peak_allocated_bytes=5 * GIB, requested_bytes=4 * GIB)
+    far, near = (record(1, late, LARGE), record(2, early, FAST))
+    unknown = advised(fits(0, 8_000.0), far, near)
+    assert "nearest" not in unknown
+    assert "2 trials did not fit; by how much is not known" in unknown
+    known = (
+        trial.model_copy(update={"prediction": predicted(gib)})
+        for trial, gib in ((far, 25.0), (near, 23.0))
+    )
+    text = advised(fits(0, 8_000.0), *known)
+    assert "Predicted nearest to fitting: trial 2" in text
+    assert "it needs at least 1.50 GiB more than the budget by prediction" in text
+    # A need below the budget is never said of what ran out.
+    below = record(1, late, LARGE, prediction=predicted(20.5))
+    assert "by how much is not known" in advised(fits(0, 8_000.0), below)
+
+
+def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one() -> None:
+    widest = fits(1, 16_000.0, TrialConfig(micro_batch_size=32))
+    assert "largest micro-batch that the space 'a10' offers (32)" in advised(TRIALS[0], widest)
+    whole = fits(1, 16_000.0, TrialConfig(micro_batch_size=32, effective_batch_size=32))
+    fixed = {"lora_rank": 16, "target_modules": "attention", "effective_batch_size": 32}
+    assert "A wider" not in advised(whole, definition=definition(space={"fixed": fixed}))
+    text = advised(*TRIALS, record(3, Crashed(phase="build"), LARGE))
+    assert "A wider" not in text
+    assert "4 of the 360 configurations" in text
+    assert "1 trial crashed" in text
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ((), "No trial has finished yet."),
+        ((record(0, OOM, is_baseline=True),), "Nothing that was tried was measured to fit in 21.5"),
+    ],
+)
+def test_without_anything_that_fits_there_is_what_it_would_take(
+    records: tuple[TrialRecord, ...], words: str
+) -> None:
+    decision = decision_of(study(*records))
+    assert decision.headline.startswith(words)
+    assert (decision.card, decision.lines) == (None, ())
+    assert any("Less memory" in sentence for sentence in decision.advice) is bool(records)
+    assert decision_of(study(BASE, OWN)).advice == ()
+    needs = (30, 25)
+    refused = [
+        record(n, PredictedOutOfMemory(predicted_bytes=gib * GIB), config)
+        for n, (gib, config) in enumerate(zip(needs, (SLOW, LARGE), strict=True))
+    ]
+    assert "nearest to fitting: trial 1" in advised(*refused)
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_advised"),
+    [
+        ({"rows_cut": 3}, True),
+        ({"rows_cut": 0, "rows_left_out": 0}, False),
+        ({"rows_cut": 0, "rows_left_out": 5}, True),
+    ],
+)
+def test_longer_rows_are_advised_only_where_some_are_cut_or_left_out(
+    lost: dict[str, int], is_advised: bool
+) -> None:
+    known = of_texts(trained(0, 8_000.0, LONG, **lost))
+    limited = known.definition.model | {"config": {"max_position_embeddings": LONG.seq_len}}
+    about = known.definition.model_copy(update={"model": limited})
+    for told, may_be in ((known, True), (replace(known, definition=about), False)):
+        text = "\n".join(how_to_go_faster(view_of(told)))
+        assert ("Offer larger values of seq_len" in text) is (is_advised and may_be)
+
+
+# The page's sections of words
+
+
+def test_sections_say_what_the_records_say() -> None:
+    every = trials_of(snapshot(one_of_each()))
+    assert every is not None
+    assert list(every.verdicts) == [str(verdict) for verdict in Verdict]
+    some = trials_of(snapshot([fits(0, 8_000.0), record(1, OOM)]))
+    assert some is not None
+    assert list(some.verdicts.values()) == ["fits (1)", "ran out of memory (1)"]
+    rows = {row.name: row.value for row in environment_rows(snapshot())}
+    known = {"target GPU": "a10", "measured on": "NVIDIA H200", "memory budget": "21.50 GiB"}
+    assert rows.items() >= (known | {"torch": "2.13.0", "commit": "4f2c1d9"}).items()
+    after = next_steps_of(snapshot([fits(0, 8_000.0)]))
+    assert after is not None
+    assert after.commands[-1] == "sweep best a10-mistral --json"
+    assert next_steps_of(snapshot()) is trials_of(snapshot()) is None
+
+
+# A dataset
+
+
+def test_an_epoch_is_its_loss_tokens_over_the_speed_and_costs_what_the_gpus_do() -> None:
+    known = replace(of_texts(trained(0, 8_000.0, SHORT)), offer=OFFER)
+    epoch = view_of(known).document()["epoch"]
+    assert (epoch["seconds"], epoch["dollars"]) == pytest.approx((360.0, 0.36))
+    assert epoch["seconds_low"] < 360.0 < epoch["seconds_high"]
+    assert (epoch["loss_tokens"], epoch["tokens_cut"]) == (2_880_000, 0.032)
+    assert said(known)["epoch"].startswith("6 min 0 s (5 min 56 s–6 min 4 s), $0.360, 2,880,000 ")
+    two = trained(0, 8_000.0, SHORT.model_copy(update={"data_parallel": 2}))
+    on_two = of_texts(two, fixed={"micro_batch_size": 8, "data_parallel": 2})
+    dollars = view_of(replace(on_two, offer=OFFER)).document()["epoch"]["dollars"]
+    assert dollars == pytest.approx(0.72)
+    plain = snapshot([fits(0, 8_000.0)], definition=definition(**TARGET))
+    assert not {"epoch", "texts"} & view_of(plain).document().keys()
+    assert "epoch" not in said(plain)
+    # On a GPU that another stood in for it takes the predicted speed, and there is none.
+    target = known.definition.target.model_copy(update={"emulated_on": "H200"})
+    other = replace(known, definition=known.definition.model_copy(update={"target": target}))
+    assert view_of(other).document()["epoch"]["seconds"] is None
+
+
+def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
+    known = of_texts(
+        trained(0, 5_000.0, LONG, tokens_cut=0.0, tokens_left_out=0.0, loss_tokens=3_000_000),
+        trained(1, 8_000.0, SHORT.model_copy(update={"lora_rank": 8})),
+        trained(2, 7_000.0, SHORT.model_copy(update={"lora_rank": 64})),
+    )
+    section = texts_of(known)
+    assert section is not None
+    assert section.cuts == (
+        ("512", "1", "8,000", "4.3 %", "6 min 0 s"),
+        ("2,048", "0", "5,000", "0 %", "10 min 0 s"),
+    )
+    assert "900 of 9,500 training rows); 100 rows" in cut_in_words(an_epoch(), 512)
+    assert "cuts nothing off" in cut_in_words(an_epoch(rows_cut=0, rows_left_out=0), 512)
+    about = known.definition.model_copy(update={"texts": a_summary(source=HOSTILE)})
+    assert HOSTILE not in render(replace(known, definition=about))
+
+
+def test_a_baseline_that_is_faster_and_no_answer_is_said_so_where_the_gain_is() -> None:
+    """Its length is fast at leaving examples out, so the space does not offer it."""
+    about: dict[str, Any] = {
+        "dimensions": {"seq_len": {"choices": [1024, 2048]}},
+        "fixed": {"micro_batch_size": 8, "lora_rank": 16},
+        "baseline": {"micro_batch_size": 8, "seq_len": 512},
+    }
+    baseline, winner = trained(0, 8_000.0, SHORT, tokens_cut=0.4), trained(1, 7_000.0, LONG)
+    known = of_texts(baseline, winner, **about)
+    for told in (known, replace(known, confirmations=confirmed(baseline, winner))):
+        assert "is no answer: its length 512 cuts off 40 % of the tokens" in said(told)["gain"]
+    slower = of_texts(trained(0, 6_000.0, SHORT), winner, **about)
+    for told in (slower, of_texts(baseline, winner), of_texts(winner)):
+        assert "is no answer" not in said(told)["gain"]
+    trials = [fits(0, 8_000.0, SHORT), fits(1, 7_000.0, LONG)]
+    plain = snapshot(trials, definition=definition(space=about, **TARGET))
+    assert said(plain)["gain"].endswith("is no answer: the space does not hold it")
+
+
+# Held-out losses
+
+
+@pytest.mark.parametrize(
+    ("records", "verdict"),
+    [
+        ((learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.01)), "refuted on this dataset"),
+        ((learned(0, 16, 1.9, 0.01), learned(1, 64, 2.0, 0.01)), "confirmed on this dataset"),
+        ((learned(0, 16, 2.0, 0.1), learned(1, 64, 1.9, 0.1)), "intervals over seeds overlap"),
+        ((learned(0, 16, 2.0), learned(1, 64, 1.9)), "not both were trained with several seeds"),
+        ((learned(0, 8, 2.0), learned(1, 64, 1.9)), "no two trials were trained that"),
+        ((learned(0, 16, 2.0, 0.1),), "no two trials were trained that"),
+    ],
+)
+def test_a_claim_about_rank_is_judged_by_the_intervals_over_seeds(
+    records: tuple[TrialRecord, ...], verdict: str
+) -> None:
+    ranking = rank_study(about_loss(*records))
+    assert verdict in rank_claim(ranking)
+    assert bool(ranking.close) is ("overlap" in verdict)
+
+
+def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() -> None:
+    rates = {"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
+
+    def claim(*records: TrialRecord) -> str:
+        known = of_texts(
+            *records,
+            objectives=["tokens_per_second", "eval_loss"],
+            weights="pretrained",
+            dimensions={"lora_rank": {"choices": [8, 16, 64]}, **rates},
+            fixed={"micro_batch_size": 8, "seq_len": 512},
+        )
+        return rank_claim(rank_study(known))
+
+    own, other = learned(0, 16, 2.0, 0.01), learned(1, 8, 1.5, 0.01)
+    config = other.config.model_copy(update={"learning_rate": 5e-3})
+    faster = other.model_copy(update={"config": config})
+    assert "no two trials were trained that differ in this rank alone" in claim(own, faster)
+    assert "confirmed on this dataset" in claim(own, faster, learned(2, 64, 2.1, 0.01))
+
+
+def test_the_report_shows_loss_against_speed_and_against_rank() -> None:
+    known = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.02, speed=8_000.0))
+    section = quality_of(document_of(known))
+    assert section is not None
+    (figure,) = section.figures
+    speed, rank = figure.figure.data
+    losses = {16: (2.0, 0.01), 64: (1.9, 0.02)}
+    for trace in (speed, rank):
+        shown = zip(rank.x, zip(trace.y, trace.error_y.array, strict=True), strict=True)
+        assert {at: pytest.approx(one) for at, one in shown} == losses
+    assert sorted(speed.x) == [8_000.0, 9_000.0]
+    assert "on held-out examples" in said(known)["loss"]
+    assert quality_of(document_of(of_texts(trained(0, 8_000.0, SHORT)))) is None
