@@ -13,8 +13,10 @@ from sweep.training.eight_bit import TYPES, compute_in_8_bits, to_8_bits
 from sweep.training.proof import multiplying_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16)]
+SHAPES = [(1024, 4096), (14336, 4096), (4096, 14336), (48, 112), (16, 16)]
 """Output and input features, of a 7B model and odd ones."""
+BASES = [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
+"""What a base is stored in, and computed in."""
 KINDS = ["fp8", "int8"]
 
 
@@ -86,36 +88,34 @@ def test_what_is_no_number_is_not_rounded_to_one(kind: str, value: float) -> Non
     assert not (narrow.float() * scales)[1].isfinite().any()
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize(
-    ("base", "kind"), [("fp8", "fp8"), ("int8", "int8"), ("nf4", "fp8"), ("nf4", "int8")]
-)
-@pytest.mark.parametrize("tokens", [5, 512])
+@pytest.mark.parametrize(("base", "kind"), BASES)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_products_are_near_those_in_16_bits(
-    rows: int, columns: int, base: str, kind: str, tokens: int, is_compiled: bool
-) -> None:
-    if is_compiled and (rows, columns) != (4096, 4096):
-        pytest.skip("one shape is compiled")
-    torch._dynamo.reset()
-    model = linear(rows, columns, base)
-    compute_in_8_bits(model, kind)
-    x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-    gradient = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
-
-    def both(run: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        given = x.clone().requires_grad_()
-        result = run(given)
-        result.backward(gradient)
-        assert given.grad is not None
-        return result.detach(), given.grad
-
-    narrow = both(torch.compile(model, dynamic=False) if is_compiled else model)
-    with multiplying_in(model, None):
-        wide = both(model)
+def test_products_are_near_those_in_16_bits(base: str, kind: str, is_compiled: bool) -> None:
     limit = {"fp8": 0.05, "int8": 0.02}[kind]
-    assert error(narrow[0], wide[0]) < limit
-    assert error(narrow[1], wide[1]) < limit
+    # Compiling takes seconds a shape.
+    for rows, columns in SHAPES[:1] if is_compiled else SHAPES:
+        model = linear(rows, columns, base)
+        compute_in_8_bits(model, kind)
+        for tokens in (5, 512):
+            x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+            gradient = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
+            torch._dynamo.reset()
+            run = torch.compile(model, dynamic=False) if is_compiled else model
+            narrow = _result_and_gradient(run, x, gradient)
+            with multiplying_in(model, None):
+                wide = _result_and_gradient(model, x, gradient)
+            assert error(narrow[0], wide[0]) < limit, (rows, columns, tokens)
+            assert error(narrow[1], wide[1]) < limit, (rows, columns, tokens)
+
+
+def _result_and_gradient(
+    run: Any, x: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = x.clone().requires_grad_()
+    result = run(given)
+    result.backward(gradient)
+    assert given.grad is not None
+    return result.detach(), given.grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
