@@ -18,7 +18,7 @@ LOWEST := .venv-lowest
 WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel clean help
+.PHONY: demo test test-all test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -49,6 +49,8 @@ demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or
 
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)
+
+test-all: test test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
 	$(BIN)/python -m pytest -m faults -n $(WORKERS) --maxprocesses 4
