@@ -5,7 +5,9 @@ Reads the headers of safetensors files, never a tensor, and no pickles.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -43,10 +45,10 @@ def check_weights(spec: ModelSpec) -> None:
 def _check_directory(directory: Path, *, label: Path) -> None:
     if exists(directory / INDEX, label=str(label / INDEX)):
         for name, tensors in _shards(directory / INDEX, label=str(label / INDEX)).items():
-            for missing in sorted(tensors - _tensors(directory / name, label=str(label / name))):
+            for missing in sorted(tensors - tensors_of(directory / name, label=str(label / name))):
                 raise InputError(f"{label / name}: tensor '{missing}' of {INDEX} is not in it")
     elif exists(directory / SINGLE, label=str(label / SINGLE)):
-        _tensors(directory / SINGLE, label=str(label / SINGLE))
+        tensors_of(directory / SINGLE, label=str(label / SINGLE))
     else:
         pickled = any(directory.glob("*.bin"))
         hint = "; weights in .bin files are pickles and are not loaded" if pickled else ""
@@ -68,8 +70,13 @@ def _shards(index: Path, *, label: str) -> dict[str, set[str]]:
     return shards
 
 
-def _tensors(path: Path, *, label: str) -> set[str]:
-    """Return the names of a file's tensors, once safetensors has found all of them in it."""
+def tensors_of(path: Path, *, label: str) -> set[str]:
+    """Return the names of a file's tensors, once safetensors has found all of them in it.
+
+    Raises:
+        InputError: the file is missing, cut short or another one.
+        EnvironmentFault: it cannot be read.
+    """
     try:
         # Mapping something that is no file into memory would fail without saying what it is.
         open_file(path, label=label).close()
@@ -103,3 +110,43 @@ def _fault(path: Path, error: SafetensorError) -> str:
             return "not a safetensors file, its header cannot be read"
     kind = "cut short" if actual < expected else "longer than its header says"
     return f"{kind}: expected {expected:,} bytes, found {actual:,}"
+
+
+def identity_of(spec: ModelSpec, *, is_loaded: bool) -> dict[str, str | None]:
+    """Return what tells the base of a training from others: its type, and the fingerprint of its
+    weights where they were loaded.
+    """
+    directory = spec.path
+    if spec.source == "hub" and directory is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(spec.name, "config.json")
+        directory = Path(cached).parent if isinstance(cached, str) else None
+    digest = weights_fingerprint(directory) if is_loaded and directory else None
+    return {"model_type": spec.model_type, "weights_fingerprint": digest}
+
+
+def weights_fingerprint(directory: Path) -> str | None:
+    """Return a hex digest of the weights in a directory: of each tensor's name, type, shape and a
+    few of its bytes. Equal however they are split into files; None if they cannot be read.
+    """
+    try:
+        names = {SINGLE}
+        if (directory / INDEX).is_file():
+            names = set(_shards(directory / INDEX, label=INDEX))
+        tensors = [one for name in names for one in _samples(directory / name)]
+    except (OSError, ValueError, KeyError, InputError):
+        return None
+    return hashlib.sha256(repr(sorted(tensors)).encode()).hexdigest()[:16]
+
+
+def _samples(path: Path) -> Iterator[tuple[str, str, list[int], bytes]]:
+    """Yield of each tensor in a file its name, type, shape and the bytes in its middle."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, tensor in header.items():
+            begin, end = tensor["data_offsets"]
+            file.seek(_LENGTH_BYTES + length + (begin + end) // 2)
+            yield name, tensor["dtype"], tensor["shape"], file.read(min(64, (end - begin) // 2))

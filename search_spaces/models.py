@@ -168,9 +168,11 @@ def fetch_config(name: str) -> Path:
 
 _FETCHED = (
     *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model"),
-    *("merges.txt", "*.jinja"),
+    *("merges.txt", "vocab.txt", "*.jinja", "LICENSE*"),
 )
 """Weights in safetensors alone, as others are pickles; and what a tokenizer is made of."""
+_SAME_AGAIN = ["original/*", "consolidated*"]
+"""The same weights in other files."""
 
 
 def fetch_weights(name: str) -> Path:
@@ -183,9 +185,9 @@ def fetch_weights(name: str) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
-    patterns = list(_FETCHED)
+    patterns = {"allow_patterns": list(_FETCHED), "ignore_patterns": _SAME_AGAIN}
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=SECONDS_MAX))
+        return Path(snapshot_download(name, **patterns, etag_timeout=SECONDS_MAX))
     except (OSError, httpx.HTTPError) as error:
         raise translate(error, name=name) from error
 

@@ -14,6 +14,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from search_spaces.checkpoints import identity_of
 from search_spaces.errors import EnvironmentFault, words_of
 from search_spaces.redaction import redacted
 from search_spaces.texts import TextsSummary
@@ -121,7 +122,8 @@ def training_document(
         if different is None
         else redacted([*different.figures, *different.causes]),
         "trained": subject,
-        "model": redacted({"name": job.spec.name, "base": base_of(job.spec)}),
+        "model": redacted({"name": job.spec.name, "base": base_of(job.spec)})
+        | identity_of(job.spec, is_loaded=job.weights == "pretrained"),
         "weights": job.weights,
         "seed": job.seed,
         "eval_fraction": job.eval_fraction,

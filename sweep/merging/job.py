@@ -4,272 +4,252 @@ is there whole or not at all.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.checkpoints import INDEX, SINGLE, check_weights
-from search_spaces.documents import home_expanded, read_json
-from search_spaces.errors import EnvironmentFault, InputError, words_of
-from search_spaces.models import ModelSpec, fetch_weights, load_model_spec
+from search_spaces.checkpoints import check_weights, tensors_of, weights_fingerprint
+from search_spaces.documents import exists, home_expanded, is_directory, read_json
+from search_spaces.errors import EnvironmentFault, InputError, SweepError, quote, words_of
+from search_spaces.models import ModelSpec, fetch_weights, is_hub_id, load_model_spec
 from storage import files
-from storage.files import require_parent
 from sweep.child_environment import child_environment
-from sweep.merging.adapter import WEIGHTS, Adapter, TensorInfo, read_adapter, read_tensors
-from sweep.merging.plan import MergedDtype, MergePlan, natural_dtype, plan_merge
-from sweep.merging.report import MergeDone, MergeOrder, MergeReport
+from sweep.data.tokenizers import TokenizerFiles
 from sweep.subprocess_jobs import run_subprocess
 
-ROWS = 4
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMMAND = (sys.executable, "-P", "-m", "sweep.merging")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+_NOT_PLAIN = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
+    *("monteclora_config", "target_parameters", "use_bdlora", "use_qalora", "velora_config"),
 )
-_TOKENIZER_ITSELF = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_SLACK_BYTES = 64 * 2**20
-"""Of the disk, for config, index and tokenizer."""
-
-
-@dataclass(frozen=True)
-class MergeRequest:
-    """What was typed."""
-
-    adapter: str
-    output: str
-    model: str | None = None
-    """The base; None for the one that the adapter names."""
-    dtype: MergedDtype | None = None
-    """Of the merged model; None for what the base is stored in."""
-    rows: int = ROWS
-    """To compare logits on; 0 for none."""
+"""Keys of PEFT's config whose presence means that weights are not base plus product."""
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` that change the base before training: what was trained belongs
+to that base, not to the one on the disk."""
+_WEIGHTS = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
+    *(".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".pkl", ".tflite", ".nemo", ".zip", ".gz"),
+)
+_TEMPLATES = "additional_chat_templates"
 
 
 def merge(
-    request: MergeRequest, *, on_news: Callable[[Mapping[str, Any]], None] = lambda _: None
-) -> MergeReport:
-    """Merge an adapter into its base, and say how near the result is to base plus adapter.
+    adapter: str,
+    *,
+    output: str,
+    model: str | None = None,
+    dtype: str | None = None,
+    rows: int = 4,
+    on_news: Callable[[Mapping[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Merge an adapter into its base, and return what ``--json`` prints of it.
 
     Args:
-        request: what was typed.
+        adapter: directory that PEFT saved.
+        output: a new directory.
+        model: the base, a directory or hub id; None for the one that the adapter names.
+        dtype: bf16 or fp16; None for what the base is stored in.
+        rows: to compare logits on; 0 for none.
         on_news: called with ``{"merged", "of"}`` in bytes, and ``{"compared", "of"}`` in models.
 
     Raises:
         InputError: no such adapter or base, or they cannot be merged; nothing was written.
         EnvironmentFault: no room on the disk, or no memory; nothing is left of it.
     """
-    began = time.monotonic()
-    if request.rows < 0:
-        raise InputError(f"--rows must be at least 0, got {request.rows}")
-    output = _new_directory(request.output)
-    adapter = read_adapter(request.adapter)
-    base, label = _base(adapter, request)
-    config = read_json(base / "config.json", label=f"{label}/config.json")
-    tensors = _base_tensors(base, label=label)
-    dtype = request.dtype or natural_dtype(tensors)
-    plan = plan_merge(adapter, tensors, config, dtype=dtype)
-    with _written_whole(output) as directory:
-        _check_room(output, plan)
-        tokenizer = _put_beside(plan, adapter, base, directory)
-        order = MergeOrder(
-            base=str(base),
-            adapter=str(adapter.directory),
-            weights=str(adapter.directory / WEIGHTS),
-            directory=str(directory),
-            dtype=dtype,
-            pieces=list(plan.pieces),
-            rows=request.rows,
-        )
+    began, target = time.monotonic(), home_expanded(output)
+    if rows < 0:
+        raise InputError(f"--rows must be at least 0, got {rows}")
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"--output: {output} is not an empty directory: name a new one")
+    files.require_parent(target)
+    source, lora = Path(adapter).absolute(), _read_adapter(adapter)
+    named = lora.get("base_model_name_or_path") or None
+    base, label = _base(source, named, typed=model)
+    with _written_whole(target.absolute()) as directory:
+        tokenizer = _copy_beside(source, base, directory)
+        order = {"base": str(base), "adapter": str(source), "directory": str(directory)}
         answer = run_subprocess(
             _COMMAND,
-            order.model_dump(mode="json"),
+            {**order, "dtype": dtype, "rows": rows},
             on_news=on_news,
             environment=child_environment(),
         )
-        done = MergeDone.model_validate(answer)
-        _write_card(directory, adapter, label, dtype)
-    return MergeReport(
-        output=str(output),
-        adapter=request.adapter,
-        base=label,
-        dtype=dtype,
-        weights_merged=sum(piece.product is not None for piece in plan.pieces),
-        weights_replaced=sum(piece.file is None for piece in plan.pieces),
-        weights_bytes=plan.nbytes,
-        seconds=time.monotonic() - began,
-        tokenizer=tokenizer,
-        **done.model_dump(),
-    )
-
-
-def _new_directory(typed: str) -> Path:
-    """Return where the merged model goes.
-
-    Raises:
-        InputError: something is there already, or it is in no directory that exists.
-    """
-    path = home_expanded(typed)
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise InputError(f"--output: {typed} is not a directory: name a new one")
-    if path.is_dir() and any(path.iterdir()):
-        raise InputError(f"--output: {typed} is not empty: name a new directory")
-    require_parent(path)
-    return path.absolute()
-
-
-def _base(adapter: Adapter, request: MergeRequest) -> tuple[Path, str]:
-    """Return the directory of the base's weights, and what a person calls the base.
-
-    Raises:
-        InputError: there is no such model, or it has no weights in safetensors.
-        EnvironmentFault: the hub cannot be reached.
-    """
-    name = request.model or adapter.base
-    if name is None:
-        raise InputError(f"adapter '{request.adapter}' names no base: name it with --model")
-    try:
-        spec = load_model_spec(name)
-    except InputError as error:
-        hint = "" if request.model else " (the adapter names it; say where it is with --model)"
-        raise InputError(f"{error}{hint}") from error
-    if spec.source == "shipped":
-        raise InputError(
-            f"base '{name}' is an architecture without weights, so there is nothing to merge into: "
-            "name the trained one, a directory or hub id, with --model"
-        )
-    path = fetch_weights(name) if spec.source == "hub" else spec.path
-    assert path is not None, "a directory has a path"
-    check_weights(ModelSpec(name, "directory", spec.config, path))
-    return path, name
-
-
-def _base_tensors(base: Path, *, label: str) -> dict[str, TensorInfo]:
-    """Return what the headers of the base's files say, in the order of the index or the file."""
-    index = base / INDEX
-    names = [SINGLE]
-    if index.exists():
-        names = sorted(set(read_json(index, label=f"{label}/{INDEX}")["weight_map"].values()))
+        text = _card(label, source.name, answer["dtype"])
+        (directory / "README.md").write_text(text, encoding="utf-8")
     return {
-        tensor: info
-        for name in names
-        for tensor, info in read_tensors(base / name, label=f"{label}/{name}")
+        "output": str(target.absolute()),
+        "adapter": adapter,
+        "base": label,
+        "trained_on": named if label != named and base != _resolved(named) else None,
+        "seconds": time.monotonic() - began,
+        "tokenizer": tokenizer,
+        **answer,
     }
 
 
-def _check_room(output: Path, plan: MergePlan) -> None:
-    """Refuse beforehand what the disk cannot hold."""
-    parent = output
-    while not parent.exists():
-        parent = parent.parent
-    needed, free = plan.nbytes + _SLACK_BYTES, shutil.disk_usage(parent).free
-    if free < needed:
-        raise EnvironmentFault(
-            f"--output: the merged model takes {needed / 2**30:.1f} GiB, and {parent} has "
-            f"{free / 2**30:.1f} GiB free: nothing was written"
+def _read_adapter(name: str) -> dict[str, Any]:
+    """Return an adapter's config.
+
+    Raises:
+        InputError: there is none, or it is not one that can be merged; the message says why.
+        EnvironmentFault: its files are there and cannot be read.
+    """
+    directory, label = Path(name), f"{name}/{ADAPTER_CONFIG}"
+    if not name or not is_directory(directory, label=f"adapter '{name}'"):
+        raise InputError(f"adapter '{name}': no such directory")
+    for file in (ADAPTER_CONFIG, ADAPTER):
+        if not exists(directory / file, label=f"{name}/{file}"):
+            below = sorted(path.parent.name for path in directory.glob(f"*/{file}"))
+            hint = f"; {below[-1]} below it holds one" if below else ""
+            raise InputError(f"adapter '{name}': no {file} in it{hint}")
+    tensors_of(directory / ADAPTER, label=f"{name}/{ADAPTER}")
+    config = read_json(directory / ADAPTER_CONFIG, label=label)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise InputError(f"{label}: peft_type must be LORA to be merged, got {quote(kind)}")
+    for key in _NOT_PLAIN:
+        if config.get(key):
+            raise InputError(f"{label}: {key}: this is no plain LoRA and is not merged")
+    made = config.get("init_lora_weights")
+    if isinstance(made, str) and made.lower().startswith(_BASE_CHANGED):
+        raise InputError(
+            f"{label}: init_lora_weights {quote(made)} changed the base before the training: save "
+            "it with PEFT's path_initial_model_for_weight_conversion, and merge that"
         )
+    return config
+
+
+def _base(adapter: Path, named: str | None, *, typed: str | None) -> tuple[Path, str]:
+    """Return the directory of the base's weights, and what a person calls the base.
+
+    Raises:
+        InputError: there is no such model, it has no 16-bit weights in safetensors, or is not the
+            one that the adapter was trained on, as far as that is known.
+        EnvironmentFault: the hub cannot be reached.
+    """
+    name = typed or named
+    if name is None:
+        raise InputError(f"adapter '{adapter.name}' names no base: name it with --model")
+    try:
+        spec = load_model_spec(name)
+    except InputError as error:
+        hint = "" if typed else " (the adapter names it; say where it is with --model)"
+        raise InputError(f"{error}{hint}") from error
+    if spec.source == "shipped":
+        without = "is an architecture without weights: there is nothing to merge into"
+        raise InputError(f"base '{name}' {without}; name the trained one with --model")
+    if stored := spec.config.get("quantization_config"):
+        method = f"{stored.get('quant_method', 'quantization_config')}"
+        raise InputError(f"the base is stored quantized ({method}): name the 16-bit one, --model")
+    known = _trained_on(adapter, named if typed else None)
+    kind, digest = known.get("model_type"), known.get("weights_fingerprint")
+    if kind and _decoder(kind) != _decoder(spec.model_type):
+        of_adapter = f"and the adapter was trained on a {kind}: name that one with --model"
+        raise InputError(f"base '{name}' is a {spec.model_type}, {of_adapter}")
+    path = fetch_weights(name) if spec.source == "hub" else spec.path
+    assert path is not None, "a directory has a path"
+    check_weights(ModelSpec(name, "directory", spec.config, path))
+    if digest and digest != weights_fingerprint(path):
+        raise InputError(
+            f"base '{name}' is not the one that the adapter was trained on, whose weights' "
+            "fingerprint its training.json has: name that one with --model"
+        )
+    return path, name
+
+
+def _trained_on(adapter: Path, named: str | None) -> Mapping[str, Any]:
+    """Return what our training wrote of the base, else what the name that an adapter has tells."""
+    with suppress(SweepError):
+        written = read_json(adapter / "training.json", label="training.json").get("model")
+        if isinstance(written, dict) and "model_type" in written:
+            return written
+    with suppress(SweepError):
+        return {"model_type": load_model_spec(named).model_type} if named else {}
+    return {}
+
+
+def _decoder(model_type: str) -> str:
+    """Return the name of a decoder's type, alone or in a model that sees as well."""
+    return model_type.removesuffix("_model").removesuffix("_text")
+
+
+def _resolved(name: str | None) -> Path | None:
+    return home_expanded(name).resolve() if name else None
 
 
 @contextmanager
 def _written_whole(output: Path) -> Iterator[Path]:
     """Yield a directory beside ``output`` that takes its name once it is whole, or is removed.
 
-    What a merge that was killed has left of one is removed.
+    What a merge that was killed has left of one is removed; nobody else writes there meanwhile.
     """
     temporary = output.with_name(f".{output.name}.merging")
     try:
-        with _held(temporary, output):
-            try:
-                yield temporary
-                mode = (temporary / "config.json").stat().st_mode
-                for path in temporary.iterdir():
-                    # safetensors makes its files for their owner alone; these are to be shared.
-                    path.chmod(mode)
-                    _sync(path)
-                temporary.rename(output)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(exist_ok=True)
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            files.lock(descriptor)
+            for path in temporary.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield temporary
+            mode = (temporary / "config.json").stat().st_mode
+            for path in (path for path in temporary.rglob("*") if path.is_file()):
+                # safetensors makes its files for their owner alone; these are to be shared.
+                path.chmod(mode)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            temporary.rename(output)
+        except BlockingIOError as error:
+            raise InputError(f"--output: another merge writes {output} now") from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise EnvironmentFault(f"--output: {words_of(error)}: nothing was kept") from error
 
 
-@contextmanager
-def _held(temporary: Path, output: Path) -> Iterator[None]:
-    """Make a directory anew and hold it; nobody else writes there meanwhile.
-
-    Raises:
-        InputError: another merge does.
-        OSError: it cannot be made.
+def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
+    """Copy all of the base that is not weights, and the adapter's tokenizer over it; return whose
+    tokenizer it is.
     """
-    temporary.mkdir(exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            files.lock(descriptor)
-        except BlockingIOError as error:
-            raise InputError(f"--output: another merge writes {output} now") from error
-        for path in temporary.iterdir():
-            path.unlink()
-        yield
-    finally:
-        os.close(descriptor)
+    left_out, own = _WEIGHTS, TokenizerFiles("adapter", adapter).files
+    if (adapter / "tokenizer_config.json").is_file():
+        # An older one of these beside it would win over it.
+        left_out += ("special_tokens_map.json", "added_tokens.json")
+        left_out += ("chat_template.jinja", "chat_template.json")
+    for path in base.iterdir():
+        is_left_out = path.name.startswith((".", "adapter_")) or path.name.endswith(left_out)
+        if path.is_file() and not is_left_out:
+            shutil.copyfile(path, directory / path.name)
+    for path in own:
+        shutil.copyfile(path, directory / path.name)
+    for source in (base, adapter):
+        # Other directories hold weights in another format, caches or samples.
+        if (source / _TEMPLATES).is_dir():
+            shutil.copytree(source / _TEMPLATES, directory / _TEMPLATES, dirs_exist_ok=True)
+    if any(not path.name.startswith("chat_template") for path in own):
+        return "adapter"
+    return "base" if TokenizerFiles("base", base).files else None
 
 
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _card(base: str, adapter: str, dtype: str) -> str:
+    """Return a model card of what was merged."""
+    of_base = f"base_model: {base}\n" if is_hub_id(base) else ""
+    return f"""---
+{of_base}library_name: transformers
+tags:
+- merge
+---
 
+# {base} with the adapter {adapter} merged into it
 
-def _put_beside(plan: MergePlan, adapter: Adapter, base: Path, directory: Path) -> str | None:
-    """Write config, generation config and tokenizer; return whose tokenizer it is."""
-    text = json.dumps(plan.config, indent=2, sort_keys=True) + "\n"
-    (directory / "config.json").write_text(text, encoding="utf-8")
-    if (base / "generation_config.json").exists():
-        shutil.copyfile(base / "generation_config.json", directory / "generation_config.json")
-    # The adapter's own comes first: a training may have added tokens or a chat template.
-    for whose, source in (("adapter", adapter.directory), ("base", base)):
-        if any((source / name).exists() for name in _TOKENIZER_ITSELF):
-            for name in _TOKENIZER:
-                if (source / name).exists():
-                    shutil.copyfile(source / name, directory / name)
-            return whose
-    return None
-
-
-def _write_card(directory: Path, adapter: Adapter, base: str, dtype: MergedDtype) -> None:
-    """Write a model card of what was merged."""
-    is_hub_id = not Path(base).is_absolute() and base.count("/") == 1 and base[0] not in ".~"
-    head = ["---", *([f"base_model: {base}"] if is_hub_id else []), "library_name: transformers"]
-    text = "\n".join(
-        [
-            *head,
-            "tags:",
-            "- merge",
-            "---",
-            "",
-            f"# {base} with the adapter {adapter.directory.name} merged into it",
-            "",
-            f"Weights in {dtype}, worked out in fp32 from the 16-bit base. The adapter was perhaps "
-            "trained on that base",
-            "in 4 or 8 bits: this model is then near what was trained, and not the same.",
-            "",
-        ]
-    )
-    (directory / "README.md").write_text(text, encoding="utf-8")
+Weights in {dtype}, worked out in fp32 from the 16-bit base. The adapter was perhaps trained on that
+base in 4 or 8 bits: this model is then near what was trained, and not the same.
+"""

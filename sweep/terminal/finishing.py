@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, assert_never, cast
+from typing import Any, assert_never
 
 from reports import units
 from search_spaces.documents import exists, read_json
@@ -24,9 +24,7 @@ from sweep.finetuning.training import (
     smaller_than,
 )
 from sweep.finetuning.training import train as run_training
-from sweep.merging.job import MergeRequest
 from sweep.merging.job import merge as run_merge
-from sweep.merging.report import Comparison, Trained
 from sweep.paths import storage_url
 from sweep.running.device_info import choose_cards, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
@@ -289,24 +287,28 @@ def merge(
             else:
                 part("models compared")(news["compared"], news["of"])
 
-        request = MergeRequest(adapter, output, model, cast(Any, dtype), rows)
-        report = run_merge(request, on_news=tell)
-    whole, compared = report.weights_replaced, report.comparison
+        report = run_merge(
+            adapter, output=output, model=model, dtype=dtype, rows=rows, on_news=tell
+        )
+    whole, compared = report["weights_replaced"], report["comparison"]
+    tokenizer = f"that of the {report['tokenizer']}" if report["tokenizer"] else "none"
     replaced = f", {units.plural(whole, 'tensor')} replaced" if whole else ""
+    if report["trained_on"] is not None:
+        note_folded(f"warning: the adapter names another base: {report['trained_on']}.")
     lines = [
-        f"Merged {report.adapter} into {report.base}: {report.output}",
-        f"{units.plural(report.weights_merged, 'weight')} merged{replaced}; "
-        f"{units.gib(report.weights_bytes)} of {report.dtype} in "
-        f"{units.plural(report.shards, 'file')}, {report.merge_seconds:.0f} s, "
-        f"host memory up to {units.gib(report.peak_host_bytes)}.",
-        f"Tokenizer: {f'that of the {report.tokenizer}' if report.tokenizer else 'none'}.",
+        f"Merged {report['adapter']} into {report['base']}: {report['output']}",
+        f"{units.plural(report['weights_merged'], 'weight')} merged{replaced}; "
+        f"{units.gib(report['weights_bytes'])} of {report['dtype']} in "
+        f"{units.plural(report['shards'], 'file')}, {report['merge_seconds']:.0f} s, "
+        f"host memory up to {units.gib(report['peak_host_bytes'])}.",
+        f"Tokenizer: {tokenizer}.",
     ]
     if compared is None:
-        lines.append(f"Not compared with base and adapter: {report.not_compared}.")
+        lines.append(f"Not compared with base and adapter: {report['not_compared']}.")
     else:
         lines += comparison_lines(compared)
-    say_result(report.model_dump(mode="json"), "\n".join(lines), as_json=as_json)
-    if compared is None or compared.is_near:
+    say_result(report, "\n".join(lines), as_json=as_json)
+    if compared is None or compared["is_near"]:
         return DONE
     note(
         "error: the merged model's logits are further from base and adapter than rounding explains:"
@@ -315,26 +317,27 @@ def merge(
     return NOT_NEAR
 
 
-def comparison_lines(compared: Comparison) -> Iterator[str]:
+def comparison_lines(compared: Mapping[str, Any]) -> Iterator[str]:
     """Yield how far a merged model's logits are from those of base and adapter."""
 
-    def difference(found: Comparison | Trained) -> str:
+    def difference(found: Mapping[str, Any]) -> str:
         return (
-            f"{found.mean_abs:.2g} apart on average, {found.max_abs:.2g} at most, the likeliest "
-            f"token is the same at {units.share(found.argmax_agreement)}"
+            f"{found['mean_abs']:.2g} apart on average, {found['max_abs']:.2g} at most, the "
+            f"likeliest token is the same at {units.share(found['argmax_agreement'])}"
         )
 
     yield (
-        f"Logits beside base and adapter, {compared.rows} sequences of "
-        f"{compared.tokens_per_row} random tokens ({compared.device}): {difference(compared)}; "
-        f"the adapter itself moves them by "
-        f"{compared.adapter_mean_abs:.2g} on average."
+        f"Logits beside base and adapter, {compared['rows']} sequences of "
+        f"{compared['tokens_per_row']} random tokens ({compared['device']}): "
+        f"{difference(compared)}; the adapter itself moves them by "
+        f"{compared['adapter_mean_abs']:.2g} on average."
     )
     words = "An adapter trained on a quantized base knows that base: this is near it, not the same"
-    if (trained := compared.trained) is not None:
-        kind = f"{trained.quantization}{', double-quantized' if trained.double_quant else ''}"
+    if (trained := compared["trained"]) is not None:
+        kind = f"{trained['quantization']}{', double-quantized' if trained['double_quant'] else ''}"
         yield f"{words}. Beside the quantized base ({kind}) and adapter: {difference(trained)}."
-    elif compared.trained_failed:
-        yield f"{words}. The quantized base could not be looked at: {compared.trained_failed}."
+    elif compared["trained_failed"]:
+        failed = compared["trained_failed"]
+        yield f"{words}. The quantized base could not be looked at: {failed}."
     else:
         yield f"{words}."

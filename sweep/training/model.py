@@ -98,7 +98,7 @@ def build_base(
     try:
         with _needing("attention", is_own=config.attention == "flash_attention_2"):
             if weights == "pretrained":
-                model = _load_pretrained(config, spec=spec, device=device)
+                model = load_pretrained(config, spec=spec, device=device)
             else:
                 model = skeleton(config, spec=spec)
             if weights == "random" and not config.is_sharded:
@@ -233,9 +233,10 @@ def _storage_dtype(config: TrialConfig) -> torch.dtype:
     return compute_type(config) if config.is_sharded else torch.uint8
 
 
-def _load_pretrained(
+def load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
+    """Return a model loaded as a configuration quantizes it, and computes in."""
     arguments = loading_arguments(config, spec=spec, device=device)
     if config.weight_bits == 8:
         # What is rounded to 8 bits goes to the device layer by layer.

@@ -85,6 +85,9 @@ def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
     assert resumed.returncode == 0, err
     document = json.loads(out)
     assert document == json.loads((home / "out" / "training.json").read_text())
+    # Of random weights there is no fingerprint by which a merge would know the base.
+    assert document["model"]["model_type"] == "mistral"
+    assert document["model"]["weights_fingerprint"] is None
     found = re.search(r"(\d+) steps from step (\d+)", err)
     assert found is not None
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)

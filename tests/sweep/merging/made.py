@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
-
 
 def make_base(directory: Path, config: dict[str, Any], *, shard: str = "400KB") -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     values = dict(config)
     kind = values.pop("model_type")
     torch.manual_seed(0)
@@ -22,6 +21,10 @@ def make_base(directory: Path, config: dict[str, Any], *, shard: str = "400KB") 
 
 
 def make_adapter(directory: Path, base: Path, **options: Any) -> Path:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     options.setdefault("target_modules", ["q_proj", "v_proj"])
