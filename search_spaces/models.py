@@ -185,9 +185,15 @@ def fetch_weights(name: str) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
-    patterns = {"allow_patterns": list(_FETCHED), "ignore_patterns": _SAME_AGAIN}
+    patterns = list(_FETCHED)
     try:
-        return Path(snapshot_download(name, **patterns, etag_timeout=SECONDS_MAX))
+        found = snapshot_download(
+            name,
+            allow_patterns=patterns,
+            ignore_patterns=_SAME_AGAIN,
+            etag_timeout=SECONDS_MAX,
+        )
+        return Path(found)
     except (OSError, httpx.HTTPError) as error:
         raise translate(error, name=name) from error
 

@@ -219,13 +219,13 @@ def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
     """Copy all of the base that is not weights, and the adapter's tokenizer over it; return whose
     tokenizer it is.
     """
-    left_out, own = _WEIGHTS, TokenizerFiles("adapter", adapter).files
+    left_out, own = list(_WEIGHTS), TokenizerFiles("adapter", adapter).files
     if (adapter / "tokenizer_config.json").is_file():
-        # An older one of these beside it would win over it.
-        left_out += ("special_tokens_map.json", "added_tokens.json")
-        left_out += ("chat_template.jinja", "chat_template.json")
+        # Older ones of these beside it would win over it.
+        left_out += ["special_tokens_map.json", "added_tokens.json"]
+        left_out += ["chat_template.jinja", "chat_template.json"]
     for path in base.iterdir():
-        is_left_out = path.name.startswith((".", "adapter_")) or path.name.endswith(left_out)
+        is_left_out = path.name.startswith((".", "adapter_")) or path.name.endswith(tuple(left_out))
         if path.is_file() and not is_left_out:
             shutil.copyfile(path, directory / path.name)
     for path in own:
