@@ -277,7 +277,7 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         space = survey.space
         free |= dict.fromkeys(key for key in space.dimensions if len(space.values_of(key)) != 1)
     yield "searched", "; ".join(spaces)
-    yield "free", f"{', '.join(free)}; all else is fixed"
+    yield "free", f"{', '.join(free) or 'nothing'}; all else is fixed"
     plan, survey = looked[0]
     if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
         yield "you fixed", _in_words(held)
