@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -58,12 +59,19 @@ if (memory := _memory_directory()) is not None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nobodys_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Start from an empty cache, which the workers of one run share."""
+def nobodys_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
+    """Start from a cache that the workers of one run share: empty, but for traced profiles, which
+    are kept by the code that traced them and outlive a run.
+    """
     run = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         run = run.parent
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
+    ours = run / "cache" / "qlora-sweep"
+    ours.mkdir(parents=True, exist_ok=True)
+    if pytestconfig.cache is not None:
+        with suppress(FileExistsError):
+            (ours / "memory").symlink_to(pytestconfig.cache.mkdir("profiles"))
     if "datasets" in sys.modules:
         # It has read where its cache is with the first test module that imports it.
         sys.modules["datasets"].config.HF_DATASETS_CACHE = (
