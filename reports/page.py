@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -92,6 +93,12 @@ def render_comparison(comparison: Comparison) -> str:
     """Return the page of several GPUs as HTML. Its figures are of GPUs, not of trials."""
     words = comparison_words(comparison)
     return _page("comparison.html.j2", words.title, {"comparison": words}, {"columns": {}})
+
+
+def render_figure(title: str, figure: PageFigure) -> str:
+    """Return the page of one figure as HTML. It is of no trials."""
+    made = {"page": SimpleNamespace(figures=(figure,))}
+    return _page("figure.html.j2", title, made, {"columns": {}})
 
 
 def write_report(snapshot: StudySnapshot, path: Path) -> None:

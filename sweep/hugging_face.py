@@ -27,12 +27,16 @@ from sweep.export.record import Record
 from sweep.export.spelling import lost_adapters, lost_settings
 from sweep.export.trainer_files import trl_options
 from sweep.finetuning import course
-from sweep.finetuning.beside import Deviation, behind, compared_memory, compared_speed, off
-from sweep.finetuning.trainer import name_quantizer
+from sweep.finetuning.results import compared
 from sweep.running.device_info import environment_with, read_card
 from sweep.training.adapters import compile_each, recompute, with_adapters
 from sweep.training.device import open_device
-from sweep.training.model import build_base, decoder_layers, loading_arguments
+from sweep.training.model import (
+    build_base,
+    decoder_layers,
+    loading_arguments,
+    name_quantizer,
+)
 
 _NOT_LOADED = ("compute_dtype", "upcast_fp32", "checkpoint_fraction", "compile", "sharding")
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""
@@ -217,21 +221,23 @@ class ThroughputCallback(StepClock):
         self.tokens_per_second = args.world_size * rate if rate else None
         if not state.is_world_process_zero:
             return
-        recipe, measured = self._recipe, self._recipe.measurement
-        speed = compared_speed(measured.tokens_per_second, self.tokens_per_second)
-        memory = compared_memory(measured.peak_allocated_bytes, self.peak_allocated_bytes())
+        here = environment_with(read_card() if torch.cuda.is_available() else None)
+        found = compared(
+            self._recipe,
+            tokens_per_second=self.tokens_per_second,
+            peak_allocated_bytes=self.peak_allocated_bytes(),
+            environment=here,
+        )
         reached, peak = (
             "no tokens/s, as batches have no labels",
             "no peak, which a CPU does not count",
         )
-        if speed.ratio is not None:
-            share = f"({speed.ratio:.3g} of what was promised)"
-            reached = f"{units.rate(speed.reached)} tokens/s {share}"
-        if memory.ratio is not None:
-            peak = f"peak {units.gib(memory.reached)} allocated ({memory.ratio:.3g})"
+        if (ratio := found.speed.ratio) is not None:
+            reached = (
+                f"{units.rate(found.speed.reached)} tokens/s ({ratio:.3g} of what was promised)"
+            )
+        if (ratio := found.memory.ratio) is not None:
+            peak = f"peak {units.gib(found.memory.reached)} allocated ({ratio:.3g})"
         self._say(f"Reached: {reached}; {peak}.")
-        if figures := tuple(off(speed, memory)):
-            here = environment_with(read_card() if torch.cuda.is_available() else None)
-            flags, is_confirmed = measured.flags, recipe.confirmed
-            causes = behind(recipe.environment, here, flags=flags, is_confirmed=is_confirmed)
-            self._say(Deviation(figures, tuple(causes)).words)
+        if (words := found.words()) is not None:
+            self._say(words)

@@ -31,6 +31,7 @@ _FILES = (
     "config.json",
 )
 """Whatever transformers may read of a tokenizer, the config for its class included."""
+_TEMPLATES = "additional_chat_templates"
 _TELLING = frozenset(_FILES) - {"config.json", "chat_template.jinja", "chat_template.json"}
 NEEDS = "name the directory or hub id that has one, with --model or --set data.tokenizer=NAME"
 
@@ -47,17 +48,16 @@ class TokenizerFiles:
     def files(self) -> tuple[Path, ...]:
         """Those of its files that are there; the model's config is none of them."""
         found = (self.directory / name for name in _FILES if name != "config.json")
-        return tuple(file for file in found if file.is_file())
+        templates = sorted((self.directory / _TEMPLATES).glob("*.jinja"))
+        return (*(file for file in found if file.is_file()), *templates)
 
     @property
     def digest(self) -> str:
         """Hex digest of its files: equal for equal tokenizers, wherever they are."""
         hashed = hashlib.sha256()
-        for name in _FILES[:-1]:
-            file = self.directory / name
-            if file.is_file():
-                hashed.update(f"{name}\0".encode())
-                hashed.update(hashlib.sha256(file.read_bytes()).digest())
+        for file in self.files:
+            hashed.update(f"{file.relative_to(self.directory)}\0".encode())
+            hashed.update(hashlib.sha256(file.read_bytes()).digest())
         return hashed.hexdigest()[:16]
 
 
@@ -72,7 +72,7 @@ def fetch_tokenizer(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_FILES, "additional_chat_templates/*"]
+    patterns = [*_FILES, f"{_TEMPLATES}/*"]
     try:
         found = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         if _has_tokenizer(found):

@@ -3,7 +3,9 @@
 Run as ``python -P -m sweep.finetuning FD PARENT``, as the worker is.
 """
 
+from __future__ import annotations
+
 from sweep.running.__main__ import main
 
 if __name__ == "__main__":
-    main("sweep.finetuning.child")
+    main("sweep.finetuning.run")

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, words_of
@@ -24,19 +24,15 @@ COURSE = "course.json"
 """What is known of the steps up to a checkpoint."""
 DIGESTS = "sha256.json"
 """Of all files of a checkpoint, by their names."""
-KEPT = 2
-_FULL = (
-    "No space left",
-    "os error 28",
-    "os error 27",
-    "os error 122",
-    "File too large",
-    "PytorchStreamWriter",
-    "unexpected pos",
+RESERVED = ".reserved"
+"""Room that is kept for the last checkpoint and the adapter, whatever else fills the disk."""
+_NAME = re.compile(r"checkpoint-(\d+)")
+_STAGING = (".writing-", ".removing-")
+_FULL = re.compile(
+    r"No space left|os error (27|28|122)\b|File too large|PytorchStreamWriter|unexpected pos"
 )
 """Words of a disk that takes no more: torch and safetensors write in C++ and in Rust."""
-_NAME = re.compile(r"checkpoint-(\d+)")
-_WRITING, _REMOVING = ".writing-", ".removing-"
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def path_of(output: Path, step: int) -> Path:
@@ -46,17 +42,13 @@ def path_of(output: Path, step: int) -> Path:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint."""
-    found = _NAME.fullmatch(checkpoint.name)
-    assert found is not None, "a checkpoint has its step in its name"
-    return int(found[1])
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def steps_of(output: Path) -> list[int]:
     """Return the steps of the checkpoints that have their name, the newest first."""
-    if not output.is_dir():
-        return []
-    named = (path for path in output.iterdir() if path.is_dir() and _NAME.fullmatch(path.name))
-    return sorted(map(step_of, named), reverse=True)
+    names = (path.name for path in output.glob("checkpoint-*") if path.is_dir())
+    return sorted((int(found[1]) for found in map(_NAME.fullmatch, names) if found), reverse=True)
 
 
 def newest(output: Path, *, warn: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -71,14 +63,14 @@ def newest(output: Path, *, warn: Callable[[str], None] = lambda _: None) -> Pat
     """
     steps = steps_of(output)
     for step in steps:
-        damage = damage_of(path_of(output, step))
+        damage = _damage_of(path_of(output, step))
         if damage is None:
             return path_of(output, step)
         warn(f"the checkpoint of step {step:,} is damaged and is left out: {damage}")
     if steps:
         raise EnvironmentFault(
-            f"{output}: all checkpoints are damaged, so the training cannot go on: begin it anew "
-            "in another directory"
+            f"{output}: all checkpoints are damaged, so the training cannot be resumed: begin it "
+            "anew in another directory"
         )
     return None
 
@@ -90,75 +82,58 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
     Raises:
         OSError: the disk does not take it. Nothing is left of what was written.
     """
-    staging = output / f"{_WRITING}{step}"
+    staging, final = output / f"{_STAGING[0]}{step}", path_of(output, step)
     shutil.rmtree(staging, ignore_errors=True)
-    directory = staging / path_of(output, step).name
+    directory = staging / final.name
     try:
         directory.mkdir(parents=True)
         yield directory
         digests = {path.name: _digest(path) for path in sorted(directory.iterdir())}
         (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
         synchronize(directory)
-        shutil.rmtree(path_of(output, step), ignore_errors=True)
-        directory.rename(path_of(output, step))
+        shutil.rmtree(final, ignore_errors=True)
+        directory.rename(final)
         synchronize_names(output)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def _damage_of(checkpoint: Path) -> str | None:
     """Return what of a checkpoint is not as it was written; None where all of it is."""
     try:
         digests = json.loads((checkpoint / DIGESTS).read_text(encoding="utf-8"))
-        for name, digest in digests.items():
-            if _digest(checkpoint / name) != digest:
-                return f"{name} is not what was written"
+        changed = (name for name, digest in digests.items() if _digest(checkpoint / name) != digest)
+        found = next(changed, None)
     except OSError as error:
         return words_of(error)
     except (ValueError, AttributeError):
-        return f"{DIGESTS} is not what was written"
-    return None
+        found = DIGESTS
+    return None if found is None else f"{found} is not what was written"
 
 
-def remove_old(output: Path) -> None:
-    """Remove all checkpoints but the newest."""
-    for step in steps_of(output)[KEPT:]:
-        _remove(output, step)
+def remove(output: Path, *, keep: Collection[int] = ()) -> None:
+    """Remove checkpoints, and what a run left that was killed at it, as far as the disk lets it.
 
-
-def remove_behind(output: Path, step: int) -> None:
-    """Remove the checkpoints of later steps: a training goes on from an earlier one."""
-    for later in steps_of(output):
-        if later > step:
-            _remove(output, later)
-
-
-def remove_all(output: Path) -> None:
-    """Remove what nothing goes on from once a training is done, as far as the disk lets it:
-    optimizer states are large."""
+    Args:
+        output: of the training.
+        keep: the steps whose checkpoints stay.
+    """
     with contextlib.suppress(OSError):
-        remove_behind(output, 0)
-        remove_leftovers(output)
-
-
-def _remove(output: Path, step: int) -> None:
-    going = output / f"{_REMOVING}{step}"
-    # What cannot be removed now is tried again with the next one.
-    with contextlib.suppress(OSError):
-        path_of(output, step).rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+        for step in set(steps_of(output)) - set(keep):
+            path_of(output, step).rename(output / f"{_STAGING[1]}{step}")
+    for path in output.glob(".*"):
+        if is_left(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_left(path: Path) -> bool:
     """Whether a run left this that was killed while it wrote or removed a checkpoint."""
-    return path.name.startswith((_WRITING, _REMOVING))
+    return path.name.startswith(_STAGING)
 
 
-def remove_leftovers(output: Path) -> None:
-    """Remove what a run left that was killed while it wrote or removed a checkpoint."""
-    for path in output.iterdir() if output.is_dir() else ():
-        if is_left(path):
-            shutil.rmtree(path, ignore_errors=True)
+def release(output: Path) -> None:
+    """Give the room that was kept to what it was kept for."""
+    (output / RESERVED).unlink(missing_ok=True)
 
 
 def synchronize(directory: Path) -> None:
@@ -195,6 +170,5 @@ def _fsync(path: Path, flags: int) -> None:
 def is_of_the_disk(error: BaseException) -> bool:
     """Whether an exception means that a disk does not take what is written."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-    words = str(error)
-    return any(told in words for told in _FULL)
+        return error.errno in _REFUSALS
+    return _FULL.search(str(error)) is not None

@@ -1,4 +1,5 @@
-"""A training's output directory: whose it is, who writes there now, and whether there is room.
+"""A training's output directory: whose it is, who writes there now, whether there is room, and what
+is there at the end: adapter, tokenizer, model card, figures and loss curve, all or none.
 
 `run.json` says what is trained there, `training.json` that it is done.
 """
@@ -9,21 +10,24 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reports import units
+from reports.loss import loss_page
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage import files
 from storage.files import require_parent
+from sweep.data.tokenizers import TokenizerFiles
 from sweep.finetuning import checkpoints
+from sweep.finetuning.checkpoints import ADAPTER, ADAPTER_CONFIG, RESERVED
+from sweep.finetuning.results import TrainedAdapter, base_of, model_card
 
-RUN, TRAINING = "run.json", "training.json"
-RESERVED = ".reserved"
-"""Room that is kept for the last checkpoint and the adapter, whatever else fills the disk."""
-_LOCK = ".lock"
-_LEFT = {_LOCK, RESERVED, RUN, "training.log", "training.log.1"}
+RUN, TRAINING, LOG = "run.json", "training.json", "training.log"
+_LOCK, _FINISHING = ".lock", ".finishing"
+_LEFT = {_LOCK, RESERVED, RUN, LOG, f"{LOG}.1"}
 """What a training leaves that has no checkpoint: none of it is lost to another one."""
 _IN_FLIGHT = 3
 """Checkpoints: those that are kept, and the one that is being written."""
@@ -31,13 +35,8 @@ _BESIDE_BYTES = 32 * 2**20
 """A tokenizer, a page with plotly in it, logs."""
 
 
-def is_empty(output: Path) -> bool:
-    """Whether nothing is in a directory that anybody would miss, or there is none.
-
-    Raises:
-        InputError: it is a file, or in no directory that exists.
-        EnvironmentFault: it cannot be looked into.
-    """
+def _is_empty(output: Path) -> bool:
+    """Whether nothing is in a directory that anybody would miss, or there is none."""
     try:
         return all(path.name in _LEFT or checkpoints.is_left(path) for path in output.iterdir())
     except FileNotFoundError:
@@ -81,51 +80,48 @@ def refuse_taken(output: Path) -> None:
     Raises:
         InputError: says what, and what to do.
     """
-    if is_empty(output):
+    if _is_empty(output):
         return
-    if known_run(output) is None:
-        raise InputError(f"--output: {output} is not empty: name a new directory")
-    if is_done(output):
-        raise InputError(
-            f"--output: {output} holds a training that is done: name another directory"
+    what = "is not empty: name a new directory"
+    if known_run(output) is not None:
+        newest = next(iter(checkpoints.steps_of(output)), 0)
+        what = (
+            f"holds a training that was begun (step {newest}): --resume resumes it, or name "
+            "another directory"
         )
-    newest = next(iter(checkpoints.steps_of(output)), 0)
-    raise InputError(
-        f"--output: {output} holds a training that was begun (step {newest}): --resume goes on "
-        "with it, or name another directory"
-    )
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = "") -> list[str]:
-    """Return in words where a run that is to be resumed differs from what was typed."""
-    found = []
-    for key in sorted({*old, *new}):
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            found += differences(before, now, of="" if key == "config" else f"{key} ")
-        elif before != now:
-            found.append(f"{of}{key} was {quote(before)} and is {quote(now)}")
-    return found
+        if is_done(output):
+            what = "holds a training that is done: name another directory"
+    raise InputError(f"--output: {output} {what}")
 
 
 def refuse_another(output: Path, run: Mapping[str, Any]) -> None:
-    """Refuse to go on with a training as another one.
+    """Refuse to resume a training as another one.
 
     Raises:
-        InputError: nothing is there to go on with, or it differs, with what differs.
+        InputError: nothing is there to resume, or it differs, with what differs.
     """
     known = known_run(output)
     if known is None:
-        reason = "is empty" if is_empty(output) else "holds no training"
         raise InputError(
-            f"--resume: {output} {reason}, so there is nothing to go on with: leave --resume out"
+            f"--resume: {output} holds no training, so there is nothing to resume: leave --resume "
+            "out"
         )
-    differing = differences(known, run)
-    if differing:
+    if differing := _differences(known, run):
         raise InputError(
             f"--resume: {output} holds another training: {'; '.join(differing)}. Type what it was "
             "begun with, or name another directory"
         )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, of: str = "") -> list[str]:
+    found = []
+    for key in sorted({*old, *new}):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += _differences(before, now, of="" if key == "config" else f"{key} ")
+        elif before != now:
+            found.append(f"{of}{key} was {quote(before)} and is {quote(now)}")
+    return found
 
 
 @contextlib.contextmanager
@@ -169,7 +165,7 @@ def reserve(output: Path, *, checkpoint_bytes: int) -> None:
     Raises:
         EnvironmentFault: it has not; says how much is needed.
     """
-    (output / RESERVED).unlink(missing_ok=True)
+    checkpoints.release(output)
     needed = _IN_FLIGHT * checkpoint_bytes + _BESIDE_BYTES
     free = shutil.disk_usage(output).free
     if free < needed:
@@ -182,6 +178,69 @@ def reserve(output: Path, *, checkpoint_bytes: int) -> None:
         os.posix_fallocate(file.fileno(), 0, checkpoint_bytes + _BESIDE_BYTES)
 
 
-def release(output: Path) -> None:
-    """Give the room that was kept to what it was kept for."""
-    (output / RESERVED).unlink(missing_ok=True)
+def finish(trained: TrainedAdapter, tokenizer: TokenizerFiles) -> dict[str, Any]:
+    """Write what a training came to, and return what `training.json` says.
+
+    All files are written under a name that begins with a dot and get their own once the disk has
+    them, `training.json` last.
+
+    Raises:
+        EnvironmentFault: the disk does not take it; the last checkpoint stays.
+    """
+    output, document = Path(trained.job.output), trained.to_json()
+    assert trained.result.checkpoint is not None, "a training that keeps nothing is not finished"
+    checkpoint, staging = Path(trained.result.checkpoint), output / _FINISHING
+    checkpoints.release(output)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        # Built from an architecture alone, the base has no name that PEFT could have taken.
+        config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = base_of(trained.job.spec)
+        pages = {
+            ADAPTER_CONFIG: json.dumps(config, indent=2, sort_keys=True) + "\n",
+            "README.md": model_card(trained),
+            "loss.html": _loss_page(trained, checkpoint),
+            TRAINING: json.dumps(document, indent=2) + "\n",
+        }
+        for file in tokenizer.files:
+            (staging / file.relative_to(tokenizer.directory)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, staging / file.relative_to(tokenizer.directory))
+        for name, text in pages.items():
+            (staging / name).write_text(text, encoding="utf-8")
+        _link(checkpoint / ADAPTER, staging / ADAPTER)
+        # safetensors makes files that nobody else can read; an adapter is there to be given away.
+        (staging / ADAPTER).chmod(stat.S_IMODE((staging / ADAPTER_CONFIG).stat().st_mode))
+        checkpoints.synchronize(staging)
+        for path in sorted(staging.iterdir(), key=lambda path: (path.name == TRAINING, path.name)):
+            path.replace(output / path.name)
+        checkpoints.synchronize_names(output)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write {output}: {words_of(error)}. Nothing is lost: the last checkpoint is "
+            "there, and the same command with --resume writes the adapter"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    checkpoints.remove(output)
+    return document
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, which takes no room; copy it where that cannot be done."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _loss_page(trained: TrainedAdapter, checkpoint: Path) -> str:
+    result = trained.result
+    course = json.loads((checkpoint / checkpoints.COURSE).read_text(encoding="utf-8"))
+    return loss_page(
+        title=f"{trained.job.spec.name} · loss",
+        losses=course["losses"],
+        learning_rates=course["learning_rates"],
+        evaluations=course["evaluations"],
+        final=None if result.eval_loss is None else (result.steps, result.eval_loss),
+    )

@@ -1,25 +1,28 @@
-"""The rows of a training and the order in which they come: prepared texts, or full rows of random
-tokens where only speed and memory are wanted.
+"""What a training trains on and holds out, and in which order: prepared texts, or full sequences of
+random tokens where only speed and memory are wanted.
 
-What a row becomes under a configuration is `sweep.data.batches`' rule, for trials and trainings
-alike.
+How an example becomes a row is `sweep.data.batches`' rule, for trials and trainings alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler, Subset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from sweep.finetuning.wire import TrainingJob
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from sweep.finetuning.protocol import TrainingJob
 from sweep.training.step import random_rows, stacked
+
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,28 +31,14 @@ class Rows:
 
     training: Any
     """Anything with a length whose items the collator takes."""
-    held_out: Any | None
-    collate: Callable[[list[Any]], dict[str, torch.Tensor]]
-    widths: Sequence[int] | None
+    collate: Collate
+    held_out: Any | None = None
+    collate_held_out: Collate | None = None
+    widths: Sequence[int] | None = None
     """Tokens of each row; None where all are full."""
     texts: int | None = None
-    """Rows of the texts that are trained on, however they are packed; None for random rows."""
+    """Examples that are trained on, however they are packed; None for random tokens."""
     left_out: int = 0
-    collate_held_out: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None
-    """None for the same."""
-
-
-class RandomRows(Dataset[torch.Tensor]):
-    """Full rows of random tokens, every one of which carries loss: as a trial has them."""
-
-    def __init__(self, rows: torch.Tensor, *, count: int) -> None:
-        self._rows, self._count = rows, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._rows[index % len(self._rows)]
 
 
 class EpochOrder(Sampler[int]):
@@ -76,11 +65,8 @@ class EpochOrder(Sampler[int]):
         widths: Sequence[int] | None = None,
         is_grouped: bool = False,
     ) -> None:
-        self._count = count
-        self._batch_size = batch_size
-        self._seed = seed
-        self._widths = widths
-        self._is_grouped = is_grouped
+        self._count, self._batch_size, self._seed = count, batch_size, seed
+        self._widths, self._is_grouped = widths, is_grouped
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -92,33 +78,89 @@ class EpochOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed((self._seed << 16) + self._epoch)
-        if self._is_grouped and self._widths is not None:
-            widths, size = list(self._widths), self._batch_size
-            order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
+        if self._widths is None:
+            return iter(torch.randperm(self._count, generator=generator).tolist())
+        widths, size = np.asarray(self._widths), self._batch_size
+        if self._is_grouped:
+            alike = get_length_grouped_indices(list(self._widths), size, generator=generator)
+            order = np.asarray(alike)
         else:
             order = torch.randperm(self._count, generator=generator).numpy()
-        if self._widths is not None:
-            self._put_widest_first(order, np.asarray(self._widths))
+        for first in {0, min(size, len(order) - 1)}:
+            widest = first + int(np.argmax(widths[order[first:]]))
+            order[[first, widest]] = order[[widest, first]]
         return iter(order.tolist())
-
-    def _put_widest_first(self, order: NDArray[np.int64], widths: NDArray[np.int64]) -> None:
-        for first in (0, self._batch_size):
-            if first < len(order):
-                widest = first + int(np.argmax(widths[order[first:]]))
-                order[[first, widest]] = order[[widest, first]]
 
 
 def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
-    """Return what a job trains a model on.
+    """Return what a job trains a model on, and holds out.
 
     Raises:
         InputError: the texts make no micro-batch of the configuration's.
     """
+    config = job.config
     if job.texts is None:
-        count = (job.max_steps or 1) * job.config.samples_per_step
-        rows = RandomRows(random_rows(job.config, model, seed=job.seed), count=count)
-        return Rows(training=rows, held_out=None, collate=stacked, widths=None)
+        count = (job.max_steps or 1) * config.samples_per_step
+        random = random_rows(config, model, seed=job.seed)
+        repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
+        return Rows(repeated, stacked)
     # Only texts need `datasets`, which takes a second to import.
-    from sweep.finetuning.texts import text_rows
+    from sweep.data.batches import LENGTH, loss_left, training_rows
+    from sweep.data.collating import Collator
+    from sweep.data.split import split
 
-    return text_rows(job)
+    directory = Path(job.texts)
+    _, loss = loss_left(directory, config.seq_len)
+    trained, held = split(len(loss), job.eval_fraction, job.seed)
+    training = training_rows(directory, config, indices=trained, seed=job.seed)
+    left_out = int(np.count_nonzero(loss[trained] == 0))
+    # Evaluated are single examples, however few there are.
+    alone = config.model_copy(
+        update={"micro_batch_size": 1, "effective_batch_size": None, "packing": "none"}
+    )
+    has_held_out = bool(np.any(loss[held] > 0))
+    return Rows(
+        training=training,
+        collate=Collator(config),
+        held_out=training_rows(directory, alone, indices=held, seed=job.seed)
+        if has_held_out
+        else None,
+        collate_held_out=Collator(alone),
+        widths=training[LENGTH] if LENGTH in training.column_names else None,
+        texts=len(trained) - left_out,
+        left_out=left_out,
+    )
+
+
+def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | None:
+    """Return whether the examples of a packed row do not see each other; None where no row has two.
+
+    Nothing random is drawn by it, and a compiled layer runs as it is written.
+
+    Args:
+        model: the base with its adapters in it, as it trains.
+        training: the rows.
+        config: what trains on them.
+
+    Raises:
+        InputError: the model looks ahead, or is told no positions and so packs nothing.
+    """
+    from sweep.data.collating import SEQ_LENGTHS, Collator
+    from sweep.data.probing import are_apart, check_is_causal, takes_positions
+
+    check_is_causal(model)
+    if config.packing != "packed":
+        return None
+    if not takes_positions(model):
+        raise InputError("packing packed: the model is told no positions of tokens")
+    # The first in which an example of several tokens is behind another.
+    lengths = training.select_columns([SEQ_LENGTHS])
+    several = (n for n, row in enumerate(lengths) if np.count_nonzero(row[SEQ_LENGTHS] > 1) > 1)
+    if (found := next(several, None)) is None:
+        return None
+    # Compiled, a micro-batch would have all its rows, and this one is asked of one.
+    batch = Collator(config.model_copy(update={"compile": False}))([training[found]])
+    device = model.get_input_embeddings().weight.device
+    on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return are_apart(model, on_device)

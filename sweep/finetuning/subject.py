@@ -1,23 +1,22 @@
-"""What a training is of: the trial of a study, a configuration in a file, or the recipe on a
-shipped model, each with what was measured of it.
+"""What a training is of: the trial of a study, a configuration in a file, or the baseline on a
+shipped model, each with the record of what was measured of it; and what would need less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from search_spaces.config import CONFIG_KEYS, TrialConfig, parse_config
+from reports import units
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import exists, home_expanded, read_json
-from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from search_spaces.errors import InputError, NothingFits, SweepError, did_you_mean, quote
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from storage.definition import StudyDefinition, StudySnapshot
-from storage.ranking import measured_of, rank_study
-from storage.records import TrialRecord, Verdict
-from sweep.export.record import parse_record
-from sweep.finetuning.wire import Promise
+from storage.ranking import rank_study
+from sweep.export.record import Record, parse_record, record_of
+from sweep.predict.memory.prediction import Fit
+from sweep.predict.memory.predictor import MemoryPredictor
 
 ReadStudy = Callable[[str], StudySnapshot]
 
@@ -30,11 +29,10 @@ class Subject:
     model: ModelSpec
     words: str
     """What it is: ``the winner of study 'a10', trial 12``."""
-    promise: Promise | None = None
+    record: Record | None = None
+    """Of this configuration on this model."""
     definition: StudyDefinition | None = None
     """Of the study, which says on what device and on what texts it was measured."""
-    study: str | None = None
-    number: int | None = None
 
 
 def subject_of(
@@ -56,151 +54,156 @@ def subject_of(
     if path.suffix == ".json" or "/" in name or exists(path, label=name):
         if number is not None:
             raise InputError("--trial is of a study; a configuration has none: leave it out")
-        return _of_file(path, label=name, model=model)
+        return _of_file(name, model=model)
     try:
         snapshot = read_study(name)
     except InputError as error:
-        if number is None and name in {spec.name for spec in shipped_models()}:
-            return _of_shipped(name, model=model)
-        raise _unknown(name, error) from error
+        shipped = [spec.name for spec in shipped_models()]
+        if number is None and name in shipped:
+            words = f"the standard recipe on model '{model or name}' (no study '{name}')"
+            return Subject(TrialConfig(), load_model_spec(model or name), words)
+        hint = did_you_mean(name, shipped)
+        meant = f" (or a shipped model{hint})" if hint.startswith("; did") else ""
+        words = f"{error}; a configuration is named by its file, x.json{meant}"
+        raise InputError(words) from error
     return _of_study(snapshot, number=number, model=model)
 
 
-def _unknown(name: str, error: InputError) -> InputError:
-    shipped = [spec.name for spec in shipped_models()]
-    hint = did_you_mean(name, shipped)
-    meant = f" (or a shipped model{hint})" if hint.startswith("; did") else ""
-    return InputError(f"{error}; a configuration is named by its file, x.json{meant}")
-
-
-def _of_file(path: Path, *, label: str, model: str | None) -> Subject:
-    """Return the configuration of a file: alone, or as `sweep export --format json` writes it."""
-    values = read_json(path, label=label)
-    inner = values.get("config")
-    # What `sweep best --json` prints has it one level down.
-    best = values.get("best")
-    if inner is None and isinstance(best, dict):
-        values, inner = {**values, **best}, best.get("config")
-    config = parse_config(values if inner is None else _object(inner, label), where=label)
-    named = values.get("model") if inner is not None else None
-    name = model or (_name_of(named) if named is not None else None)
-    if name is None:
-        raise InputError(f"{label} says no model: name one with --model")
-    return Subject(
-        config=config,
-        model=load_model_spec(name),
-        words=f"the configuration of {label}",
-        promise=_promise_of_file(values, label) if inner is not None and model is None else None,
-    )
-
-
-def _object(value: Any, label: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{label}: config must be an object, got {quote(value)}")
-    return value
-
-
-def _name_of(model: Any) -> str | None:
-    """Return the model that a document names: where its weights are, or what it is called."""
-    if isinstance(model, dict):
-        model = model.get("weights") or model.get("name")
-    return model if isinstance(model, str) and model else None
-
-
-def _promise_of_file(values: dict[str, Any], label: str) -> Promise | None:
-    """Return what an export says was measured; None where it is a configuration alone."""
-    if "measurement" not in values:
-        return None
-    record = parse_record(values, where=label)
-    return Promise(
-        tokens_per_second=record.measurement.tokens_per_second,
-        peak_allocated_bytes=record.measurement.peak_allocated_bytes,
-        source=f"{record.label}, by {label}",
-        device=record.device,
-        texts=None if record.texts is None else record.texts.summary.fingerprint,
-        flags=record.measurement.flags,
-        is_confirmed=record.confirmed,
-        environment=record.environment,
-    )
-
-
-def _of_shipped(name: str, *, model: str | None) -> Subject:
-    return Subject(
-        config=TrialConfig(),
-        model=load_model_spec(model or name),
-        words=f"the standard recipe on model '{model or name}' (no study '{name}')",
-    )
+def _of_file(name: str, *, model: str | None) -> Subject:
+    """Return the configuration of a file: alone, or in a record."""
+    values, words = read_json(home_expanded(name), label=name), f"the configuration of {name}"
+    if "config" in values or "best" in values:
+        record = parse_record(values, where=name)
+        if model is None:
+            return Subject(record.config, record.model.spec, words, record)
+        return Subject(record.config, load_model_spec(model), words)
+    config = parse_config(values, where=name)
+    if model is None:
+        raise InputError(f"{name} says no model: name one with --model")
+    return Subject(config, load_model_spec(model), words)
 
 
 def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None) -> Subject:
-    ranking = rank_study(snapshot)
-    winner = ranking.winner
-    record = winner if number is None else _trial(snapshot, number)
-    if record is None:
+    winner = rank_study(snapshot).winner
+    if number is None and winner is None:
         raise NothingFits(
             f"study {quote(snapshot.name)} has nothing to train: no trial of its space was "
             "measured to fit"
         )
-    # What was measured again has the speed of those runs.
-    ranked = {known.number: known for known in ranking.records}
-    record = ranked.get(record.number, record)
+    record = record_of(snapshot, number=number)
+    trial = next(trial for trial in snapshot.records if trial.number == record.number)
     stored = ModelSpec.from_json(snapshot.definition.model)
     chosen = stored if model is None else load_model_spec(model)
-    is_best = winner is not None and record.number == winner.number
-    role = "the winner" if is_best else "a trial"
-    same = chosen.fingerprint == stored.fingerprint
+    role = "the winner" if winner is not None and winner.number == record.number else "a trial"
     return Subject(
-        config=record.config,
+        config=trial.config,
         model=chosen,
         words=f"{role} of study {quote(snapshot.name)}, trial {record.number}",
-        promise=_promise(
-            snapshot,
-            record,
-            is_confirmed=ranking.is_confirmed if is_best else ranking.is_measured_again(record),
-        )
-        if same
-        else None,
+        record=record if chosen.fingerprint == stored.fingerprint else None,
         definition=snapshot.definition,
-        study=snapshot.name,
-        number=record.number,
     )
 
 
-def _trial(snapshot: StudySnapshot, number: int) -> TrialRecord:
-    found = next((r for r in snapshot.records if r.number == number), None)
-    study = quote(snapshot.name)
-    if found is None:
-        raise InputError(f"study {study} has no trial {number}; `sweep report` shows all of them")
-    if found.verdict is not Verdict.FITS or found.measurement is None:
-        raise InputError(
-            f"trial {number} of study {study} was not measured to fit ({found.verdict}): name one "
-            "that was"
-        )
-    return found
+# What would fit
 
 
-def _promise(snapshot: StudySnapshot, record: TrialRecord, *, is_confirmed: bool) -> Promise:
-    measured = measured_of(record)
-    target, texts = snapshot.definition.target, snapshot.definition.texts
-    device = snapshot.environment.get("gpu") or target.emulated_on or target.gpu
-    return Promise(
-        tokens_per_second=measured.tokens_per_second,
-        peak_allocated_bytes=measured.peak_allocated_bytes,
-        source=f"trial {record.number} of study {quote(snapshot.name)}",
-        device="CPU" if target.device == "cpu" else str(device),
-        texts=None if texts is None else texts.fingerprint,
-        flags=measured.flags,
-        is_confirmed=is_confirmed,
-        environment=snapshot.environment,
-    )
+@dataclass(frozen=True)
+class Smaller:
+    """A configuration that needs less memory than another."""
+
+    config: TrialConfig
+    peak_allocated_bytes: int | None
+    """As predicted; None where nothing predicts it."""
+
+    def words(self, than: TrialConfig) -> str:
+        """Return it as what is to be changed."""
+        changed = self.config.changes_from(than)
+        settings = ", ".join(f"{key} {value}" for key, value in changed.items())
+        known = self.peak_allocated_bytes
+        predicted = "not predicted" if known is None else f"predicted: {units.gib(known)}"
+        return f"{settings} ({predicted})"
 
 
-def with_changes(config: TrialConfig, **changes: Any) -> TrialConfig:
-    """Return a configuration with what was typed in place of its own, checked as any other is.
+def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
+    """Yield configurations that need less memory, the nearest first.
+
+    Smaller micro-batches train the same, as accumulation makes up for them; so does recomputing
+    every layer, more slowly. Shorter sequences cut more of the examples, and come last.
+    """
+    samples = config.samples_per_step
+    smaller = [n for n in range(config.micro_batch_size - 1, 0, -1) if samples % n == 0]
+    sizes = [{"micro_batch_size": n, "effective_batch_size": samples} for n in smaller]
+    yield from (config.model_copy(update=size) for size in sizes)
+    if config.checkpoint_fraction < 1:
+        whole = {"checkpoint_fraction": 1.0}
+        yield from (config.model_copy(update={**size, **whole}) for size in ({}, *sizes))
+    last = {**(sizes[-1] if sizes else {}), "checkpoint_fraction": 1.0}
+    length = config.seq_len // 2
+    while length >= 1:
+        yield config.model_copy(update={**last, "seq_len": length})
+        length //= 2
+
+
+def next_smaller(
+    config: TrialConfig,
+    *,
+    predictor: MemoryPredictor | None,
+    budget_bytes: int,
+    is_valid: Callable[[TrialConfig], bool] = lambda _: True,
+    has_run_out: bool = False,
+) -> Smaller | None:
+    """Return the nearest smaller configuration that fits; None where none is predicted to.
+
+    Without a prediction it is the nearest one, which may not fit either.
+
+    Args:
+        config: that is too large.
+        predictor: of memory on the GPU, for the examples; None where nothing predicts it.
+        budget_bytes: of the GPU.
+        is_valid: whether a configuration can be trained but for its memory.
+        has_run_out: whether it ran out of memory, whatever had been predicted of it: as much of
+            another would be no better.
+    """
+    try:
+        if predictor is not None and has_run_out:
+            predicted = predictor.predict(config).peak_allocated_bytes
+            budget_bytes = min(budget_bytes, predicted - 1)
+        for smaller in filter(is_valid, candidates(config)):
+            if predictor is None:
+                return Smaller(smaller, None)
+            prediction = predictor.predict(smaller)
+            if prediction.fits(budget_bytes) is Fit.YES:
+                return Smaller(smaller, prediction.peak_allocated_bytes)
+    except SweepError:
+        return next_smaller(config, predictor=None, budget_bytes=budget_bytes, is_valid=is_valid)
+    return None
+
+
+def refuse_too_large(
+    config: TrialConfig,
+    *,
+    predictor: MemoryPredictor,
+    budget_bytes: int,
+    is_valid: Callable[[TrialConfig], bool] = lambda _: True,
+    warn: Callable[[str], None],
+) -> None:
+    """Refuse what is predicted not to fit, before anything is loaded.
 
     Raises:
-        InputError: a value that cannot be.
+        NothingFits: with the prediction, and the next smaller configuration that fits.
     """
-    given = {key: value for key, value in changes.items() if value is not None}
-    assert set(given) <= set(CONFIG_KEYS)
-    return parse_config({**config.model_dump(), **given}, where="options") if given else config
+    try:
+        predicted = predictor.predict(config)
+    except SweepError as error:
+        warn(f"memory is not predicted, so the device decides: {error}")
+        return
+    if predicted.fits(budget_bytes) is not Fit.NO:
+        return
+    smaller = next_smaller(
+        config, predictor=predictor, budget_bytes=budget_bytes, is_valid=is_valid
+    )
+    then = f"the next smaller one that fits: {smaller.words(config)}" if smaller else "none fits"
+    raise NothingFits(
+        f"predicted not to fit: it needs {units.gib(predicted.needed_bytes(budget_bytes))}, and "
+        f"the budget is {units.gib(budget_bytes)}; {then}"
+    )

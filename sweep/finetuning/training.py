@@ -1,5 +1,5 @@
-"""A training from what was typed to what it leaves: resolved, refused where it cannot be, run,
-finished.
+"""A training from what was typed to its end: resolved, refused where it cannot be, run in a process
+of its own and followed. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -7,44 +7,72 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.config import TrialConfig, parse_config
+from search_spaces.errors import (
+    EnvironmentFault,
+    InputError,
+    Interrupted,
+    NothingFits,
+    SweepError,
+)
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
-from search_spaces.rules import Violation, violation
+from search_spaces.rules import violation
 from search_spaces.space import SearchSpace, Weights
-from search_spaces.texts import TextsChoice
-from storage.definition import StudySnapshot
-from storage.environment import fingerprint
-from sweep.data.choice import texts_of_study, typed_texts
+from storage import files
+from storage.records import (
+    Crashed,
+    Diverged,
+    Ineffective,
+    Invalid,
+    Lost,
+    OutOfMemory,
+    Phase,
+    TimedOut,
+)
+from sweep.data.choice import ReadTexts, texts_of_study, typed_texts
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 from sweep.finetuning import checkpoints, output
-from sweep.finetuning.finishing import finish
-from sweep.finetuning.fitting import Smaller, next_smaller, refuse_too_large
-from sweep.finetuning.job import Observer, follow_job
-from sweep.finetuning.subject import Subject, subject_of, with_changes
-from sweep.finetuning.wire import End, TrainingJob, TrainingResult
+from sweep.finetuning.protocol import (
+    Event,
+    TrainingFinished,
+    TrainingJob,
+    TrainingOutcome,
+    TrainingProgress,
+    TrainingResult,
+    message_adapter,
+)
+from sweep.finetuning.subject import ReadStudy, Subject, refuse_too_large, subject_of
 from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
+from sweep.running.child import (
+    AttentiveClock,
+    WorkerEnded,
+    WorkerFault,
+    WorkerProcess,
+    WorkerSilent,
+    outcome_of,
+    shown,
+)
 from sweep.running.device_info import Card
+from sweep.running.wire import Ready, StopCommand, Unusable, to_line
 from sweep.study.targets import ResolvedTarget, resolve_target
 
 EVAL_FRACTION = 0.05
-"""Share of the texts that is held out, where neither a study nor a person says."""
+"""Share of the examples that is held out, where neither a study nor a person says."""
 _STATE_BYTES_MAX = 8
 """Of the optimizer for each trainable parameter: two numbers, in four bytes each."""
-
 _CPU_GIB = 1.0
 """A target has to say a budget; on a CPU without a study nothing is kept to it."""
 
-ReadTexts = Callable[[TextsRequest], PreparedTexts]
+Observer = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -82,36 +110,47 @@ class PreparedTraining:
 
     @property
     def run(self) -> dict[str, Any]:
-        """What must stay the same for it to go on where it was."""
-        job, spec = self.job, self.subject.model
+        """What must stay the same for it to be resumed."""
+        keys = {"config", "weights", "eval_fraction", "epochs", "max_steps", "seed", "device"}
+        spec = self.subject.model
         return {
-            "config": job.config.model_dump(mode="json"),
+            **self.job.model_dump(mode="json", include=keys),
             "model": {"name": spec.name, "fingerprint": spec.fingerprint},
-            "weights": job.weights,
             "texts": {"fingerprint": self.texts.summary.fingerprint},
-            "eval_fraction": job.eval_fraction,
-            "epochs": job.epochs,
-            "max_steps": job.max_steps,
-            "seed": job.seed,
-            "device": job.device,
         }
 
-    def can_train(self, config: TrialConfig) -> bool:
-        """Whether another configuration breaks no rule here, and the texts make batches of it."""
-        is_valid = _violation(config, self.subject, self.resolved) is None
-        return is_valid and self.epochs.refusal(config) is None
+    def refusal(self, config: TrialConfig) -> str | None:
+        """Return why a configuration cannot be trained here but for memory; None if it can."""
+        broken = violation(
+            config,
+            model=self.subject.model,
+            compute_capability=self.resolved.compute_capability,
+            device=self.resolved.target.device,
+            has_texts=True,
+        )
+        return self.epochs.refusal(config) if broken is None else broken.reason
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """What a checkpoint takes on the disk at most."""
-        parameters = lora_parameters(self.job.config, self.subject.model) or 10**8
-        return parameters * (4 + _STATE_BYTES_MAX) + 2**20
+    def can_train(self, config: TrialConfig) -> bool:
+        """Whether nothing but memory is in the way of a configuration."""
+        return self.refusal(config) is None
+
+    def predictor(self) -> MemoryPredictor | None:
+        """Return what predicts the memory of the largest micro-batch; None on a CPU."""
+        if self.job.device == "cpu":
+            return None
+        capability = self.resolved.host_capability
+        full = TracingPredictor(
+            self.subject.model,
+            cache_dir=cache_directory() / "memory",
+            compute_capability=capability,
+        )
+        return MemoryOnTexts(full, ShapesOnTexts(self.epochs))
 
 
 def prepare_training(
     request: TrainingRequest,
     *,
-    read_study: Callable[[str], StudySnapshot],
+    read_study: ReadStudy,
     read_texts: ReadTexts,
     card: Callable[[], Card | None],
     warn: Callable[[str], None],
@@ -123,168 +162,81 @@ def prepare_training(
         NothingFits: it is predicted not to fit.
         EnvironmentFault: the GPU or the network is not to be had.
     """
-    found = subject_of(
+    subject = subject_of(
         request.name, number=request.trial, model=request.model, read_study=read_study
     )
-    config = with_changes(found.config, learning_rate=request.learning_rate)
-    subject = replace(found, config=config)
+    if request.learning_rate is not None:
+        changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
+        subject = replace(subject, config=parse_config(changed, where="options"))
     weights = _weights(request.weights, subject.model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
-    here = card()
+    here, study = card(), subject.definition
     resolved = _resolved(subject, here)
-    _refuse_invalid(subject, resolved)
-    choice, texts = _texts(request, subject, read_texts)
-    epochs = StudyEpochs.of(texts, choice, seed=_seed(request, subject))
-    refusal = epochs.refusal(subject.config)
-    if refusal is not None:
-        raise InputError(f"{texts.summary.source}: {refusal}")
-    job = _job(request, subject, resolved, weights=weights, choice=choice, texts=texts)
+    if (cards := subject.config.data_parallel) > 1:
+        raise InputError(
+            f"{subject.words} has data_parallel {cards}, and sweep train takes one GPU: what "
+            "`sweep export --format script` writes trains on several, or name another trial with "
+            "--trial"
+        )
+    known = None if study is None else study.space.data
+    choice = typed_texts(known, request.texts)
+    if choice is None:
+        raise InputError("which texts? name them with --data")
+    if request.texts.get("eval_fraction") is None and known is None:
+        choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
+    texts = None
+    if choice == known and study is not None:
+        texts = texts_of_study(study, model=subject.model, read=read_texts)
+    texts = texts or read_texts(TextsRequest.of(choice, subject.model))
+    seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
+    is_on_cpu, notes = resolved.target.device == "cpu", []
+    if weights == "random":
+        notes.append(
+            f"The weights of model '{subject.model.name}' are random: this shows how a training "
+            "runs, and its adapter is of no other use."
+        )
+    if (emulation := emulation_note(resolved.target)) is not None:
+        notes.append(emulation)
+    if is_on_cpu and study is None:
+        notes.append("No GPU is here: this trains on the CPU.")
     prepared = PreparedTraining(
-        job=job,
+        job=TrainingJob(
+            config=subject.config,
+            model=subject.model.to_json(),
+            weights=weights,
+            texts=str(texts.directory.absolute()),
+            eval_fraction=choice.eval_fraction,
+            epochs=request.epochs or 1.0,
+            max_steps=request.max_steps,
+            seed=seed,
+            device=resolved.target.device,
+            # Nobody said a cap for a CPU without a study.
+            budget_bytes=None if is_on_cpu and study is None else resolved.target.budget_bytes,
+            output=str(request.output.absolute()),
+            checkpoint_steps=request.checkpoint_every,
+        ),
         subject=subject,
         texts=texts,
-        epochs=epochs,
+        epochs=StudyEpochs.of(texts, choice, seed=seed),
         tokenizer=find_tokenizer(choice.tokenizer, subject.model),
         resolved=resolved,
-        card=here if job.device == "cuda" else None,
-        notes=tuple(_notes(job, subject, resolved)),
+        card=None if is_on_cpu else here,
+        notes=tuple(notes),
     )
+    if (refusal := prepared.refusal(subject.config)) is not None:
+        raise InputError(f"{subject.words} cannot be trained here: {refusal}")
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif job.device == "cuda":
+    elif (predictor := prepared.predictor()) is not None:
         refuse_too_large(
-            job.config,
-            predictor=predictor_of(prepared),
+            subject.config,
+            predictor=predictor,
             budget_bytes=resolved.target.budget_bytes,
             is_valid=prepared.can_train,
             warn=warn,
         )
     return prepared
-
-
-def _job(
-    request: TrainingRequest,
-    subject: Subject,
-    resolved: ResolvedTarget,
-    *,
-    weights: Weights,
-    choice: TextsChoice,
-    texts: PreparedTexts,
-) -> TrainingJob:
-    on_any_cpu = resolved.target.device == "cpu" and subject.definition is None
-    return TrainingJob(
-        config=subject.config,
-        model=subject.model.to_json(),
-        weights=weights,
-        texts=str(texts.directory.absolute()),
-        fingerprint=texts.summary.fingerprint,
-        tokenizer=texts.summary.tokenizer,
-        eval_fraction=choice.eval_fraction,
-        epochs=_first(request.epochs, 1.0),
-        max_steps=request.max_steps,
-        seed=_seed(request, subject),
-        device=resolved.target.device,
-        # Nobody said a cap for a CPU without a study.
-        budget_bytes=None if on_any_cpu else resolved.target.budget_bytes,
-        output=str(request.output.absolute()),
-        checkpoint_steps=request.checkpoint_every,
-        promise=subject.promise,
-    )
-
-
-def predictor_of(prepared: PreparedTraining) -> MemoryPredictor:
-    """Return what predicts a training's memory on a GPU: that of its largest micro-batch."""
-    full = TracingPredictor(
-        prepared.subject.model,
-        cache_dir=cache_directory() / "memory",
-        compute_capability=prepared.resolved.host_capability,
-    )
-    return MemoryOnTexts(full, ShapesOnTexts(prepared.epochs))
-
-
-def smaller_than(prepared: PreparedTraining) -> Smaller | None:
-    """Return the next smaller configuration than one that ran out of memory: predicted to fit on a
-    GPU; on a CPU, whose memory is not predicted, the nearest one."""
-    is_on_card = prepared.job.device == "cuda"
-    return next_smaller(
-        prepared.job.config,
-        predictor=predictor_of(prepared) if is_on_card else None,
-        budget_bytes=prepared.resolved.target.budget_bytes,
-        is_valid=prepared.can_train,
-        has_run_out=True,
-    )
-
-
-def train(
-    prepared: PreparedTraining,
-    *,
-    is_resumed: bool,
-    resume_from: Path | None,
-    observe: Observer,
-) -> End:
-    """Run a training to its end, whatever that is; a result is not written yet.
-
-    Args:
-        prepared: the training.
-        is_resumed: whether it was begun before.
-        resume_from: the checkpoint that it goes on from; None begins at the first step.
-        observe: told what happens on the way.
-
-    Raises:
-        InputError: somebody else trains there, or there is nothing to go on with.
-        EnvironmentFault: the disk has no room, or no process can be started.
-    """
-    directory, job = Path(prepared.job.output), prepared.job
-    if is_resumed:
-        output.refuse_another(directory, prepared.run)
-    else:
-        output.refuse_taken(directory)
-        output.begin(directory, prepared.run)
-    checkpoints.remove_leftovers(directory)
-    output.reserve(directory, checkpoint_bytes=prepared.checkpoint_bytes)
-    resumed = None
-    if resume_from is not None:
-        checkpoints.remove_behind(directory, checkpoints.step_of(resume_from))
-        resumed = str(resume_from.absolute())
-    try:
-        return follow_job(job.model_copy(update={"resume_from": resumed}), observe=observe)
-    finally:
-        output.release(directory)
-
-
-def finished(prepared: PreparedTraining, result: TrainingResult) -> dict[str, Any]:
-    """Write what a training leaves, and return its document.
-
-    Raises:
-        EnvironmentFault: the disk does not take it.
-    """
-    card = prepared.card
-    environment = fingerprint(
-        device=prepared.job.device,
-        gpu=None if card is None else card.product,
-        driver=None if card is None else card.driver,
-        cuda_driver=None if card is None else card.cuda,
-    )
-    return finish(
-        prepared.job,
-        result,
-        texts=prepared.texts.summary,
-        tokenizer=prepared.tokenizer,
-        subject=prepared.subject.words,
-        environment=environment,
-    )
-
-
-def _first(*values: Any) -> Any:
-    """Return the first value that is there."""
-    return next(value for value in values if value is not None)
-
-
-def _seed(request: TrainingRequest, subject: Subject) -> int:
-    """Return the seed that was typed, else the study's."""
-    stored = None if subject.definition is None else subject.definition.space.seed
-    return int(_first(request.seed, stored, 0))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:
@@ -317,66 +269,142 @@ def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
         "budget_gib": _CPU_GIB if card is None else None,
         "dimensions": {"lora_rank": {"choices": [subject.config.lora_rank]}},
     }
-    space = SearchSpace.model_validate(values)
-    return resolve_target(space, card)
+    return resolve_target(SearchSpace.model_validate(values), card)
 
 
-def _violation(config: TrialConfig, subject: Subject, resolved: ResolvedTarget) -> Violation | None:
-    """Return the rule that a configuration breaks on a device; None where it can be trained."""
-    return violation(
-        config,
-        model=subject.model,
-        compute_capability=resolved.compute_capability,
-        device=resolved.target.device,
-        has_texts=True,
-    )
+def train(
+    prepared: PreparedTraining, *, is_resumed: bool, resume_from: Path | None, observe: Observer
+) -> TrainingOutcome:
+    """Run a training to its end, whatever that is; a result is not written yet.
 
-
-def _refuse_invalid(subject: Subject, resolved: ResolvedTarget) -> None:
-    cards = subject.config.data_parallel
-    if cards > 1:
-        raise InputError(
-            f"{subject.words} has data_parallel {cards}, and sweep train takes one GPU: what "
-            "`sweep export --format script` writes trains on several, or name another trial with "
-            "--trial"
-        )
-    broken = _violation(subject.config, subject, resolved)
-    if broken is not None:
-        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
-
-
-def _texts(
-    request: TrainingRequest, subject: Subject, read: ReadTexts
-) -> tuple[TextsChoice, PreparedTexts]:
-    """Return the texts that were named, else the study's.
+    Args:
+        prepared: the training.
+        is_resumed: whether it was begun before.
+        resume_from: the checkpoint that it is resumed from; None begins at the first step.
+        observe: told what happens on the way.
 
     Raises:
-        InputError: there are none.
+        InputError: somebody else trains there, or there is nothing to resume.
+        EnvironmentFault: the disk has no room, or no process can be started.
     """
-    stored = subject.definition
-    known = None if stored is None else stored.space.data
-    choice = typed_texts(known, request.texts)
-    if choice is None:
-        raise InputError("which texts? name them with --data")
-    if request.texts.get("eval_fraction") is None and known is None:
-        choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
-    if choice == known and stored is not None:
-        texts = texts_of_study(stored, model=subject.model, read=read)
-        if texts is not None:
-            return choice, texts
-    return choice, read(TextsRequest.of(choice, subject.model))
+    directory, job = Path(prepared.job.output), prepared.job
+    if is_resumed:
+        output.refuse_another(directory, prepared.run)
+    else:
+        output.refuse_taken(directory)
+        output.begin(directory, prepared.run)
+    first = 0 if resume_from is None else checkpoints.step_of(resume_from)
+    # Later ones are written anew.
+    kept = [step for step in checkpoints.steps_of(directory) if step <= first]
+    checkpoints.remove(directory, keep=kept)
+    parameters = lora_parameters(job.config, prepared.subject.model) or 10**8
+    size = parameters * (4 + _STATE_BYTES_MAX) + 2**20
+    output.reserve(directory, checkpoint_bytes=size)
+    resumed = None if resume_from is None else str(resume_from.absolute())
+    try:
+        return follow(job.model_copy(update={"resume_from": resumed}), observe=observe)
+    finally:
+        checkpoints.release(directory)
 
 
-def _notes(job: TrainingJob, subject: Subject, resolved: ResolvedTarget) -> list[str]:
-    notes = []
-    if job.weights == "random":
-        notes.append(
-            f"The weights of model '{subject.model.name}' are random: this shows how a training "
-            "runs, and its adapter is of no other use."
-        )
-    emulation = emulation_note(resolved.target)
-    if emulation is not None:
-        notes.append(emulation)
-    if job.device == "cpu" and subject.definition is None:
-        notes.append("No GPU is here: this trains on the CPU.")
-    return notes
+@dataclass(frozen=True)
+class Patience:
+    """How long a training may be silent, in seconds."""
+
+    start: float = 300.0
+    """Imports; a cold disk takes minutes."""
+    working: float = 1800.0
+    """Weights are loaded and layers compiled without a word, and a micro-batch may take long."""
+    stop: float = 300.0
+    """From when it was asked to stop: the step under way ends, and a checkpoint is written."""
+    closed: float = 5.0
+
+
+def follow(
+    job: TrainingJob,
+    *,
+    observe: Observer = lambda _: None,
+    patience: Patience | None = None,
+    module: str = "sweep.finetuning",
+) -> TrainingOutcome:
+    """Train in a process of its own and return how it ended, whatever that is.
+
+    A `KeyboardInterrupt` asks the training to write a checkpoint and to stop; a second one ends it.
+
+    Args:
+        job: the training.
+        observe: told what happens on the way.
+        patience: with its silence.
+        module: the process's; tests put a misbehaving one here.
+
+    Raises:
+        EnvironmentFault: no process can be started, or none can use the device.
+        KeyboardInterrupt: the second.
+    """
+    limits, clock = patience or Patience(), AttentiveClock()
+    files.make_directory(Path(job.output))
+    log = Path(job.output).absolute() / output.LOG
+    process = WorkerProcess(job, log_path=log, module=module, clock=clock, patience=limits.closed)
+    limit: Literal["start", "working", "stop"] = "start"
+    phase: Phase = "start"
+    heard_at = clock.look()
+    try:
+        while True:
+            try:
+                message = process.next_message(message_adapter)
+                if message is not None:
+                    heard_at = clock.now
+                match message:
+                    case None:
+                        if clock.now >= heard_at + getattr(limits, limit):
+                            raise WorkerSilent(f"no sign of life for {getattr(limits, limit):g} s")
+                    case TrainingFinished(outcome=outcome):
+                        return outcome
+                    case Unusable(reason=reason):
+                        raise EnvironmentFault(f"the training cannot begin: {shown(reason)}")
+                    case Ready():
+                        limit = "working" if limit == "start" else limit
+                    case TrainingProgress(phase=phase):
+                        observe(message)
+                    case _:
+                        observe(message)
+            except KeyboardInterrupt:
+                if limit == "stop":
+                    raise
+                limit, heard_at = "stop", clock.look()
+                process.send(to_line(StopCommand()))
+            except WorkerFault as fault:
+                has_ended = isinstance(fault, WorkerEnded)
+                end, words = process.close(patience=limits.closed if has_ended else 0.0)
+                return outcome_of(fault, phase, end, words=words)
+    finally:
+        process.close()
+
+
+def fault_of(outcome: TrainingOutcome, *, kept: str = "") -> SweepError:
+    """Return the error of a training that did not come to its end.
+
+    Args:
+        outcome: no result.
+        kept: what is left of it, as the end of a sentence.
+    """
+    match outcome:
+        case OutOfMemory(step=step, detail=detail):
+            return NothingFits(f"out of memory in {detail}, after step {step:,}{kept}")
+        case Diverged(step=step, detail=detail):
+            return NothingFits(
+                f"{detail} at step {step:,}: the training stopped there{kept}. A lower "
+                "learning_rate may help"
+            )
+        case Invalid(detail=detail):
+            return InputError(detail)
+        case Ineffective(knob=knob, detail=detail):
+            return InputError(f"{knob}: {detail}")
+        case Crashed(detail=detail) | TimedOut(detail=detail):
+            return EnvironmentFault(f"{detail}{kept}")
+        case Lost():
+            return Interrupted(f"the training was stopped{kept}")
+        case TrainingResult():
+            raise AssertionError("a result is no fault")
+        case _:
+            assert_never(outcome)

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from pydantic import TypeAdapter
+
 from search_spaces import redaction
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
 from storage import files
@@ -32,10 +34,9 @@ from sweep.processes import KILL_SECONDS, Child, End
 from sweep.running.wire import (
     LINE_BYTES_MAX,
     ChildSettings,
+    M,
     UnreadableError,
-    WorkerMessage,
     read_line,
-    worker_message_adapter,
 )
 
 _CPU_ENVIRONMENT = {
@@ -359,21 +360,21 @@ class WorkerProcess:
             self._to_send += line
             self._write()
 
-    def next_message(self) -> WorkerMessage | None:
-        """Return its next message; see `next_line`. What is no message is `WorkerMisbehaved`."""
-        line = self.next_line()
-        try:
-            return None if line is None else read_line(line, worker_message_adapter)
-        except UnreadableError as error:
-            raise WorkerMisbehaved(f"it said {error}") from None
-
-    def next_line(self) -> bytes | None:
-        """Return the next line that it says; None where none came in a moment.
+    def next_message(self, adapter: TypeAdapter[M]) -> M | None:
+        """Return its next message; None where none came in a moment.
 
         Raises:
             WorkerEnded: its process ended without one.
-            WorkerMisbehaved: nothing can come any more, or a line does not end.
+            WorkerMisbehaved: it said what is no message, nothing can come any more, or a line does
+                not end.
         """
+        line = self._next_line()
+        try:
+            return None if line is None else read_line(line, adapter)
+        except UnreadableError as error:
+            raise WorkerMisbehaved(f"it said {error}") from None
+
+    def _next_line(self) -> bytes | None:
         now = self._clock.look()
         if not self._lines and self._messages < 0:
             raise WorkerEnded

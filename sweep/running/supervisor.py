@@ -42,6 +42,7 @@ from sweep.running.wire import (
     Unusable,
     WorkerSettings,
     to_line,
+    worker_message_adapter,
 )
 
 _GRACE_SECONDS = 2.0
@@ -260,7 +261,7 @@ class SupervisedRunner(Runner):
         self._phase = "attach" if self._is_ready else "start"
         patience, kills, is_stopping = self._patience(request), oom_kills(), False
         while True:
-            message = worker.next_message()
+            message = worker.next_message(worker_message_adapter)
             match message:
                 case None:
                     pass

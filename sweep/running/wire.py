@@ -16,7 +16,7 @@ from search_spaces.config import ComputeDtype, TrialConfig
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
 from storage.records import Attempt, Outcome
-from sweep.training.messages import Message
+from sweep.training.messages import Message as Message
 from sweep.training.messages import Progress as Progress
 from sweep.training.messages import QualityCommand as QualityCommand
 
@@ -34,6 +34,11 @@ class ChildSettings(Message):
     """Those that it sees, as CUDA names them; none for those of whoever starts it."""
     neighbours: int = 0
     """Others that share the machine's cores with it."""
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether it may be asked to compile layers."""
+        return True
 
 
 class TextsSettings(Message):

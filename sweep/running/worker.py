@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 
@@ -37,6 +37,7 @@ from sweep.data.request import SUMMARY
 from sweep.running.ranks import Ranks
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.wire import (
+    ChildSettings,
     Finished,
     Progress,
     QualityCommand,
@@ -54,6 +55,7 @@ from sweep.running.wire import (
 from sweep.training import team
 from sweep.training.adapters import start_compiler_processes
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
+from sweep.training.messages import Message
 from sweep.training.quality import Quality
 
 SPEED_REUSED = "speed_reused"
@@ -62,10 +64,40 @@ NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""
 
 
+class Serving(Protocol):
+    """What a child does once it has its settings."""
+
+    def prepare(self) -> None:
+        """Take the device."""
+
+    def serve(self, commands: IO[bytes]) -> None:
+        """Do what is asked, to the end."""
+
+
 def _leave() -> None:
     sys.stderr.flush()
     # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
     os._exit(0)
+
+
+def listen(
+    commands: IO[bytes],
+    hear: Callable[[RunCommand | StopCommand], object],
+    *,
+    leave: Callable[[], None] = _leave,
+) -> None:
+    """Hear commands from now on, in a thread of their own: a stop must get through while another
+    one trains. When whoever started this is gone, what is trained is for nobody: it leaves.
+    """
+
+    def read() -> None:
+        try:
+            for line in commands:
+                hear(command_adapter.validate_json(line))
+        finally:
+            leave()
+
+    threading.Thread(target=read, daemon=True).start()
 
 
 class Worker:
@@ -75,7 +107,8 @@ class Worker:
         settings: the first thing that the process is told.
         send: tells the supervisor, or the first rank.
         rank: of several processes that train together.
-        outcomes: where an attempt's outcome is left before it is told; None for nowhere.
+        outcomes: where an attempt's outcome is left before it is told; None for where the settings
+            say, if they do.
         leave: ends the process.
     """
 
@@ -89,6 +122,8 @@ class Worker:
         leave: Callable[[], None] = _leave,
     ) -> None:
         self._settings = settings
+        if outcomes is None and settings.outcome_path is not None and rank == 0:
+            outcomes = OutcomeFile(Path(settings.outcome_path))
         self._send, self._outcomes, self._leave = send, outcomes, leave
         self._rank = rank
         self._resident = Resident(settings)
@@ -119,21 +154,14 @@ class Worker:
         """Run what is told until a fresh process should run the next trial."""
         runs: queue.SimpleQueue[RunCommand] = queue.SimpleQueue()
 
-        def read() -> None:
-            try:
-                for line in commands:
-                    match command_adapter.validate_json(line):
-                        case RunCommand() as command:
-                            runs.put(command)
-                        case StopCommand():
-                            self._stop.set()
-            finally:
-                # The tuner is gone: what is still trained is for nobody, and somebody else wants
-                # the device.
-                self._leave()
+        def hear(command: RunCommand | StopCommand) -> None:
+            match command:
+                case RunCommand():
+                    runs.put(command)
+                case StopCommand():
+                    self._stop.set()
 
-        # A thread, since a stop must get through while this one trains.
-        threading.Thread(target=read, daemon=True).start()
+        listen(commands, hear, leave=self._leave)
         is_fit = True
         while is_fit:
             command = runs.get()
@@ -177,7 +205,7 @@ class Worker:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is this trial's verdict
             traceback.print_exc()
             self._others.hear_out()
-            outcome = _crashed(self.phase, error)
+            outcome = crashed(self.phase, error)
             # After an unknown failure the device's state is unknown too.
             retire, is_apart = outcome.detail, True
         return Finished(
@@ -286,7 +314,7 @@ class Worker:
         return self._stop.is_set()
 
 
-def _crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
+def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
     """Return the outcome of a training that raised what is no verdict of its own."""
     if isinstance(error, SystemExit):
         return Crashed(phase=phase, cause="exit", detail=f"a library called exit({error.code})")
@@ -323,13 +351,20 @@ def _texts(settings: TextsSettings, seed: int) -> Texts:
     return Texts(directory, settings.eval_fraction, seed)
 
 
-def main(worker: type[Worker] = Worker) -> None:
-    """Read the settings, prepare the device, serve trials until told to stop or retired."""
+def main(
+    worker: Callable[..., Serving] = Worker, settings_type: type[ChildSettings] = WorkerSettings
+) -> None:
+    """Read the settings, prepare the device, serve until told to stop or done.
+
+    Args:
+        worker: what serves, made of its settings, `send` and its rank.
+        settings_type: of the first line.
+    """
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     rank = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     lock = threading.Lock()
 
-    def send(message: WorkerMessage) -> None:
+    def send(message: Message) -> None:
         if rank > 0 and isinstance(message, Progress):
             # The first rank's is that of all.
             return
@@ -339,20 +374,19 @@ def main(worker: type[Worker] = Worker) -> None:
             while line:
                 line = line[pipe.write(line) :]
 
-    settings = WorkerSettings.model_validate_json(sys.stdin.buffer.readline())
-    path = settings.outcome_path if rank == 0 else None
-    outcomes = None if path is None else OutcomeFile(Path(path))
+    settings = settings_type.model_validate_json(sys.stdin.buffer.readline())
     name = "CPU"
     try:
         if settings.device == "cuda":
             if not torch.cuda.is_available():
                 send(Unusable(reason="torch finds no CUDA device; `sweep doctor` says more"))
                 return
-            # They need longer than what is prepared here.
-            start_compiler_processes()
+            if settings.may_compile:
+                # They need longer than what is prepared here.
+                start_compiler_processes()
             torch.cuda.set_device(rank)
             name = torch.cuda.get_device_name()
-        serving = worker(settings, send=send, rank=rank, outcomes=outcomes)
+        serving = worker(settings, send=send, rank=rank)
         serving.prepare()
     except Exception as error:  # noqa: BLE001 - the tuner raises it
         traceback.print_exc()

@@ -7,26 +7,36 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from reports import units
 from search_spaces.documents import exists, read_json
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
+from search_spaces.errors import InputError, did_you_mean, quote
+from storage.records import Crashed, Lost, OutOfMemory, TimedOut
 from sweep.export.record import read_record, record_of
-from sweep.finetuning import checkpoints, wire
+from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
-from sweep.finetuning.card import TOGETHER, deviation, incomparable, promised_and_reached
+from sweep.finetuning.protocol import (
+    Evaluated,
+    Event,
+    Saved,
+    Started,
+    TrainingOutcome,
+    TrainingProgress,
+    TrainingResult,
+)
+from sweep.finetuning.results import TOGETHER, TrainedAdapter
+from sweep.finetuning.subject import next_smaller
 from sweep.finetuning.training import (
     PreparedTraining,
     TrainingRequest,
-    finished,
+    fault_of,
     prepare_training,
-    smaller_than,
 )
 from sweep.finetuning.training import train as run_training
 from sweep.merging.job import merge as run_merge
 from sweep.paths import storage_url
-from sweep.running.device_info import choose_cards, read_card, read_cards
+from sweep.running.device_info import choose_cards, environment_with, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options
 from sweep.terminal.console import (
@@ -41,8 +51,8 @@ from sweep.terminal.console import (
 )
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
+from sweep.verifying.runs import Verification
 from sweep.verifying.runs import verify as run_verify
-from sweep.verifying.verdict import Verification
 
 DONE, NOT_AS_RECORDED, NOT_NEAR = 0, 1, 1
 _RESUMED = "the same command with --resume resumes it"
@@ -106,7 +116,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     )
     output, summary = request.output, prepared.texts.summary
     if request.is_resumed and directories.is_done(output):
-        checkpoints.remove_all(output)
+        checkpoints.remove(output)
         note(f"{output} holds a training that is done: there is nothing left to do.")
         if as_json:
             say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
@@ -127,87 +137,86 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     return _conclude(prepared, end, as_json=as_json)
 
 
-def _conclude(prepared: PreparedTraining, end: wire.End, *, as_json: bool) -> int:
+def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool) -> int:
     """Finish what came to its end, and say of anything else what it was and what to do."""
-    match end:
-        case wire.TrainingResult() as result:
-            document = finished(prepared, result)
-            here = {**document["environment"], "versions": document["versions"]}
-            words = _result_text(prepared, result, environment=here)
-            say_result(document, words, as_json=as_json)
-            return DONE
-        case wire.Stopped(step=step, checkpoint_step=kept):
-            note(f"Interrupted at step {step:,}; {_kept(kept, _RESUMED)}.")
-            return INTERRUPTED
-        case wire.RanOut(doing=doing, step=step, detail=detail, checkpoint_step=kept):
-            smaller = smaller_than(prepared)
-            then = "" if smaller is None else smaller.words(prepared.job.config)
-            raise NothingFits(
-                f"out of memory in {doing}, after step {step:,} ({detail}); "
-                f"{_kept(kept, 'and usable')}{then and f'. The next smaller one: {then}'}"
-            )
-        case wire.NotFinite(what=what, step=step, checkpoint_step=kept):
-            raise NothingFits(
-                f"{what} at step {step:,}: the training stopped there; "
-                f"{_kept(kept, 'it is sound')}. A lower learning_rate may help"
-            )
-        case wire.Refused(reason=reason):
-            raise InputError(reason)
-        case wire.Unable(reason=reason, checkpoint_step=kept):
-            raise EnvironmentFault(f"{reason}; {_kept(kept, _RESUMED)}")
-        case _:
-            assert_never(end)
+    output = Path(prepared.job.output)
+    if isinstance(end, TrainingResult):
+        trained = TrainedAdapter(
+            prepared.job,
+            end,
+            prepared.subject,
+            prepared.texts.summary,
+            environment_with(prepared.card),
+        )
+        document = directories.finish(trained, prepared.tokenizer)
+        say_result(document, _result_text(trained), as_json=as_json)
+        return DONE
+    step = next(iter(checkpoints.steps_of(output)), None)
+    kept = (
+        "there is no checkpoint yet" if step is None else f"the checkpoint of step {step:,} is kept"
+    )
+    if isinstance(end, Lost):
+        note(f"Interrupted; {kept}{'' if step is None else f', {_RESUMED}'}.")
+        return INTERRUPTED
+    then = ""
+    if isinstance(end, OutOfMemory):
+        smaller = next_smaller(
+            prepared.job.config,
+            predictor=prepared.predictor(),
+            budget_bytes=prepared.resolved.target.budget_bytes,
+            is_valid=prepared.can_train,
+            has_run_out=True,
+        )
+        then = (
+            ""
+            if smaller is None
+            else f". The next smaller one: {smaller.words(prepared.job.config)}"
+        )
+    elif isinstance(end, Crashed | TimedOut) and step is not None:
+        then = f", {_RESUMED}"
+    raise fault_of(end, kept=f"; {kept}{then}")
 
 
-def _kept(step: int | None, then: str) -> str:
-    if step is None:
-        return "there is no checkpoint yet"
-    return f"the checkpoint of step {step:,} is kept, {then}"
-
-
-def _result_text(
-    prepared: PreparedTraining, result: wire.TrainingResult, *, environment: Mapping[str, Any]
-) -> str:
-    job, width, held = prepared.job, width_of(sys.stdout), result.eval_loss
+def _result_text(trained: TrainedAdapter) -> str:
+    result, found, width = trained.result, trained.comparison, width_of(sys.stdout)
+    held = "" if result.eval_loss is None else f"; held out {result.eval_loss:.4f}"
+    rows = (found.speed.row(), found.memory.row())
+    words = found.words()
     lines = [
         f"{units.plural(result.steps, 'step')}, {result.tokens:,} supervised tokens, in "
         f"{units.duration(result.seconds)}",
-        f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average"
-        + ("" if held is None else f"; held out {held:.4f}"),
-        table(("", "promised", "reached", "ratio"), promised_and_reached(job, result), width=width),
+        f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average{held}",
+        table(("", "promised", "reached", "ratio"), rows, width=width),
+        *([] if words is None else [folded(words, width)]),
     ]
-    if (why_not := incomparable(job, result)) is not None:
-        lines.append(folded(f"Not comparable: {why_not}.", width))
-    if (different := deviation(job, result, environment=environment)) is not None:
-        lines.append(folded(different.words, width))
     if result.rows_left_out:
         lines.append(f"{units.plural(result.rows_left_out, 'example')} had no supervised token.")
-    return "\n".join([*lines, f"Adapter: {job.output}"])
+    return "\n".join([*lines, f"Adapter: {trained.job.output}"])
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[wire.Event], None]]:
+def _shown() -> Iterator[Callable[[Event], None]]:
     """Show a training on stderr: how far it is, and a line for what happens once."""
     steps = 0
     with working("training") as part:
 
-        def observe(event: wire.Event) -> None:
+        def observe(event: Event) -> None:
             nonlocal steps
             match event:
-                case wire.Started():
+                case Started():
                     steps = event.steps
                     note(_started(event))
                     if event.documents_apart is False:
                         note(f"warning: {TOGETHER}")
-                case wire.Progressed(step=step, loss=loss):
-                    rate, left = units.rate(event.tokens_per_second), event.seconds_left
-                    words = f"loss {loss:.4f}, {rate} tokens/s, {units.duration(left)} left"
-                    part(f"steps: {words}")(step, steps)
-                case wire.Evaluated(step=step, loss=loss):
+                case TrainingProgress(step=step, loss=float(loss)):
+                    rate, left = event.tokens_per_second, event.seconds_left
+                    words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s"
+                    part(f"steps: {words}, {units.duration(left or 0.0)} left")(step, steps)
+                case Evaluated(step=step, loss=loss):
                     note(f"step {step:,}: held-out loss {loss:.4f}")
-                case wire.Saved(step=step):
+                case Saved(step=step, refusal=None):
                     note(f"step {step:,}: checkpoint written")
-                case wire.NotSaved(step=step, reason=reason):
+                case Saved(step=step, refusal=reason):
                     note(
                         f"warning: step {step:,}: no checkpoint, as the disk does not take it "
                         f"({reason}); the training continues, and the one before is kept"
@@ -216,7 +225,7 @@ def _shown() -> Iterator[Callable[[wire.Event], None]]:
         yield observe
 
 
-def _started(started: wire.Started) -> str:
+def _started(started: Started) -> str:
     begun = f"from step {started.steps_done:,} " if started.steps_done else ""
     examples = units.plural(started.rows, "example")
     if started.texts_rows not in (None, started.rows):
@@ -255,21 +264,21 @@ def verify(
             tell=lambda name, done, of: part(name)(done, of),
         )
     say_result(found.to_json(), verification_text(found), as_json=as_json)
-    return DONE if found.ok else NOT_AS_RECORDED
+    return DONE if found.comparison.is_within else NOT_AS_RECORDED
 
 
 def verification_text(found: Verification) -> str:
     """Return both figures beside each other, and what differs."""
-    verdict = "As recorded" if found.ok else "Not as recorded"
-    figures = (("tokens/s", found.speed, units.rate), ("peak allocated", found.memory, units.gib))
-    lines = [f"{verdict}: {found.label}, {found.steps} steps of {_RUNS[found.kind]}."]
-    for name, figure, words in figures:
+    verdict = "As recorded" if found.comparison.is_within else "Not as recorded"
+    record = found.record
+    lines = [f"{verdict}: {record.label}, {found.steps} steps of {_RUNS[record.kind]}."]
+    for figure in (found.comparison.speed, found.comparison.memory):
         beside = "not compared"
         if figure.ratio is not None:
             within = units.percent(figure.tolerance)
             beside = f"{100 * (figure.ratio - 1.0):+.1f} % (within {within} is as recorded)"
-        both = f"{words(figure.promised)} recorded, {words(figure.reached)} reached"
-        lines.append(f"{name:<14}  {both}: {beside}")
+        _, promised, reached, _ = figure.row()
+        lines.append(f"{figure.name:<14}  {promised} recorded, {reached} reached: {beside}")
     return "\n".join([*lines, *(f"- {difference}" for difference in found.differences)])
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from peft import prepare_model_for_kbit_training
+from peft import PeftModel, prepare_model_for_kbit_training
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from search_spaces.config import TrialConfig, liger_kernels
@@ -132,6 +133,13 @@ def _needing(key: str, *, is_own: bool = True, cure: str = "") -> Iterator[None]
         if not is_own:
             raise
         raise Unavailable(key, f"{error}: {cure}" if cure else str(error)) from error
+
+
+def name_quantizer(model: PeftModel) -> None:
+    """Give a base that was built in 4 bits what `from_pretrained` gives one, and Trainer reads."""
+    base = model.get_base_model()
+    if getattr(base, "is_quantized", False) and getattr(base, "hf_quantizer", None) is None:
+        base.hf_quantizer = AutoHfQuantizer.from_config(base.config.quantization_config)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

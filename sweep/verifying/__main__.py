@@ -1,53 +1,139 @@
-"""The child that needs torch for a verification: random weights to load, or TRL's training.
+"""What a verification needs torch for, in a process of its own: random weights of an architecture,
+or TRL's training on an exported file, with an exported script's options.
 
-Run as ``python -P -m sweep.verifying PARENT``.
+Run as ``python -P -m sweep.verifying FILE --model MODEL --output DIRECTORY ...``: without
+``--metrics`` FILE is a model's `ModelSpec.to_json`, and MODEL the directory of a tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import json
+import os
+import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
-from sweep.subprocess_jobs import Say, serve_subprocess
+from sweep.processes import bind_to_parent
+
+_SHARD_BYTES_MAX = 3 * 10**9
+_STD = 0.02
+_WARMUP_STEPS = 3
 
 
-def _do(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
-    match request:
-        case {"do": "weights"}:
-            return _weights(request, say)
-        case _:
-            return _trl(request)
+def write_random_weights(spec: Any, directory: Path, *, tokenizer: Path) -> None:
+    """Write bf16 weights with config and tokenizer, one shard in memory at a time.
+
+    Speed and memory do not depend on what the weights are, and drawing billions of numbers takes a
+    minute: matrices of one shape are equal.
+
+    Args:
+        spec: the architecture, a `ModelSpec`.
+        directory: is made.
+        tokenizer: whose files are put beside the weights.
+    """
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {key: value for key, value in spec.config.items() if key != "quantization_config"}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Tied weights are one parameter, and are stored once.
+    tensors: dict[str, Any] = dict(model.named_parameters())
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=_SHARD_BYTES_MAX)
+    drawn: dict[tuple[int, ...], Any] = {}
+    torch.manual_seed(0)
+    for file, names in split.filename_to_tensors.items():
+        shard = {}
+        for name in names:
+            shape = tuple(tensors[name].shape)
+            if len(shape) < 2:
+                make = torch.zeros if name.endswith("bias") else torch.ones
+                shard[name] = make(shape, dtype=torch.bfloat16)
+                continue
+            if shape not in drawn:
+                drawn[shape] = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, _STD)
+            # Each has memory of its own: safetensors refuses those that share it.
+            shard[name] = drawn[shape].clone()
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index)
+        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    model.config.save_pretrained(directory)
+    files = shutil.ignore_patterns("config.json")
+    shutil.copytree(tokenizer, directory, ignore=files, dirs_exist_ok=True)
 
 
-def _weights(request: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
+def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps as ``trl sft --config FILE`` does, and return what was reached."""
+    import torch
+    import trl
+    import yaml
+    from trl.scripts import sft
+
+    from sweep.hugging_face import StepClock
+
+    options = {
+        **yaml.safe_load(Path(typed.file).read_text(encoding="utf-8")),
+        "model_name_or_path": typed.model,
+        "datasets": [{"path": "json", "data_files": typed.data, "columns": ["text"]}],
+        "output_dir": typed.output,
+        "max_steps": typed.max_steps,
+        "save_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    path = Path(typed.output).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    clock, trained, own = StepClock(), [], trl.SFTTrainer
+
+    def with_clock(*args: Any, **kwargs: Any) -> Any:
+        trained.append(own(*args, **kwargs, callbacks=[clock]))
+        trained[0].save_model = lambda *_, **__: None
+        return trained[0]
+
+    trl.SFTTrainer = with_clock
+    sft.main(
+        *sft.make_parser().parse_args_and_config(
+            ["--config", str(path)], fail_with_unknown_args=True
+        )
+    )
+    seconds = clock.seconds()
+    kinds = {str(p.dtype) for p in trained[0].model.parameters() if p.requires_grad}
+    return {
+        "steps": len(seconds),
+        "tokens_per_second": typed.tokens_per_step
+        / statistics.median(seconds[_WARMUP_STEPS:] or seconds),
+        "peak_allocated_bytes": clock.peak_allocated_bytes(),
+        "adapter_dtypes": sorted(kind.removeprefix("torch.") for kind in kinds),
+    }
+
+
+def main() -> None:
+    """Do what was typed."""
+    bind_to_parent(os.getppid())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    for name in ("--model", "--data", "--output", "--metrics"):
+        parser.add_argument(name)
+    for name in ("--max-steps", "--tokens-per-step"):
+        parser.add_argument(name, type=int)
+    typed = parser.parse_args()
+    if typed.metrics is not None:
+        Path(typed.metrics).write_text(json.dumps(train_with_trl(typed)), encoding="utf-8")
+        return
     from search_spaces.models import ModelSpec
     from sweep.training.libraries import OPTIONAL, lean_imports
 
+    spec = ModelSpec.from_json(json.loads(Path(typed.file).read_text(encoding="utf-8")))
     with lean_imports(*OPTIONAL):
-        from sweep.verifying.random_weights import write_random_weights
-
-    write_random_weights(
-        ModelSpec.from_json(request["model"]),
-        Path(request["directory"]),
-        tokenizer=Path(request["tokenizer"]),
-        on_progress=lambda done, of: say({"what": "shards written", "done": done, "of": of}),
-    )
-    return {}
-
-
-def _trl(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    from sweep.verifying.trl_run import train_with_trl
-
-    return train_with_trl(
-        Path(request["file"]),
-        model=Path(request["model"]),
-        texts=Path(request["texts"]),
-        output=Path(request["output"]),
-        steps=request["steps"],
-        tokens_per_step=request["tokens_per_step"],
-    )
+        write_random_weights(spec, Path(typed.output), tokenizer=Path(typed.model))
 
 
 if __name__ == "__main__":
-    serve_subprocess(_do)
+    main()

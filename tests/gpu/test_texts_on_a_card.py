@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from storage.records import INTERRUPTED
 from sweep.data.split import split
 from sweep.data.study_epochs import StudyEpochs
 from sweep.finetuning import checkpoints
-from sweep.finetuning.wire import Stopped, TrainingResult
+from sweep.finetuning.protocol import TrainingResult
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
@@ -158,7 +159,7 @@ def test_a_training_that_was_stopped_goes_on(
     assert isinstance(whole, TrainingResult), whole
     begun = job(tmp_path / "again", directory, packing=packing, checkpoint_steps=2, **options)
     stopped, _ = run(begun, stop_after=4)
-    assert isinstance(stopped, Stopped), stopped
+    assert stopped == INTERRUPTED
     newest = str(checkpoints.newest(tmp_path / "again"))
     resumed, _ = run(begun.model_copy(update={"resume_from": newest}))
     assert isinstance(resumed, TrainingResult), resumed

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sweep.finetuning.rows import EpochOrder
-
 WIDTHS = np.random.default_rng(0).integers(20, 400, 100).tolist()
 
 
 def _order(*, is_grouped: bool, step: int, epoch: int = 0) -> list[int]:
+    from sweep.finetuning.rows import EpochOrder
+
     order = EpochOrder(len(WIDTHS), batch_size=step, seed=3, widths=WIDTHS, is_grouped=is_grouped)
     order.set_epoch(epoch)
     return list(order)

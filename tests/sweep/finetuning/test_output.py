@@ -38,7 +38,7 @@ def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None
 def test_the_newest_two_are_kept_by_number_and_not_by_name(tmp_path: Path) -> None:
     for step in (8, 9, 10):
         write(tmp_path, step)
-        checkpoints.remove_old(tmp_path)
+        checkpoints.remove(tmp_path, keep=checkpoints.steps_of(tmp_path)[:2])
     assert checkpoints.steps_of(tmp_path) == [10, 9]
     assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-10"
 
@@ -59,7 +59,7 @@ def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next_run
     assert done.returncode == -signal.SIGKILL
     assert checkpoints.newest(tmp_path) is None
     assert list(tmp_path.iterdir()), "it left something"
-    checkpoints.remove_leftovers(tmp_path)
+    checkpoints.remove(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
     assert checkpoints.newest(tmp_path, warn=told.append) == tmp_path / "checkpoint-2"
     assert ["step 6" in told[0], "step 4" in told[1], len(told)] == [True, True, 2]
     assert "adapter_model.safetensors is not what was written" in told[0]
-    checkpoints.remove_behind(tmp_path, 2)
+    checkpoints.remove(tmp_path, keep=[2])
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     (tmp_path / "checkpoint-2" / checkpoints.DIGESTS).write_bytes(b"")
     with pytest.raises(EnvironmentFault, match="all checkpoints are damaged"):
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
 
 
 def test_resuming_another_training_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing to go on with"):
+    with pytest.raises(InputError, match="nothing to resume"):
         output.refuse_another(tmp_path / "missing", RUN)
     output.begin(tmp_path, RUN)
     output.refuse_another(tmp_path, RUN)
@@ -138,8 +138,8 @@ def test_room_is_asked_for_beforehand_and_kept_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output.reserve(tmp_path, checkpoint_bytes=2**20)
-    assert (tmp_path / output.RESERVED).stat().st_size > 2**20
-    output.release(tmp_path)
+    assert (tmp_path / checkpoints.RESERVED).stat().st_size > 2**20
+    checkpoints.release(tmp_path)
     assert list(tmp_path.iterdir()) == []
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(10, 10, 0))

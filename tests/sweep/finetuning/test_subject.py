@@ -13,10 +13,14 @@ from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from sweep.export.formats import export
-from sweep.finetuning.fitting import candidates, next_smaller, refuse_too_large
-from sweep.finetuning.loss_page import POINTS_MAX, loss_page
-from sweep.finetuning.subject import Subject, subject_of
-from tests.sweep.export.studies import a_study, some_texts
+from sweep.finetuning.subject import (
+    Subject,
+    candidates,
+    next_smaller,
+    refuse_too_large,
+    subject_of,
+)
+from tests.sweep.export.studies import a_study
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
 
@@ -34,19 +38,14 @@ def study(**options: object) -> StudySnapshot:
     return a_study(WINNER, model=load_model_spec("mistral-7b-v0.3"), **options)  # type: ignore[arg-type]
 
 
-def test_the_winner_of_a_study_comes_with_what_was_measured_of_it() -> None:
+def test_the_winner_of_a_study_comes_with_its_record() -> None:
     subject = of("a10", read_study=lambda _: study(name="a10"))
     assert subject.config == WINNER
     assert subject.words == "the winner of study 'a10', trial 17"
-    assert subject.promise is not None
-    assert subject.promise.tokens_per_second == 16_800.0
-    assert subject.promise.texts is None
-
-
-def test_another_architecture_than_the_studys_has_no_promise() -> None:
-    subject = of("a10", model="demo", read_study=lambda _: study())
-    assert subject.model.name == "demo"
-    assert subject.promise is None
+    assert subject.record is not None
+    assert subject.record.measurement.tokens_per_second == 16_800.0
+    other = of("a10", model="demo", read_study=lambda _: study())
+    assert (other.model.name, other.record) == ("demo", None)
 
 
 def test_a_trial_that_is_not_there_is_named() -> None:
@@ -73,22 +72,9 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     layers = {"target_modules": ("k_proj", "o_proj", "q_proj", "v_proj")}
     assert subject.config == canonical(WINNER).model_copy(update=layers)
     assert subject.model.name == "mistral-7b-v0.3"
-    assert subject.promise is not None
-    assert "trial 17 of study 'a10'" in subject.promise.source
-    assert subject.promise.device == "NVIDIA A10"
-    assert subject.promise.texts is None
-    exported.write_text(export(study(name="a10", texts=some_texts()), format="json"))
-    promise = of(str(exported)).promise
-    assert promise is not None
-    assert promise.texts == some_texts().fingerprint
-    own = of("a10", read_study=lambda _: study(name="a10")).promise
-    assert own is not None
-    assert own.environment["versions"]["torch"] == promise.environment["versions"]["torch"]
-    assert (
-        (own.flags, own.is_confirmed)
-        == (promise.flags, promise.is_confirmed)
-        == (("emulated",), False)
-    )
+    assert subject.record is not None
+    assert subject.record.label == "trial 17 of study 'a10'"
+    assert of(str(exported), model="demo").record is None
     with pytest.raises(InputError, match="says no model: name one with --model"):
         of(str(alone))
     with pytest.raises(InputError, match="--trial is of a study"):
@@ -99,7 +85,7 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
     ("text", "said"),
     [
         ('{"lora_rnk": 4}', "lora_rank"),
-        ('{"config": 3, "model": "demo"}', "config must be an object"),
+        ('{"config": 3, "model": "demo"}', "not whole"),
         ("[]", "object"),
         ("{", "x.json"),
     ],
@@ -187,18 +173,3 @@ def test_what_is_named_can_be_trained_and_says_where_nothing_predicts_it() -> No
     )
     assert found is not None
     assert found.words(config) == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
-
-
-def test_a_long_course_is_drawn_in_as_many_points_as_can_be_seen() -> None:
-    count = 3 * POINTS_MAX
-    page = loss_page(
-        title="<b>model</b>",
-        losses=[1.0] * count,
-        learning_rates=[1e-4] * count,
-        evaluations=[(count // 2, 1.5)],
-        final=(count, 1.25),
-    )
-    assert "<b>" not in page
-    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
-    assert [len(trace["x"]) for trace in data["data"]] == [POINTS_MAX, 1, 1, POINTS_MAX]
-    assert data["data"][0]["x"][-1] == count

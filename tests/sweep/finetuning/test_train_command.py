@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.data.texts import TextsRequest, open_prepared
+from sweep.finetuning.protocol import TrainingResult
 from sweep.finetuning.training import TrainingRequest, prepare_training
-from sweep.finetuning.wire import TrainingResult
 from tests.sweep.finetuning.trainings import run
 
 ROOT = Path(__file__).parents[3]
@@ -42,10 +42,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = [{"text": f"Row {n} says {'so ' * (n % 7 + 3)}and ends."} for n in range(40)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    own = load_model_spec("demo").tokenizer_path
+    assert own is not None
+    shutil.copytree(own, tmp_path / "tokenizer")
+    templates = tmp_path / "tokenizer" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ messages }}")
     return tmp_path
 
 
 COMMAND = ["train", "config.json", "--model", "demo", "--data", "texts.jsonl", "--output", "out"]
+COMMAND += ["--set", "data.tokenizer=tokenizer"]
 COMMAND += ["--checkpoint-every", "1", "--max-steps", "5", "--seed", "3"]
 
 
@@ -76,7 +83,7 @@ def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
     assert not (home / "out" / "adapter_model.safetensors").exists()
 
     assert main(COMMAND) == 2
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume resumes it" in capsys.readouterr().err
     assert main([*COMMAND[:-1], "4", "--resume"]) == 2
     assert "seed was 3 and is 4" in capsys.readouterr().err
 
@@ -92,6 +99,8 @@ def test_a_training_that_was_killed_goes_on_and_leaves_the_same_adapter(
     assert found is not None
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)
     leaves_all(home / "out")
+
+    from safetensors.torch import load_file
 
     whole = uninterrupted(home)
     assert isinstance(whole, TrainingResult), whole
@@ -119,6 +128,7 @@ def leaves_all(output: Path) -> None:
     assert card.startswith("---\n")
     for words in ("library_name: peft", "weights are random", "`0.1`", "transformers"):
         assert words in card
+    assert (output / "additional_chat_templates" / "tools.jinja").is_file()
     page = (output / "loss.html").read_text()
     assert '"training loss"' in page
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
@@ -137,12 +147,11 @@ def uninterrupted(home: Path) -> object:
     def read(request: TextsRequest) -> object:
         return open_prepared(texts)
 
-    assert load_model_spec("demo").source == "shipped"
     prepared = prepare_training(
         TrainingRequest(
             name="config.json",
             output=home / "whole",
-            texts={"texts": "texts.jsonl"},
+            texts={"texts": "texts.jsonl", "tokenizer": "tokenizer"},
             model="demo",
             max_steps=5,
             seed=3,

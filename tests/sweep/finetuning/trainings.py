@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from sweep.finetuning.child import Training
-from sweep.finetuning.wire import End, Saved, TrainingJob
+from sweep.finetuning.protocol import Saved, TrainingJob, TrainingOutcome
 
 SPEC = ModelSpec(
     name="tiny",
@@ -49,7 +48,6 @@ def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: A
             "config": TrialConfig.model_validate(values),
             "model": SPEC.to_json(),
             "texts": None if texts is None else str(texts),
-            "fingerprint": None if texts is None else "abc",
             "eval_fraction": 0.2,
             "device": "cpu",
             "output": str(output),
@@ -58,13 +56,17 @@ def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: A
     )
 
 
-def run(job: TrainingJob, *, stop_after: int | None = None) -> tuple[End, list[BaseModel]]:
+def run(
+    job: TrainingJob, *, stop_after: int | None = None
+) -> tuple[TrainingOutcome, list[BaseModel]]:
     """Train in this process, and return the end and all that was said on the way.
 
     Args:
         job: the training.
         stop_after: asked to stop once the checkpoint of this step is written.
     """
+    from sweep.finetuning.run import Training
+
     Path(job.output).mkdir(parents=True, exist_ok=True)
     said: list[BaseModel] = []
 
@@ -74,4 +76,5 @@ def run(job: TrainingJob, *, stop_after: int | None = None) -> tuple[End, list[B
             training.stop.set()
 
     training = Training(job, send=send)
+    training.prepare()
     return training.run(), said

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from sweep.finetuning.trainer import name_quantizer
 from sweep.training.adapters import attached
+from sweep.training.model import name_quantizer
 from sweep.training.step import TrainingLoop
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
 

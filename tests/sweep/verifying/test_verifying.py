@@ -22,7 +22,7 @@ from sweep.export.formats import endings_of, exported
 from sweep.export.record import RecordedTexts, record_of
 from sweep.terminal.listings import read
 from sweep.verifying import runs
-from sweep.verifying.random_weights import write_random_weights
+from sweep.verifying.__main__ import write_random_weights
 from sweep.verifying.runs import verify
 from tests.sweep.export.studies import a_study
 
@@ -199,6 +199,7 @@ def test_texts_that_are_gone_are_asked_for(home: Path) -> None:
 
 
 def test_random_weights_load_as_the_architecture_they_are_of(tmp_path: Path) -> None:
+
     tied = ModelSpec("tied", "shipped", {**DEMO.config, "tie_word_embeddings": True})
     for spec in (DEMO, tied):
         directory = tmp_path / spec.name
