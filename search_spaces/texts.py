@@ -29,8 +29,9 @@ class TextsChoice(Strict):
     """The column with the text; None recognises the kind of the examples."""
     format: TextsFormat = "auto"
     """What an example is; auto recognises it."""
-    completions_only: bool = False
-    """Whether only what the model is to answer carries loss."""
+    completions_only: bool | None = None
+    """Whether only what the model is to answer carries loss; None as TRL has it: of a prompt and
+    its completion (Alpaca's fields too), and not of texts and chats."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """A directory or hub id; None for the model's own."""
     eval_fraction: Share = 0.05

@@ -21,7 +21,7 @@ from search_spaces.errors import InputError, quote
 from search_spaces.linears import parameters
 from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
-from sweep.data.collating import IGNORED
+from sweep.data.rows import IGNORED
 from sweep.export.documents import lora_options
 from sweep.export.record import Record
 from sweep.export.spelling import lost_adapters, lost_settings

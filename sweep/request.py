@@ -26,9 +26,8 @@ from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import NAME_MAX, check_name, is_file_name
 from sweep.data.choice import typed_texts
-from sweep.data.files import is_on_hub
-from sweep.data.first_rows import look_at
-from sweep.data.texts import TextsRequest
+from sweep.data.rows import is_on_hub
+from sweep.data.texts import TextsRequest, look_at
 from sweep.paths import RESERVED, runs_directory
 
 if TYPE_CHECKING:

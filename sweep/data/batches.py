@@ -13,19 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from sweep.data.collating import COMPLETIONS, IGNORED, INPUT, SEQ_LENGTHS, Collator
-from sweep.data.cutting import cut_exactly
-from sweep.data.epoch import PACKED_AT_ONCE, Epoch, Integers, epoch
-from sweep.data.opening import open_tokens
-from sweep.data.request import LENGTHS, LOSS_LENGTHS
-from sweep.data.split import split
+from sweep.data import rows as encoding
+from sweep.data.epoch import Epoch, Integers, cut_exactly, epoch
+from sweep.data.rows import IGNORED, INPUT, MASK, SEQ_LENGTHS, Collator, split
 from sweep.data.strata import representative
+from sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LENGTH = "length"
-"""The column by which transformers' sampler groups rows of like length."""
 _ALIKE = 3
 """Micro-batches of the largest size. accelerate fetches one ahead, so that with fewer of them one
 would be alive less than in a training."""
@@ -36,6 +32,31 @@ WEIGHT = "weight"
 """Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
 
 Batch = dict[str, Any]
+
+
+def import_readers() -> None:
+    """Import what texts are read and collated by, a second's work of 200 MB that no trial is to
+    do: it would be taken from its budget.
+    """
+    import datasets  # noqa: F401
+    from trl.trainer import sft_trainer  # noqa: F401
+
+
+def open_tokens(directory: Path) -> Dataset:
+    """Return the rows of prepared texts, mapped from the disk.
+
+    ``input_ids`` (list of int32) and ``completion_mask`` (list of int8, 1 where a token carries
+    loss).
+
+    Raises:
+        OSError: they are not there any more.
+    """
+    # Imported here: pandas comes with it, and without texts a worker opens none.
+    from datasets import Dataset, load_from_disk
+
+    dataset = load_from_disk(str(directory / TOKENS), keep_in_memory=False)
+    assert isinstance(dataset, Dataset)
+    return dataset
 
 
 @dataclass(frozen=True)
@@ -171,25 +192,15 @@ def training_rows(
     numbers = np.asarray(indices, dtype=np.int64)
     whole = epoch_of(directory, config, indices=numbers, seed=seed)
     kept = np.sort(numbers[whole.rows.documents])
-    rows = open_tokens(directory).with_format("numpy")
-    if config.packing != "packed":
-        lengths = np.minimum(np.load(directory / LENGTHS, mmap_mode="r"), config.seq_len)
-        return rows.add_column(LENGTH, lengths).select(kept).with_format("numpy")
-    # Imported here, as in `collating`.
-    from trl import pack_dataset
-
-    chosen = rows.select(kept)
-    packed = pack_dataset(
-        chosen, config.seq_len, strategy="bfd", map_kwargs={"batch_size": PACKED_AT_ONCE}
-    )
-    return packed.with_format("numpy")
+    lengths = np.load(directory / LENGTHS, mmap_mode="r")
+    return encoding.training_rows(open_tokens(directory), lengths, kept, config)
 
 
 def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, Any]:
     """Return one row of the texts of these numbers, each cut, put behind one another; `Collator`
     takes it."""
     texts = [rows[int(number)] for number in numbers]
-    columns = [name for name in (INPUT, COMPLETIONS) if name in rows.column_names]
+    columns = [name for name in (INPUT, MASK) if name in rows.column_names]
     row: dict[str, Any] = {
         name: np.concatenate([text[name][: config.seq_len] for text in texts]) for name in columns
     }

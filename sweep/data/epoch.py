@@ -18,7 +18,10 @@ Knows nothing of tokens, tensors or files.
 from __future__ import annotations
 
 import bisect
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,43 +29,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from sweep.data.rows import MASK, is_flattened, padded_widths
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 PACKED_AT_ONCE = 1000
 """Rows that are packed with one another: what `datasets` maps at once, and so TRL packs."""
-_STATIC_SHAPES = 4
 _DRAWS_AT_ONCE_MAX = 50
 """Effective batches that transformers draws before it sorts them by length; a quarter of an epoch
 where that is less."""
-
-
-def is_flattened(config: TrialConfig) -> bool:
-    """Whether packed rows go through as one long row: how flash attention is told of documents."""
-    return config.packing == "packed" and config.attention == "flash_attention_2"
-
-
-def padded_widths(longest: ArrayLike, config: TrialConfig) -> Integers:
-    """Return the tokens to which the rows of micro-batches are padded.
-
-    Args:
-        longest: tokens of each one's longest row, cut; flattened, the tokens of all its rows.
-        config: what trains on them.
-    """
-    lengths = np.asarray(longest, dtype=np.int64)
-    most = config.tokens_per_micro_batch if is_flattened(config) else config.seq_len
-    if config.packing == "packed" and not is_flattened(config):
-        return np.full_like(lengths, most)
-    if not config.compile:
-        return lengths
-    quarter = -(-most // _STATIC_SHAPES)
-    return np.minimum(most, -(-lengths // quarter) * quarter)
-
-
-def padded_width(longest: int, config: TrialConfig) -> int:
-    """Return `padded_widths` of one micro-batch."""
-    return int(padded_widths(longest, config))
 
 
 def cut(lengths: ArrayLike, loss_lengths: ArrayLike, seq_len: int) -> tuple[Integers, Integers]:
@@ -80,6 +56,48 @@ def cut(lengths: ArrayLike, loss_lengths: ArrayLike, seq_len: int) -> tuple[Inte
     kept = np.minimum(whole, seq_len)
     loss = np.asarray(loss_lengths, dtype=np.int64) - (whole - kept)
     return kept, np.clip(loss, 0, np.maximum(kept - 1, 0))
+
+
+def cut_exactly(
+    directory: Path, lengths: ArrayLike, loss_lengths: ArrayLike, seq_len: int
+) -> tuple[Integers, Integers]:
+    """Return what `cut` does, to the token: where a row has tokens without loss, and is cut, its
+    mask is looked at, mapped from the disk.
+
+    Args:
+        directory: of the prepared dataset.
+        lengths: tokens of each of its rows, all of them.
+        loss_lengths: those that carry loss.
+        seq_len: tokens that are left of a longer row.
+
+    Raises:
+        OSError: the tokens are not there any more.
+    """
+    kept, loss = cut(lengths, loss_lengths, seq_len)
+    whole = np.asarray(lengths)
+    is_open = (whole > seq_len) & (np.asarray(loss_lengths) < whole - 1)
+    first = 0
+    for offsets, mask in _masks(directory / "tokens") if is_open.any() else ():
+        rows = np.flatnonzero(is_open[first : first + len(offsets) - 1])
+        begins = offsets[rows]
+        sums = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        # What begins a row is predicted from nothing, whatever its mask says.
+        loss[first + rows] = sums[begins + seq_len] - sums[begins + 1]
+        first += len(offsets) - 1
+    return kept, loss
+
+
+def _masks(tokens: Path) -> Iterator[tuple[Integers, NDArray[Any]]]:
+    """Yield where each row begins and the masks behind one another, a thousand rows at a time."""
+    import pyarrow
+
+    state = json.loads((tokens / "state.json").read_text(encoding="utf-8"))
+    for file in state["_data_files"]:
+        with pyarrow.memory_map(str(tokens / file["filename"])) as source:
+            for batch in pyarrow.ipc.open_stream(source):
+                column = batch.column(MASK)
+                offsets = np.asarray(column.offsets, dtype=np.int64)
+                yield offsets - offsets[0], np.asarray(column.flatten())
 
 
 @dataclass(frozen=True)
@@ -356,5 +374,5 @@ def _masked_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Mask:
 
 def _largest(lengths: Integers, config: TrialConfig) -> Shape:
     if is_flattened(config):
-        return Shape(rows=1, width=padded_width(int(lengths.sum()), config))
-    return Shape(rows=len(lengths), width=padded_width(int(lengths.max()), config))
+        return Shape(rows=1, width=int(padded_widths(lengths.sum(), config)))
+    return Shape(rows=len(lengths), width=int(padded_widths(lengths.max(), config)))

@@ -13,11 +13,9 @@ from torch.utils.data import Dataset
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.batches import WEIGHT, Batch, Texts, loss_left, row_of
-from sweep.data.collating import Collator
+from sweep.data.batches import WEIGHT, Batch, Texts, loss_left, open_tokens, row_of
 from sweep.data.epoch import Integers, epoch, packed
-from sweep.data.opening import open_tokens
-from sweep.data.split import split
+from sweep.data.rows import Collator, split
 
 
 class Lesson(Dataset[Batch]):

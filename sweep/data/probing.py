@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from search_spaces.errors import InputError
-from sweep.data.collating import INPUT
+from sweep.data.rows import INPUT
 
 _TEXT = 8
 """Tokens before what is changed, and of what is."""

@@ -15,9 +15,8 @@ from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
-from sweep.data.cutting import cut_exactly
-from sweep.data.epoch import Epoch, cut, epoch, packed
-from sweep.data.split import split
+from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed
+from sweep.data.rows import split
 from sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
@@ -72,9 +71,7 @@ class StudyEpochs:
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
         train, held = split(len(lengths), choice.eval_fraction, seed)
-        exact: CutAt = partial(cut, lengths, loss_lengths)
-        if texts.summary.completions_only:
-            exact = cache(partial(cut_exactly, texts.directory, lengths, loss_lengths))
+        exact: CutAt = cache(partial(cut_exactly, texts.directory, lengths, loss_lengths))
         return cls(
             lengths[train],
             loss_lengths[train],

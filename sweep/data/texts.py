@@ -1,4 +1,4 @@
-"""A person's texts as this process knows them: asked for, prepared by a child, read back.
+"""A person's dataset as this process knows it: asked for, prepared by a child, read back.
 
 transformers and datasets are imported in the child alone. What was prepared once is found again by
 its fingerprint.
@@ -6,10 +6,13 @@ its fingerprint.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -19,24 +22,32 @@ from pydantic import ValidationError
 from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
+from search_spaces.redaction import redact
 from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.child_environment import child_environment
-from sweep.data import request as own
-from sweep.data.files import is_on_hub, text_files
-from sweep.data.first_rows import look_at
-from sweep.data.request import BrokenRow, Progress, Question, content_of
+from sweep.data import rows
+from sweep.data.rows import RowsError, Source, dataset_files, first_rows, is_on_hub, is_saved
 from sweep.data.tokenizers import find_tokenizer
 from sweep.paths import runs_directory
 from sweep.subprocess_jobs import run_subprocess
 
+SUMMARY, BROKEN, TOKENS = "texts.json", "broken.jsonl", "tokens"
+LENGTHS, LOSS_LENGTHS = "lengths.npy", "loss_lengths.npy"
+BROKEN_KEPT = 10_000
+"""Broken rows that are named; further ones are counted."""
 _COMMAND = (sys.executable, "-P", "-m", "sweep.data")
 """Followed by this process's number."""
+_ENCODING = ("transformers", "tokenizers", "trl", "jinja2")
+"""Packages by which a row becomes the tokens that it does, beside `rows`."""
 _BROKEN_SHOWN = 3
+
+Progress = Callable[[str, int, int], None]
+"""Hears what is done, how much of it, and of how much."""
 
 
 @dataclass(frozen=True)
 class TextsRequest:
-    """Texts as a person names them, with the model that is to read them."""
+    """A dataset as a person names it, with the model that is to read it."""
 
     source: str
     """A file, a directory of files, or a hub id."""
@@ -45,13 +56,14 @@ class TextsRequest:
     rows in; None where only a tokenizer is named."""
     text_column: str | None = None
     format: str = "auto"
-    completions_only: bool = False
+    completions_only: bool | None = None
+    """None for what TRL has for rows of the kind."""
     tokenizer: str | None = None
     """A directory or hub id; None for the model's own."""
 
     @classmethod
     def of(cls, choice: TextsChoice, model: ModelSpec | None) -> TextsRequest:
-        """Return the request for the texts that a space or a command names."""
+        """Return the request for the dataset that a space or a command names."""
         return cls(
             choice.texts,
             model,
@@ -63,51 +75,91 @@ class TextsRequest:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What the child is to prepare, in plain values."""
+
+    source: str
+    format: str
+    text_column: str | None
+    completions_only: bool | None
+    tokenizer: str
+    """As it was named."""
+    tokenizer_directory: str
+    tokenizer_digest: str
+    home: str
+    """Directory that what is prepared is put into, by fingerprint."""
+    content: str | None
+    """Digest of the content; None where only the child can tell."""
+    seen: list[list[int]] | None = None
+    """What `seen` said before the content was looked at; None where nobody asked."""
+
+    def fingerprint(self, content: str) -> str:
+        """Return what tells these tokens from any others, as a name of a directory: content,
+        options and tokenizer, and as datasets has it of what it maps, the code that makes them."""
+        options = [self.format, self.text_column, self.completions_only]
+        code = hashlib.sha256(Path(rows.__file__).read_bytes()).hexdigest()
+        told = [content, options, self.tokenizer_digest, code, *map(version, _ENCODING)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BrokenRow:
+    """A row that cannot be trained on."""
+
+    file: str
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class PreparedTexts:
-    """Texts as tokens on the disk."""
+    """A dataset as tokens on the disk."""
 
     directory: Path
     summary: TextsSummary
-    """With the source as it was named now; it may have been another when they were prepared."""
+    """With the source as it was named now; it may have been another when it was prepared."""
     prepared_as: str
     """The source as it was named then."""
 
     def lengths(self) -> NDArray[np.int32]:
         """Return the tokens of each row, in order, mapped from the disk."""
-        return self._mapped(own.LENGTHS)
+        return self._mapped(LENGTHS)
 
     def loss_lengths(self) -> NDArray[np.int32]:
         """Return each row's tokens that carry loss, in order, mapped from the disk."""
-        return self._mapped(own.LOSS_LENGTHS)
+        return self._mapped(LOSS_LENGTHS)
 
     def broken(self) -> list[BrokenRow]:
-        """Return the rows that cannot be trained on: the first ten thousand of them."""
+        """Return the rows that cannot be trained on, the first ten thousand of them, each with its
+        file as it is called where the source is named as it is now."""
         try:
-            text = (self.directory / own.BROKEN).read_text(encoding="utf-8")
-            rows = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
+            text = (self.directory / BROKEN).read_text(encoding="utf-8")
+            found = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
         except (OSError, ValueError, TypeError) as error:
-            raise EnvironmentFault(_gone(self.directory, error)) from error
-        return [replace(row, file=self._named(row.file)) for row in rows]
-
-    def _named(self, file: str) -> str:
-        """Return a file as it is called where its source is named as it is now."""
-        inside = file.removeprefix(self.prepared_as)
-        return f"{self.summary.source}{inside}" if inside != file else file
+            raise _gone(self.directory, error) from error
+        named = self.summary.source
+        return [
+            replace(row, file=named + row.file.removeprefix(self.prepared_as))
+            if row.file.startswith(self.prepared_as)
+            else row
+            for row in found
+        ]
 
     def notes(self, model: ModelSpec | None = None) -> tuple[str, ...]:
-        """Return what a person should know of these texts, for this model: broken rows, rows
+        """Return what a person should know of this dataset, for this model: broken rows, rows
         longer than its positions, a tokenizer that knows more tokens than it has."""
         summary = self.summary
         found = [f"{summary.source}: {note}" for note in summary.notes]
         if summary.broken:
-            found.append(_of_broken(summary, self.broken()))
+            found.append(self._broken_words())
         if model is None:
             return tuple(found)
         limit = model.max_positions
         if limit is not None and summary.longest > limit:
             longer = int(np.count_nonzero(self.lengths() > limit))
+            which = f"{longer:,} rows are" if longer > 1 else "one row is"
             found.append(
-                f"{summary.source}: {_rows(longer)} longer than the {limit:,} positions of model "
+                f"{summary.source}: {which} longer than the {limit:,} positions of model "
                 f"'{model.name}' (up to {summary.longest:,} tokens), and cut at no more than that"
             )
         if summary.tokenizer_size > model.vocab_size:
@@ -118,70 +170,144 @@ class PreparedTexts:
             )
         return tuple(found)
 
+    def _broken_words(self) -> str:
+        """Return how many rows are broken, and the first few of them."""
+        summary = self.summary
+        few = "; ".join(
+            f"{'' if row.file == summary.source else f'{row.file}: '}line {row.line}: {row.reason}"
+            for row in self.broken()[:_BROKEN_SHOWN]
+        )
+        more = summary.broken - _BROKEN_SHOWN
+        return (
+            f"{summary.source}: {summary.broken:,} of {summary.rows + summary.broken:,} rows are "
+            f"broken and left out: {few}{f'; and {more:,} more' if more > 0 else ''}"
+        )
+
     def _mapped(self, name: str) -> NDArray[np.int32]:
         try:
             return np.load(self.directory / name, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
-            raise EnvironmentFault(_gone(self.directory, error)) from error
+            raise _gone(self.directory, error) from error
 
 
-def _of_broken(summary: TextsSummary, rows: list[BrokenRow]) -> str:
-    """Return how many rows are broken, and the first few of them."""
-    few = "; ".join(
-        f"{'' if row.file == summary.source else f'{row.file}: '}line {row.line}: {row.reason}"
-        for row in rows[:_BROKEN_SHOWN]
-    )
-    more = (
-        f"; and {summary.broken - _BROKEN_SHOWN:,} more" if summary.broken > _BROKEN_SHOWN else ""
-    )
-    of = summary.rows + summary.broken
-    return (
-        f"{summary.source}: {summary.broken:,} of {of:,} rows are broken and left out: {few}{more}"
+def _gone(directory: Path, error: Exception) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"the prepared texts in {directory} cannot be read ({words_of(error)}): remove it"
     )
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} rows are" if count > 1 else "one row is"
+@contextlib.contextmanager
+def translated(name: str) -> Iterator[None]:
+    """Say what is wrong with a dataset as errors of ours."""
+    try:
+        yield
+    except RowsError as error:
+        raise InputError(redact(str(error))) from error
+    except ConnectionError as error:
+        raise EnvironmentFault(redact(str(error))) from error
+    except OSError as error:
+        raise EnvironmentFault(f"{name}: cannot be read: {words_of(error)}") from error
 
 
-def _gone(directory: Path, error: Exception) -> str:
-    return f"the prepared texts in {directory} cannot be read ({words_of(error)}): remove it"
+def text_files(name: str) -> list[tuple[str, Path]]:
+    """Return the files of a dataset that is here, each with the name that a person would use.
+
+    Raises:
+        InputError: there is no such file or directory, or nothing in it can be read as texts.
+        EnvironmentFault: it is there and cannot be read.
+    """
+    with translated(name):
+        return dataset_files(name)
+
+
+def look_at(request: TextsRequest) -> None:
+    """Refuse a dataset in one file here whose first rows show that nothing can be trained on it.
+
+    Takes milliseconds; whoever prepares it imports for seconds first.
+    """
+    name, format = request.source, request.format
+    if len(text_files(name)) > 1 or is_saved(name):
+        return
+    with translated(name):
+        _, _, kind = first_rows(Source(name), name, format=format, text_column=request.text_column)
+        rows.on_completions(kind, request.completions_only)
 
 
 def texts_directory() -> Path:
-    """Return where prepared texts are kept, each under its fingerprint."""
+    """Return where prepared datasets are kept, each under its fingerprint."""
     return runs_directory() / ".texts"
 
 
 def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None) -> PreparedTexts:
-    """Return texts as tokens, prepared now or before.
+    """Return a dataset as tokens, prepared now or before.
 
     Args:
-        request: which, and how they are to be read.
+        request: which, and how it is to be read.
         on_progress: hears what is done, how much of it, and of how much.
 
     Raises:
-        InputError: the texts, an option, the tokenizer or the model are not right, or do not go
+        InputError: the dataset, an option, the tokenizer or the model are not right, or do not go
             together.
         EnvironmentFault: something cannot be read, or the hub cannot be reached.
         OSError: something cannot be written.
     """
     tell = on_progress or (lambda _what, _done, _of: None)
-    question = _question(request, tell)
-    directory = None if question.content is None else _known(question, question.content)
-    if directory is None:
-        directory = _ask(question, tell)
-    summary = _summary(directory)
-    named = summary.model_copy(update={"source": request.source})
+    tokenizer = find_tokenizer(request.tokenizer, request.model)
+    question = Question(
+        source=request.source,
+        format=request.format,
+        text_column=request.text_column,
+        completions_only=request.completions_only,
+        tokenizer=tokenizer.name,
+        tokenizer_directory=str(tokenizer.directory),
+        tokenizer_digest=tokenizer.digest,
+        home=str(texts_directory().absolute()),
+        content=None,
+    )
+    directory = None
+    if not is_on_hub(request.source):
+        look_at(request)
+        with translated(request.source):
+            question = replace(
+                question,
+                seen=seen(request.source),
+                content=content_of(request.source, on_progress=tell),
+            )
+        directory = texts_directory().absolute() / question.fingerprint(str(question.content))
+    if directory is None or not is_whole(directory):
+        answer = run_subprocess(
+            _COMMAND,
+            asdict(question),
+            on_news=lambda news: tell(news["what"], news["done"], news["of"]),
+            environment=child_environment(with_hub_token=question.content is None),
+            name="the texts' process",
+        )
+        directory = Path(answer["prepared"])
+    found = open_prepared(directory)
+    summary = found.summary.model_copy(update={"source": request.source})
     if request.model is not None:
-        require_vocabulary(named, request.model)
-    return PreparedTexts(directory, named, summary.source)
+        require_vocabulary(summary, request.model)
+    return replace(found, summary=summary)
 
 
 def open_prepared(directory: Path) -> PreparedTexts:
-    """Return texts that were prepared before. Raises EnvironmentFault where they are gone."""
-    summary = _summary(directory)
+    """Return what was prepared before. Raises EnvironmentFault where it is gone."""
+    try:
+        text = (directory / SUMMARY).read_text(encoding="utf-8")
+        summary = TextsSummary.model_validate_json(text)
+    except (OSError, ValueError, ValidationError) as error:
+        raise _gone(directory, error) from error
     return PreparedTexts(directory, summary, summary.source)
+
+
+def is_whole(directory: Path) -> bool:
+    """Return whether all that there is of a prepared dataset is in a directory."""
+    if not all((directory / name).exists() for name in (BROKEN, TOKENS, LENGTHS, LOSS_LENGTHS)):
+        return False
+    with contextlib.suppress(EnvironmentFault):
+        open_prepared(directory)
+        return True
+    return False
 
 
 def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
@@ -200,69 +326,30 @@ def require_vocabulary(summary: TextsSummary, model: ModelSpec) -> None:
         )
 
 
-def _question(request: TextsRequest, tell: Progress) -> Question:
-    tokenizer = find_tokenizer(request.tokenizer, request.model)
-    content = seen = None
-    if not is_on_hub(request.source):
-        look_at(request)
-        files = text_files(request.source)
-        try:
-            seen = own.seen(files)
-            content = content_of(_telling_names(files, request.source), on_progress=tell)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{request.source}: cannot be read: {words_of(error)}"
-            ) from error
-    return Question(
-        source=request.source,
-        format=request.format,
-        text_column=request.text_column,
-        completions_only=request.completions_only,
-        tokenizer=tokenizer.name,
-        tokenizer_directory=str(tokenizer.directory),
-        tokenizer_digest=tokenizer.digest,
-        home=str(texts_directory().absolute()),
-        content=content,
-        seen=seen,
-    )
+def seen(name: str) -> list[list[int]]:
+    """Return size and time of each file of a dataset, by which it is known that somebody wrote to
+    one."""
+    found = [path.stat() for _, path in dataset_files(name)]
+    return [[each.st_size, each.st_mtime_ns] for each in found]
 
 
-def _telling_names(files: list[tuple[str, Path]], source: str) -> Iterator[tuple[str, Path]]:
-    """Yield files with their names in a directory, which tell splits apart; a file of its own has
-    but its ending."""
-    named = home_expanded(source)
-    for _, path in files:
-        inside = "" if path == named else str(path.relative_to(named))
-        yield inside or "".join(path.suffixes), path
+def content_of(name: str, *, on_progress: Progress) -> str:
+    """Return a digest of a dataset's files and the order they are read in, blind to where they lie.
 
+    Names inside a directory count, as they tell splits apart; of a single file its ending does.
 
-def _known(question: Question, content: str) -> Path | None:
-    """Return where these texts were prepared before; None where they were not."""
-    directory = Path(question.home) / question.fingerprint(content)
-    if not own.is_whole(directory):
-        return None
-    try:
-        _summary(directory)
-    except EnvironmentFault:
-        return None
-    return directory
-
-
-def _summary(directory: Path) -> TextsSummary:
-    try:
-        text = (directory / own.SUMMARY).read_text(encoding="utf-8")
-        return TextsSummary.model_validate_json(text)
-    except (OSError, ValueError, ValidationError) as error:
-        raise EnvironmentFault(_gone(directory, error)) from error
-
-
-def _ask(question: Question, tell: Progress) -> Path:
-    """Have texts prepared by a child."""
-    answer = run_subprocess(
-        _COMMAND,
-        question.to_json(),
-        on_news=lambda news: tell(news["what"], news["done"], news["of"]),
-        environment=child_environment(with_hub_token=question.content is None),
-        name="the texts' process",
-    )
-    return Path(answer["prepared"])
+    Raises:
+        RowsError: there is no such dataset.
+        OSError: a file cannot be read.
+    """
+    found, named = dataset_files(name), home_expanded(name)
+    total, done = sum(path.stat().st_size for _, path in found) // 10**6, 0
+    hashed = hashlib.sha256()
+    for _, path in found:
+        on_progress("MB looked at", done // 10**6, total)
+        inside = "".join(path.suffixes) if path == named else str(path.relative_to(named))
+        with path.open("rb") as file:
+            hashed.update(f"{inside}\0".encode())
+            hashed.update(hashlib.file_digest(file, "sha256").digest())
+            done += file.tell()
+    return hashed.hexdigest()

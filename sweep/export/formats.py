@@ -11,7 +11,7 @@ from storage.definition import StudySnapshot
 from storage.surfaces import surface_text
 from sweep.export.documents import PEFT_LOST, peft, yaml_document
 from sweep.export.record import Record, beside, record_of
-from sweep.export.script import kernels_beside, script, script_lost
+from sweep.export.script import imported_beside, script, script_lost
 from sweep.export.trainer_files import axolotl, llama_factory, lost, trl, unsloth
 
 
@@ -47,7 +47,7 @@ class _Format:
 
 _JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
 _FORMATS: dict[str, _Format] = {
-    "script": _Format(script, _PYTHON, script_lost, kernels_beside),
+    "script": _Format(script, _PYTHON, script_lost, imported_beside),
     "json": _Format(Record.to_json, _JSON),
     "yaml": _Format(yaml_document, _YAML),
     "peft": _Format(peft, _JSON, lambda _: PEFT_LOST),

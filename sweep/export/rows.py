@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sweep.data.files import CSV, JSON, LINES, PARQUET, how_read
-from sweep.data.kinds import ROLES_OF_OTHERS
+from sweep.data.rows import ROLES_OF_OTHERS, ending
 from sweep.export.record import Record as Recipe
 from sweep.export.record import RecordedTexts as RecipeTexts
 from sweep.export.spelling import Trainer
@@ -19,15 +18,15 @@ DATA_FILE = "data.jsonl"
 """Stands for texts where a study had none, one ``{"text": "..."}`` a line."""
 DATASET = "texts"
 """What LLaMA-Factory's `dataset_info.json` calls them."""
-_BUILDERS = {LINES: "json", JSON: "json", CSV: "csv", PARQUET: "parquet"}
-"""What `datasets` reads a file with."""
 _INSTRUCTIONS = ("instruction", "input", "output")
 
 
 def builder_of(source: str) -> str | None:
     """Return what `datasets` reads a file with; None of a directory or a hub id."""
-    how = how_read(Path(source))
-    return None if how is None or Path(source).is_dir() else _BUILDERS[how]
+    end = ending(Path(source))
+    if end is None or Path(source).is_dir():
+        return None
+    return {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(end, "json")
 
 
 def _has_tabs(source: str) -> bool:

@@ -17,7 +17,6 @@ from search_spaces.config import (
     liger_kernels,
 )
 from storage.files import WRITTEN_BY
-from sweep.data.kinds import ROLES, ROLES_OF_OTHERS
 from sweep.export.documents import (
     comment,
     plain_number,
@@ -26,6 +25,8 @@ from sweep.export.documents import (
 from sweep.export.record import Record, facts
 from sweep.export.spelling import lost_sharding
 
+ROWS = "rows.py"
+"""What lies beside every script, and makes rows of a dataset."""
 KERNELS = "eight_bit.py"
 """What lies beside a script that stores or computes in 8 bits."""
 _OF_THE_BASE = ("quantization", "double_quant", "quantized_fraction")
@@ -56,12 +57,6 @@ def script(recipe: Record) -> str:
         environment=allocator_settings(config.expandable_segments),
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         texts=texts,
-        is_chat=_is_chat(recipe),
-        has_chats=_may_be_chats(recipe),
-        roles=ROLES,
-        roles_of_others=ROLES_OF_OTHERS,
-        marks_turns=_marks_turns(recipe),
-        is_flattened=config.packing == "packed" and config.attention == "flash_attention_2",
         output=recipe.output_dir,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
@@ -69,12 +64,22 @@ def script(recipe: Record) -> str:
     )
 
 
+def imported_beside(recipe: Record) -> dict[str, str]:
+    """Return the files that a recipe's script imports from its directory, by their names."""
+    rows = {ROWS: _copied("sweep.data", ROWS)}
+    return {**rows, **kernels_beside(recipe)}
+
+
 def kernels_beside(recipe: Record) -> dict[str, str]:
-    """Return the file that a recipe's script imports from its directory, by its name."""
+    """Return the file of 8-bit kernels that a recipe's script imports, by its name."""
     if not {recipe.config.compute_dtype, recipe.config.quantization} & set(EIGHT_BIT):
         return {}
-    source = (files("sweep.training") / KERNELS).read_text(encoding="utf-8")
-    return {KERNELS: f"# {WRITTEN_BY}, for the scripts beside it.\n{source}"}
+    return {KERNELS: _copied("sweep.training", KERNELS)}
+
+
+def _copied(package: str, name: str) -> str:
+    source = (files(package) / name).read_text(encoding="utf-8")
+    return f"# {WRITTEN_BY}, for the scripts beside it.\n{source}"
 
 
 def script_lost(recipe: Record) -> tuple[str, ...]:
@@ -82,30 +87,7 @@ def script_lost(recipe: Record) -> tuple[str, ...]:
     sharding = lost_sharding(recipe)
     if sharding is not None:
         return (sharding.replace("the file does not", "the script does not"),)
-    if not _marks_turns(recipe):
-        return ()
-    whose = "Loss on the assistant's turns alone"
-    return (f"{whose if _is_chat(recipe) else 'Prompts and completions that are turns'}: {_MARKS}",)
-
-
-def _is_chat(recipe: Record) -> bool:
-    return recipe.texts_kind in ("messages", "conversations")
-
-
-def _may_be_chats(recipe: Record) -> bool:
-    """Whether rows are chats, or a prompt and a completion, which may be turns."""
-    return _is_chat(recipe) or recipe.texts_kind == "prompt-completion"
-
-
-def _marks_turns(recipe: Record) -> bool:
-    texts = recipe.texts
-    return texts is not None and _may_be_chats(recipe) and texts.summary.completions_only
-
-
-_MARKS = (
-    "the script needs a chat template that marks the assistant's with {% generation %}, and ends "
-    "with a message where neither the tokenizer's nor TRL's for it does."
-)
+    return ()
 
 
 @cache

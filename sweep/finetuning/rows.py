@@ -105,9 +105,8 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
         return Rows(repeated, stacked)
     # Only texts need `datasets`, which takes a second to import.
-    from sweep.data.batches import LENGTH, loss_left, training_rows
-    from sweep.data.collating import Collator
-    from sweep.data.split import split
+    from sweep.data.batches import loss_left, training_rows
+    from sweep.data.rows import LENGTH, Collator, split
 
     directory = Path(job.texts)
     _, loss = loss_left(directory, config.seq_len)
@@ -145,8 +144,8 @@ def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | N
     Raises:
         InputError: the model looks ahead, or is told no positions and so packs nothing.
     """
-    from sweep.data.collating import SEQ_LENGTHS, Collator
     from sweep.data.probing import are_apart, check_is_causal, takes_positions
+    from sweep.data.rows import SEQ_LENGTHS, Collator
 
     check_is_causal(model)
     if config.packing != "packed":

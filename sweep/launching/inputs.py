@@ -13,7 +13,8 @@ from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
 from storage.directory import SPOOL
 from storage.directory import STUDY as IDENTITY
-from sweep.data.files import is_on_hub, text_files
+from sweep.data.rows import is_on_hub
+from sweep.data.texts import text_files
 from sweep.paths import runs_directory
 from sweep.request import BESIDE, RunRequest
 

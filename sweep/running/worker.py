@@ -31,9 +31,8 @@ from storage.records import (
     OutOfMemory,
     Phase,
 )
-from sweep.data.batches import Texts
-from sweep.data.opening import import_readers
-from sweep.data.request import SUMMARY
+from sweep.data.batches import Texts, import_readers
+from sweep.data.texts import SUMMARY
 from sweep.running.ranks import Ranks
 from sweep.running.resident import DETAIL_LENGTH, Resident
 from sweep.running.wire import (

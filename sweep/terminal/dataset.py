@@ -15,7 +15,7 @@ from typing import Any
 from reports import units
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
-from sweep.data.cutting import cut_exactly
+from sweep.data.epoch import cut_exactly
 from sweep.data.lengths import (
     MICRO_BATCH_SIZE,
     Bin,
@@ -25,8 +25,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.request import BROKEN_KEPT
-from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
+from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
 from sweep.terminal.console import folded, note_folded, say_result, table, width_of, working
@@ -114,7 +113,7 @@ def _wastes(
             lengths,
             loss_lengths,
             micro_batch_size=micro_batch_size,
-            cut_at=exact if texts.summary.completions_only else None,
+            cut_at=exact,
         )
         found += [] if waste is None else [waste]
     return found

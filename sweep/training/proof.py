@@ -25,7 +25,7 @@ from search_spaces.errors import in_percent
 from search_spaces.linears import LEAST_QUANTIZED_SHARE
 from storage.records import Faithfulness, Ineffective
 from sweep.data.batches import Batch, TrialBatches, in_parts, loss_tokens, trained_epoch
-from sweep.data.epoch import is_flattened
+from sweep.data.rows import is_flattened
 from sweep.training.adapters import changed, eager, local, recomputed
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from search_spaces.config import TrialConfig
 from sweep.data.batches import training_rows
-from sweep.data.collating import Collator
+from sweep.data.rows import Collator
 from tests.bench.stamp import stamp
 from tests.sweep.data.prepared import prepared
 

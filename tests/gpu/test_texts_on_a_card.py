@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from storage.records import INTERRUPTED
-from sweep.data.split import split
+from sweep.data.rows import split
 from sweep.data.study_epochs import StudyEpochs
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import TrainingResult

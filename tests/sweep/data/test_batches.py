@@ -15,10 +15,9 @@ from trl import pack_dataset
 
 from search_spaces.texts import TextsChoice
 from sweep.data import epoch as epochs
-from sweep.data.batches import Texts, epoch_of, training_rows, trial_batches
-from sweep.data.collating import IGNORED, Collator
-from sweep.data.cutting import cut_exactly
-from sweep.data.opening import open_tokens
+from sweep.data.batches import Texts, epoch_of, open_tokens, training_rows, trial_batches
+from sweep.data.epoch import cut_exactly
+from sweep.data.rows import IGNORED, Collator
 from sweep.data.study_epochs import StudyEpochs
 from tests.sweep.data.prepared import configured, prepared
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.rules import WITHOUT_SDPA
-from sweep.data.collating import IGNORED, Collator
 from sweep.data.probing import are_apart, check_is_causal
+from sweep.data.rows import IGNORED, Collator
 from tests.bench.try_models import spec_of
 
 SHIPPED = (

@@ -19,7 +19,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.split import split
+from sweep.data.rows import split
 
 LENGTHS = arrays(np.int32, st.integers(1, 200), elements=st.integers(2, 3000))
 

@@ -14,11 +14,17 @@ import pytest
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from search_spaces.texts import TextsSummary
-from sweep.data import preparing
-from sweep.data.opening import open_tokens
-from sweep.data.preparing import prepare, quantiles_of
-from sweep.data.request import BROKEN, BROKEN_KEPT, LENGTHS, LOSS_LENGTHS, SUMMARY, Question
-from sweep.data.texts import PreparedTexts, open_prepared
+from sweep.data import texts as module
+from sweep.data.texts import (
+    BROKEN,
+    BROKEN_KEPT,
+    LENGTHS,
+    LOSS_LENGTHS,
+    SUMMARY,
+    PreparedTexts,
+    Question,
+    open_prepared,
+)
 from sweep.data.tokenizers import find_tokenizer
 
 TURNS = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}]
@@ -28,6 +34,8 @@ Prepare = Callable[..., PreparedTexts]
 @pytest.fixture
 def prepared(tmp_path: Path) -> Prepare:
     """Prepares rows, or a file as it is written."""
+    from sweep.data.preparing import prepare
+
     files = find_tokenizer(None, load_model_spec("demo"))
 
     def made(rows: list[Any] | str, **options: Any) -> PreparedTexts:
@@ -38,7 +46,7 @@ def prepared(tmp_path: Path) -> Prepare:
             "source": str(path),
             "format": "auto",
             "text_column": None,
-            "completions_only": False,
+            "completions_only": None,
             "tokenizer": "demo",
             "tokenizer_directory": str(files.directory),
             "tokenizer_digest": files.digest,
@@ -52,6 +60,8 @@ def prepared(tmp_path: Path) -> Prepare:
 
 
 def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> None:
+    from sweep.data.batches import open_tokens
+
     rows = [{"messages": TURNS * count} for count in (1, 3, 2)]
     texts = prepared(rows, completions_only=True)
     tokens, summary = open_tokens(texts.directory), texts.summary
@@ -66,18 +76,25 @@ def test_tokens_lengths_and_summary_are_of_the_same_rows(prepared: Prepare) -> N
     assert summary.longest == summary.quantiles.max == int(texts.lengths().max())
     assert summary.largest_token == max(max(ids) for ids in tokens["input_ids"])
     assert summary.fingerprint == texts.directory.name
+    later = summary.model_dump() | {"something": "of a later version"}
+    assert TextsSummary.model_validate(later) == summary
 
 
-def test_without_completions_only_no_mask_is_kept(prepared: Prepare) -> None:
+def test_what_carries_loss_by_default_is_said(prepared: Prepare) -> None:
     texts = prepared([{"text": "In the hall."}])
-    assert open_tokens(texts.directory).column_names == ["input_ids"]
     assert texts.loss_lengths().tolist() == (texts.lengths() - 1).tolist()
+    assert not texts.summary.completions_only
+    pair = [{"prompt": "Where is it?", "completion": " In the hall."}]
+    assert prepared(pair).summary.completions_only
+    whole = prepared(pair, completions_only=False).summary
+    assert not whole.completions_only
+    assert whole.loss_tokens > prepared(pair).summary.loss_tokens
 
 
 def test_broken_rows_are_left_out_and_named_in_order(prepared: Prepare) -> None:
     text = '{"text": "a"}\n{"text": ""}\nno JSON\n{"text": "b"}\n{"txt": 1}\n{"text": "\\ud800"}\n'
-    texts = prepared(text)
-    assert texts.summary.rows == 2
+    texts = prepared(text + '{"half \\ud800": 1, "text": "the hall"}\n')
+    assert texts.summary.rows == 3
     assert [(row.line, row.reason) for row in texts.broken()] == [
         (2, "text is empty"),
         (3, "not JSON: Expecting value at column 1"),
@@ -85,6 +102,7 @@ def test_broken_rows_are_left_out_and_named_in_order(prepared: Prepare) -> None:
         (6, "holds '\\ud800', half of a surrogate pair, which is no text"),
     ]
     assert texts.summary.broken == 4
+    assert texts.summary.columns == ("text", "txt", "half ?")
     assert all(row.file.endswith("mine.jsonl") for row in texts.broken())
 
 
@@ -98,16 +116,15 @@ def test_of_very_many_broken_rows_the_first_are_named_and_all_counted(prepared: 
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ("", {}, "no rows in it"),
         ("\n \n", {}, "no rows in it"),
         ("x\n", {}, "its one row is broken: "),
         ("x\ny\n", {}, "all 2 rows are broken, the first: "),
         ("{}\n{}\n", {}, "line 1: an empty object"),
         ('{"text": ""}\n', {}, "line 1: text is empty"),
         ('{"txt": "a"}\n', {}, "name the one with the texts with --set data.text_column=NAME"),
-        ('{"text": "a"}\n', {"text_column": "txt"}, "did you mean 'text'?"),
         ('{"text": "a"}\n', {"completions_only": True}, "have no completions of their own"),
         ('{"prompt": "a", "completion": ""}\n', {}, "completion is empty"),
+        ('{"text": "a"}\n', {"seen": [[1, 1]]}, "changed while it was read: run the command again"),
     ],
 )
 def test_texts_of_which_nothing_is_left_are_refused(
@@ -116,8 +133,7 @@ def test_texts_of_which_nothing_is_left_are_refused(
     with pytest.raises(InputError) as refused:
         prepared(text, **options)
     assert words in str(refused.value)
-    assert not list((tmp_path / "home").glob("*")), "nothing is left behind"
-    assert not list((tmp_path / "home").glob(".*")), "nothing is left behind"
+    assert not list((tmp_path / "home").iterdir()), "nothing is left behind"
 
 
 def test_columns_are_looked_for_behind_rows_that_cannot_be_read(prepared: Prepare) -> None:
@@ -138,12 +154,22 @@ def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Pa
     assert texts.summary.rows == 1
 
 
-def test_texts_that_were_prepared_are_not_read_again(
+def test_texts_are_prepared_anew_only_where_what_makes_them_changed(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from sweep.data import preparing
+
     first = prepared([{"text": "a"}])
-    monkeypatch.setattr(preparing, "load_tokenizer", None)
-    assert prepared([{"text": "a"}]).directory == first.directory
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "load_tokenizer", None)
+        assert prepared([{"text": "a"}]).directory == first.directory
+    known, own = {first.directory}, module.version
+    for package in ("transformers", "trl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "version", lambda n, p=package: "0" if n == p else own(n))
+            known.add(prepared([{"text": "a"}]).directory)
+    known.add(prepared([{"text": "a"}], tokenizer_digest="another chat template").directory)
+    assert len(known) == 4
 
 
 def test_what_a_killed_preparation_left_is_removed_and_no_others(
@@ -166,15 +192,9 @@ def test_a_directory_of_which_something_is_missing_is_made_anew(
 ) -> None:
     directory = prepared([{"text": "a"}]).directory
     (directory / missing).unlink()
-    again = prepared([{"text": "a"}])
-    assert again.directory == directory
-    assert {path.name for path in directory.iterdir()} == {
-        "tokens",
-        LENGTHS,
-        LOSS_LENGTHS,
-        BROKEN,
-        SUMMARY,
-    }
+    assert prepared([{"text": "a"}]).directory == directory
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"tokens", LENGTHS, LOSS_LENGTHS, BROKEN, SUMMARY}
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(
@@ -189,47 +209,6 @@ def test_a_disk_that_is_full_leaves_nothing_behind(
     assert not list((tmp_path / "home").iterdir())
 
 
-def test_rows_of_many_batches_stay_in_order(
-    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparing, "_ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(preparing, "_CHARACTERS_AT_ONCE", 300)
-    rows = [{"text": "hall " * (1 + number * 13 % 40)} for number in range(100)]
-    lengths = prepared(rows).lengths()
-    monkeypatch.undo()
-    one_by_one = [prepared([row]).lengths()[0] for row in rows[:5]]
-    assert lengths[:5].tolist() == one_by_one
-    assert len(lengths) == 100
-
-
-def test_a_summary_of_a_later_version_can_still_be_read(prepared: Prepare) -> None:
-    summary = prepared([{"text": "a"}]).summary
-    later = summary.model_dump() | {"something": "new"}
-    assert TextsSummary.model_validate(later) == summary
-
-
-def test_quantiles_are_lengths_that_occur() -> None:
-    found = quantiles_of(np.arange(1, 201, dtype=np.int32))
-    assert found.model_dump() == {"p50": 100, "p90": 180, "p95": 190, "p99": 198, "max": 200}
-    one = quantiles_of(np.array([7], np.int32))
-    assert set(one.model_dump().values()) == {7}
-
-
-def test_a_row_that_is_a_library_is_broken(
-    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparing, "_CHARACTERS_MAX", 20)
-    texts = prepared([{"text": "as long as is read"}, {"text": "x" * 21}])
-    assert [row.reason for row in texts.broken()] == [
-        "21 characters, of at most 20: split it into rows"
-    ]
-
-
-def test_columns_whose_names_are_no_text_are_written_down(prepared: Prepare) -> None:
-    texts = prepared('{"half \\ud800": 1, "text": "the hall"}\n')
-    assert texts.summary.columns == ("half ?", "text")
-
-
 def test_of_several_files_broken_rows_are_told_with_theirs(
     prepared: Prepare, tmp_path: Path
 ) -> None:
@@ -238,11 +217,3 @@ def test_of_several_files_broken_rows_are_told_with_theirs(
         (tmp_path / "all" / f"{name}.jsonl").write_text('{"text": "a b"}\n{"text": 3}\n')
     (note,) = prepared([], source=str(tmp_path / "all"), content="all").notes()
     assert f"{tmp_path}/all/b.jsonl: line 2: text must be text" in note
-
-
-def test_texts_that_change_while_they_are_read_are_not_kept(
-    prepared: Prepare, tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match="changed while it was read: run the command again"):
-        prepared([{"text": "the hall"}], seen=[[1, 1]])
-    assert not list((tmp_path / "home").iterdir())

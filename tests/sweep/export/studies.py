@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, TrialRecord
+from sweep.data import rows
 
 MODEL = ModelSpec(
     name="mistral-7b-v0.3",
@@ -114,5 +116,7 @@ def imported(script: str, path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As the file that lies beside it.
+    sys.modules["rows"] = rows
     spec.loader.exec_module(module)
     return module

@@ -65,13 +65,13 @@ def test_a_script_that_computes_in_8_bits_has_its_kernels_beside_it(
     assert not path.exists()
     kernels.unlink()
     assert main(export) == 0
-    assert capsys.readouterr().out == f"{path}\n{kernels}\n{path}.json\n"
+    assert capsys.readouterr().out == f"{path}\n{home / 'rows.py'}\n{kernels}\n{path}.json\n"
     assert kernels.read_text().endswith(Path(eight_bit.__file__).read_text())
     assert main(export) == 0, "both are sweep's to replace"
     assert main([*export[:2], "-o", str(kernels)]) == 2
     capsys.readouterr()
     assert main(export[:2]) == 0
-    assert "needs eight_bit.py beside it" in " ".join(capsys.readouterr().err.split())
+    assert "rows.py or eight_bit.py beside it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_another_trial_than_the_winner_is_exported_and_says_that_it_is_not_the_best(

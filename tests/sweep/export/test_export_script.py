@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -151,7 +150,9 @@ def test_texts_are_joined_into_full_rows_and_every_token_is_kept(
 ) -> None:
     script = script_of(tiny_config(seq_len=32), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(weights)
-    rows = script.packed(Dataset.from_list(some_texts()), tokenizer)
+    source = tmp_path / "texts.jsonl"
+    source.write_text("\n".join(map(json.dumps, some_texts())))
+    rows = script.packed(script.read(str(source), tokenizer))
     tokens = sum(9 * (1 + index % 5) + 1 for index in range(40))
     assert len(rows) == tokens // 32
     assert {len(row) for row in rows} == {32}
@@ -164,14 +165,15 @@ def test_texts_are_joined_into_full_rows_and_every_token_is_kept(
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [({"prompt": "x"}, "has no column 'text', only prompt"), ({"text": "a"}, "2 tokens")],
+    [({"prompt": "x"}, "no column 'text'"), ({"text": "a"}, "2 tokens")],
 )
 def test_data_that_cannot_be_trained_on_is_refused(
     line: dict[str, str], complaint: str, weights: Path, tmp_path: Path
 ) -> None:
     script, tokenizer = script_of(tiny_config(), tmp_path), AutoTokenizer.from_pretrained(weights)
+    (tmp_path / "one.jsonl").write_text(json.dumps(line))
     with pytest.raises(SystemExit, match=complaint):
-        script.packed(Dataset.from_list([line]), tokenizer)
+        script.packed(script.read(str(tmp_path / "one.jsonl"), tokenizer))
 
 
 OWN_OPTIONS = {

@@ -13,7 +13,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from storage.definition import StudyDefinition
 from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory
-from sweep.data.split import split
+from sweep.data.rows import split
 from sweep.data.texts import texts_directory
 from sweep.paths import runs_directory
 from sweep.running.replay import ReplayRunner

@@ -108,7 +108,7 @@ def test_run_and_plan_say_which_rows_are_left_out_too(
     [
         (["none.jsonl", "--model", "demo"], 2, "'none.jsonl': no such file or directory"),
         (["empty", "--model", "demo"], 2, "no file in this directory ends in .jsonl"),
-        (["pipe.jsonl", "--model", "demo"], 2, "is a named pipe, not a file"),
+        (["pipe.jsonl", "--model", "demo"], 2, "is a pipe or a device, not a file"),
         (["dataset.jsonl"], 2, "--model or --set data.tokenizer=NAME"),
         (["dataset.jsonl", "--model", "a10"], 2, "unknown model 'a10'"),
         (

@@ -13,10 +13,9 @@ from datasets import Dataset, Features, List, Value
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from storage.records import Diverged, OutOfMemory, QualityReport
-from sweep.data.batches import WEIGHT, Texts, loss_tokens
+from sweep.data.batches import WEIGHT, Texts, loss_tokens, open_tokens
 from sweep.data.lesson import Lesson
-from sweep.data.opening import open_tokens
-from sweep.data.split import split
+from sweep.data.rows import split
 from sweep.training.device import CpuDevice
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel

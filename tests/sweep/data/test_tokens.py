@@ -1,0 +1,336 @@
+"""Rows become tokens as TRL and transformers make them, with loss where it belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.errors import InputError
+from search_spaces.models import load_model_spec
+from sweep.data import rows
+from sweep.data.rows import Broken, Encoder, Place, RowsError, Tokens, encoded, on_completions
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is the kettle?"},
+    {"role": "assistant", "content": "In the kitchen."},
+    {"role": "user", "content": "And the clock?"},
+    {"role": "assistant", "content": "It is in the hall: \N{HOURGLASS}"},
+]
+PREFIX = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' and loop.last %}(thought){% endif %}"
+    "{{ m['content'] }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As templates of models that think: the last answer is told with its thoughts, the others not."""
+THINKING = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}"
+)
+"""Prompts for an answer otherwise than it renders one, as Qwen3.5 does."""
+ROLE = "{'human': 'user', 'gpt': 'assistant'}.get(m['role'], m['role'])"
+"""TRL renames turns and not roles."""
+RETELLING = (
+    "{% for m in messages[1:] %}{% if m['role'] == 'user' %}[INST] "
+    "{% if loop.last %}{{ messages[0]['content'] }} {% endif %}{{ m['content'] }}[/INST]"
+    "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+"""As Mistral's: the system's words stand in the last turn where that is the user's."""
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    from sweep.data.preparing import load_tokenizer
+
+    directory = load_model_spec("demo").tokenizer_path
+    assert directory is not None
+    return load_tokenizer(directory, name="demo")
+
+
+@pytest.fixture
+def tokenizer(shipped: Any) -> Any:
+    """The demonstration's, with its own chat template."""
+    own, end = shipped.chat_template, shipped.eos_token
+    yield shipped
+    shipped.chat_template, shipped.eos_token = own, end
+
+
+def encode(tokenizer: Any, kind: str, given: list[dict[str, Any]], only: bool | None) -> list[Any]:
+    encoder = Encoder(tokenizer, kind, completions_only=on_completions(kind, only))
+    numbered = [(Place("mine", line), row) for line, row in enumerate(given, start=1)]
+    return [row for _, row in encoded(numbered, encoder)]
+
+
+def learned(tokenizer: Any, kind: str, only: bool | None = True, **row: Any) -> str:
+    """Return the text of the tokens that carry loss, or why there are none."""
+    (tokens,) = encode(tokenizer, kind, [row], only)
+    return tokens.reason if isinstance(tokens, Broken) else decoded(tokenizer, tokens)
+
+
+def decoded(tokenizer: Any, tokens: Tokens) -> str:
+    return str(tokenizer.decode(tokens.ids[tokens.mask == 1]))
+
+
+# Forty rows of every kind are TRL's
+
+
+def chat(index: int) -> list[dict[str, str]]:
+    turns = [
+        {"role": "user", "content": f"What is {index} and {'so on ' * (index % 4)}?"},
+        {"role": "assistant", "content": f"It is {index * 7}, as it was.\n\nNo more." * (index % 3)}
+        if index % 3
+        else {"role": "assistant", "content": " indeed "},
+    ]
+    system = [{"role": "system", "content": "Be kind."}] if index % 2 else []
+    again = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": f"{index}"}]
+    return [*system, *turns, *(again if index % 5 else [])]
+
+
+def row_of(kind: str, index: int) -> dict[str, Any]:
+    turns = chat(index)
+    match kind:
+        case "text":
+            return {"text": f" In the hall {index}" * (1 + index % 3)}
+        case "prompt-completion":
+            pairs = [("the ket", "tle"), ("In ", "the"), ("a\n", "\nb"), ("2 =", " 4"), ("x", "é")]
+            prompt, completion = pairs[index % 5]
+            return {"prompt": f"{index} {prompt}", "completion": completion}
+        case "turns":
+            return {"prompt": turns[:-1], "completion": turns[-1:]}
+        case "messages":
+            return {"messages": turns}
+        case _:
+            theirs = {"user": "human", "assistant": "gpt"}
+            told = [{"from": theirs[t["role"]], "value": t["content"]} for t in turns[-2:]]
+            return {"conversations": told}
+
+
+def trl_rows(tokenizer: Any, given: list[dict[str, Any]], directory: Path, **options: Any) -> Any:
+    """Return ids and labels that the real trainer prepares."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 2048}
+    trainer = trl.SFTTrainer(
+        model=LlamaForCausalLM(LlamaConfig(**size, **heads)),
+        args=trl.SFTConfig(
+            output_dir=str(directory),
+            max_length=None,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            **options,
+        ),
+        train_dataset=Dataset.from_list(given),
+        processing_class=tokenizer,
+    )
+    return trainer.train_dataset
+
+
+def template_named(name: str) -> str:
+    from trl import chat_template_utils
+
+    return str(getattr(chat_template_utils, f"{name}_chat_template"))
+
+
+TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "llama3", "thinking")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "template", "only"),
+    [
+        ("text", None, None),
+        ("prompt-completion", None, None),
+        ("prompt-completion", None, False),
+        ("messages", None, None),
+        ("messages", None, True),
+        ("conversations", "roles", None),
+        *(("turns", template, None) for template in TEMPLATES),
+        *(("messages", template, True) for template in TEMPLATES[:-1]),
+    ],
+)
+def test_forty_rows_are_trls_own(
+    tokenizer: Any, kind: str, template: str | None, only: bool | None, tmp_path: Path
+) -> None:
+    if template is not None:
+        own = {"thinking": THINKING, "roles": PREFIX.replace("m['role']", ROLE)}
+        tokenizer.chat_template = own.get(template) or template_named(template)
+    made = [row_of(kind, index) for index in range(40)]
+    is_pair = kind in ("turns", "prompt-completion")
+    ours = encode(tokenizer, "prompt-completion" if is_pair else kind, made, only)
+    options = {"completion_only_loss": only} if is_pair else {"assistant_only_loss": bool(only)}
+
+    theirs = trl_rows(tokenizer, made, tmp_path, **options)
+
+    assert len(ours) == len(theirs) == 40
+    for mine, row in zip(ours, theirs, strict=True):
+        assert isinstance(mine, Tokens), mine
+        assert mine.ids.tolist() == row["input_ids"]
+        pairs = zip(mine.ids.tolist(), mine.mask.tolist(), strict=True)
+        assert [token if carries else -100 for token, carries in pairs] == row["labels"]
+
+
+# What TRL has no word for
+
+
+def test_a_text_ends_once_with_the_end_of_its_sequence(tokenizer: Any) -> None:
+    one, same = encode(tokenizer, "text", [{"text": "the ket"}, {"text": "the ket</s>"}], None)
+    assert one.ids.tolist() == same.ids.tolist() == tokenizer("the ket</s>")["input_ids"]
+    # Nothing comes before the first, from which it could be predicted.
+    assert one.loss_count == len(one.ids) - 1
+    tokenizer.model_max_length = 4
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    (long,) = encode(tokenizer, "text", [{"text": "the hall " * 50}], None)
+    assert len(long.ids) > 50
+
+
+def test_a_mark_that_the_tokenizer_itself_puts_at_the_end_is_learned(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    backend = tokenizer.backend_tokenizer
+    own, marks = backend.post_processor, [("<s>", 1), ("</s>", tokenizer.eos_token_id)]
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=marks)
+    try:
+        (tokens,) = encode(
+            tokenizer, "prompt-completion", [{"prompt": "a", "completion": "b"}], True
+        )
+    finally:
+        backend.post_processor = own
+    assert tokens.mask.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("only", [None, False, True])
+def test_what_carries_loss_by_default_is_the_completion(tokenizer: Any, only: bool | None) -> None:
+    pair = {"prompt": "Where?", "completion": " In the hall."}
+    alpaca = {"instruction": "Where?", "output": "In the hall."}
+    for kind, row in (("prompt-completion", pair), ("instruction", alpaca)):
+        text = learned(tokenizer, kind, only, **row)
+        assert text.strip() == "In the hall.</s>" if only is not False else "Where?" in text
+
+
+@pytest.mark.parametrize("template", [PREFIX, FORGETFUL, THINKING])
+def test_turns_are_told_apart_where_the_template_marks_none(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    thought = {PREFIX: "", FORGETFUL: "(thought)", THINKING: "\n</think>\n\n"}[template]
+    first = "In the kitchen.</s>\n"
+    expected = f"{first}{thought}It is in the hall: \N{HOURGLASS}</s>\n"
+    assert learned(tokenizer, "messages", messages=TURNS) == expected
+    # What begins the first turn of all is no answer of the model's.
+    alone = learned(tokenizer, "messages", messages=TURNS[2:])
+    assert alone == expected.replace("(thought)", thought)
+
+
+def test_a_prompt_that_is_told_otherwise_later_carries_no_loss(tokenizer: Any) -> None:
+    tokenizer.chat_template = RETELLING
+    asked = {"role": "user", "content": "Yes or no?"}
+    answer = {"role": "assistant", "content": "no"}
+    assert learned(tokenizer, "messages", messages=[TURNS[0], asked, answer]).strip() == "no</s>"
+    row = {"prompt": [TURNS[0], asked, TURNS[2], asked], "completion": [answer]}
+    assert learned(tokenizer, "prompt-completion", **row).strip() == "no</s>"
+
+
+def test_turns_of_weight_0_carry_no_loss(tokenizer: Any) -> None:
+    turns = [dict(turn) for turn in TURNS]
+    turns[2]["weight"], turns[4]["weight"] = 0, 1
+    for template in (tokenizer.chat_template, PREFIX):
+        tokenizer.chat_template = template
+        text = learned(tokenizer, "messages", messages=turns)
+        assert text.strip() == "It is in the hall: \N{HOURGLASS}</s>"
+        turns[4]["weight"] = 0
+        assert "every turn" in learned(tokenizer, "messages", messages=turns)
+        turns[4]["weight"] = 1
+    for only, kind, row in (
+        (False, "messages", {"messages": turns}),
+        (True, "prompt-completion", {"prompt": turns[:2], "completion": turns[2:]}),
+    ):
+        assert "turn 3: weight 0 is heeded" in learned(tokenizer, kind, only, **row)
+    turns[2]["weight"] = 0.5
+    assert "weight must be 0 or 1" in learned(tokenizer, "messages", messages=turns)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "refuses it: Roles must alternate"),
+        ("{{ messages[99]['content'] + 'x' }}", "the chat template refuses it"),
+        ("{{ messages[0]['content'] + 1 }}", "the chat template fails"),
+        # Meant for contents in parts, of which a text has none.
+        (PREFIX.replace("m['content'] | trim", "m['content'].text"), "leaves out what turn 2 says"),
+        ("{{ messages | length }}", "leaves out what turn 2 says"),
+    ],
+)
+def test_a_template_that_does_not_render_a_row_breaks_it(
+    tokenizer: Any, template: str, reason: str
+) -> None:
+    tokenizer.chat_template = template
+    for only in (False, True):
+        assert reason in learned(tokenizer, "messages", only, messages=TURNS)
+
+
+def test_a_tokenizer_without_a_template_is_refused_for_chats_alone(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(RowsError, match="has no chat template, which these texts need"):
+        Encoder(tokenizer, "messages", completions_only=False)
+    assert encode(tokenizer, "text", [{"text": "a"}], None)
+
+
+def test_what_cannot_be_tokenized_is_broken(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "CHARACTERS_MAX", 20)
+    tokenizer.eos_token = None
+    found = encode(
+        tokenizer, "text", [{"text": text} for text in ("ab \ud83d", "x" * 21, "a", "fine")], None
+    )
+    reasons = [row.reason for row in found if isinstance(row, Broken)]
+    assert reasons[:2] == [
+        "holds '\\ud83d', half of a surrogate pair, which is no text",
+        "21 characters, of at most 20: split it into rows",
+    ]
+    assert isinstance(found[-1], Tokens)
+
+
+def test_rows_of_many_batches_keep_their_order(tokenizer: Any) -> None:
+    pairs = [{"prompt": TURNS[:2], "completion": TURNS[2:3]}, {"prompt": "a", "completion": "b"}]
+    many = [pairs[index % 7 % 2] for index in range(2500)]
+    many[1700] = {"prompt": ""}
+    found = encode(tokenizer, "prompt-completion", many, None)
+    alone = [encode(tokenizer, "prompt-completion", [pair], None)[0] for pair in pairs]
+    for index, row in enumerate(found):
+        if index == 1700:
+            assert isinstance(row, Broken)
+        else:
+            assert row.ids.tolist() == alone[index % 7 % 2].ids.tolist()
+            assert row.mask.tolist() == alone[index % 7 % 2].mask.tolist()
+
+
+def test_a_tokenizer_in_python_does_the_same(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    slow = AutoTokenizer.from_pretrained(tmp_path)
+    assert not slow.is_fast
+    text = learned(slow, "prompt-completion", prompt="Where?", completion=" In the hall.")
+    assert text == " In the hall.</s>"
+    slow.chat_template = PREFIX
+    assert learned(slow, "messages", messages=TURNS[1:3]).rstrip() == "In the kitchen.</s>"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "no JSON"])
+def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, text: str) -> None:
+    from sweep.data.preparing import load_tokenizer
+
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match="tokenizer 'mine': transformers cannot read it"):
+        load_tokenizer(tmp_path, name="mine")
