@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +22,11 @@ from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.planning.imagined import a_forecaster, an_offer
 
-WORK = AskedWork(samples=10_000)
+TERMS: dict[str, Any] = {
+    "work": AskedWork(samples=10_000),
+    "offers": [an_offer()],
+    "deadline_seconds": None,
+}
 
 
 def the_job(gpu: str, **held: Any) -> SearchSpace:
@@ -32,23 +35,13 @@ def the_job(gpu: str, **held: Any) -> SearchSpace:
     return space
 
 
-def a_card(
-    gpu: str,
-    *offers: Offer,
-    deadline_seconds: float | None = None,
-    budget_gib: float | None = None,
-) -> JobCard:
-    return on_card(
-        the_job(gpu),
-        a_forecaster(gpu=gpu, budget_gib=budget_gib),
-        work=WORK,
-        offers=offers or [an_offer(gpu=gpu)],
-        deadline_seconds=deadline_seconds,
-    )
+def a_card(gpu: str, *offers: Offer, budget_gib: float | None = None, **terms: Any) -> JobCard:
+    known = TERMS | {"offers": offers or [an_offer(gpu=gpu)]} | terms
+    return on_card(the_job(gpu), a_forecaster(gpu=gpu, budget_gib=budget_gib), **known)
 
 
-def answered(cards: Sequence[JobCard], *, deadline_seconds: float | None = None) -> Cheapest:
-    return Cheapest(MISTRAL, cards[0].bill.workload, job({}), deadline_seconds, ranked(cards))
+def answered(*cards: JobCard) -> Cheapest:
+    return Cheapest(MISTRAL, cards[0].bill.workload, job({}), None, ranked(cards))
 
 
 def test_what_is_not_typed_of_a_job_is_the_recipes() -> None:
@@ -66,10 +59,9 @@ def test_what_is_not_typed_of_a_job_is_the_recipes() -> None:
     assert job({"effective_batch_size": 64, "micro_batch_size": 8})["effective_batch_size"] == 64
 
 
-@pytest.mark.parametrize("gpu", ["t4", "a10", "a100-40gb", "h200"])
-def test_a_card_does_it_with_what_a_survey_recommends(gpu: str) -> None:
-    best = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended
-    card = a_card(gpu)
+@pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
+def test_a_gpu_does_it_with_what_a_survey_recommends(gpu: str) -> None:
+    best, card = survey(the_job(gpu), a_forecaster(gpu=gpu)).recommended, a_card(gpu)
     assert card.forecast.config == best.config
     assert (card.outcome, card.bill.workload.samples) == (Outcome.IN_TIME, 10_000)
 
@@ -104,7 +96,7 @@ def test_the_cheapest_and_the_smallest_are_of_those_in_time() -> None:
         a_card("l4", deadline_seconds=1.0),
         a_card("t4", budget_gib=3),
     ]
-    answer = answered(cards)
+    answer = answered(*cards)
     assert [card.gpu.name for card in answer.cards] == ["a100-40gb", "h200", "a10", "l4", "t4"]
     assert answer.cheapest is cards[1]
     assert answer.smallest is cards[0]
@@ -123,30 +115,22 @@ def test_cards_whose_costs_overlap_are_not_told_apart() -> None:
     even = base.bill.usd / other.bill.usd
     for price, tied in ((1.01 * even, ["l4"]), (0.99 * parted, ["l4"]), (1.01 * parted, [])):
         rival = a_card("l4", an_offer(gpu="l4", usd_per_hour=price))
-        answer = answered([base, rival])
+        answer = answered(base, rival)
         assert answer.cheapest is base
         assert [card.gpu.name for card in answer.perhaps_cheapest] == tied
 
 
 def test_a_card_without_a_price_or_without_a_rule_that_allows_it_says_so() -> None:
     config = TrialConfig(compute_dtype="bf16", effective_batch_size=16)
-    old = on_card(
-        config, a_forecaster(gpu="t4"), work=WORK, offers=[an_offer()], deadline_seconds=None
-    )
+    old = on_card(config, a_forecaster(gpu="t4"), **TERMS)
     assert (old.outcome, old.forecast) == (Outcome.FORBIDDEN, None)
     assert "bf16" in old.reason
-    dear = on_card(the_job("a10"), a_forecaster(), work=WORK, offers=[], deadline_seconds=None)
+    dear = on_card(the_job("a10"), a_forecaster(), **TERMS | {"offers": []})
     assert dear.outcome is Outcome.NO_PRICE
     assert dear.forecast is not None
 
 
 def test_a_model_that_cannot_be_traced_is_an_error_and_not_too_large() -> None:
-    predictor = ImaginedPredictor(fault=Untraceable("data decides"))
+    untraceable = a_forecaster(predictor=ImaginedPredictor(fault=Untraceable("data decides")))
     with pytest.raises(InputError, match="data decides"):
-        on_card(
-            the_job("a10"),
-            a_forecaster(predictor=predictor),
-            work=WORK,
-            offers=[an_offer()],
-            deadline_seconds=None,
-        )
+        on_card(the_job("a10"), untraceable, **TERMS)

@@ -16,13 +16,8 @@ from tests.sweep.imagined_study import MISTRAL
 
 
 def _forecaster(predictor: ImaginedPredictor, budget_bytes: int) -> Forecaster:
-    return Forecaster(
-        model=MISTRAL,
-        budget_bytes=budget_bytes,
-        predictor=predictor,
-        violation=lambda _: None,
-        warn=lambda _: None,
-    )
+    about = {"model": MISTRAL, "budget_bytes": budget_bytes, "violation": lambda _: None}
+    return Forecaster(**about, predictor=predictor, warn=lambda _: None)
 
 
 def _study(**target: str) -> StudySnapshot:
@@ -34,11 +29,8 @@ def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: 
     assert study.memory_forecasts.get(study.records[0].config) is None
     assert list(study.memory_forecasts) == []
     assert not any(tmp_path.iterdir())
-
-
-def test_nothing_is_predicted_of_a_study_on_the_cpu(tmp_path: Path) -> None:
-    study = _study(device="cpu")
-    assert with_memory_forecasts(study, cache_dir=tmp_path) is study
+    on_cpu = _study(device="cpu")
+    assert with_memory_forecasts(on_cpu, cache_dir=tmp_path) is on_cpu
 
 
 def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() -> None:
@@ -52,9 +44,7 @@ def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() ->
     assert known[small].fits == "yes"
     assert sum(known[small].parts.values()) == known[small].peak_allocated_bytes
     assert predictor.asked.count(small) == 1
-
-
-def test_what_cannot_be_predicted_is_not_in_it() -> None:
+    # What cannot be predicted is not in it.
     fault = ImaginedPredictor(fault=InputError("no"))
     known = KeptForecasts([TrialConfig()], _forecaster(fault, GIB))
     assert TrialConfig() not in known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,22 @@ def a_forecaster(rows: Any = ROWS, **changes: Any) -> Forecaster:
 
 def test_a_cell_is_the_fastest_of_its_size_though_larger_batches_may_be_slower() -> None:
     """They pad more, so that no structure is done with for what it is at its largest."""
-    dimensions = {
-        "micro_batch_size": {"choices": (1, 2, 4, 8, 16, 32)},
-        "seq_len": {"choices": (128, 256, 384, 512)},
-        "packing": {"choices": ["none", "grouped", "packed"]},
-        "kernels": {"choices": ["hf", "liger", "fused-loss"]},
-        "compile": {"choices": [False, True]},
-        "checkpoint_fraction": {"choices": [0.0, 1.0]},
+    values = {
+        "micro_batch_size": (1, 2, 4, 8, 16, 32),
+        "seq_len": (128, 512),
+        "packing": ["none", "grouped", "packed"],
+        "kernels": ["hf", "liger"],
+        "checkpoint_fraction": [0.0, 1.0],
     }
+    dimensions = {key: {"choices": known} for key, known in values.items()}
     space = SearchSpace.model_validate({"name": "mine", "dimensions": dimensions})
     rows = np.random.default_rng(0).lognormal(np.log(200), 0.8, 100).astype(np.int64) + 2
     forecaster = a_forecaster(rows)
-    table = survey(space, forecaster).table
-    speeds: dict[tuple[int, int, Fit], list[float]] = {}
-    for params in space.combinations():
-        config = space.config(params)
-        forecast = forecaster.expect(config)
-        size = config.micro_batch_size, config.seq_len, forecast.fit
+    speeds: dict[Any, list[float]] = {}
+    for forecast in (forecaster.expect(space.config(params)) for params in space.combinations()):
+        size = forecast.config.micro_batch_size, forecast.config.seq_len, forecast.fit
         speeds.setdefault(size, []).append(forecast.tokens_per_second or 0.0)
-    for size, cell in table.cells.items():
+    for size, cell in survey(space, forecaster).table.cells.items():
         if cell.fit is not Fit.NO:
             assert cell.tokens_per_second == pytest.approx(max(speeds[*size, cell.fit]))
 
@@ -98,44 +96,24 @@ def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
     assert twice.steps == 2 * once.steps
     with pytest.raises(InputError, match="--work epochs is of the dataset"):
         AskedWork(epochs=2.0, samples=10, has_texts=True)
-
-
-def test_without_texts_no_epoch_is_spoken_of() -> None:
-    plan = plan_card(
-        a_forecaster(shapes=None).expect(CONFIG), work=AskedWork(), offers=[an_offer()]
-    )
-    assert "epoch" not in card_document(plan)
+    # Without texts none is spoken of.
+    random_rows = a_forecaster(shapes=None).expect(CONFIG)
+    assert "epoch" not in card_document(plan_card(random_rows, work=AskedWork(), offers=[]))
 
 
 def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
     # Random rows of very different lengths: the more in a micro-batch, the more of it is pads.
     rows = np.tile([20, 20, 20, 20, 20, 20, 20, 1000], 200)
-    space = SearchSpace.model_validate(
-        {
-            "name": "mine",
-            "gpu": "a10",
-            "dimensions": {
-                "micro_batch_size": {"choices": [1, 2, 4, 8, 16]},
-                "packing": {"choices": ["none"]},
-            },
-            "fixed": {"seq_len": 1024},
-        }
-    )
+    batches = {"micro_batch_size": {"choices": [1, 2, 4, 8, 16]}}
+    fixed = {"seq_len": 1024, "packing": "none"}
+    space = SearchSpace.model_validate({"name": "mine", "dimensions": batches, "fixed": fixed})
     forecaster = a_forecaster(rows)
     plan = plan_card(survey(space, forecaster), work=AskedWork(), offers=[])
-    speeds = {
-        size: forecaster.expect(
-            space.config({"micro_batch_size": size, "packing": "none"})
-        ).tokens_per_second
-        for size in (1, 2, 4, 8, 16)
-    }
-    assert plan.shown.config.micro_batch_size == max(speeds, key=lambda size: speeds[size] or 0.0)
-    assert plan.shown.config.micro_batch_size < 16
-
-
-def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
-    forecast = a_forecaster([50, 60, 70]).expect(CONFIG)
-    assert forecast.broken.rule == "texts-make-no-micro-batch"
+    asked = [forecaster.expect(space.config(params)) for params in space.combinations()]
+    best = max(asked, key=lambda forecast: forecast.tokens_per_second)
+    assert plan.shown.config.micro_batch_size == best.config.micro_batch_size < 16
+    # What the texts make no batch of is forbidden.
+    assert a_forecaster([50, 60, 70]).expect(CONFIG).broken.rule == "texts-make-no-micro-batch"
 
 
 @pytest.mark.parametrize(
@@ -149,15 +127,11 @@ def test_what_the_texts_make_no_batch_of_is_forbidden() -> None:
 def test_a_study_of_other_texts_calibrates_no_plan(
     studied: str | None, asked: str | None, said: str
 ) -> None:
+    about = {"model": MISTRAL, "gpu": A10, "shapes": shapes()}
     with pytest.raises(InputError, match=said):
-        evidence_from(study_of(studied), model=MISTRAL, gpu=A10, texts=summary(asked))
-
-
-def test_a_study_of_the_same_texts_does() -> None:
-    known = evidence_from(
-        study_of("cafe"), model=MISTRAL, gpu=A10, texts=summary("cafe"), shapes=shapes()
-    )
-    assert known.study == "mine"
+        evidence_from(study_of(studied), **about, texts=summary(asked))
+    same = summary(studied)
+    assert evidence_from(study_of(studied), **about, texts=same).study == "mine"
 
 
 def summary(fingerprint: str | None) -> Any:
@@ -165,9 +139,9 @@ def summary(fingerprint: str | None) -> Any:
 
 
 def study_of(fingerprint: str | None) -> StudySnapshot:
-    snapshot = a_snapshot()
-    about = snapshot.definition.model_copy(update={"texts": summary(fingerprint)})
-    return StudySnapshot(name="mine", definition=about, environment={}, records=())
+    known = a_snapshot()
+    about = known.definition.model_copy(update={"texts": summary(fingerprint)})
+    return replace(known, definition=about)
 
 
 def question(tmp_path: Path, **typed: Any) -> Any:

@@ -82,43 +82,22 @@ def test_what_is_typed_is_asked_for_whatever_the_file_leaves_out() -> None:
     assert space.size() == 4
 
 
+ONE = "dimensions: {micro_batch_size: [1, 2]}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "numerics: 16-bit\ndimensions: {micro_batch_size: [1], compute_dtype: [int8, fp8]}",
-            "line 1: numerics leaves nothing to search: compute_dtype is 'int8' or 'fp8'",
-        ),
-        (
-            "numerics: 16-bit\ndimensions: {micro_batch_size: [1]}\nfixed: {compute_dtype: fp8}",
-            "line 1: numerics leaves nothing to search: compute_dtype is 'fp8'",
-        ),
-        (
-            "numerics: 8-bit\ndimensions: {micro_batch_size: [1]}",
-            "line 1: numerics must be one of 'any' or '16-bit', got '8-bit'",
-        ),
-        (
-            "leave_out: [{lora_rank: [16]}]\ndimensions: {micro_batch_size: [1]}",
-            "line 1: leave_out leaves nothing to search: lora_rank is 16",
-        ),
-        (
-            "leave_out: [{micro_batch_size: [1]}]\ndimensions: {micro_batch_size: [1, 2]}",
-            "line 1: leave_out cannot name micro_batch_size",
-        ),
-        (
-            "leave_out: [{kernels: [liger, hff]}]\ndimensions: {micro_batch_size: [1, 2]}",
-            "line 1: kernels must be one of 'hf', 'fused-loss' or 'liger', got 'hff'",
-        ),
-        (
-            "leave_out: [{kernel: [hf]}]\ndimensions: {micro_batch_size: [1, 2]}",
-            "line 1: unknown key 'kernel'",
-        ),
+        (f"{ONE}numerics: 16-bit\nfixed: {{compute_dtype: fp8}}", "numerics leaves nothing to"),
+        (f"{ONE}numerics: 8-bit", "numerics must be one of 'any' or '16-bit', got '8-bit'"),
+        (f"{ONE}leave_out: [{{lora_rank: [16]}}]", "leave_out leaves nothing to search"),
+        (f"{ONE}leave_out: [{{micro_batch_size: [1]}}]", "cannot name micro_batch_size"),
+        (f"{ONE}leave_out: [{{kernels: [liger, hff]}}]", "kernels must be one of"),
     ],
 )
 def test_what_leaves_nothing_or_names_nothing_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=message):
         parse_space(text, label="mine.yaml")
-    assert message in str(caught.value)
 
 
 def test_a_run_that_is_held_to_16_bits_is_a_study_of_its_own() -> None:

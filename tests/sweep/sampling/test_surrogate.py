@@ -1,16 +1,91 @@
+"""What is believed of speeds and peaks, and what a trial is expected to gain by it."""
+
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from sweep.sampling.surrogate import (
     Array,
     Column,
+    Goal,
+    Mixture,
     Observed,
     Peaks,
     SpeedSurrogate,
     chance_to_fit,
+    expected_improvement,
+    front,
+    most_telling,
 )
 from tests.sweep.simulated_device import OneFactor
+
+
+def speeds(count: int, *, of: int = 1, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).random((count, of))
+
+
+def a_goal(mean: float, deviation: float) -> Goal:
+    """One candidate, of which speed alone is asked for."""
+    first = Mixture(np.ones(1), np.full((1, 1), mean), np.full((1, 1), deviation))
+    return Goal(first, np.ones((1, 2)), np.zeros(2))
+
+
+def test_the_expected_gain_is_that_of_draws_from_the_distribution() -> None:
+    draws = np.exp(0.05 + 0.2 * np.random.default_rng(0).standard_normal(200_000))
+    gains, chances = expected_improvement(a_goal(0.05, 0.2), np.array([[0.5], [1.0], [0.9]]))
+    assert gains[0] == pytest.approx(np.maximum(draws - 1, 0).mean(), rel=0.01)
+    assert chances[0] == pytest.approx((draws > 1).mean(), rel=0.01)
+
+
+def test_no_gain_is_expected_beyond_what_a_trial_can_gain() -> None:
+    gains, _ = expected_improvement(a_goal(0.0, 5.0), np.ones((1, 1)))
+    assert 0.3 < gains[0] < 1.0
+
+
+def test_the_expected_gain_of_several_objectives_is_that_of_the_dominated_volume() -> None:
+    reached = np.array([[1.0, 2.0, 3.0], [1.1, 1.0, 1.0], [0.9, 3.0, 0.5], [0.8, 1.0, 1.0]])
+    first = Mixture(np.ones(1), np.full((1, 1), 0.02), np.full((1, 1), 0.1))
+    goal = Goal(first, np.array([[2.5, 2.0]]), np.zeros(2))
+    gains, _ = expected_improvement(goal, reached)
+    random_points = np.random.default_rng(0).random((20_000, 3)) * [2.0, 3.0, 3.0]
+    is_under = (random_points[:, None] <= reached[None]).all(axis=2).any(axis=1)
+    is_below = (random_points[:, 1:] <= goal.others[0]).all(axis=1)
+    grown = []
+    for speed in np.exp(0.02 + 0.1 * np.random.default_rng(1).standard_normal(300)):
+        grown.append((~is_under & is_below & (random_points[:, 0] <= speed)).mean())
+    assert gains[0] == pytest.approx(np.mean(grown) / is_under.mean(), rel=0.03)
+
+
+def test_the_front_is_what_no_other_matches_in_everything() -> None:
+    points = np.array([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0], [2.0, 1.0], [0.5, 2.0]])
+    assert [tuple(points[at]) for at in front(points)] == [(1.0, 2.0), (2.0, 1.0)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000, 10_000])
+@pytest.mark.parametrize("objectives", [1, 2, 3])
+def test_of_many_the_best_and_the_newest_are_among_those_learned_from(
+    count: int, objectives: int
+) -> None:
+    trials = speeds(count, of=objectives)
+    kept = most_telling(trials, most=64)
+    assert kept == sorted(set(kept))
+    assert {*range(max(0, count - 16), count)} <= {*kept}
+    if count:
+        assert {*trials.argmax(axis=0)} <= {*kept}
+    # One trial more changes little, and where none reached anything they teach as well.
+    assert len({*kept} & {*most_telling(trials[:-1], most=64)}) >= min(count, 64) - 4
+    assert len(most_telling(np.full((count, 1), -np.inf), most=64)) == min(count, 64)
+
+
+@pytest.mark.parametrize("objectives", [1, 2])
+def test_one_trial_more_never_makes_fewer_teach(objectives: int) -> None:
+    trials = speeds(450, of=objectives)
+    counts = [len(most_telling(trials[:count], most=200)) for count in range(190, 451)]
+    assert counts == [min(count, 200) for count in range(190, 451)]
+
+
+# Speed
 
 KINDS = np.repeat([0, 1, 2], 8)
 SIZES = np.tile(np.arange(8.0), 3)
@@ -51,6 +126,7 @@ def test_what_one_structure_has_over_its_forecast_is_believed_of_its_like() -> N
 
 def test_uncertainty_falls_where_something_was_measured() -> None:
     before = a_surrogate(TRUTH).posterior(observed())
+    assert np.abs(before.mean - TRUTH).max() < 0.1, "as forecast"
     after = a_surrogate(TRUTH).posterior(observed(3))
     assert after.deviation[3] < 0.3 * before.deviation[3]
     assert after.deviation[3] < after.deviation[20] < before.deviation[20]
@@ -73,6 +149,9 @@ def test_what_is_predicted_well_below_the_budget_fits_and_well_above_does_not() 
     assert chance[0] > 0.95
     assert chance[6] < 0.1
     assert (np.diff(chance) < 0).all()
+    # What is not predicted is left to the device.
+    peaks = Peaks(np.array([np.nan, 3.0]), np.full(2, 0.015), np.zeros(2, dtype=np.intp))
+    assert chance_to_fit(peaks, [], log_budget=BUDGET)[0] == 1.0
 
 
 def test_a_prediction_that_is_too_high_loosens_once_a_peak_is_measured() -> None:
@@ -86,19 +165,9 @@ def test_a_prediction_that_is_too_low_tightens_once_something_ran_out() -> None:
     assert chances((1, float(PREDICTED[1] + np.log(1.4)), False))[2] < 0.02
 
 
-def test_what_is_not_predicted_is_left_to_the_device() -> None:
-    peaks = Peaks(np.array([np.nan, 3.0]), np.full(2, 0.015), np.zeros(2, dtype=np.intp))
-    assert chance_to_fit(peaks, [], log_budget=BUDGET)[0] == 1.0
-
-
 def test_compiled_layers_say_nothing_of_eager_ones() -> None:
     kinds = np.array([0, 1], dtype=np.intp)
     peaks = Peaks(np.log([19.0, 19.0]), np.full(2, 0.015), kinds)
     chance = chance_to_fit(peaks, [(1, BUDGET, True)], log_budget=BUDGET)
     assert chance[0] > 0.9
     assert chance[1] < 0.5
-
-
-def test_before_anything_is_measured_a_speed_is_as_forecast() -> None:
-    speed = a_surrogate(TRUTH).posterior(observed())
-    assert np.abs(speed.mean - TRUTH).max() < 0.1

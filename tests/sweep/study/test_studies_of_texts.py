@@ -10,23 +10,25 @@ import pytest
 from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.definition import StudyDefinition
-from storage.reading import read_study
 from storage.records import Measured, Outcome, OutOfMemory
 from sweep.data.rows import split
 from sweep.data.texts import texts_directory
-from sweep.paths import runs_directory
+from sweep.predict.memory.profiles import Untraceable
 from sweep.running.replay import ReplayRunner
+from sweep.study import session
 from sweep.study.session import Prepared, prepare, prepare_again
+from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.prepared_texts import Reader, prepared_texts
 from tests.sweep.simulated_device import a_measurement
-from tests.sweep.study.test_session import run
+from tests.sweep.study.test_session import read, run
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    nothing = ImaginedPredictor(fault=Untraceable("not traced"))
+    monkeypatch.setattr(session, "CpuMemory", lambda *_, **__: nothing)
     (tmp_path / "mine.jsonl").write_text('{"text": "hello"}\n')
     return tmp_path
 
@@ -36,22 +38,32 @@ def reader(home: Path) -> Reader:
     return Reader(prepared_texts(home / "prepared"))
 
 
-def prepared(reader: Reader, *, space: str = "cpu-demo", **changes: Any) -> Prepared:
-    overrides = {"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4}
-    options = {"study": None, "held": None, "stored": lambda _: None}
-    for key in (*options,):
-        options[key] = changes.pop(key, options[key])
+@pytest.fixture
+def url(home: Path) -> str:
+    return f"sqlite:///{home}/runs/sweep.db"
+
+
+def prepared(
+    reader: Reader, *, space: str = "cpu-demo", study: Any = None, held: Any = None, **typed: Any
+) -> Prepared:
+    """Prepare a study, or go on with it where a database is named under ``url``."""
+    url = typed.pop("url", None)
     return prepare(
         space,
-        overrides=overrides | changes,
+        overrides={"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed,
+        study=study,
+        held=held,
         card=lambda: None,
         read_texts=reader,
-        **options,  # type: ignore[arg-type]
+        stored=lambda name: read(url, name).definition if url else None,
     )
 
 
-def stored(url: str, name: str) -> StudyDefinition:
-    return read_study(name, url=url, home=runs_directory()).definition
+def own_space(home: Path, data: str = "mine.jsonl") -> dict[str, Any]:
+    """Write a space file that names its texts; return what is typed then."""
+    head = "gpu: cpu\nmodel: demo\nbudget_gib: 1\n"
+    (home / "own.yaml").write_text(f"{head}data: {data}\ndimensions: {{seq_len: [64, 128]}}\n")
+    return {"space": "own.yaml", "data": None}
 
 
 def test_texts_that_are_named_are_read_for_the_model_and_held_with_the_study(
@@ -65,30 +77,22 @@ def test_texts_that_are_named_are_read_for_the_model_and_held_with_the_study(
     assert what.name == "cpu-demo-mine"
 
 
-def test_a_presets_lengths_are_those_of_the_texts_and_packing_is_searched(reader: Reader) -> None:
+def test_a_presets_lengths_are_those_of_the_texts_and_packing_is_searched(
+    reader: Reader, home: Path
+) -> None:
     what = prepared(reader)
     assert what.space.dimensions["seq_len"].values() == (384, 448)
     assert what.space.dimensions["packing"].values() == ("none", "packed", "grouped")
     assert what.space.baseline_config().packing == "none"
     assert len(what.notes) == 2
-
-
-def test_knobs_that_are_typed_are_held_with_texts_as_well(reader: Reader) -> None:
-    what = prepared(reader, held={"seq_len": 128, "packing": "packed"})
-    assert what.space.fixed["seq_len"] == 128
-    assert what.space.fixed["packing"] == "packed"
-    assert not {"seq_len", "packing"} & set(what.space.dimensions)
-    assert what.notes == ()
-
-
-def test_lengths_of_a_space_file_of_ones_own_are_kept(reader: Reader, home: Path) -> None:
-    text = (
-        "gpu: cpu\nmodel: demo\nbudget_gib: 1\ndata: mine.jsonl\ndimensions: {seq_len: [64, 128]}\n"
-    )
-    (home / "own.yaml").write_text(text)
-    what = prepared(reader, space="own.yaml", data=None)
-    assert what.space.dimensions["seq_len"].values() == (64, 128)
-    assert what.name == "own"
+    held = prepared(reader, held={"seq_len": 128, "packing": "packed"})
+    assert held.space.fixed.items() >= {"seq_len": 128, "packing": "packed"}.items()
+    assert not {"seq_len", "packing"} & set(held.space.dimensions)
+    assert held.notes == ()
+    # Those of a file of one's own are kept.
+    own = prepared(reader, **own_space(home))
+    assert own.space.dimensions["seq_len"].values() == (64, 128)
+    assert own.name == "own"
 
 
 def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(home: Path) -> None:
@@ -111,28 +115,18 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
         prepared(Reader(prepared_texts(home / "none", lengths)), space="own.yaml", data=None)
 
 
-@pytest.mark.parametrize("key", ["text_column", "format", "completions_only", "tokenizer"])
-def test_what_is_said_of_texts_that_nobody_named_is_refused(reader: Reader, key: str) -> None:
-    value = {"format": "text", "completions_only": True}.get(key, "x")
-    with pytest.raises(InputError, match=f"data.{key} is about a dataset.*--data"):
-        prepared(reader, data={key: value})
-    assert reader.asked == []
-
-
 def test_typed_texts_take_the_place_of_a_files_with_what_was_said_of_its_rows(
     reader: Reader, home: Path
 ) -> None:
-    (home / "own.yaml").write_text(
-        "gpu: cpu\nmodel: demo\nbudget_gib: 1\n"
-        "data: {texts: other.jsonl, text_column: body, eval_fraction: 0.2}\n"
-        "dimensions: {lora_rank: [4, 8]}\n"
-    )
+    own_space(home, "{texts: other.jsonl, text_column: body, eval_fraction: 0.2}")
     data = prepared(reader, space="own.yaml").space.data
     assert (data.texts, data.text_column) == (str(home / "mine.jsonl"), None)
     assert data.eval_fraction == 0.2
 
 
 def test_what_can_be_refused_without_reading_texts_is(reader: Reader) -> None:
+    with pytest.raises(InputError, match=r"data.text_column is about a dataset.*--data"):
+        prepared(reader, data={"text_column": "x"})
     with pytest.raises(InputError, match="packing packed needs a dataset"):
         prepared(reader, data=None, held={"packing": "packed"})
     with pytest.raises(EnvironmentFault, match="no NVIDIA GPU"):
@@ -144,15 +138,16 @@ def fitting(config: TrialConfig) -> Outcome:
     return Measured(measurement=a_measurement(config, peak_allocated_bytes=2**20))
 
 
-def driven(what: Prepared, url: str, otherwise: Any = fitting) -> None:
-    run(what, url, new_runner=lambda _: ReplayRunner(otherwise=otherwise))
+def driven(what: Prepared, url: str, otherwise: Any = fitting) -> ReplayRunner:
+    runner = ReplayRunner(otherwise=otherwise)
+    run(what, url, new_runner=lambda _: runner)
+    return runner
 
 
-def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, home: Path) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
+def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, url: str) -> None:
     what = prepared(reader)
     driven(what, url)
-    snapshot = read_study(what.name, url=url, home=runs_directory())
+    snapshot = read(url, what.name)
     tokens = int(reader.texts.summary.tokens)
     for record in snapshot.records:
         assert record.epoch.rows + record.epoch.rows_left_out == 190
@@ -164,102 +159,76 @@ def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, home: Path) -> 
 
 
 def test_a_study_goes_on_with_its_own_texts_where_nobody_names_any(
-    reader: Reader, home: Path
+    reader: Reader, home: Path, url: str
 ) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
     what = prepared(reader, study="mine")
     driven(what, url)
-    again = prepared(reader, study="mine", data=None, stored=lambda name: stored(url, name))
+    again = prepared(reader, study="mine", data=None, url=url)
     assert again.definition.texts == what.definition.texts
     assert len(reader.asked) == 2
     driven(again, url)
-
-
-def test_a_study_goes_on_with_what_was_prepared_where_the_source_is_gone(
-    reader: Reader, home: Path
-) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
+    # With what was prepared, where that is kept and the source is gone.
     kept = prepared_texts(texts_directory() / "cafe")
-    what = prepared(reader, study="mine")
-    driven(what, url)
     (home / "mine.jsonl").unlink()
-    again = prepared(reader, study="mine", data=None, stored=lambda name: stored(url, name))
+    again = prepared(reader, study="mine", data=None, url=url)
     assert again.texts.directory == kept.directory
-    assert len(reader.asked) == 1
-    confirmed = prepare_again(
-        "mine", stored(url, "mine"), confirm={}, card=lambda: None, read_texts=reader
-    )
+    stored = read(url, "mine").definition
+    confirmed = prepare_again("mine", stored, confirm={}, card=lambda: None, read_texts=reader)
     assert confirmed.definition.texts == what.definition.texts
-    assert len(reader.asked) == 1
-
-
-def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
-    reader: Reader, home: Path
-) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
-    text = "gpu: cpu\nmodel: demo\nbudget_gib: 1\ndata: {}\ndimensions: {{lora_rank: [4, 8]}}\n"
-    (home / "own.yaml").write_text(text.format("mine.jsonl"))
-    kept = prepared_texts(texts_directory() / "cafe")
-    driven(prepared(reader, space="own.yaml", data=None), url)
-    (home / "mine.jsonl").unlink()
-    again = prepared(reader, space="own.yaml", data=None, stored=lambda name: stored(url, name))
-    assert again.texts.directory == kept.directory
-    assert len(reader.asked) == 1
-    (home / "own.yaml").write_text(text.format("{texts: mine.jsonl, completions_only: true}"))
-    prepared(reader, space="own.yaml", data=None, stored=lambda name: stored(url, name))
     assert len(reader.asked) == 2
 
 
-@pytest.mark.parametrize("changed", ["texts", "none", "seed", "eval_fraction"])
-def test_a_study_is_not_gone_on_with_on_other_texts(
-    reader: Reader, home: Path, changed: str
+def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
+    reader: Reader, home: Path, url: str
 ) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
+    kept = prepared_texts(texts_directory() / "cafe")
+    driven(prepared(reader, **own_space(home)), url)
+    (home / "mine.jsonl").unlink()
+    again = prepared(reader, **own_space(home), url=url)
+    assert again.texts.directory == kept.directory
+    assert len(reader.asked) == 1
+    other = own_space(home, "{texts: mine.jsonl, completions_only: true}")
+    prepared(reader, **other, url=url)
+    assert len(reader.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ({"data": None}, r"texts: .*cafe.* -> none"),
+        ({"seed": 5}, "seed: 0 -> 5"),
+        ({"data": {"texts": "mine.jsonl", "eval_fraction": 0.2}}, "eval_fraction: 0.05 -> 0.2"),
+        ({}, r"texts: .*cafe.* -> .*beef"),
+    ],
+)
+def test_a_study_is_not_gone_on_with_on_other_texts(
+    reader: Reader, home: Path, url: str, typed: dict[str, Any], said: str
+) -> None:
     driven(prepared(reader, study="mine"), url)
-    match changed:
-        case "texts":
-            other = prepared_texts(home / "other", fingerprint="beef")
-            what, said = prepared(Reader(other), study="mine"), r"texts: .*cafe.* -> .*beef"
-        case "none":
-            what, said = prepared(reader, study="mine", data=None), r"texts: .*cafe.* -> none"
-        case "seed":
-            what, said = prepared(reader, study="mine", seed=5), "seed: 0 -> 5"
-        case _:
-            data = {"texts": "mine.jsonl", "eval_fraction": 0.2}
-            what, said = prepared(reader, study="mine", data=data), "eval_fraction: 0.05 -> 0.2"
+    other = reader if typed else Reader(prepared_texts(home / "other", fingerprint="beef"))
     with pytest.raises(InputError, match=said):
-        driven(what, url)
+        driven(prepared(other, study="mine", **typed), url)
 
 
-def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
+def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path, url: str) -> None:
     few = Reader(prepared_texts(home / "few", [20, 30, 40, 50]))
     with pytest.raises(InputError, match="micro_batch_size is 8 and the texts make 3 rows"):
         prepared(few, held={"micro_batch_size": 8})
-    what = prepared(few, trials=30, sampler="random")
-    ran: list[TrialConfig] = []
-
-    def runs(config: TrialConfig) -> Outcome:
-        ran.append(config)
-        return fitting(config)
-
-    driven(what, url, runs)
-    assert all(config.micro_batch_size <= 3 for config in ran)
-    records = read_study(what.name, url=url, home=runs_directory()).records
+    what = prepared(few, trials=16, sampler="random")
+    assert all(config.micro_batch_size <= 3 for config in driven(what, url).ran)
+    records = read(url, what.name).records
     invalid = [r.outcome for r in records if r.verdict == "invalid"]
     assert invalid
     assert all(getattr(o, "rule", "") == "texts-make-no-micro-batch" for o in invalid)
-    assert all("smaller micro_batch_size" in getattr(o, "detail", "") for o in invalid)
 
 
 def test_an_out_of_memory_of_unpacked_rows_says_nothing_of_packed_ones(
-    reader: Reader, home: Path
+    reader: Reader, url: str
 ) -> None:
-    url = f"sqlite:///{home}/runs/sweep.db"
     out_of_memory = OutOfMemory(stage="forward", step=0)
-    what = prepared(reader, trials=30, sampler="random")
+    what = prepared(reader, trials=16, sampler="random")
     driven(what, url, lambda c: out_of_memory if c.packing == "none" else fitting(c))
-    records = read_study(what.name, url=url, home=runs_directory()).records
+    records = read(url, what.name).records
     verdicts = {r.verdict for r in records if r.config.packing != "none"}
     assert verdicts <= {"fits", "pruned_slow"}
     assert any(r.verdict == "oom" for r in records)

@@ -71,19 +71,15 @@ def test_wrong_priors_cost_trials_and_never_the_optimum(is_reversed: bool, memor
 
 
 @pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
-def test_the_order_of_the_lines_tells_a_sampler_nothing(sampler: Any) -> None:
-    surface = recorded()
-    turned = replace(surface.surface, rows=surface.surface.rows[::-1])
-    first = search(surface, sampler, seed=3)
-    second = search(replace(surface, surface=turned), sampler, seed=3)
-    assert (first.trials, first.oom) == (second.trials, second.oom)
-
-
-@pytest.mark.parametrize("sampler", ["guided", "tpe", "random"])
-def test_every_row_is_asked_for_once_and_nothing_else_is(sampler: Any) -> None:
+def test_every_row_is_asked_for_once_whatever_the_order_of_the_lines(sampler: Any) -> None:
     surface = recorded("llama-3.1-8b")
-    asked = [identity(row.config) for row, _ in trials_of(surface, sampler, seed=1)]
-    assert sorted(asked) == sorted(identity(row.config) for row in surface.surface.rows)
+    turned = replace(surface.surface, rows=surface.surface.rows[::-1])
+    first, second = (
+        [identity(row.config) for row, _ in trials_of(known, sampler, seed=1)]
+        for known in (surface, replace(surface, surface=turned))
+    )
+    assert first == second
+    assert sorted(first) == sorted(identity(row.config) for row in surface.surface.rows)
 
 
 @pytest.mark.slow
@@ -102,14 +98,8 @@ def test_the_document_has_what_scripts_rely_on() -> None:
     surface = recorded("llama-3.1-8b")
     done = search(surface, "guided", seed=0)
     document = document_of(surface, {"guided": [done, done]})
-    assert document.keys() == {
-        "surface",
-        "budget_bytes",
-        "configurations",
-        "fitting",
-        "best",
-        "samplers",
-    }
+    numbers = {"budget_bytes", "configurations", "fitting"}
+    assert document.keys() == {"surface", "best", "samplers", *numbers}
     assert document["best"]["tokens_per_second"] == surface.best.tokens_per_second
     guided = document["samplers"]["guided"]
     assert guided["trials"] == {"median": done.trials, "p95": done.trials}
@@ -123,11 +113,7 @@ def test_the_document_has_what_scripts_rely_on() -> None:
         (["--samplers", "guidid"], 2, "unknown sampler 'guidid'; did you mean 'guided'"),
         (["--seeds", "0"], 2, "--seeds must be from 1 to"),
         (["--budget-gib", "-1"], 2, "--budget-gib must be greater than 0, got -1"),
-        (
-            ["--budget-gib", "5"],
-            1,
-            "none of 2 configurations fits 5.00 GiB; ask with --budget-gib 8 or more",
-        ),
+        (["--budget-gib", "5"], 1, "ask with --budget-gib 8 or more"),
     ],
 )
 def test_what_cannot_be_replayed_is_said(
