@@ -18,7 +18,7 @@ _DECIDING = ("numpy", "optuna", "peft", "scipy", "torch", "transformers")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _as_pinned() -> None:
+def as_pinned() -> None:
     """Skip all where a library is not the version that the answers were made with."""
     pins = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").split()
     for name in _DECIDING:

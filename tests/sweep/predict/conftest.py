@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
@@ -20,8 +21,9 @@ def tracing_child() -> Iterator[TracingChildren]:
 
 
 @pytest.fixture(scope="session")
-def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
+def profile_cache() -> Path:
+    """Where all tests keep what is traced, from run to run."""
+    return cache_directory() / "memory"
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,6 @@ def predictor(tracing_child: TracingChildren, profile_cache: Path) -> TracingPre
     "knobs",
     [
         {},
-        {"upcast_fp32": False},
         {"upcast_fp32": False, "checkpoint_fraction": 0.0},
         {"kernels": "liger", "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
         {"compile": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},

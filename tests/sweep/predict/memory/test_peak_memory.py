@@ -14,6 +14,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
+from sweep.predict.memory import replay
 from sweep.predict.memory.allocator import MIB
 from sweep.predict.memory.peaks import find_peaks
 from sweep.predict.memory.predictor import Fit, TracingPredictor
@@ -26,7 +27,7 @@ from sweep.predict.memory.profiles import (
     Entry,
     Profile,
 )
-from sweep.predict.memory.replay import Step
+from sweep.predict.memory.replay import Step, replay_all, replay_uncapped
 from tests.sweep.predict.memory.imagined_profile import KIB, MODEL, UNSPLIT, ImaginedTracer
 from tests.sweep.predict.memory.test_memory import FailingTracer
 from tests.sweep.predict.mixed_space import mixed_configs
@@ -76,6 +77,10 @@ def assert_as_walked(steps: list[Step]) -> None:
             assert peaks.moment(row) == moment
 
 
+def imagined(home: Path, tracer: ImaginedTracer | None = None) -> TracingPredictor:
+    return TracingPredictor(MODEL, cache_dir=home, tracer=tracer or ImaginedTracer())
+
+
 def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[Step]:
     return list(predictor.predict_all(configs).steps.values())
 
@@ -84,7 +89,7 @@ def steps_of(predictor: TracingPredictor, configs: list[TrialConfig]) -> list[St
 def test_the_most_alive_is_that_of_a_walk_number_by_number(
     tmp_path: Path, tracer: ImaginedTracer
 ) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = imagined(tmp_path, tracer)
     assert_as_walked(steps_of(predictor, mixed_configs(120)))
 
 
@@ -100,36 +105,27 @@ def test_the_most_alive_in_a_real_model_is_that_of_a_walk_number_by_number(
 
 
 def test_each_of_many_configurations_needs_what_it_needs_alone(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
-    configs = mixed_configs(100, seed=1)
-    memory = predictor.predict_all(configs)
+    predictor = imagined(tmp_path, ImaginedTracer(window=600))
+    configs, found = mixed_configs(100, seed=1), set[Fit]()
+    memory, alone = predictor.predict_all(configs), [predictor.predict(c) for c in configs]
     peaks = memory.peak_allocated_bytes
-    for row, config in enumerate(configs):
-        alone = predictor.predict(config)
+    for row, expected in enumerate(alone):
         prediction = memory.prediction(row)
-        assert peaks[row] == prediction.peak_allocated_bytes == alone.peak_allocated_bytes
-        assert prediction.breakdown == alone.breakdown
-        assert prediction.moment == alone.moment
+        assert peaks[row] == prediction.peak_allocated_bytes == expected.peak_allocated_bytes
+        assert prediction.breakdown == expected.breakdown
+        assert prediction.moment == expected.moment
         assert sum(prediction.breakdown.values()) == peaks[row]
-
-
-def test_each_of_many_configurations_fits_as_it_does_alone(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
-    configs = mixed_configs(150, seed=2)
-    memory = predictor.predict_all(configs)
-    found = set()
-    for budget in np.quantile(memory.peak_allocated_bytes, (0.0, 0.3, 0.5, 0.7, 1.0)).astype(int):
-        codes = memory.quick_fits(int(budget))
-        expected = [predictor.predict(config).fits(int(budget)) for config in configs]
-        pairs = zip(codes, expected, strict=True)
+    for budget in np.quantile(peaks, (0.0, 0.5, 1.0)).astype(int):
+        fits = [one.fits(int(budget)) for one in alone]
+        pairs = zip(memory.quick_fits(int(budget)), fits, strict=True)
         assert all(code is None or code is fit for code, fit in pairs)
-        found.update(expected)
+        found.update(fits)
     assert found == set(Fit)
 
 
 def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> None:
-    tracer = FailingTracer(InputError("no such modules"))
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
+    predictor = imagined(tmp_path, FailingTracer(InputError("no such modules")))
+    assert predictor.predict_all([]).peak_allocated_bytes.shape == (0,)
     configs = [TrialConfig(target_modules=modules) for modules in ("qv", "attention")]
     memory = predictor.predict_all(configs)
     assert memory.peak_allocated_bytes.tolist() == [
@@ -141,7 +137,7 @@ def test_what_cannot_be_traced_has_no_peak_and_others_have(tmp_path: Path) -> No
 
 
 def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer(window=600))
+    predictor = imagined(tmp_path, ImaginedTracer(window=600))
     huge = TrialConfig(micro_batch_size=65_536, seq_len=10_000_000)
     memory = predictor.predict_all([TrialConfig(), huge])
     prediction = memory.prediction(1)
@@ -151,13 +147,8 @@ def test_the_largest_sizes_that_can_be_typed_are_exact(tmp_path: Path) -> None:
     assert memory.quick_fits(10**15)[1] is Fit.NO
 
 
-def test_no_configuration_needs_nothing(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
-    assert predictor.predict_all([]).peak_allocated_bytes.shape == (0,)
-
-
 def test_expandable_segments_hold_what_was_asked_for_and_no_more(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    predictor = imagined(tmp_path)
     fixed = [c.model_copy(update={"lora_rank": 8}) for c in mixed_configs(40, seed=3)]
     expandable = [c.model_copy(update={"expandable_segments": True}) for c in fixed]
     before, after = predictor.predict_all(fixed), predictor.predict_all(expandable)
@@ -171,9 +162,28 @@ def test_expandable_segments_hold_what_was_asked_for_and_no_more(tmp_path: Path)
 
 
 def test_what_fits_in_expandable_segments_takes_no_replay(tmp_path: Path) -> None:
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    predictor = imagined(tmp_path)
     memory = predictor.predict_all(mixed_configs(80, seed=4, expandable_segments=True))
     for budget in np.quantile(memory.peak_allocated_bytes, (0.1, 0.5, 0.9)).astype(int):
         codes = memory.quick_fits(int(budget))
         alone = [memory.prediction(row).fits(int(budget)) for row in range(80)]
         assert codes == alone
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> list[Step]:
+    return steps_of(imagined(tmp_path), mixed_configs(60))
+
+
+@pytest.mark.parametrize("worth_processes", [1, 10_000])
+def test_each_of_many_steps_comes_to_what_it_comes_to_alone(
+    steps: list[Step], worth_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "WORTH_PROCESSES", worth_processes)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    told: list[tuple[int, int]] = []
+    # Equal ones are replayed once.
+    found = replay_all([*steps, *steps], on_progress=lambda done, of: told.append((done, of)))
+    assert found == [replay_uncapped(step) for step in steps] * 2
+    assert told[0] == (0, len(steps))
+    assert told[-1] == (len(steps), len(steps))
