@@ -1,10 +1,12 @@
-"""What must be so before the first test imports torch, and for processes that tests start."""
+"""What must be so before the first test imports torch, and what commands are tried on."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,3 +20,48 @@ def our_own_code() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         yield
+
+
+class Said(NamedTuple):
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def sweep(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Runs a command in this process, as it is typed."""
+    from sweep.cli import main
+
+    def run(*words: str | Path) -> Said:
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a finished study called ``study``, to be copied."""
+    from sweep.predict.forecast import Forecaster
+    from sweep.running.replay import ReplayRunner
+    from sweep.study.driver import Driver
+    from sweep.study.tuner import tune
+    from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+
+    runs = tmp_path_factory.mktemp("finished") / "runs"
+    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+    with a_study(runs, trials=4) as study:
+        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
+    return runs
+
+
+@pytest.fixture
+def study(finished_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A finished study called ``study``, at home in this test's own directory."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    shutil.copytree(finished_runs, tmp_path / "runs")
+    return "study"

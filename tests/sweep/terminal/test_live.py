@@ -1,109 +1,158 @@
+"""What is shown of a study while it runs: a panel on a terminal, lines elsewhere."""
+
 from __future__ import annotations
 
 import io
 import re
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
+from storage.confirmations import Confirmations
+from storage.definition import StudyDefinition, Target
 from storage.records import Crashed, Errand, Measured, OutOfMemory
 from sweep.running.wire import Progress
 from sweep.study.events import (
     ConfirmationStarted,
+    GainForeseen,
+    LaneLost,
     SpaceTraced,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.board import Board
-from sweep.terminal.live import STOPPING, PlainLines, panel, watching
+from sweep.terminal.board import Board, fixed_words, search_words
+from sweep.terminal.drawing import rendered
+from sweep.terminal.live import STOPPING, PlainLines, now_lines, panel, time_line, watching
 from tests.storage.builders import confirmed
-from tests.sweep.simulated_device import a_measurement, a_record
+from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 from tests.sweep.terminal.screen import Screen
-from tests.sweep.terminal.test_progress import Clock, a_board, finished
-
-STARTED = TrialStarted(number=1, config=TrialConfig(), is_baseline=False, attempt=1)
-PROGRESS = TrialProgress(
-    number=1, progress=Progress(phase="measure", step=4, allocated_bytes=18 * GIB)
-)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
-def shown(board: object) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    with console.capture() as capture:
-        console.print(board)
-    return capture.get()
+def a_board(*, clock: Any = None, records: Sequence[Any] = (), **changes: Any) -> Board:
+    definition = StudyDefinition(
+        space=a_space(**changes),
+        model=MODEL.to_json(),
+        model_fingerprint="f00d",
+        target=Target(gpu="a10", device="cuda", budget_bytes=BUDGET),
+    )
+    return Board("night", definition, tuple(records), clock=clock or Clock())
 
 
-def test_the_panel_shows_best_memory_verdicts_and_what_runs() -> None:
+def started(number: int = 1, **changes: Any) -> TrialStarted:
+    values = {"config": TrialConfig(), "is_baseline": False, "attempt": 1}
+    return TrialStarted(number=number, **values | changes)
+
+
+def beat(number: int = 1, **progress: Any) -> TrialProgress:
+    return TrialProgress(number=number, progress=Progress(phase="measure", **progress))
+
+
+def finished(
+    number: int, batch: int = 4, seconds: float | None = None, **changes: Any
+) -> TrialFinished:
+    record = a_record(TrialConfig(micro_batch_size=batch), number=number, **changes)
+    return TrialFinished(record=record.model_copy(update={"wall_seconds": seconds or 0.0}))
+
+
+def drawn(board: Board) -> str:
+    return rendered(panel(board), is_terminal=False)
+
+
+def seen(*events: Any, board: Board, screen: Screen | None = None, stopping: bool = False) -> None:
+    """Show a study that comes to some events, on a screen or in a pipe."""
+    stream = screen or io.StringIO()
+    with watching(board, is_stopping=lambda: stopping, stream=stream) as listener:
+        for event in events:
+            listener(event)
+
+
+AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
+RUNNING_AGAIN = started(2, errand=Errand(purpose="confirm", series=1, confirms=1))
+
+
+def test_the_panel_shows_best_memory_verdicts_and_what_runs_and_is_measured_again() -> None:
     board = a_board(trials=40)
-    for event in (
-        finished(0, batch=8),
-        finished(2, outcome=OutOfMemory(stage="forward")),
-        STARTED,
-        PROGRESS,
-    ):
+    ran_out = finished(2, outcome=OutOfMemory(stage="forward"))
+    for event in (finished(0, batch=8), ran_out, started(), beat(step=4, allocated_bytes=18 * GIB)):
         board.take(event)
-    text = shown(panel(board))
+    text = drawn(board)
     assert "night: a10, 21.50 GiB" in text
     assert re.search(r"trials +2 of at most 40 trials: 1 fits, 1 ran out of memory", text)
     assert re.search(r"best +trial 0: fits, [\d,]+ tokens/s", text)
     assert "trial 1, measuring step 4, 0 s: 4 x 512" in text
     assert "18.00 GiB of 21.50 GiB" in text
-    assert "1 fits, 1 ran out of memory" in text
     assert STOPPING[:20] not in text
+    board = a_board(trials=9)
+    for event in (finished(1), AGAIN, RUNNING_AGAIN, beat(2, step=4)):
+        board.take(event)
+    assert "again trial 1, measuring step 4" in drawn(board)
+    assert "1 of at most 9 trials" in drawn(board)
 
 
 def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
     clock = Clock()
     board = a_board(clock=clock)
-    board.take(STARTED)
+    board.take(started())
     clock.seconds = 60.0
     board.stop()
     clock.seconds = 61.0
     board.take(finished(1))
     clock.seconds = 62.0
-    text = shown(panel(board))
+    text = " ".join(drawn(board).split())
     assert "Ctrl-C again waits for nothing" in text
     assert "stopping the study, 2 s" in text
     assert " left" not in text
 
 
-def test_without_a_terminal_tracing_is_said_in_some_lines(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with watching(a_board(), is_stopping=lambda: False, stream=io.StringIO()) as listener:
-        for done in range(37):
-            listener(SpaceTraced(done=done, of=36))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.findall(r"(\d+) of 36 structures", err) == ["0", "9", "18", "27", "36"]
+def test_how_long_something_is_done_begins_anew_with_each_phase() -> None:
+    clock = Clock()
+    board = a_board(clock=clock)
+    board.take(started())
+    clock.seconds = 7.0
+    assert ", 7 s: " in now_lines(board)[0]
+    board.take(beat())
+    clock.seconds = 9.0
+    board.take(beat(step=3))
+    assert ", measuring step 3, 2 s: " in now_lines(board)[0]
+
+
+# Without a terminal
 
 
 def test_without_a_terminal_there_is_a_line_per_trial_and_no_control_codes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    board = a_board(trials=9)
-    with watching(board, is_stopping=lambda: False, stream=io.StringIO()) as listener:
-        for event in (STARTED, PROGRESS, finished(1, attempt=2), STARTED):
-            listener(event)
+    first = finished(1, attempt=2)
+    runs = [TrialFinished(record=run) for run in confirmed(first.record)]
+    traced = [SpaceTraced(done=done, of=36) for done in range(37)]
+    events = (*traced, started(), beat(step=4), first, AGAIN, RUNNING_AGAIN, *runs)
+    seen(*events, board=a_board(trials=9))
     out, err = capsys.readouterr()
-    assert out == ""
-    start, trial = err.splitlines()
+    assert (out, "\x1b" in err) == ("", False)
+    assert re.findall(r"(\d+) of 36 structures", err) == ["0", "9", "18", "27", "36"]
+    start, trial, again, *confirming = err.splitlines()[5:]
     assert "trial 1 starts the worker" in start
     assert re.match(r"\d\d:\d\d:\d\d trial 1, attempt 2: fits, .* GiB: 4 x 512", trial)
-    assert "\x1b" not in err
+    assert "the search has ended: measuring trials 1, 0 again" in again
+    for line, words in zip(confirming, ["again trial 1", "again trial 1", "soak of"], strict=True):
+        assert f"{words}" in line
+        assert ": fits, " in line
 
 
 def test_who_asks_to_stop_hears_so_at_once_and_then_every_two_seconds(
@@ -111,7 +160,7 @@ def test_who_asks_to_stop_hears_so_at_once_and_then_every_two_seconds(
 ) -> None:
     clock, stopping = Clock(), False
     lines = PlainLines(a_board(clock=clock), is_stopping=lambda: stopping)
-    lines.listen(STARTED)
+    lines.listen(started())
     for _ in range(60):
         clock.seconds += 1.0
         lines.tick()
@@ -127,147 +176,12 @@ def test_who_asks_to_stop_hears_so_at_once_and_then_every_two_seconds(
     ]
 
 
-AGAIN = ConfirmationStarted(series=1, numbers=(1, 0))
-RUNNING_AGAIN = TrialStarted(
-    number=2,
-    config=TrialConfig(),
-    is_baseline=False,
-    attempt=1,
-    errand=Errand(purpose="confirm", series=1, confirms=1),
-)
-
-
-def test_what_is_measured_again_has_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    board = a_board(trials=9)
-    first = finished(1)
-    with watching(board, is_stopping=lambda: False, stream=io.StringIO()) as listener:
-        for event in (first, AGAIN, RUNNING_AGAIN):
-            listener(event)
-        for run in confirmed(first.record):
-            listener(TrialFinished(record=run))
-    lines = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines[0].startswith("trial 1: fits, ")
-    assert lines[1] == (
-        "the search has ended: measuring trials 1, 0 again, in turns in a fresh worker"
-    )
-    assert lines[2].startswith("again trial 1: fits, ")
-    assert lines[4].startswith("soak of trial 1: fits, ")
-
-
-def test_the_panel_shows_what_is_measured_again() -> None:
-    board = a_board(trials=9)
-    measuring = replace(PROGRESS, number=RUNNING_AGAIN.number)
-    for event in (finished(1), AGAIN, RUNNING_AGAIN, measuring):
-        board.take(event)
-    text = shown(panel(board))
-    assert "again trial 1, measuring step 4" in text
-    assert "1 of at most 9 trials" in text
-
-
-LONG = TrialConfig(
-    micro_batch_size=10, lora_rank=64, checkpoint_fraction=0.0, upcast_fp32=False, kernels="liger"
-)
-
-
-def a_long_board(clock: Clock | None = None) -> Board:
-    return a_board(
-        clock=clock,
-        trials=40,
-        fixed={"target_modules": "all-linear"},
-        dimensions={
-            "lora_rank": {"choices": [8, 64]},
-            "micro_batch_size": {"choices": [8, 10]},
-            "checkpoint_fraction": {"choices": [0.0, 1.0]},
-            "upcast_fp32": {"choices": [True, False]},
-            "kernels": {"choices": ["hf", "liger"]},
-        },
-    )
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    screen = Screen(width)
-    config = LONG.model_copy(update={"target_modules": "all-linear"})
-    with watching(a_long_board(), is_stopping=lambda: False, stream=screen) as listener:
-        listener(TrialStarted(number=0, config=config, is_baseline=False, attempt=1))
-        drawn = screen.seen
-        for number in (0, 1):
-            measured = Measured(measurement=a_measurement(config))
-            listener(TrialFinished(record=a_record(config, measured, number=number)))
-        again = screen.seen
-    assert [drawn.count("now  "), again.count("now  ")] == [1, 1]
-    flat = " ".join(again.split())
-    assert "trial 0: fits, " in flat
-    assert "rank 64 on all linear layers, no checkpointing, no fp32 upcast, Liger kernels" in flat
-    assert "2 of at most 40 trials: 2 fits" in flat
-    assert "…" not in again
-    assert "now  " not in screen.seen, "the panel goes, the trials' lines stay"
-    assert screen.seen.count("trial 1: fits") == 1
-    assert all("memory" in picture for picture in screen.pictures[1:-2] if "best" in picture)
-
-
-def test_what_is_written_at_once_is_shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Screen(100)
-    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
-        listener(STARTED)
-        listener(finished(1))
-    text = screen.getvalue()
-    begun, ended = text.count("\x1b[?2026h"), text.count("\x1b[?2026l")
-    assert begun == ended > 0
-    moves = [at.start() for at in re.finditer(r"\x1b\[\d*A", text)]
-    assert moves
-    assert all(text.rfind("?2026h", 0, at) > text.rfind("?2026l", 0, at) for at in moves)
-
-
-def test_signs_of_life_are_not_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Screen(100)
-    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
-        listener(STARTED)
-        before = len(screen.getvalue())
-        for _ in range(50):
-            listener(PROGRESS)
-        assert len(screen.getvalue()) - before <= 2 * before
-
-
-def test_no_color_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    colour = re.compile(r"\x1b\[[\d;]*(3[0-7]|38;5;\d+|9[0-7])m")
-    shown = []
-    for variables in ({}, {"NO_COLOR": "1"}):
-        with monkeypatch.context() as patch:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            screen = Screen(100)
-            with watching(a_board(), is_stopping=lambda: True, stream=screen) as listener:
-                listener(STARTED)
-                listener(PROGRESS)
-            shown.append(bool(colour.search(screen.getvalue())))
-    assert shown == [True, False]
-
-
-def test_a_dumb_terminal_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    with watching(a_board(), is_stopping=lambda: False, stream=Screen(80)) as listener:
-        listener(finished(1))
-    err = capsys.readouterr().err
-    assert "trial 1: fits" in err
-    assert "\x1b" not in err
-
-
 def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
     lines = PlainLines(a_board(clock=clock), is_stopping=lambda: False)
-    lines.listen(STARTED)
+    lines.listen(started())
     for _ in range(100):
         clock.seconds += 1.0
         lines.tick()
@@ -286,21 +200,6 @@ def test_in_a_pipe_a_long_silence_is_broken_by_what_is_waited_for(
     assert "choosing the next configuration, 2 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_workers_last_words_cannot_steer_the_terminal(
-    term: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TERM", term)
-    screen = Screen(200)
-    crashed = Crashed(phase="attach", detail="\x1b]0;owned\x07 \u202eabc")
-    with watching(a_board(), is_stopping=lambda: False, stream=screen) as listener:
-        listener(finished(1, outcome=crashed))
-    shown = screen.getvalue() + capsys.readouterr().err
-    assert "\\x1b]0;owned" in shown
-    assert "\x1b]0" not in shown
-    assert "\u202e" not in shown
-
-
 def test_what_runs_may_change_while_it_is_shown() -> None:
     class Slow(Board):
         def describe(self, config: TrialConfig) -> str:
@@ -308,8 +207,7 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
             return super().describe(config)
 
     # Every look at the clock is ten seconds later, so that each tick has something to say.
-    seconds = count(step=10)
-    made = a_board()
+    seconds, made = count(step=10), a_board()
     board = Slow(made.name, made.definition, clock=lambda: float(next(seconds)))
     lines = PlainLines(board, is_stopping=lambda: False)
     failed: list[Exception] = []
@@ -322,13 +220,265 @@ def test_what_runs_may_change_while_it_is_shown() -> None:
             failed.append(error)
 
     for number in range(5):
-        lines.listen(replace(STARTED, number=number))
+        lines.listen(started(number))
     shown = threading.Thread(target=show)
     shown.start()
-    number = 5
-    while shown.is_alive():
-        lines.listen(replace(STARTED, number=number))
-        number += 1
+    for number in count(5):
+        lines.listen(started(number))
+        if not shown.is_alive():
+            break
         time.sleep(0.001)
     shown.join()
     assert not failed
+
+
+# On a terminal
+
+LONG = TrialConfig(
+    micro_batch_size=10,
+    lora_rank=64,
+    checkpoint_fraction=0.0,
+    upcast_fp32=False,
+    kernels="liger",
+    target_modules="all-linear",
+)
+LONG_SPACE: dict[str, Any] = {
+    "trials": 40,
+    "fixed": {"target_modules": "all-linear"},
+    "dimensions": {
+        "lora_rank": {"choices": [8, 64]},
+        "micro_batch_size": {"choices": [8, 10]},
+        "checkpoint_fraction": {"choices": [0.0, 1.0]},
+        "upcast_fp32": {"choices": [True, False]},
+        "kernels": {"choices": ["hf", "liger"]},
+    },
+}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen, measured = Screen(width), Measured(measurement=a_measurement(LONG))
+    board = a_board(**LONG_SPACE)
+    with watching(board, is_stopping=lambda: False, stream=screen) as listener:
+        listener(started(0, config=LONG))
+        first = screen.seen
+        for number in (0, 1):
+            listener(TrialFinished(record=a_record(LONG, measured, number=number)))
+        again = screen.seen
+    assert [first.count("now  "), again.count("now  ")] == [1, 1]
+    flat = " ".join(again.split())
+    assert "trial 0: fits, " in flat
+    assert "rank 64 on all linear layers, no checkpointing, no fp32 upcast, Liger kernels" in flat
+    assert "2 of at most 40 trials: 2 fits" in flat
+    assert "…" not in again
+    assert "now  " not in screen.seen, "the panel goes, the trials' lines stay"
+    assert screen.seen.count("trial 1: fits") == 1
+    assert all("memory" in picture for picture in screen.pictures[1:-2] if "best" in picture)
+    # What is written at once is shown at once.
+    text = screen.getvalue()
+    assert text.count("\x1b[?2026h") == text.count("\x1b[?2026l") > 0
+    moves = [at.start() for at in re.finditer(r"\x1b\[\d*A", text)]
+    assert moves
+    assert all(text.rfind("?2026h", 0, at) > text.rfind("?2026l", 0, at) for at in moves)
+
+
+def test_signs_of_life_are_not_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    few, many = Screen(100), Screen(100)
+    seen(started(), board=a_board(), screen=few)
+    seen(started(), *[beat(step=4)] * 50, board=a_board(), screen=many)
+    assert len(many.getvalue()) <= 3 * len(few.getvalue())
+
+
+@pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])
+def test_no_color_is_heeded(
+    no_color: str, is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    screen = Screen(100)
+    seen(started(), beat(step=4), board=a_board(), screen=screen, stopping=True)
+    colour = re.compile(r"\x1b\[[\d;]*(3[0-7]|38;5;\d+|9[0-7])m")
+    assert bool(colour.search(screen.getvalue())) is is_coloured
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_dumb_terminal_gets_lines_and_a_workers_last_words_steer_none(
+    term: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    screen = Screen(200)
+    crashed = Crashed(phase="attach", detail="\x1b]0;owned\x07 \u202eabc")
+    seen(finished(1, outcome=crashed), board=a_board(), screen=screen)
+    text = screen.getvalue() + capsys.readouterr().err
+    assert "\\x1b]0;owned" in text
+    assert "\x1b]0" not in text
+    assert "\u202e" not in text
+    assert "trial 1: " in text
+    assert ("\x1b" in text) is (term == "xterm")
+
+
+# What the board knows
+
+
+def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
+    board = a_board(objectives=["peak_memory"], fixed={"lora_rank": 64})
+    outside = a_record(TrialConfig(lora_rank=1, micro_batch_size=1), is_baseline=True)
+    board.take(TrialFinished(record=outside))
+    assert board.ranking.winner is None
+    for number, batch in ((1, 2), (2, 1), (3, 4)):
+        config = TrialConfig(lora_rank=64, micro_batch_size=batch)
+        board.take(TrialFinished(record=a_record(config, number=number)))
+    assert board.ranking.winner is not None
+    assert board.ranking.winner.number == 2
+
+
+@pytest.mark.parametrize(("spread", "is_gain"), [(0.01, True), (0.9, False)])
+def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one(
+    spread: float, is_gain: bool
+) -> None:
+    baseline = finished(0, batch=4, is_baseline=True).record
+    measured = a_measurement(TrialConfig(micro_batch_size=8), spread=spread)
+    faster = finished(1, batch=8, outcome=Measured(measurement=measured)).record
+    assert ("x the baseline" in drawn(a_board(records=[baseline, faster]))) is is_gain
+
+
+def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
+    board = a_board(trials=9)
+    fast, small = finished(1, batch=8), finished(2, batch=4)
+    for event in (small, fast, ConfirmationStarted(series=1, numbers=(1, 2))):
+        board.take(event)
+    assert board.ranking.winner is not None
+    assert board.ranking.winner.number == 1
+    again = (*confirmed(fast.record), *confirmed(small.record))
+    faster = {"tokens_per_second": 1e6, "step_seconds": 1e-3, "step_seconds_ci95": None}
+    for number, run in enumerate(again, start=3):
+        measured = a_measurement(run.config, **(faster if run.confirms == 2 else {}))
+        changes = {"number": number, "outcome": Measured(measurement=measured)}
+        board.take(TrialFinished(record=run.model_copy(update=changes)))
+    assert (board.trials_done, board.ranking.winner.number) == (2, 2)
+    assert "to measure the winner again" not in time_line(board)
+
+
+def test_what_is_left_follows_the_pace_of_the_newest_trials() -> None:
+    board = a_board(trials=30, sampler="random")
+    assert (board.search_seconds, board.confirm_seconds) == (None, None)
+    board.take(finished(0, seconds=500.0))
+    for number in range(1, 11):
+        board.take(finished(number, seconds=10.0))
+    assert board.search_seconds == pytest.approx((30 - 11) * 10.0)
+    assert "about 3 min left" in time_line(board)
+
+
+CONFIRM = {"seconds": 20, "soak_seconds": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "events", "left"),
+    [
+        (
+            {"trials": 4, "sampler": "random"},
+            [*(finished(n, seconds=s) for n, s in enumerate((10.0, 10.0, 40.0))), started(3)],
+            {0: "20 s", 5: "15 s", 11: "30 s", 35: "5 s", 41: None, 240: None},
+        ),
+        (
+            {"trials": 40, "sampler": "random", "time_budget_seconds": 60},
+            [finished(0, seconds=30.0), started()],
+            {20: "40 s", 240: None},
+        ),
+        (
+            {"trials": 9, "confirm": CONFIRM},
+            [
+                finished(1, seconds=10.0),
+                ConfirmationStarted(series=1, numbers=(1,)),
+                started(2),
+                beat(2),
+            ],
+            {10: "20 s", 20: "10 s", 240: None},
+        ),
+    ],
+    ids=["longer than others", "beyond the time budget", "a confirmation"],
+)
+def test_what_takes_longer_than_expected_is_not_said_to_end_soon(
+    changes: dict[str, Any], events: list[Any], left: dict[int, str | None]
+) -> None:
+    clock = Clock()
+    board = a_board(clock=clock, **changes)
+    for event in events:
+        board.take(event)
+    for second, words in left.items():
+        clock.seconds = float(second)
+        line = time_line(board)
+        assert f"about {words} left" in line if words else " left" not in line
+
+
+def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
+    board = a_board(trials=40)
+    board.take(finished(0, seconds=10.0))
+    assert "at most some 6 min more: the search ends once less than 1 % is" in time_line(board)
+    board.take(GainForeseen(gain=0.031, open=9))
+    assert "3.1 % expected of the next trial, the search ends below 1 %" in time_line(board)
+    assert " left" not in time_line(board)
+    board.take(GainForeseen(gain=float("inf"), open=9))
+    assert "inf" not in time_line(board)
+
+
+def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
+    board = a_board(trials=9, confirm=CONFIRM)
+    board.take(started())
+    first = finished(1, seconds=10.0).record
+    board.take(TrialFinished(record=first))
+    assert board.confirm_seconds == 20.0 + 10.0
+    # Eight trials of 10 s are to come.
+    assert "some 2 min more, 30 s of it to measure the winner again" in time_line(board)
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    assert "about 30 s left" in time_line(board)
+    *runs, soak = confirmed(first)
+    for run in runs:
+        board.take(TrialFinished(record=run))
+    spent = Confirmations(tuple(runs)).repeat_seconds(series=1)
+    assert spent > 0
+    assert board.confirm_seconds == pytest.approx(20.0 - spent + 10.0)
+    board.take(TrialFinished(record=soak))
+    assert board.confirm_seconds == pytest.approx(20.0 - spent)
+
+
+def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its_budget() -> None:
+    board = a_board(trials=9, confirm={"seconds": 2, "soak_seconds": 10})
+    first = finished(1, seconds=10.0).record
+    board.take(TrialFinished(record=first))
+    measured = first.measurement
+    assert measured is not None
+    each = measured.setup_seconds + measured.measured_seconds
+    assert 2 * each > 2.0
+    assert board.confirm_seconds == pytest.approx(2 * each + 10.0)
+    board.take(ConfirmationStarted(series=1, numbers=(1,)))
+    board.take(TrialFinished(record=confirmed(first)[0]))
+    assert board.confirm_seconds == pytest.approx(each + 10.0)
+
+
+def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
+    board = a_board(confirm={"seconds": 20})
+    lost = LaneLost(name="GPU 0", reason="it fell off the bus", left=1)
+    for event in (AGAIN, started(9), lost, replace(AGAIN, series=2), started(10)):
+        board.take(event)
+    assert list(board.running) == [10]
+
+
+def test_a_trial_is_described_by_what_is_searched_and_the_rest_is_said_once() -> None:
+    space = a_space(
+        fixed={"lora_rank": 8, "compile": True},
+        baseline={"lora_rank": 16, "micro_batch_size": 8, "compile": False},
+    )
+    values = {"micro_batch_size": 10, "seq_len": 512, "checkpoint_fraction": 0.0}
+    same = {"upcast_fp32": True, "kernels": "hf", "optimizer": "adamw_8bit"}
+    config = space.config({**values, **same})
+    assert search_words(config, space=space) == "10 x 512, no checkpointing"
+    baseline = space.baseline_config()
+    assert search_words(baseline, space=space) == "the baseline, 8 x 512, rank 16 on q,k,v,o"
+    assert fixed_words(space) == "rank 8, compiled layers"
+    assert fixed_words(a_space()) == ""

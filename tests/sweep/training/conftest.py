@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-import sweep.training.trial  # noqa: F401 - so that the libraries' objects can be frozen
-from sweep.training.adapters import forget_compiled
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
 
 @pytest.fixture
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let layers be compiled, which the tests' own processes are told not to do."""
+    import torch
+
+    from sweep.training.adapters import forget_compiled
+
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     forget_compiled()
     with torch._dynamo.config.patch(disable=False), warnings.catch_warnings():

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from sweep.training.adapters import attached
-from sweep.training.model import name_quantizer
-from sweep.training.step import TrainingLoop
-from tests.sweep.training.tiny import TINY, tiny_base, tiny_config
+from tests.sweep.training.tiny import TINY, tiny_config, tiny_loop
 
 WARMUP, STEPS = 3, 4
+CONFIG = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
 WORKED_OUT = (
     *("aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::embedding"),
     *("aten::_fused_adamw_", "aten::_foreach_norm", "aten::_foreach_mul_", "aten::silu"),
@@ -32,42 +27,45 @@ ON_THE_HOST = {"item", "_local_scalar_dense", "random_", "cat", "stack", "clone"
 """Rows chosen and stacked: a trial has three micro-batches, and Trainer's loader reads ahead."""
 
 
-def ops(watch: profile) -> Counter[str]:
+def watching() -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU])
+
+
+def ops(watch: Any) -> Counter[str]:
     names = (event.name for event in watch.events() or ())
     return Counter(name for name in names if name.startswith(("aten::", "bitsandbytes::")))
 
 
 def of_a_trial() -> Counter[str]:
-    config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
+    with tiny_loop(CONFIG) as loop:
         for _ in range(WARMUP):
             loop.step()
-        with profile(activities=[ProfilerActivity.CPU]) as watch:
+        with watching() as watch:
             for _ in range(STEPS):
                 loop.step()
     return ops(watch)
 
 
-class Watching(TrainerCallback):
-    def __init__(self) -> None:
-        self.watch = profile(activities=[ProfilerActivity.CPU])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == WARMUP:
-            self.watch.start()
-        if state.global_step == WARMUP + STEPS:
-            self.watch.stop()
-
-
-def stacked(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    tokens = torch.stack(rows)
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
 def of_trainer(output: Path) -> Counter[str]:
-    config = tiny_config(optimizer="adamw_torch_fused", effective_batch_size=4, micro_batch_size=2)
-    rows = list(torch.randint(0, TINY.vocab_size, (64, config.seq_len)))
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from sweep.training.model import name_quantizer
+
+    class Watching(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == WARMUP:
+                watch.start()
+            if state.global_step == WARMUP + STEPS:
+                watch.stop()
+
+    def stacked(rows: list[Any]) -> dict[str, Any]:
+        tokens = torch.stack(rows)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    watch = watching()
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=WARMUP + STEPS + 2,
@@ -85,24 +83,19 @@ def of_trainer(output: Path) -> Counter[str]:
         dataloader_pin_memory=False,
         use_cpu=True,
     )
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        name_quantizer(attachment.model)
-        watching = Watching()
-        Trainer(
-            model=attachment.model,
-            args=arguments,
-            train_dataset=rows,
-            data_collator=stacked,
-            callbacks=[watching],
-        ).train()
-    return ops(watching.watch)
+    rows = list(torch.randint(0, TINY.vocab_size, (64, CONFIG.seq_len)))
+    with tiny_loop(CONFIG) as loop:
+        model = loop.attached.model
+        name_quantizer(model)
+        given = {"args": arguments, "train_dataset": rows, "data_collator": stacked}
+        Trainer(model=model, **given, callbacks=[Watching()]).train()
+    return ops(watch)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_trials_step_is_trainers_but_for_what_trainer_counts(tmp_path: Path) -> None:
     trial, trainer = of_a_trial(), of_trainer(tmp_path)
-
     for name in WORKED_OUT:
         assert trial[name] == trainer[name], name
     assert trial["aten::mm"] > 0

@@ -5,7 +5,9 @@ import resource
 import pytest
 
 from search_spaces.errors import EnvironmentFault
-from sweep.training.device import CpuDevice
+from tests.lazy import lazily
+
+devices = lazily("sweep.training.device")
 
 
 def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(
@@ -14,9 +16,9 @@ def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(
     limits = {resource.RLIMIT_AS: (2**20 * 1024, resource.RLIM_INFINITY)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     with pytest.raises(EnvironmentFault, match="ulimit -v 1048576"):
-        CpuDevice().cap(2**30)
+        devices.CpuDevice().cap(2**30)
     limits[resource.RLIMIT_AS] = (2**50, resource.RLIM_INFINITY)
-    CpuDevice().cap(2**30)
+    devices.CpuDevice().cap(2**30)
 
 
 def test_a_hard_limit_of_private_memory_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +26,7 @@ def test_a_hard_limit_of_private_memory_is_left_as_it_is(monkeypatch: pytest.Mon
     limits = {resource.RLIMIT_AS: (infinity, infinity), resource.RLIMIT_DATA: (infinity, hard)}
     monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: put.append(pair))
-    device = CpuDevice()
+    device = devices.CpuDevice()
     device.cap(2**30)
     device.reset_peak()
     with device.observed():

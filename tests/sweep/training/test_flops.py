@@ -5,26 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from storage.records import Measured
-from sweep.predict.speed.kernels import Layout
-from sweep.predict.speed.steps import model_flops
-from sweep.training.adapters import attached
-from sweep.training.meter import flops_per_token
-from sweep.training.model import build_base
-from tests.bench.try_models import spec_of
-from tests.sweep.training.tiny import BRIEF, tiny_base, tiny_config, trial_on
+from tests.lazy import lazily
+from tests.sweep.training.tiny import BRIEF, measured, tiny_base, tiny_config, tiny_loop, trial_on
 
+adapters = lazily("sweep.training.adapters")
+meter = lazily("sweep.training.meter")
+SEQ_LEN, HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 160, 3, 320
 SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 320,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -32,129 +28,123 @@ SIZES: dict[str, Any] = {
 }
 WIDE_HEADS = {"head_dim": 32}
 """Four of them are twice as wide as the residual stream."""
+PLAIN = tiny_config(
+    seq_len=SEQ_LEN, lora_rank=4, quantization="none", double_quant=False, effective_batch_size=4
+)
+
+
+def a_model(model_type: str, **values: Any) -> ModelSpec:
+    return ModelSpec("tiny", "directory", {"model_type": model_type, **SIZES, **values})
+
+
+def counted(model: ModelSpec, config: TrialConfig = PLAIN) -> float | None:
+    """Return the FLOPs of a token, as they are counted on the model that is there."""
+    with tiny_loop(config, spec=model) as loop:
+        found = meter.flops_per_token(loop.attached, loop.attached.model.config, SEQ_LEN)
+    return None if found is None else float(found)
 
 
 @pytest.mark.parametrize(
-    "architecture",
+    ("architecture", "targets"),
     [
-        {"model_type": "llama"},
-        {"model_type": "llama", **WIDE_HEADS},
-        {"model_type": "llama", "tie_word_embeddings": True},
-        {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
-        {"model_type": "qwen2"},
-        {"model_type": "qwen3", **WIDE_HEADS},
-        {"model_type": "gemma", **WIDE_HEADS},
-        {"model_type": "phi3"},
+        ({"model_type": "llama"}, "attention"),
+        ({"model_type": "llama", **WIDE_HEADS}, "all-linear"),
+        ({"model_type": "llama", "tie_word_embeddings": True}, ("down_proj",)),
+        ({"model_type": "mistral", "sliding_window": None, "head_dim": 8}, "attention"),
+        ({"model_type": "qwen2"}, "all-linear"),
+        ({"model_type": "qwen3", **WIDE_HEADS}, "attention"),
+        ({"model_type": "gemma", **WIDE_HEADS}, "all-linear"),
+        ({"model_type": "phi3"}, "all-linear"),
+        ({"model_type": "phi3"}, ("down_proj",)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("targets", ["attention", "all-linear", ["down_proj"]], ids=str)
 def test_both_counts_of_a_steps_flops_are_the_same(
-    architecture: dict[str, Any], targets: str | list[str]
+    architecture: dict[str, Any], targets: str | tuple[str, ...]
 ) -> None:
-    model = ModelSpec("tiny", "directory", {**SIZES, **architecture})
-    wanted = targets if isinstance(targets, str) else tuple(targets)
-    config = TrialConfig(
-        micro_batch_size=2,
-        seq_len=32,
-        effective_batch_size=4,
-        lora_rank=4,
-        target_modules=wanted,
-        quantization="none",
-        double_quant=False,
-    )
-    base = build_base(config, spec=model, weights="random", device=torch.device("cpu"), seed=0)
-    try:
-        with attached(base, config) as attachment:
-            counted = flops_per_token(attachment, base.model.config, config.seq_len)
-    finally:
-        base.close()
+    from sweep.predict.speed.kernels import Layout
+    from sweep.predict.speed.steps import model_flops
+
+    model = a_model(**architecture)
+    config = PLAIN.model_copy(update={"target_modules": targets})
     flops = model_flops(Layout([config], model))
-    assert flops == counted * config.tokens_per_step
+    assert flops == counted(model, config) * config.tokens_per_step  # type: ignore[operator]
 
 
-def counted(model: ModelSpec, **changes: Any) -> float | None:
-    """Return the FLOPs of a token of a 16-bit base with adapters on its attention."""
-    config = TrialConfig(seq_len=SEQ_LEN, lora_rank=4, **{**PLAIN, **changes})
-    base = build_base(config, spec=model, weights="random", device=torch.device("cpu"), seed=0)
-    try:
-        with attached(base, config) as attachment:
-            return flops_per_token(attachment, base.model.config, config.seq_len)
-    finally:
-        base.close()
-
-
-SEQ_LEN, HIDDEN, LAYERS, VOCABULARY = 32, 64, 3, 320
-PLAIN = {"quantization": "none", "double_quant": False, "target_modules": "attention"}
 ATTENTION = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2
 """Weights of queries and output, and of keys and values of half as many heads."""
 ADAPTERS = LAYERS * 4 * (2 * 2 * HIDDEN + 2 * (HIDDEN + HIDDEN // 2))
-
-
-def expected(per_layer: float, *, adapters: int = ADAPTERS) -> float:
-    frozen = LAYERS * per_layer + VOCABULARY * HIDDEN
-    return 4 * frozen + 6 * adapters + 6 * LAYERS * SEQ_LEN * HIDDEN
-
-
-@pytest.mark.parametrize("routed", [1, 2])
-def test_a_token_multiplies_with_the_experts_that_it_is_sent_to(routed: int) -> None:
-    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": routed}
-    model = ModelSpec("tiny", "directory", {"model_type": "mixtral", **sizes})
-    router, expert = 4 * HIDDEN, 3 * HIDDEN * 160
-    assert counted(model) == pytest.approx(expected(ATTENTION + router + routed * expert))
-
-
-def test_a_shared_expert_is_every_tokens() -> None:
-    sizes = {
-        **SIZES,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "decoder_sparse_step": 1,
-    }
-    model = ModelSpec("tiny", "directory", {"model_type": "qwen2_moe", **sizes})
-    # The shared one has a gate of its own.
-    experts = 2 * 3 * HIDDEN * 32 + 3 * HIDDEN * 48 + HIDDEN
-    assert counted(model) == pytest.approx(expected(ATTENTION + 4 * HIDDEN + experts))
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+}
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 64,
+    "intermediate_size": None,
+}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_linear_layers_of_gpt2s_own_class_count() -> None:
-    sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}
-    model = ModelSpec("tiny", "directory", {"model_type": "gpt2", "n_positions": 64, **sizes})
-    adapters = LAYERS * 4 * (HIDDEN + 3 * HIDDEN + HIDDEN + HIDDEN)
-    assert counted(model) == expected(12 * HIDDEN * HIDDEN, adapters=adapters)
+@pytest.mark.parametrize(
+    ("model", "per_layer", "trained"),
+    [
+        (a_model("llama"), ATTENTION + 3 * HIDDEN * INNER, ADAPTERS),
+        # A token multiplies with the experts that it is sent to, and with the router.
+        (
+            a_model("mixtral", **ROUTED),
+            ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * INNER,
+            ADAPTERS,
+        ),
+        # A shared expert is every token's, and has a gate of its own.
+        (
+            a_model("qwen2_moe", **SHARED_EXPERT),
+            ATTENTION + 4 * HIDDEN + 2 * 3 * HIDDEN * 32 + 3 * HIDDEN * 48 + HIDDEN,
+            ADAPTERS,
+        ),
+        # Linear layers of GPT-2's own class count.
+        (a_model("gpt2", **GPT2), 12 * HIDDEN * HIDDEN, LAYERS * 4 * 6 * HIDDEN),
+    ],
+    ids=["llama", "mixtral", "qwen2_moe", "gpt2"],
+)
+def test_four_per_frozen_and_six_per_trained_weight_that_a_token_is_multiplied_with(
+    model: ModelSpec, per_layer: int, trained: int
+) -> None:
+    frozen = LAYERS * per_layer + VOCABULARY * HIDDEN
+    scores = 6 * LAYERS * SEQ_LEN * HIDDEN
+    assert counted(model) == pytest.approx(4 * frozen + 6 * trained + scores)
 
 
 def test_of_experts_in_a_list_those_count_that_a_token_is_sent_to() -> None:
-    config = tiny_config(quantization="none", double_quant=False)
-    with tiny_base(config) as base:
+    import torch
+
+    with tiny_base(PLAIN) as base:
         text = base.model.config
-        with attached(base, config) as attachment:
-            before = flops_per_token(attachment, text, SEQ_LEN)
+
+        def of_a_token() -> Any:
+            with adapters.attached(base, PLAIN) as attachment:
+                return meter.flops_per_token(attachment, text, SEQ_LEN)
+
+        before = of_a_token()
         linears = [torch.nn.Linear(8, 16, bias=False) for _ in range(4)]
         base.model.model.layers[0].mlp.experts = torch.nn.ModuleList(linears)
-        with attached(base, config) as attachment:
-            unknown = flops_per_token(attachment, text, SEQ_LEN)
-            text.num_local_experts, text.num_experts_per_tok = 4, 2
-            after = flops_per_token(attachment, text, SEQ_LEN)
-    assert before is not None
-    assert unknown is None
-    assert after == before + 4 * 2 * 8 * 16
+        assert of_a_token() is None
+        text.num_local_experts, text.num_experts_per_tok = 4, 2
+        assert of_a_token() == before + 4 * 2 * 8 * 16
 
 
 def test_work_that_no_module_tells_is_not_shown() -> None:
     """A state space's convolution is no product of each token with a matrix."""
+    from tests.bench.try_models import spec_of
+
     config = tiny_config(attention="eager", quantization="none", double_quant=False)
-    base = build_base(
-        config, spec=spec_of("jamba"), weights="random", device=torch.device("cpu"), seed=0
-    )
-    try:
-        with attached(base, config) as attachment:
-            assert flops_per_token(attachment, base.model.config, SEQ_LEN) is None
-        outcome = trial_on(base, config, steps=BRIEF, peak_flops=1e12).run()
-    finally:
-        base.close()
-    assert isinstance(outcome, Measured)
-    assert outcome.measurement.flops_utilization is None
+    assert counted(spec_of("jamba"), config) is None
+    with tiny_base(config, spec=spec_of("jamba")) as base:
+        found = measured(trial_on(base, config, steps=BRIEF, peak_flops=1e12).run())
+    assert found.flops_utilization is None

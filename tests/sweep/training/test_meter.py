@@ -12,47 +12,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweep.nvml import card_at
-from sweep.training.meter import (
-    CardReader,
-    EnergyCount,
-    is_precise,
-    is_steady,
-    mean_step_seconds,
-    median_interval,
-)
+from tests.lazy import lazily
 from tests.sweep.pretend_nvml import PretendNvml, memory, processes
 
-seconds = st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40)
+meter = lazily("sweep.training.meter")
 
 
-@given(seconds)
+@given(st.lists(st.floats(0.01, 10.0), min_size=6, max_size=40))
 def test_the_interval_of_the_median_holds_the_median(times: list[float]) -> None:
-    interval = median_interval(times)
-    assert interval is not None
-    assert interval[0] <= statistics.median(times) <= interval[1]
+    low, high = meter.median_interval(times)
+    assert low <= statistics.median(times) <= high
 
 
 @pytest.mark.parametrize("count", [6, 9, 15, 30])
 def test_the_interval_covers_the_true_median_at_least_95_times_in_100(count: int) -> None:
     draws = np.random.default_rng(0).lognormal(size=(2000, count))
-    covered = [low <= 1.0 <= high for low, high in map(_interval, draws)]
-    assert np.mean(covered) >= 0.94
+    ends = (meter.median_interval(list(row)) for row in draws)
+    assert np.mean([low <= 1.0 <= high for low, high in ends]) >= 0.94
 
 
-def _interval(row: np.ndarray) -> tuple[float, float]:
-    interval = median_interval(list(row))
-    assert interval is not None
-    return interval
-
-
-def test_fewer_than_six_steps_give_no_interval() -> None:
-    assert median_interval([1.0] * 5) is None
-    assert not is_precise([1.0] * 5, relative=0.02)
-
-
-def test_one_slow_step_among_many_does_not_keep_a_measurement_from_being_precise() -> None:
-    assert is_precise([1.0] * 9 + [5.0], relative=0.02)
-    assert not is_precise([1.0, 1.1] * 5, relative=0.02)
+@pytest.mark.parametrize(
+    ("times", "is_precise"),
+    [([1.0] * 5, False), ([1.0] * 9 + [5.0], True), ([1.0, 1.1] * 5, False)],
+    ids=["fewer than six", "one slow among many", "uneven"],
+)
+def test_a_measurement_is_precise_by_the_interval_of_its_median(
+    times: list[float], is_precise: bool
+) -> None:
+    assert (meter.median_interval(times) is None) == (len(times) < 6)
+    assert meter.is_precise(times, relative=0.02) is is_precise
 
 
 @pytest.mark.parametrize(
@@ -60,29 +48,24 @@ def test_one_slow_step_among_many_does_not_keep_a_measurement_from_being_precise
     [([1.0], False), ([3.0, 1.0], False), ([3.0, 1.0, 1.02], True), ([1.0, 1.2], False)],
 )
 def test_warm_up_ends_when_two_steps_agree(times: list[float], steady: bool) -> None:
-    assert is_steady(times) is steady
+    assert meter.is_steady(times) is steady
 
 
-def test_a_machine_without_nvml_gives_empty_readings() -> None:
-    reading = CardReader(None).read()
-    assert reading.used_bytes is None
-    assert reading.throttle_reasons == ()
-
-
-def reader(**answers: Any) -> tuple[CardReader, PretendNvml]:
+def reader(**answers: Any) -> tuple[Any, PretendNvml]:
     nvml = PretendNvml(**answers)
-    return CardReader(card_at("0000:01:00.0", nvml)), nvml
+    return meter.CardReader(card_at("0000:01:00.0", nvml)), nvml
 
 
-def test_who_was_there_before_is_no_neighbour_and_who_comes_is() -> None:
-    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(7))
-    assert not card.read().has_neighbour
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(7, os.getpid())
-    assert not card.read().has_neighbour
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(7, 8)
-    assert card.read().has_neighbour
-    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(8)
-    assert card.read().has_neighbour
+@pytest.mark.parametrize(
+    ("before", "now", "is_neighbour"),
+    [([7], [7], False), ([7], [7, os.getpid()], False), ([7], [7, 8], True), ([7], [8], True)],
+)
+def test_who_was_there_before_is_no_neighbour_and_who_comes_is(
+    before: list[int], now: list[int], is_neighbour: bool
+) -> None:
+    card, nvml = reader(nvmlDeviceGetComputeRunningProcesses=processes(*before))
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = processes(*now)
+    assert card.read().has_neighbour is is_neighbour
 
 
 def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() -> None:
@@ -92,60 +75,59 @@ def test_in_a_container_this_process_under_the_hosts_number_is_no_neighbour() ->
     assert not card.read().has_neighbour
 
 
-def test_a_driver_that_shows_no_processes_shows_no_neighbours() -> None:
-    card, _ = reader(nvmlDeviceGetMemoryInfo=memory(24, 20))
-    reading = card.read()
-    assert not reading.has_neighbour
-    assert reading.used_bytes == 4
-    assert reading.sm_clock_mhz is None
+def test_what_a_driver_or_a_machine_without_one_does_not_tell_is_empty() -> None:
+    reading = reader(nvmlDeviceGetMemoryInfo=memory(24, 20))[0].read()
+    assert (reading.has_neighbour, reading.used_bytes, reading.sm_clock_mhz) == (False, 4, None)
+    reading = meter.CardReader(None).read()
+    assert (reading.used_bytes, reading.throttle_reasons) == (None, ())
 
 
-def test_the_energy_of_a_token_is_what_the_card_used_while_it_counted() -> None:
-    nvml = PretendNvml(nvmlDeviceGetTotalEnergyConsumption=5_000)
-    count = EnergyCount(CardReader(card_at("0", nvml)))
-    for begun, ended in ((5_000, 305_000), (900_000, 1_000_000)):
-        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = begun
-        count.begin()
-        nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = ended
-        count.end()
-    count.seconds = 2.0
-    assert count.joules == pytest.approx(400.0)
-    assert count.per_token(1_000) == pytest.approx(0.4)
-
-
-def test_energy_is_unknown_where_the_card_does_not_tell_or_the_time_is_short() -> None:
-    silent = EnergyCount(CardReader(card_at("0", PretendNvml())))
-    silent.begin()
-    silent.end()
-    silent.seconds = 9.0
-    assert silent.per_token(1_000) is None
-    nvml = PretendNvml(nvmlDeviceGetTotalEnergyConsumption=5_000)
-    brief = EnergyCount(CardReader(card_at("0", nvml)))
-    brief.begin()
-    nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = 9_000
-    brief.end()
-    assert brief.joules == pytest.approx(4.0)
-    assert brief.per_token(1_000) is None
-
-
-def test_a_round_of_whole_steps_counts_as_their_mean() -> None:
-    # Two steps of two micro-batches of 1, 3, 2 and 4 seconds, the optimizer half a second each.
-    ended, gradients = [1.0, 4.5, 6.5, 11.0], [4.0, 10.5]
-    assert mean_step_seconds(ended, gradients, micro_steps=2) == pytest.approx(5.5)
-
-
-@pytest.mark.parametrize("sizes", [(1.0, 3.0, 2.0, 4.0), (4.0, 1.0, 1.0, 4.0), (2.5,) * 4])
-@pytest.mark.parametrize("micro_steps", [3, 8])
-def test_a_long_accumulation_of_uneven_micro_batches_has_their_mean_and_one_update(
-    sizes: tuple[float, ...], micro_steps: int
+@pytest.mark.parametrize(
+    ("counts", "seconds", "joules_per_token"),
+    [
+        ([(5_000, 305_000), (900_000, 1_000_000)], 2.0, 0.4),
+        # The time is short; the GPU does not tell.
+        ([(5_000, 9_000)], 0.0, None),
+        ([(None, None)], 9.0, None),
+    ],
+)
+def test_the_energy_of_a_token_is_what_the_card_used_while_it_counted(
+    counts: list[tuple[int | None, int | None]], seconds: float, joules_per_token: float | None
 ) -> None:
-    update = 0.5
-    ended, gradients, now = [], [], 0.0
-    for index, size in enumerate(sizes):
-        now += size
-        if index % 2:
-            gradients.append(now)
-            now += update
-        ended.append(now)
-    expected = micro_steps * sum(sizes) / len(sizes) + update
-    assert mean_step_seconds(ended, gradients, micro_steps=micro_steps) == pytest.approx(expected)
+    card, nvml = reader()
+    count = meter.EnergyCount(card)
+
+    def tells(millijoules: int | None) -> None:
+        if millijoules is not None:
+            nvml.answers["nvmlDeviceGetTotalEnergyConsumption"] = millijoules
+
+    for begun, ended in counts:
+        tells(begun)
+        count.begin()
+        tells(ended)
+        count.end()
+    count.seconds += seconds
+    found = count.per_token(1_000)
+    assert found == (None if joules_per_token is None else pytest.approx(joules_per_token))
+
+
+@pytest.mark.parametrize(
+    ("ended", "gradients", "micro_steps", "seconds"),
+    [
+        ([1.0], None, 1, 1.0),
+        ([1.0, 2.5], None, 2, 2.5),
+        # The micro-step with the optimizer is counted once.
+        ([1.0, 2.5], None, 16, 15 * 1.0 + 1.5),
+        ([1.0, 2.0, 3.5], None, 16, 15 * 1.0 + 1.5),
+        # Two steps of two micro-batches of 1, 3, 2 and 4 seconds, half a second for the optimizer.
+        ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 2, 5.5),
+        # A long accumulation of uneven micro-batches has their mean and one update.
+        ([1.0, 4.5, 6.5, 11.0], [4.0, 10.5], 8, 8 * 2.5 + 0.5),
+        ([4.0, 5.5, 6.5, 11.0], [5.0, 10.5], 3, 3 * 2.5 + 0.5),
+    ],
+)
+def test_a_step_is_made_of_the_micro_steps_that_were_run(
+    ended: list[float], gradients: list[float] | None, micro_steps: int, seconds: float
+) -> None:
+    given = (ended,) if gradients is None else (ended, gradients)
+    assert meter.mean_step_seconds(*given, micro_steps=micro_steps) == pytest.approx(seconds)

@@ -1,117 +1,236 @@
-"""The frozen base, built from random weights or loaded."""
+"""The frozen base, built from random weights or loaded, of the usual decoder and of others."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-import bitsandbytes as bnb
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.linears import unquantized
 from search_spaces.models import ModelSpec
-from sweep.training.adapters import attached
-from sweep.training.model import build_base, decoder_layers
-from tests.sweep.training.tiny import LAYERS, TINY, tiny_base, tiny_config
+from search_spaces.rules import WITHOUT_SDPA, Violation, violation
+from storage.records import Ineffective, Measured
+from tests.lazy import lazily
+from tests.sweep.training.tiny import (
+    BRIEF,
+    LAYERS,
+    TINY,
+    measured,
+    outcome_of,
+    tiny_base,
+    tiny_config,
+)
 
-
-@pytest.mark.parametrize("quantization", ["nf4", "fp4"])
-@pytest.mark.parametrize("double_quant", [True, False])
-def test_every_matrix_but_the_head_is_in_four_bits(quantization: str, double_quant: bool) -> None:
-    with tiny_base(tiny_config(quantization=quantization, double_quant=double_quant)) as base:
-        layers = [m for m in base.model.modules() if isinstance(m, bnb.nn.Linear4bit)]
-        assert len(layers) == LAYERS * 7
-        assert {layer.weight.dtype for layer in layers} == {torch.uint8}
-        assert {layer.weight.quant_state.quant_type for layer in layers} == {quantization}
-        assert {layer.weight.quant_state.nested for layer in layers} == {double_quant}
-        assert type(base.model.get_output_embeddings()) is torch.nn.Linear
+torch = lazily("torch")
+families = lazily("tests.bench.try_models")
+models = lazily("sweep.training.model")
 
 
 @pytest.mark.parametrize(
-    ("quantization", "upcast", "head", "matrix"),
-    [
-        ("nf4", True, torch.float32, torch.uint8),
-        ("nf4", False, torch.bfloat16, torch.uint8),
-        ("none", True, torch.float32, torch.bfloat16),
-        ("none", False, torch.bfloat16, torch.bfloat16),
-    ],
+    ("quantization", "double_quant", "upcast"),
+    [("nf4", True, True), ("nf4", False, False), ("fp4", True, False), ("none", False, True)],
 )
-def test_the_upcast_widens_norms_embeddings_and_head_and_never_the_matrices(
-    quantization: str, upcast: bool, head: torch.dtype, matrix: torch.dtype
+def test_every_matrix_but_the_head_is_in_four_bits_and_the_upcast_widens_all_but_matrices(
+    quantization: str, double_quant: bool, upcast: bool
 ) -> None:
-    config = tiny_config(quantization=quantization, upcast_fp32=upcast, double_quant=False)
+    import bitsandbytes as bnb
+
+    config = tiny_config(quantization=quantization, double_quant=double_quant, upcast_fp32=upcast)
     with tiny_base(config) as base:
-        model = base.model
-        assert model.get_output_embeddings().weight.dtype is head
-        assert model.get_input_embeddings().weight.dtype is head
-        assert model.model.norm.weight.dtype is head
-        assert model.model.layers[0].self_attn.q_proj.weight.dtype is matrix
+        model: Any = base.model
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+        matrix = model.model.layers[0].self_attn.q_proj.weight.dtype
+        if quantization == "none":
+            assert (layers, matrix) == ([], torch.bfloat16)
+        else:
+            assert len(layers) == LAYERS * 7
+            assert {layer.weight.dtype for layer in layers} == {matrix} == {torch.uint8}
+            states = [layer.weight.quant_state for layer in layers]
+            assert {(state.quant_type, state.nested) for state in states} == {
+                (quantization, double_quant)
+            }
+        wide = torch.float32 if upcast else torch.bfloat16
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        assert type(head) is torch.nn.Linear
+        assert {m.weight.dtype for m in (head, embeddings, model.model.norm)} == {wide}
 
 
-@pytest.mark.parametrize("upcast", [True, False])
-def test_a_share_of_the_layers_is_in_four_bits_and_the_others_in_the_compute_dtype(
-    upcast: bool,
-) -> None:
+def test_a_share_of_the_layers_is_in_four_bits_and_the_others_in_the_compute_dtype() -> None:
     # Twelve layers: the name of layer 1 is the start of that of layer 10.
     spec = dataclasses.replace(TINY, config={**TINY.config, "num_hidden_layers": 12})
-    config = tiny_config(quantized_fraction=0.75, upcast_fp32=upcast)
-    base = build_base(config, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
-    layers = decoder_layers(base.model)
-    packed = {i for i, layer in enumerate(layers) if layer.mlp.up_proj.weight.dtype == torch.uint8}
+    config = tiny_config(quantized_fraction=0.75)
+    with tiny_base(config, spec=spec) as base:
+        kinds = [layer.mlp.up_proj.weight.dtype for layer in models.decoder_layers(base.model)]
+        assert base.quantized_share == 1.0
+    packed = {index for index, kind in enumerate(kinds) if kind == torch.uint8}
     assert packed == config.quantized_layers(12) == {0, 1, 2, 4, 5, 6, 8, 9, 10}
-    assert {layers[i].mlp.up_proj.weight.dtype for i in (3, 7, 11)} == {torch.bfloat16}
-    assert base.model.get_output_embeddings().weight.dtype is (
-        torch.float32 if upcast else torch.bfloat16
-    )
-    assert base.quantized_share == 1.0
-    base.close()
+    assert {kinds[index] for index in (3, 7, 11)} == {torch.bfloat16}
 
 
-def test_nothing_is_left_on_the_meta_device_and_the_rotary_buffers_are_right() -> None:
-    with tiny_base(tiny_config()) as base:
-        tensors = [*base.model.parameters(), *base.model.buffers()]
-        assert {tensor.device.type for tensor in tensors} == {"cpu"}
-        real = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config))
-        rotary = base.model.model.rotary_emb.inv_freq
-        assert torch.equal(rotary, real.model.rotary_emb.inv_freq)
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_base_built_from_random_weights_has_the_bytes_of_a_loaded_one(
-    fraction: float, tmp_path: Path
-) -> None:
-    config = tiny_config(quantized_fraction=fraction)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(tmp_path)
-    saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
-    key, cpu = config, torch.device("cpu")
-    loaded = build_base(key, spec=saved, weights="pretrained", device=cpu, seed=0)
-    random = build_base(key, spec=TINY, weights="random", device=cpu, seed=0)
-    assert _tensors(loaded.model) == _tensors(random.model)
-    with attached(loaded, config) as attachment:
-        assert attachment.trainable_parameters()
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
+def tensors(model: Any) -> dict[str, Any]:
     return {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
 
 
-def test_loaded_weights_are_the_files_own(tmp_path: Path) -> None:
+def test_a_base_of_random_weights_has_the_bytes_of_a_loaded_one_and_that_the_files_weights(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     source = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config))
     source.save_pretrained(tmp_path)
     saved = dataclasses.replace(TINY, source="directory", path=tmp_path)
-    key = tiny_config(quantization="none", double_quant=False, compute_dtype="fp32")
-    base = build_base(key, spec=saved, weights="pretrained", device=torch.device("cpu"), seed=0)
-    wanted = source.model.layers[1].mlp.up_proj.weight
-    assert torch.equal(base.model.model.layers[1].mlp.up_proj.weight, wanted)
+    for config in (tiny_config(), tiny_config(quantized_fraction=0.5)):
+        with (
+            tiny_base(config, spec=saved, weights="pretrained") as loaded,
+            tiny_base(config) as random,
+        ):
+            assert tensors(loaded.model) == tensors(random.model)
+            found = [*random.model.parameters(), *random.model.buffers()]
+            # Nothing is left on the meta device, and the rotary buffers are right.
+            assert {tensor.device.type for tensor in found} == {"cpu"}
+            rotary = random.model.model.rotary_emb.inv_freq
+            assert torch.equal(rotary, source.model.rotary_emb.inv_freq)
+    exact = tiny_config(quantization="none", double_quant=False, compute_dtype="fp32")
+    with tiny_base(exact, spec=saved, weights="pretrained") as base:
+        first, second = (m.model.layers[1].mlp.up_proj.weight for m in (base.model, source))
+        assert torch.equal(first, second)
 
 
-def test_decoder_layers_are_found_in_other_families() -> None:
-    spec = ModelSpec(
-        name="gpt2",
-        source="shipped",
-        config={"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 128},
-    )
-    key = tiny_config(attention="sdpa")
-    base = build_base(key, spec=spec, weights="random", device=torch.device("cpu"), seed=0)
-    assert len(decoder_layers(base.model)) == 3
+def test_a_model_that_is_to_be_loaded_is_not_sharded() -> None:
+    config = tiny_config(data_parallel=2, sharding="fsdp")
+    with pytest.raises(InputError, match="random weights"):
+        tiny_base(config, weights="pretrained").__enter__()
+
+
+def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
+    spec = families.spec_of(family)
+    spec = ModelSpec(spec.name, spec.source, {**spec.config, **changes})
+    return spec, models.skeleton(families.config_of(family, "attention"), spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kinds"),
+    [
+        ("llama", {}, {"LlamaDecoderLayer"}),
+        ("gpt2", {}, {"GPT2Block"}),
+        ("gpt_neox", {}, {"GPTNeoXLayer"}),
+        ("mixtral", {}, {"MixtralDecoderLayer"}),
+        # A hybrid has layers of two kinds in one list.
+        (
+            "jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1},
+            {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
+        ),
+    ],
+)
+def test_decoder_layers_are_found_whatever_they_are(
+    family: str, changes: dict[str, Any], kinds: set[str]
+) -> None:
+    _, model = skeleton_of(family, **changes)
+    layers = models.decoder_layers(model)
+    assert len(layers) == 4
+    assert {type(layer).__name__ for layer in layers} == kinds
+    # A longer list of experts is not taken for them.
+    layers[0].experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(9))
+    assert len(models.decoder_layers(model)) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_whole"),
+    [
+        *((family, {}, False) for family in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe")),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, False),
+        *((family, {}, True) for family in ("llama", "gpt2", "gpt_neox", "phi3", "falcon_h1")),
+    ],
+)
+def test_what_stays_in_16_bits_follows_from_the_config(
+    family: str, changes: dict[str, Any], is_whole: bool
+) -> None:
+    spec, model = skeleton_of(family, **changes)
+    assert (unquantized(spec) is None) is is_whole
+    assert (models.quantized_share(model, TrialConfig()) >= 0.95) is is_whole
+
+
+def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
+    """As for a model type that no rule knows: the worker finds out."""
+    config = families.config_of("mixtral", "attention")
+    outcome = outcome_of(config, spec=families.spec_of("mixtral"), steps=BRIEF)
+    assert isinstance(outcome, Ineffective)
+    assert outcome.knob == "quantization"
+    assert outcome.detail.startswith("only 11.1 % of the matrices' weights are in 4 bits")
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("nf4", 1.0), ("none", None)])
+def test_a_measurement_keeps_the_share_in_4_bits(quantization: str, share: float | None) -> None:
+    config = families.config_of("llama", "attention", quantization)
+    found = measured(outcome_of(config, spec=families.spec_of("llama"), steps=BRIEF))
+    assert found.quantized_share == share
+
+
+def test_the_upcast_leaves_experts_in_16_bits() -> None:
+    config = families.config_of("mixtral", "attention", "none")
+    with tiny_base(config, spec=families.spec_of("mixtral")) as base:
+        layer: Any = base.model.model.layers[0]
+        assert layer.mlp.experts.gate_up_proj.dtype is torch.bfloat16
+        assert layer.input_layernorm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "apertus", "falcon_h1"])
+def test_weights_that_only_a_constructor_sets_are_finite(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = torch.nn.Module.to_empty
+
+    def of_other_programs(self: Any, *, device: Any, recurse: bool = True) -> Any:
+        original(self, device=device, recurse=recurse)
+        for tensor in (*self.parameters(recurse=recurse), *self.buffers(recurse=recurse)):
+            if tensor.is_floating_point():
+                tensor.data.fill_(float("nan"))
+        return self
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", of_other_programs)
+    config = families.config_of(family, "attention", "none")
+    with tiny_base(config, spec=families.spec_of(family)) as base:
+        left = [n for n, p in base.model.state_dict().items() if not torch.isfinite(p).all()]
+    assert left == []
+
+
+def test_a_config_of_several_models_is_refused_by_the_name_of_its_decoder() -> None:
+    with pytest.raises(InputError, match="model_type 'gemma3_text'"):
+        skeleton_of("llama", model_type="gemma3")
+
+
+# PEFT and torch warn of what fused experts and scripted functions bring with them.
+WARNED = pytest.mark.filterwarnings("default")
+RULED = Measured | Violation | Ineffective
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "expected"),
+    [
+        *((family, "attention", Measured) for family in ("gpt_neox", "gpt2", "phi", "mixtral")),
+        # Falcon's one head of keys and values is none that torch's fused kernels take.
+        ("falcon", "attention", Ineffective),
+        pytest.param("deepseek_v3", "all-linear", RULED, marks=WARNED),
+        pytest.param("glm4_moe", "attention", RULED, marks=WARNED),
+        pytest.param("gpt_bigcode", "all-linear", RULED, marks=WARNED),
+        pytest.param("jamba", "all-linear", RULED, marks=WARNED),
+        pytest.param("olmoe", "attention", RULED, marks=WARNED),
+        pytest.param("qwen3_next", "attention", RULED, marks=WARNED),
+    ],
+)
+def test_a_family_trains_or_is_refused_by_a_rule(family: str, targets: str, expected: Any) -> None:
+    """The rest of the families, which take minutes, are ``tests/bench/try_models.py``'s."""
+    spec = families.spec_of(family)
+    quantization = "none" if unquantized(spec) is not None else "nf4"
+    config = families.config_of(family, targets, quantization)
+    assert config.attention == ("eager" if family in WITHOUT_SDPA else "sdpa")
+    broken = violation(config, model=spec, compute_capability=None, device="cpu")
+    outcome = broken or outcome_of(config, spec=spec, steps=BRIEF)
+    assert isinstance(outcome, expected)
+    if family == "falcon":
+        assert "use attention eager" in outcome.detail

@@ -2,62 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from search_spaces.config import KNOBS, TrialConfig
+from search_spaces.config import KNOBS
 from storage.records import Ineffective
 from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
-from sweep.running.worker import Worker
-from sweep.training.adapters import CountingCompiler, attached, compiled
-from sweep.training.device import Memory
-from sweep.training.model import Unavailable, build_base
-from sweep.training.proof import (
-    PROOFS,
-    KernelWatch,
-    StepEvidence,
-    expandable_share,
-    ineffective,
-)
-from sweep.training.step import TrainingLoop
-from sweep.training.team import Look, fingerprint
-from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config
+from tests.lazy import lazily
+from tests.sweep.training.tiny import LAYERS, QUICK, TINY, tiny_base, tiny_config, tiny_loop
 
-FREEZE = "freeze v_proj"
-"""Not a setting: the adapters of one target are left out of the training."""
+torch = lazily("torch")
+adapters = lazily("sweep.training.adapters")
+proof = lazily("sweep.training.proof")
+step = lazily("sweep.training.step")
+team = lazily("sweep.training.team")
 
 
-def verdicts(
-    ran: dict[str, Any], asked: dict[str, Any]
-) -> tuple[Ineffective | None, Ineffective | None]:
-    """Return what the proof says to a configuration that was not run, and to the one that was."""
-    config, wanted = tiny_config(**ran), tiny_config(**asked)
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
-        with KernelWatch() as watch:
-            loop.step()
-        return (
-            ineffective(wanted, StepEvidence(loop, watch)),
-            ineffective(config, StepEvidence(loop, watch)),
-        )
+def fault(asked: Any, loop: Any, watch: Any = None, **seen: Any) -> Any:
+    return proof.ineffective(asked, proof.StepEvidence(loop, watch, **seen))
+
+
+EAGER, FLASH = {"attention": "eager"}, {"attention": "flash_attention_2"}
+HALF, SIXTEEN = {"quantized_fraction": 0.5}, {"quantization": "none", "double_quant": False}
+FUSED = {"optimizer": "adamw_torch_fused", "lora_rank": 64}
 
 
 @pytest.mark.parametrize(
     ("ran", "asked", "knob"),
     [
-        ({}, {"attention": "eager"}, "attention"),
-        ({}, {"attention": "flash_attention_2"}, "attention"),
-        ({"attention": "eager"}, {}, "attention"),
-        ({"attention": "eager"}, {"attention": "flash_attention_2"}, "attention"),
+        ({}, EAGER, "attention"),
+        ({}, FLASH, "attention"),
+        (EAGER, {}, "attention"),
+        (EAGER, FLASH, "attention"),
         ({"compute_dtype": "fp32"}, {}, "compute_dtype"),
         ({}, {"compute_dtype": "fp16"}, "compute_dtype"),
         ({}, {"upcast_fp32": False}, "upcast_fp32"),
         ({"upcast_fp32": False}, {}, "upcast_fp32"),
         ({}, {"lora_dropout": 0.1}, "lora_dropout"),
         ({"lora_dropout": 0.1}, {}, "lora_dropout"),
+        ({"lora_dropout": 1.0}, {}, "lora_dropout"),
         ({}, {"lora_rank": 8, "lora_alpha": 16}, "lora_rank"),
         ({}, {"lora_alpha": 8}, "lora_alpha"),
         ({}, {"checkpoint_fraction": 0.5}, "checkpoint_fraction"),
@@ -69,88 +55,105 @@ def verdicts(
         ({}, {"adapter_dtype": "bf16"}, "adapter_dtype"),
         ({"adapter_dtype": "bf16"}, {}, "adapter_dtype"),
         ({}, {"expandable_segments": True}, "expandable_segments"),
-        ({}, {"quantized_fraction": 0.5}, "quantized_fraction"),
-        ({"quantized_fraction": 0.5}, {}, "quantized_fraction"),
-        ({"quantized_fraction": 0.5}, {"quantized_fraction": 0.75}, "quantized_fraction"),
+        ({}, HALF, "quantized_fraction"),
+        (HALF, {}, "quantized_fraction"),
+        (HALF, {"quantized_fraction": 0.75}, "quantized_fraction"),
+        ({}, {"quantization": "fp4"}, "quantization"),
+        (SIXTEEN, {}, "quantization"),
+        ({}, {"double_quant": False}, "double_quant"),
+        ({}, {"kernels": "liger"}, "kernels"),
+        ({}, {"compile": True}, "compile"),
+        (FUSED, {"lora_rank": 64}, "optimizer"),
     ],
 )
-def test_each_knob_is_found_out_where_another_value_ran(
+def test_each_setting_is_found_out_where_another_value_ran(
     ran: dict[str, Any], asked: dict[str, Any], knob: str
 ) -> None:
-    fault, honest = verdicts(ran, asked)
-    assert isinstance(fault, Ineffective)
-    assert fault.knob == knob
-    assert honest is None
+    config = tiny_config(**ran)
+    with tiny_loop(config) as loop:
+        with proof.KernelWatch() as watch:
+            loop.step()
+        found = fault(tiny_config(**asked), loop, watch)
+        assert isinstance(found, Ineffective)
+        assert found.knob == knob
+        assert fault(config, loop, watch) is None
 
 
-def test_every_knob_has_its_proof_and_nothing_else_has() -> None:
-    assert PROOFS.keys() == KNOBS.keys()
+def test_every_setting_has_its_proof_and_nothing_else_has() -> None:
+    assert proof.PROOFS.keys() == KNOBS.keys()
 
 
 def test_segments_are_told_by_where_the_weights_lie() -> None:
-    first, second = torch.zeros(3, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    first, second = (torch.zeros(size, dtype=torch.uint8) for size in (3, 1))
 
-    def around(tensor: torch.Tensor, *, is_expandable: bool) -> dict[str, Any]:
-        return {
-            "address": tensor.data_ptr(),
-            "total_size": tensor.nbytes,
-            "is_expandable": is_expandable,
-        }
+    def around(tensor: Any, *, is_expandable: bool) -> dict[str, Any]:
+        place = {"address": tensor.data_ptr(), "total_size": tensor.nbytes}
+        return place | {"is_expandable": is_expandable}
 
     mixed = [around(first, is_expandable=True), around(second, is_expandable=False)]
-    assert expandable_share([first, second], mixed) == 0.75
-    assert expandable_share([second], mixed) == 0.0
-    assert expandable_share([], mixed) == 0.0
+    for tensors, share in (([first, second], 0.75), ([second], 0.0), ([], 0.0)):
+        assert proof.expandable_share(tensors, mixed) == share
 
 
 @pytest.mark.usefixtures("dynamo")
 def test_layers_that_were_compiled_in_an_earlier_trial_prove_themselves_again() -> None:
     plain = tiny_config(optimizer="adamw_torch_fused", checkpoint_fraction=0.0)
     config = plain.model_copy(update={"compile": True})
-    compiler = CountingCompiler(lambda graph, _: graph.forward)
+    compiler = adapters.CountingCompiler(lambda graph, _: graph.forward)
+    words = f"{LAYERS} of {2 * LAYERS} calls of layers were compiled"
     with tiny_base(plain) as base:
         for _ in range(2):
-            with attached(base, plain) as attachment:
-                with compiled(attachment.layers, compiler=compiler) as attachment.compilation:
-                    loop = TrainingLoop(attachment, config, seed=0)
+            with adapters.attached(base, plain) as attachment:
+                compiling = adapters.compiled(attachment.layers, compiler=compiler)
+                with compiling as attachment.compilation:
+                    loop = step.TrainingLoop(attachment, config, seed=0)
                     loop.step()
-                    assert ineffective(config, StepEvidence(loop)) is None
-                    fault = ineffective(plain, StepEvidence(loop))
-                assert fault == Ineffective(knob="compile", detail="layers are compiled")
+                    assert fault(config, loop) is None
+                    found = fault(plain, loop)
+                assert found == Ineffective(knob="compile", detail="layers are compiled")
                 loop.step()
-                fault = ineffective(config, StepEvidence(loop))
-                assert fault == Ineffective(
-                    knob="compile", detail=f"{LAYERS} of {2 * LAYERS} calls of layers were compiled"
-                )
+                assert fault(config, loop) == Ineffective(knob="compile", detail=words)
 
 
-def test_a_target_whose_adapters_never_moved_is_found_out() -> None:
+def freeze_values(loop: Any) -> None:
+    for name, parameter in loop.attached.model.named_parameters():
+        if "v_proj.lora" in name:
+            parameter.requires_grad_(False)
+
+
+def recompute_nothing_of_the_first(loop: Any) -> None:
+    loop.attached.layers[0].gradient_checkpointing = False
+
+
+@pytest.mark.parametrize(
+    ("spoil", "knob", "words"),
+    [
+        (freeze_values, "target_modules", "no adapter of v_proj learned"),
+        (recompute_nothing_of_the_first, "checkpoint_fraction", f"{LAYERS - 1} of {LAYERS} layers"),
+    ],
+)
+def test_what_was_configured_and_never_happened_is_found_out(
+    spoil: Callable[[Any], None], knob: str, words: str
+) -> None:
     config = tiny_config(target_modules="qv")
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        for name, parameter in attachment.model.named_parameters():
-            if "v_proj.lora" in name:
-                parameter.requires_grad_(False)
-        loop = TrainingLoop(attachment, config, seed=0)
+    with tiny_loop(config) as loop:
+        spoil(loop)
+        # The optimizer is made of what is to be trained.
+        loop = step.TrainingLoop(loop.attached, config, seed=0)
+        spoil(loop)
         loop.step()
-        fault = ineffective(config, StepEvidence(loop))
-    assert fault == Ineffective(knob="target_modules", detail="no adapter of v_proj learned")
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
-def test_every_dropout_that_can_be_asked_for_proves_itself(dropout: float) -> None:
-    _, honest = verdicts({"lora_dropout": dropout}, {})
-    assert honest is None
+        found = fault(config, loop)
+    assert (found.knob, words in found.detail) == (knob, True)
 
 
 def test_dropout_that_is_configured_and_never_called_is_found_out() -> None:
     config = tiny_config(lora_dropout=0.1)
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
-        with KernelWatch() as watch:
+    with tiny_loop(config) as loop:
+        with proof.KernelWatch() as watch:
             loop.step()
         watch.dropouts = 0
-        fault = ineffective(config, StepEvidence(loop, watch))
-    assert fault == Ineffective(knob="lora_dropout", detail="nothing was dropped")
+        found = fault(config, loop, watch)
+    assert found == Ineffective(knob="lora_dropout", detail="nothing was dropped")
 
 
 @pytest.fixture
@@ -164,33 +167,27 @@ def flash_attn_operator() -> Iterator[Any]:
 
 
 def test_flash_attention_is_proved_by_flash_attns_own_operator(flash_attn_operator: Any) -> None:
-    config = tiny_config()
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
+    with tiny_loop(tiny_config()) as loop:
         loop.step()
-        with KernelWatch() as watch:
+        with proof.KernelWatch() as watch:
             flash_attn_operator(torch.zeros(1, dtype=torch.bfloat16))
             torch.zeros(2, 2, dtype=torch.bfloat16) @ torch.zeros(2, 2, dtype=torch.bfloat16)
-        asked = tiny_config(attention="flash_attention_2")
-        assert ineffective(asked, StepEvidence(loop, watch)) is None
-        eager = ineffective(tiny_config(attention="eager"), StepEvidence(loop, watch))
-    assert isinstance(eager, Ineffective)
+        assert fault(tiny_config(**FLASH), loop, watch) is None
+        eager = fault(tiny_config(**EAGER), loop, watch)
     assert "flash_attn::_flash_attn_forward" in eager.detail
 
 
 @pytest.mark.parametrize(
-    ("knobs", "knob"),
-    [({"attention": "flash_attention_2"}, "attention"), ({"kernels": "liger"}, "kernels")],
+    ("knob", "value"), [("attention", FLASH["attention"]), ("kernels", "liger")]
 )
 def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_trial(
-    knobs: dict[str, Any], knob: str, monkeypatch: pytest.MonkeyPatch
+    knob: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from sweep.running.worker import Worker
+
     for package in ("flash_attn", "liger_kernel"):
-        monkeypatch.setitem(__import__("sys").modules, package, None)
-    config = tiny_config(**knobs)
-    with pytest.raises(Unavailable):
-        _build(config)
-    events: list[WorkerMessage] = []
+        monkeypatch.setitem(sys.modules, package, None)
+    told: list[WorkerMessage] = []
     settings = WorkerSettings(
         device="cpu",
         budget_bytes=2**40,
@@ -199,63 +196,56 @@ def test_a_value_whose_package_is_missing_is_ineffective_and_harms_no_other_tria
         seed=0,
         is_emulated=False,
     )
-    worker = Worker(settings, send=events.append)
-    finished = worker.run(RunCommand(request=TrialRequest(config=config, steps=QUICK)))
+    request = TrialRequest(config=tiny_config(**{knob: value}), steps=QUICK)
+    finished = Worker(settings, send=told.append).run(RunCommand(request=request))
     assert isinstance(finished.outcome, Ineffective)
-    assert finished.outcome.knob == knob
+    assert (finished.outcome.knob, finished.retire) == (knob, None)
     assert finished.outcome.detail
-    assert finished.retire is None
 
 
-def _build(config: TrialConfig) -> None:
-    build_base(config, spec=TINY, weights="random", device=torch.device("cpu"), seed=0).close()
+def a_look(rank: int = 1, size: int = 1) -> Any:
+    from sweep.training.device import Memory
 
-
-def a_look(**changes: Any) -> Look:
-    values: dict[str, Any] = {
-        "rank": 1,
-        "size": 1,
-        "adapters": "same",
-        "tokens": "other rows",
-        "held_share": 1.0,
-        "memory": Memory(1, "backward"),
-    }
-    return Look(**{**values, **changes})
+    memory = Memory(1, "backward")
+    return team.Look(rank, size, adapters="same", tokens="other", held_share=1.0, memory=memory)
 
 
 @pytest.mark.parametrize(
-    ("looks", "words"),
+    ("others", "words"),
     [
         ([], "1 of 2 GPUs trained"),
-        ([a_look(rank=0), a_look()], "a GPU trained with 0 others"),
-        ([a_look(rank=0), a_look(), a_look(rank=2)], "3 of 2 GPUs trained"),
+        ([0, 1], "a GPU trained with 0 others"),
+        ([0, 1, 2], "3 of 2 GPUs trained"),
     ],
 )
 def test_a_card_that_did_not_train_with_the_others_is_no_team(
-    looks: list[Look], words: str
+    others: list[int], words: str
 ) -> None:
     config = tiny_config(data_parallel=2)
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
+    with tiny_loop(config) as loop:
         loop.step()
-        fault = ineffective(config, StepEvidence(loop, looks=looks))
-    assert fault is not None
-    assert (fault.knob, fault.detail) == ("data_parallel", words)
+        found = fault(config, loop, looks=[a_look(rank) for rank in others])
+    assert (found.knob, found.detail) == ("data_parallel", words)
 
 
 def test_a_model_that_every_card_holds_is_not_sharded() -> None:
     config = tiny_config(upcast_fp32=False, optimizer="adamw_torch_fused")
     shared = config.model_copy(update={"sharding": "fsdp", "data_parallel": 2})
-    with tiny_base(config) as base, attached(base, config) as attachment:
-        loop = TrainingLoop(attachment, config, seed=0)
+    with tiny_loop(config) as loop:
         loop.step()
-        detail = PROOFS["sharding"](shared, StepEvidence(loop, looks=(a_look(rank=0), a_look())))
-    assert detail == "a GPU holds 100 % of the layers' weights, not 50 %"
+        seen = proof.StepEvidence(loop, looks=(a_look(0), a_look()))
+        assert proof.PROOFS["sharding"](shared, seen) == (
+            "a GPU holds 100 % of the layers' weights, not 50 %"
+        )
 
 
-def test_a_fingerprint_tells_a_bit_and_its_place() -> None:
-    whole = torch.arange(6, dtype=torch.float32)
-    swapped, flipped = whole[[1, 0, 2, 3, 4, 5]], whole.clone()
-    flipped[0] = -0.0
-    assert fingerprint([whole]) == fingerprint([whole.clone()])
-    assert len({fingerprint([t]) for t in (whole, swapped, flipped, whole.to(torch.bfloat16))}) == 4
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64"])
+def test_what_ranks_compare_is_another_where_any_bit_or_its_place_is(dtype: str) -> None:
+    one = torch.tensor([[1, 4], [3, 8]], dtype=getattr(torch, dtype))
+    flipped, swapped = one.clone(), one[[1, 0]]
+    flipped.view(torch.uint8)[1, 0] ^= 1
+    # Of the same sums, and as many times their places.
+    moved = one + torch.tensor([[1, -2], [1, 0]], dtype=one.dtype)
+    prints = {team.fingerprint([tensor]) for tensor in (one, flipped, swapped, moved, one.half())}
+    assert len(prints) == 5
+    assert team.fingerprint([one.clone()]) in prints

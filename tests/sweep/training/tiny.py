@@ -1,20 +1,23 @@
-"""A base model small enough that a training step takes milliseconds on a CPU."""
+"""A base model small enough that a training step takes milliseconds on a CPU.
+
+torch is imported with the first use of it, not with this module.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from sweep.training.device import CpuDevice
-from sweep.training.meter import CardReader
-from sweep.training.model import BaseModel, build_base
-from sweep.training.trial import Trial
+from storage.records import Measured, Measurement, Outcome
+
+if TYPE_CHECKING:
+    from sweep.training.model import BaseModel
+    from sweep.training.step import TrainingLoop
+    from sweep.training.trial import Trial
 
 LAYERS = 2
 """So few that each is told from the other, and no test waits for more of the same."""
@@ -35,6 +38,8 @@ TINY = ModelSpec(
         "eos_token_id": 2,
     },
 )
+UNIFORM_LOSS = 6.24
+"""Of random tokens under a random head: near that of a uniform guess."""
 QUICK = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=6)
 BRIEF = StepBudget(warmup_min=1, warmup_max=2, measured_min=2, measured_max=2)
 """For what the first step shows, as the peak: on a CPU the warm-up alone is watched for it."""
@@ -45,21 +50,35 @@ def tiny_config(**knobs: Any) -> TrialConfig:
 
 
 @contextlib.contextmanager
-def tiny_base(config: TrialConfig) -> Iterator[BaseModel]:
-    base = build_base(
-        config,
-        spec=TINY,
-        weights="random",
-        device=torch.device("cpu"),
-        seed=0,
-    )
+def tiny_base(
+    config: TrialConfig, *, spec: ModelSpec = TINY, weights: str = "random"
+) -> Iterator[BaseModel]:
+    import torch
+
+    from sweep.training.model import build_base
+
+    base = build_base(config, spec=spec, weights=weights, device=torch.device("cpu"), seed=0)
     try:
         yield base
     finally:
         base.close()
 
 
+@contextlib.contextmanager
+def tiny_loop(config: TrialConfig, *, spec: ModelSpec = TINY) -> Iterator[TrainingLoop]:
+    """Yield a training that has not begun, with adapters on a base of its own."""
+    from sweep.training.adapters import attached
+    from sweep.training.step import TrainingLoop
+
+    with tiny_base(config, spec=spec) as base, attached(base, config) as attachment:
+        yield TrainingLoop(attachment, config, seed=0)
+
+
 def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
+    from sweep.training.device import CpuDevice
+    from sweep.training.meter import CardReader
+    from sweep.training.trial import Trial
+
     settings: dict[str, Any] = {
         "base": base,
         "config": config,
@@ -68,3 +87,14 @@ def trial_on(base: BaseModel, config: TrialConfig, **changes: Any) -> Trial:
         "card": CardReader(None),
     }
     return Trial(**{**settings, **changes})
+
+
+def outcome_of(config: TrialConfig, *, spec: ModelSpec = TINY, **changes: Any) -> Outcome:
+    """Return what a trial of its own comes to."""
+    with tiny_base(config, spec=spec) as base:
+        return trial_on(base, config, **changes).run()
+
+
+def measured(outcome: Outcome) -> Measurement:
+    assert isinstance(outcome, Measured), outcome
+    return outcome.measurement
