@@ -14,47 +14,39 @@ from search_spaces.models import shipped_models
 from search_spaces.presets import preset_texts
 from sweep.terminal import options
 from tests.storage.builders import open_it
-from tests.sweep.simulated_device import a_study
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys
+from sweep.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write(','.join({'torch', 'optuna', 'numpy', 'rich'} & set(sys.modules)))
+"""
 
 
-def completed(words: str, home: Path, *, heavy: str = "torch,optuna,numpy,rich") -> list[str]:
-    """Return what bash is told, of a process that has not imported any of ``heavy``."""
-    program = (
-        "import sys\n"
-        "from sweep.cli import main\n"
-        "try:\n    main()\nfinally:\n"
-        f"    sys.stderr.write(','.join(set({heavy.split(',')}) & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("sweep best st", "study"), ("sweep run a10 --target-m", "--target-modules")],
+)
+def test_names_and_settings_complete_without_a_heavy_import(
+    words: str, completed: str, study: str
+) -> None:
     asked = {
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
         "_SWEEP_COMPLETE": "complete_bash",
-        "SWEEP_HOME": str(home),
     }
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={**os.environ, **asked},
         check=False,
     )
-    assert done.stderr == ""
-    return done.stdout.split()
-
-
-def test_names_complete_without_a_heavy_import(tmp_path: Path) -> None:
-    with a_study(tmp_path / "runs"):
-        pass
-    assert completed("sweep best st", tmp_path) == ["study"]
-    assert completed("sweep init --gpu h2", tmp_path) == ["h200"]
-
-
-def test_the_knobs_of_a_configuration_complete_too(tmp_path: Path) -> None:
-    found = completed("sweep run a10 --target-m", tmp_path)
-    assert found == ["--target-modules"]
+    assert (done.stdout.split(), done.stderr) == ([completed], "")
 
 
 def test_what_completes_is_what_there_is() -> None:
@@ -65,7 +57,7 @@ def test_what_completes_is_what_there_is() -> None:
     assert complete("a100") == ["a100-40gb", "a100-80gb", "a100-80gb-pcie"]
 
 
-def test_studies_of_the_named_database_complete(
+def test_studies_of_the_named_database_complete_where_there_are_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_it(f"sqlite:///{tmp_path}/other.db", tmp_path, name="night").close()
@@ -74,14 +66,10 @@ def test_studies_of_the_named_database_complete(
     # A server is not asked at every press of a key.
     monkeypatch.setenv("SWEEP_STORAGE", "postgresql://me:s3cret@127.0.0.1:1/studies")
     assert options.studies() == []
-
-
-def test_without_studies_there_is_nothing_to_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.delenv("SWEEP_STORAGE")
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path / "home"))
     assert options.studies() == []
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "sweep.db").write_text("no database")
+    (tmp_path / "home" / "runs").mkdir(parents=True)
+    (tmp_path / "home" / "runs" / "sweep.db").write_text("no database")
     assert options.studies() == []
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["sweep.db"]
+    assert [path.name for path in (tmp_path / "home" / "runs").iterdir()] == ["sweep.db"]

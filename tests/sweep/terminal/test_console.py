@@ -1,30 +1,39 @@
-"""Text that fits where it is shown."""
+"""Text that fits where it is shown, and what is shown while something takes long."""
 
 from __future__ import annotations
 
 import io
+import sys
 import time
+from itertools import pairwise
 
 import pytest
 
-from sweep.terminal.console import announce_if_slow, folded, note, table, width_of
+from sweep.terminal import console
+from sweep.terminal.console import Rhythm, announce_if_slow, folded, note, table, width_of, working
 from tests.sweep.terminal.screen import Screen
 
-
-def test_lines_are_folded_between_words_and_hang_below_their_beginning() -> None:
-    text = folded("  - one two three four five six", 16, indent=2)
-    assert text == "  - one two\n    three four\n    five six"
-    assert folded("one two three", None) == "one two three"
+COMMAND = "  sweep export a10 --format script --storage sqlite:///somewhere.db"
+PATH = "report: /a/rather/long/path/of/a/report.html"
 
 
-def test_commands_and_paths_stay_whole_to_be_copied() -> None:
-    command = "  sweep export a10 --format script --storage sqlite:///somewhere.db"
-    assert folded(command, 20) == command
-    path = "report: /a/rather/long/path/of/a/report.html"
-    assert path.split()[1] in folded(path, 20).splitlines()[-1].split()
+@pytest.mark.parametrize(
+    ("text", "width", "shown"),
+    [
+        ("one two three", None, "one two three"),
+        # Lines hang below their beginning; commands and paths stay whole to be copied.
+        ("  - one two three four five six", 16, "  - one two\n    three four\n    five six"),
+        (COMMAND, 20, COMMAND),
+        (PATH, 20, PATH.replace(" ", "\n  ")),
+        # What works unseen is written out.
+        ("a\x1b[2Jb\u202ec", 80, "a\\x1b[2Jb\\u202ec"),
+    ],
+)
+def test_lines_are_folded_between_words(text: str, width: int | None, shown: str) -> None:
+    assert folded(text, width, indent=2) == shown
 
 
-@pytest.mark.parametrize("width", range(12, 40))
+@pytest.mark.parametrize("width", range(12, 40, 3))
 def test_a_number_is_not_parted_from_its_unit(width: int) -> None:
     text = folded("fits, 7,006 tokens/s in 12 min, 6.65 GiB (93 %): 10 x 512, rank 8", width)
     flat = text.splitlines()
@@ -33,19 +42,15 @@ def test_a_number_is_not_parted_from_its_unit(width: int) -> None:
     assert max(map(len, flat)) <= max(width, 15)
 
 
-HEADER = ("study", "trials", "what was the best of it")
 ROWS = [("night", "12", "a configuration that takes a whole sentence to describe"), ("b", "1", "x")]
 
 
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
-def test_a_table_goes_into_the_width_that_there_is(width: int) -> None:
-    lines = table(HEADER, ROWS, width=width).splitlines()
-    assert max(map(len, lines)) <= width
+@pytest.mark.parametrize("width", [30, 60, 200, None])
+def test_a_table_goes_into_the_width_that_there_is(width: int | None) -> None:
+    lines = table(("study", "trials", "what was the best of it"), ROWS, width=width).splitlines()
+    assert width is None or max(map(len, lines)) <= width
     assert "describe" in " ".join(lines)
-
-
-def test_a_table_without_a_limit_has_a_line_a_row() -> None:
-    assert len(table(HEADER, ROWS).splitlines()) == 3
+    assert width is not None or len(lines) == 3
     assert width_of(io.StringIO()) is None
     assert isinstance(width_of(Screen(80)), int)
 
@@ -60,7 +65,49 @@ def test_only_a_long_silence_is_announced(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "Loading ...\n"
 
 
-def test_what_works_unseen_is_written_out() -> None:
-    text = "a\x1b[2Jb\u202ec"
-    assert folded(text, None) == folded(text, 80) == "a\\x1b[2Jb\\u202ec"
-    assert "\x1b" not in table(("name",), [(text,)])
+def test_a_long_wait_is_spoken_of_more_seldom_in_time() -> None:
+    """Within two seconds at first, and at least once a minute."""
+    now = 0.0
+    rhythm, said = Rhythm(lambda: now), [0.0]
+    for tenth in range(10 * 1200):
+        now = tenth / 10
+        if rhythm.is_due:
+            rhythm.go_on()
+            said.append(now)
+    waits = [round(after - before, 1) for before, after in pairwise(said)]
+    assert max(waits[:10]) <= 2
+    assert waits[15:] == sorted(waits[15:])
+    assert 59 <= waits[-1] <= 61
+    assert len(said) < 45
+
+
+def test_a_silence_is_broken_by_what_is_done_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with working("predicting") as progress:
+        progress("steps replayed")(3, 36)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(console, "SILENCE_SECONDS", 0.02)
+    with working("predicting") as progress:
+        time.sleep(0.2)
+        progress("steps replayed")(3, 36)
+        time.sleep(0.2)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert len(lines) > 4
+    assert (lines[0], lines[-1]) == ("predicting (0 s)", "3 of 36 steps replayed (0 s)")
+    time.sleep(0.1)
+    assert (out, capsys.readouterr().err) == ("", "")
+
+
+def test_a_terminal_shows_what_is_done_and_how_far_tracing_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Screen(80))
+    with working("predicting") as progress:
+        progress("structures traced")(3, 36)
+    with working("predicting"):
+        pass
+    assert "predicting" in screen.getvalue()
+    assert "3 of 36 structures" in screen.getvalue()
+    assert capsys.readouterr().out == ""

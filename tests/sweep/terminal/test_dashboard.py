@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault
 from storage.reading import shown_storage
-from sweep.cli import main
 from sweep.terminal.dashboard import only_to_look_at
 from tests.storage.builders import open_it, run_one
+from tests.sweep.conftest import Said
 
 
 def asked(application: Any, path: str, *, method: str = "GET", host: str = "127.0.0.1:8080") -> Any:
@@ -69,29 +70,20 @@ def test_the_dashboard_shows_constraints_names_and_short_attributes(tmp_path: Pa
     assert names == {"verdict", "tokens_per_second", "peak_gib"}
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    with open_it(f"sqlite:///{tmp_path}/runs/sweep.db", tmp_path / "runs") as study:
-        run_one(study)
-    return tmp_path
-
-
-def test_without_the_dashboard_the_command_that_installs_it_is_said(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_the_dashboard_or_a_free_port_what_to_do_is_said(
+    study: str, sweep: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "optuna_dashboard", None)
-    assert main(["dashboard", "study"]) == EnvironmentFault.exit_code
-    assert "pip install 'qlora-sweep[dashboard]'" in capsys.readouterr().err
-    assert main(["dashboard", "studie"]) == 2
-    assert "did you mean 'study'" in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = sweep("dashboard", "studie")
+    assert (refused.code, "did you mean 'study'" in refused.err) == (2, True)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "optuna_dashboard", None)
+        refused = sweep("dashboard", study)
+    assert refused.code == EnvironmentFault.exit_code
+    assert "pip install 'qlora-sweep[dashboard]'" in refused.err
     pytest.importorskip("optuna_dashboard")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["dashboard", "study", "--port", str(port), "--no-browser"]) == 3
-    assert f"port {port}: " in capsys.readouterr().err
+        refused = sweep("dashboard", study, "--port", str(port), "--no-browser")
+    assert (refused.code, f"port {port}: " in refused.err) == (3, True)
