@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from reports.document import Document, setting_words
 from reports.figures import AMBER, BLUE, GREEN, MARKS, PageFigure, digits, framed, whiskers
 from reports.sentences import rank_claim
-from reports.words import VERDICT_LABELS
+from reports.words import VERDICT_LABELS, held_out
 from search_spaces.config import KNOBS, TrialConfig
 from storage.ranking import measured_of
 from storage.records import Verdict
@@ -172,9 +172,10 @@ def quality_of(document: Document) -> QualitySection | None:
     how = (
         f"Every trial that fits and is at least half as fast as the fastest trained on "
         f"{quality.train_tokens:,} supervised tokens, in the same order. The loss is the "
-        f"mean over {quality.eval_tokens:,} held-out tokens, cut at {quality.eval_seq_len:,} a "
-        "text. The few that the choice is between were trained with several seeds; their interval "
-        "is Student's, at 95 %, of the mean over those."
+        f"mean over {quality.eval_tokens:,} tokens of {held_out(quality)}, cut at "
+        f"{quality.eval_seq_len:,} each. A loss that these do not tell from the lowest (paired "
+        "bootstrap, 95 %) counts as the lowest. The few that the choice is between were trained "
+        "with several seeds; their interval is Student's, at 95 %, of the mean over those."
     )
     known = [one for record in judged if (one := measured_of(record).quality)]
     losses = [one.eval_loss for one in known]

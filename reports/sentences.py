@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reports import units, words
 from reports.view import Epoch, StudyView
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
+from storage.confirmations import FEW_ROWS, is_told_apart
 from storage.definition import StudySnapshot
 from storage.ranking import (
     CLAIMED_RANK,
@@ -18,7 +19,7 @@ from storage.ranking import (
     claimed_pair,
     measured_of,
 )
-from storage.records import RETRYABLE, Measurement, TrialRecord
+from storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
 
 
 class ConfirmedRow(NamedTuple):
@@ -81,7 +82,8 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "speed", speed_on_target(view.snapshot, winner)
         if measured.quality is not None:
             after = f"after training on {measured.quality.train_tokens:,} tokens"
-            yield "loss", f"{words.loss(measured)} on held-out examples, {after}"
+            rows = words.held_out(measured.quality)
+            yield "loss", f"{words.loss(measured)} on {rows}, {after}{_too_few(measured.quality)}"
         peak, budget = measured.peak_allocated_bytes, view.gpu.budget_bytes
         share = units.percent(peak / budget)
         yield "memory", f"{units.gib(peak)} of {units.gib(budget)} ({share})"
@@ -106,6 +108,13 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "trials", f"{took}: {counted}" if counted else took
     for warning in view.snapshot.warnings:
         yield "warning", warning
+
+
+def _too_few(quality: QualityReport) -> str:
+    """Return that so few held-out examples say little; empty where they are enough."""
+    if not 0 < quality.eval_rows < FEW_ROWS:
+        return ""
+    return f"; fewer than {FEW_ROWS} decide little: hold out more (data.eval_fraction)"
 
 
 def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
@@ -335,7 +344,8 @@ def runners_up(view: StudyView) -> Iterator[str]:
     for record in ranking.front[1:6] or others[:3]:
         measured = measured_of(record)
         is_scaled = bool(ranking.searched) and not ranking.is_measured_again(record)
-        ends = f"{words.interval(measured)}{', scaled' if is_scaled else ''}"
+        sure = (words.interval(measured), words.doubts(measured), "scaled" if is_scaled else "")
+        ends = ", ".join(filter(None, sure))
         rate, peak = units.rate(measured.tokens_per_second), measured.peak_allocated_bytes
         asked = [o for o in view.objectives if o not in ("tokens_per_second", "peak_memory")]
         others_asked = "".join(f", {words.value(o, measured)}" for o in asked)
@@ -370,6 +380,8 @@ def rank_claim(ranking: Ranking) -> str:
         verdict = "not judged, as not both were trained with several seeds,"
     elif mine[0] <= theirs[1] and theirs[0] <= mine[1]:
         verdict = "not to be told, as the intervals over seeds overlap,"
+    elif not is_told_apart(*qualities):
+        verdict = f"not to be told by {words.held_out(qualities[0])}"
     else:
         verdict = "confirmed" if mine[0] < theirs[0] else "refuted"
     own, other = (f"{words.loss(measured_of(r))} (trial {r.number})" for r in pair)

@@ -15,9 +15,11 @@ from storage.definition import Target
 from storage.ranking import LESS_IS_BETTER, NoGain, Ranking, verdict_counts
 from storage.records import (
     NEIGHBOUR,
+    SPEED_REUSED,
     EpochRecord,
     Measurement,
     Need,
+    QualityReport,
     TrialRecord,
     Verdict,
     need_of,
@@ -28,8 +30,13 @@ WIDE = 1.5
 """A gain whose interval ends this many times as high as it begins is known by its lower end."""
 _REASON_CHARACTERS = 160
 """A worker's last words can be long; its log has them all."""
-_DOUBTS = ("noisy", NEIGHBOUR, "throttled")
-"""Flags that say why a speed may be off."""
+_DOUBTS = {
+    "noisy": "noisy",
+    NEIGHBOUR: NEIGHBOUR,
+    "throttled": "throttled",
+    SPEED_REUSED: "carried over",
+}
+"""Flags that say why a speed may be off, as they stand beside it."""
 _FLAGS = {
     "emulated": "",
     "throttled": "slowed by a power or heat limit",
@@ -38,6 +45,7 @@ _FLAGS = {
     "remeasured": "measured twice, as something disturbed it",
     "allocator_retries": "the allocator had to give memory back",
     "accumulation_extrapolated": "its step is derived from fewer micro-steps",
+    SPEED_REUSED: "its speed was measured at another learning rate",
     "round_extrapolated": "its step is derived from micro-batches of other sizes",
 }
 _NAMES: Mapping[Objective, str] = {
@@ -117,6 +125,11 @@ def loss(measured: Measurement) -> str:
     return f"{quality.eval_loss:.4f}{within}"
 
 
+def held_out(quality: QualityReport) -> str:
+    """Return what a loss is of: ``120 held-out examples``."""
+    return f"{quality.eval_rows:,} held-out examples" if quality.eval_rows else "held-out examples"
+
+
 def interval(measured: Measurement) -> str:
     """Return the 95 % interval of the speed: ``16,700–16,900``; ``no interval`` without one."""
     ends = measured.speed_interval
@@ -132,7 +145,7 @@ def interval_words(measured: Measurement) -> str:
 
 def doubts(measured: Measurement) -> str:
     """Return the flags for which the speed may be off."""
-    return ", ".join(flag for flag in _DOUBTS if flag in measured.flags)
+    return ", ".join(word for flag, word in _DOUBTS.items() if flag in measured.flags)
 
 
 def flags_in_words(measured: Measurement) -> str:
@@ -144,8 +157,10 @@ def flags_in_words(measured: Measurement) -> str:
 def speed(measured: Measurement) -> str:
     """Return a speed, of a noisy one with its interval: ``7,010 tokens/s (6,500–7,600, noisy)``."""
     rate = f"{units.rate(measured.tokens_per_second)} tokens/s"
-    known = ", ".join(filter(None, (interval(measured), doubts(measured))))
-    return f"{rate} ({known})" if measured.is_noisy else rate
+    within = interval(measured) if measured.is_noisy else ""
+    known = ", ".join(filter(None, (within, doubts(measured))))
+    is_told = measured.is_noisy or SPEED_REUSED in measured.flags
+    return f"{rate} ({known})" if is_told else rate
 
 
 def gain(ratio: Ratio, over: str = "") -> str:

@@ -347,6 +347,38 @@ def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bo
     return measured.soak.seconds >= seconds or measured.soak.steps >= steps
 
 
+FEW_ROWS = 50
+"""Of fewer held-out examples a loss says little, and its interval too."""
+_RESAMPLES = 2000
+
+
+def loss_difference(one: QualityReport, other: QualityReport) -> tuple[float, float] | None:
+    """Return the 95 % interval of how much larger one held-out loss is than another: by a paired
+    bootstrap over the blocks of held-out examples, the same draws each time. None where they are
+    not of the same examples.
+    """
+    tokens = [count for _, count in one.eval_blocks]
+    if not tokens or tokens != [count for _, count in other.eval_blocks]:
+        return None
+    if len(tokens) == 1:
+        return -math.inf, math.inf
+    mine, theirs = (np.array([loss for loss, _ in q.eval_blocks]) for q in (one, other))
+    drawn = np.random.default_rng(0).integers(len(tokens), size=(_RESAMPLES, len(tokens)))
+    counts = np.array(tokens)[drawn]
+    differences = ((mine - theirs)[drawn] * counts).sum(1) / counts.sum(1)
+    low, high = np.quantile(differences, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def is_told_apart(one: QualityReport, other: QualityReport) -> bool:
+    """Whether two held-out losses differ by more than the choice of examples explains; where that
+    is not known, whether they differ."""
+    difference = loss_difference(one, other)
+    if difference is None:
+        return one.eval_loss != other.eval_loss
+    return difference[0] > 0 or difference[1] < 0
+
+
 def pooled_qualities(
     records: Iterable[TrialRecord], confirmations: Iterable[TrialRecord]
 ) -> Mapping[TrialConfig, QualityReport]:
@@ -374,6 +406,10 @@ def pooled_qualities(
         return runs[0].model_copy(
             update={
                 "eval_loss": mean,
+                "eval_blocks": tuple(
+                    (statistics.fmean(loss for loss, _ in blocks), blocks[0][1])
+                    for blocks in zip(*(run.eval_blocks for run in runs), strict=False)
+                ),
                 "train_loss": statistics.fmean(run.train_loss for run in runs),
                 "seconds": sum(run.seconds for run in runs),
                 "seeds": tuple(run.seed for run in runs),

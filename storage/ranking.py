@@ -9,7 +9,8 @@ holds is ranked: its baseline may lie outside, and is then a reference and never
 Several objectives have no one order. Their Pareto front is every trial that no other beats in one
 and matches in all. Each objective is scaled to 0 at the worst of the front and 1 at its best; the
 trial nearest to the corner where all are 1 is the knee, and stands for the best. Where two are as
-near, the objective that was named first decides.
+near, the objective that was named first decides. A held-out loss that the held-out examples do not
+tell from the lowest counts as the lowest: a few examples decide nothing.
 
 A configuration that was measured again is ranked by those runs (`confirmations`), and one that did
 not hold in them does not fit. What was not measured again comes after them, unless it was the
@@ -44,7 +45,13 @@ from search_spaces.config import Numerics, TrialConfig, canonical
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
-from storage.confirmations import Confirmations, Ratio, pooled_qualities, scaled
+from storage.confirmations import (
+    Confirmations,
+    Ratio,
+    is_told_apart,
+    pooled_qualities,
+    scaled,
+)
 from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from storage.records import Measurement, TrialRecord, Verdict
 
@@ -262,10 +269,12 @@ class Ranking:
 
     def compared(self, records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
         """Return measured trials with speeds that compare between classes of numerics, fastest
-        first."""
-        factors = self._class_factors
+        first; of several objectives the losses are those that are told apart."""
+        factors, records = self._class_factors, tuple(records)
+        if len(self.objectives) > 1 and "eval_loss" in self.objectives:
+            records = _leveled(records)
         if not factors:
-            return tuple(records)
+            return records
         return _fastest_first(
             _with(r, scaled(measured_of(r), factors[r.config.numerics])) for r in records
         )
@@ -631,9 +640,27 @@ def _overlap(objective: Objective, best: Measurement, other: Measurement) -> boo
         return ends is not None and others is not None and ends[0] <= others[1]
     if objective == "eval_loss" and best.quality and other.quality:
         mine, theirs = best.quality.eval_loss_ci95, other.quality.eval_loss_ci95
-        if mine is not None and theirs is not None:
-            return mine[0] <= theirs[1] and theirs[0] <= mine[1]
+        if mine and theirs and mine[0] <= theirs[1] and theirs[0] <= mine[1]:
+            return True
+        return not is_told_apart(best.quality, other.quality)
     return objective_value(objective, best) == objective_value(objective, other)
+
+
+def _leveled(records: tuple[TrialRecord, ...]) -> tuple[TrialRecord, ...]:
+    """Return trials with the lowest held-out loss wherever their own is not told from it."""
+    qualities = [quality for record in records if (quality := measured_of(record).quality)]
+    if not qualities:
+        return records
+    least = min(qualities, key=lambda quality: quality.eval_loss)
+
+    def leveled(record: TrialRecord) -> TrialRecord:
+        measured = measured_of(record)
+        if measured.quality is None or is_told_apart(measured.quality, least):
+            return record
+        quality = measured.quality.model_copy(update={"eval_loss": least.eval_loss})
+        return _with(record, measured.model_copy(update={"quality": quality}))
+
+    return tuple(leveled(record) for record in records)
 
 
 def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:

@@ -60,6 +60,8 @@ class _Frozen(BaseModel):
 
 NEIGHBOUR = "neighbour"
 """Flag of what another process had a hand in."""
+SPEED_REUSED = "speed_reused"
+"""Flag of a speed that was measured of a configuration with another learning rate."""
 _NOISY_FLAGS = frozenset({"noisy", NEIGHBOUR})
 
 
@@ -84,6 +86,11 @@ class QualityReport(_Frozen):
     """Mean loss of the held-out tokens that carry loss, in nats; each text by itself."""
     eval_tokens: int
     """Held-out tokens that carry loss and were looked at."""
+    eval_rows: int = 0
+    """Held-out examples that were looked at."""
+    eval_blocks: tuple[tuple[float, int], ...] = ()
+    """Mean loss and supervised tokens of each block of them, the same ones for every configuration:
+    how sure a difference of two losses is, is worked out by these."""
     eval_seq_len: int
     """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
     train_tokens: int

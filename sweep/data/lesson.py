@@ -17,6 +17,9 @@ from sweep.data.batches import WEIGHT, Batch, Texts, loss_left, open_tokens, row
 from sweep.data.epoch import Integers, epoch, packed
 from sweep.data.rows import Collator, split
 
+BLOCKS_MAX = 64
+"""Of held-out texts: what says how sure their loss is, and no evaluation is slower for it."""
+
 
 class Lesson(Dataset[Batch]):
     """The micro-batches of a training on so many supervised tokens, in whole optimizer steps.
@@ -97,8 +100,9 @@ def _chosen(texts: Texts, loss: Integers, *, tokens: int, size: int, seed: int) 
 
 def held_out_batches(
     texts: Texts, config: TrialConfig, *, tokens: int, tokens_at_once: int
-) -> Iterator[Batch]:
-    """Yield held-out texts as micro-batches of like length, the longest first.
+) -> Iterator[tuple[int, Batch]]:
+    """Yield held-out texts as micro-batches of like length, each with the number of its block:
+    blocks of as many texts, drawn at random and the same for every configuration.
 
     Args:
         texts: of which some are held out.
@@ -119,8 +123,9 @@ def held_out_batches(
         )
     chosen = order[: np.searchsorted(np.cumsum(loss[order]), tokens) + 1]
     kept = np.minimum(lengths, config.seq_len).astype(np.int64)
-    left = iter(chosen[np.lexsort((chosen, -kept[chosen]))].tolist())
     rows, collate = open_tokens(texts.directory).with_format("numpy"), Collator(config)
-    while (first := next(left, None)) is not None:
-        numbers = [first, *islice(left, max(0, tokens_at_once // int(kept[first]) - 1))]
-        yield collate([row_of(rows, np.array([number]), config) for number in numbers])
+    for number, block in enumerate(np.array_split(chosen, min(BLOCKS_MAX, len(chosen)))):
+        left = iter(block[np.lexsort((block, -kept[block]))].tolist())
+        while (first := next(left, None)) is not None:
+            numbers = [first, *islice(left, max(0, tokens_at_once // int(kept[first]) - 1))]
+            yield number, collate([row_of(rows, np.array([one]), config) for one in numbers])

@@ -22,6 +22,7 @@ from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError,
 from storage.directory import OutcomeFile
 from storage.records import (
     INTERRUPTED,
+    SPEED_REUSED,
     CrashCause,
     Crashed,
     Diverged,
@@ -57,8 +58,6 @@ from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memo
 from sweep.training.messages import Message
 from sweep.training.quality import Quality
 
-SPEED_REUSED = "speed_reused"
-"""Flag of a speed that was measured at another learning rate, on which it does not depend."""
 NO_ROOM_TO_EVALUATE = "no_room_to_evaluate"
 """Flag of what trained within the budget, and could not be asked what it learned."""
 

@@ -124,7 +124,7 @@ class Plan:
             return ()
         chosen = (
             front[0],
-            min(front, key=_loss),
+            min(ranking.ranked, key=_loss),
             *(claimed_pair(ranking.ranked) or ()),
             max(front, key=lambda r: measured_of(r).tokens_per_second),
         )

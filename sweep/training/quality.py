@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
 from storage.records import Diverged, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, Texts, in_parts, loss_tokens
 from sweep.data.lesson import Lesson, held_out_batches
@@ -23,8 +24,6 @@ from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop
 
-_WARMUP_SHARE = 0.05
-"""Of the optimizer steps, in which the learning rate rises; too few steps have none."""
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
 are held."""
@@ -78,7 +77,7 @@ class Quality:
         begun, asked = time.perf_counter(), self.question
         lesson = Lesson(self.texts, self.config, tokens=asked.tokens, seed=asked.seed)
         steps = len(lesson) // self.config.accumulation_steps
-        schedule = (int(_WARMUP_SHARE * steps), steps)
+        schedule = (SCHEDULE_WARMUP_STEPS, steps)
         self._loop = loop = TrainingLoop(
             attachment, self.config, seed=asked.seed, batches=[lesson], schedule=schedule
         )
@@ -92,13 +91,17 @@ class Quality:
         evaluated = self._evaluate(attachment, loop)
         if evaluated is None:
             return None
-        eval_loss, eval_tokens = evaluated
+        eval_rows, blocks = evaluated
+        eval_tokens = sum(tokens for _, tokens in blocks)
+        eval_loss = sum(loss * tokens for loss, tokens in blocks) / eval_tokens
         if not math.isfinite(eval_loss):
             return Diverged(step=steps, detail=f"held-out texts: loss {eval_loss}")
         tokens = lesson.tokens.reshape(steps, -1).sum(1)
         return QualityReport(
             eval_loss=eval_loss,
             eval_tokens=eval_tokens,
+            eval_rows=eval_rows,
+            eval_blocks=blocks,
             eval_seq_len=asked.eval_seq_len,
             train_tokens=int(tokens.sum()),
             train_loss=float(np.average(losses, weights=tokens)),
@@ -107,21 +110,27 @@ class Quality:
             seed=asked.seed,
         )
 
-    def _evaluate(self, attachment: Attached, loop: TrainingLoop) -> tuple[float, int] | None:
-        """Return the mean loss of the held-out supervised tokens, and how many those are."""
+    def _evaluate(
+        self, attachment: Attached, loop: TrainingLoop
+    ) -> tuple[int, tuple[tuple[float, int], ...]] | None:
+        """Return how many held-out texts there are, and the mean loss and the supervised tokens of
+        each block of them."""
         asked, changes = self.question, {"packing": "none", "compile": False}
         plain = self.config.model_copy(update={**changes, "seq_len": asked.eval_seq_len})
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
-        total, count = 0.0, 0
+        rows, counts = 0, Counter[int]()
+        totals: dict[int, float] = defaultdict(float)
         with eager(attachment.layers), loop.evaluating():
-            for batch in batches:
+            for block, batch in batches:
                 loss, tokens = self._loss(loop, batch), loss_tokens(batch)
                 if loss is None:
                     return None
-                total, count = total + loss * tokens, count + tokens
+                rows += len(batch["input_ids"])
+                totals[block] += loss * tokens
+                counts[block] += tokens
                 self._beat()
-        return total / count, count
+        return rows, tuple((totals[block] / counts[block], counts[block]) for block in counts)
 
     def _loss(self, loop: TrainingLoop, batch: Batch) -> float | None:
         """Return a micro-batch's mean loss, of its halves where there is no room for all of it;

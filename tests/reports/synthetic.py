@@ -408,11 +408,17 @@ def trained(number: int, speed: float, config: TrialConfig, **epoch: Any) -> Tri
 
 
 def learned(
-    number: int, rank: int, loss: float, half: float | None = None, speed: float = 9_000.0
+    number: int,
+    rank: int,
+    loss: float,
+    half: float | None = None,
+    speed: float = 9_000.0,
+    rows: int = 0,
 ) -> TrialRecord:
     quality: dict[str, Any] = {
         "eval_loss": loss,
         "eval_tokens": 4_000,
+        "eval_rows": rows,
         "eval_seq_len": 512,
         "train_tokens": 600_000,
         "train_loss": loss - 0.1,

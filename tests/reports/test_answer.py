@@ -591,4 +591,7 @@ def test_the_report_shows_loss_against_speed_and_against_rank() -> None:
         assert {at: pytest.approx(one) for at, one in shown} == losses
     assert sorted(speed.x) == [8_000.0, 9_000.0]
     assert "on held-out examples" in said(known)["loss"]
+    few = about_loss(learned(0, 16, 2.0, rows=6), learned(1, 64, 1.9, speed=8_000.0))
+    assert "on 6 held-out examples" in said(few)["loss"]
+    assert "fewer than 50 decide little" in said(few)["loss"]
     assert quality_of(document_of(of_texts(trained(0, 8_000.0, SHORT)))) is None

@@ -189,6 +189,7 @@ QUALITY = QualityReport(
     eval_loss_ci95=(2.1, 2.2),
 )
 NOISY = a_measurement(CONFIG, spread=0.2, flags=("noisy",))
+REUSED = a_measurement(CONFIG, flags=("speed_reused",))
 LEARNED = a_measurement(CONFIG).model_copy(update={"quality": QUALITY})
 
 
@@ -197,6 +198,7 @@ LEARNED = a_measurement(CONFIG).model_copy(update={"quality": QUALITY})
     [
         (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
         (Measured(measurement=NOISY), "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"),
+        (Measured(measurement=REUSED), "fits, 7,006 tokens/s (carried over), 6.65 GiB"),
         (Measured(measurement=LEARNED), "7,006 tokens/s, 6.65 GiB, held-out loss 2.1500 (2.1–2.2)"),
         (OutOfMemory(stage="backward"), "ran out of memory (backward, needs at least 21.50 GiB)"),
         (PredictedOutOfMemory(predicted_bytes=2**35), "not to fit (needs 32.00 GiB by prediction)"),

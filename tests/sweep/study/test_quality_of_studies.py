@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from search_spaces.config import TrialConfig
-from storage.confirmations import pooled_qualities
+from storage.confirmations import loss_difference, pooled_qualities
 from storage.ranking import Ranking, claimed_pair, rank
 from storage.records import EpochRecord, Measured, Outcome, QualityReport, TrialRecord
 from sweep.running.replay import ReplayRunner
@@ -148,6 +149,47 @@ def test_the_front_holds_what_speed_alone_would_not_and_nothing_without_a_loss(
     other = rank(records, ranking.definition)
     assert fastest.number not in {r.number for r in (*other.ranked, *other.front)}
     assert other.winner is not None
+
+
+def blocks(losses: Any) -> dict[str, Any]:
+    """Return what a report says of held-out examples of these losses, ten tokens each."""
+    return {"eval_rows": len(losses), "eval_blocks": [(float(loss), 10) for loss in losses]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "front"),
+    [pytest.param(6, {8}, id="six decide nothing"), pytest.param(2000, {8, 16, 32, 64}, id="many")],
+)
+def test_a_loss_that_the_held_out_examples_do_not_tell_from_the_lowest_counts_as_the_lowest(
+    rows: int, front: set[int], searched: Any
+) -> None:
+    noise = np.random.default_rng(5).normal(size=(65, rows))
+
+    def learned(record: TrialRecord) -> TrialRecord:
+        quality = record.measurement.quality
+        spread = noise[0] + 0.35 * noise[record.config.lora_rank]
+        losses = quality.eval_loss + spread - spread.mean()
+        changed = QualityReport.model_validate(quality.model_dump() | blocks(losses))
+        measured = record.measurement.model_copy(update={"quality": changed})
+        return record.model_copy(update={"outcome": Measured(measurement=measured)})
+
+    _, ranking = searched
+    records = [learned(r) if r.measurement else r for r in ranking.records]
+    ranked = rank([r for r in records if r.measurement.quality], ranking.definition)
+    assert {record.config.lora_rank for record in ranked.front} == front
+
+
+def test_the_interval_of_a_difference_holds_it_as_often_as_it_says() -> None:
+    random = np.random.default_rng(1)
+    held = []
+    for _ in range(300):
+        texts = random.normal(2.0, 0.5, 64)
+        one, other = (texts + by + random.normal(0, 0.05, 64) for by in (0.02, 0.0))
+        reports = [a_report(2.0).model_copy(update=blocks(losses)) for losses in (one, other)]
+        low, high = loss_difference(*reports)
+        held.append(low <= 0.02 <= high)
+        assert (low, high) == loss_difference(*reports)
+    assert 0.91 <= np.mean(held) <= 0.985
 
 
 def test_the_few_on_the_front_are_trained_with_further_seeds(confirmed: Ranking) -> None:
