@@ -24,7 +24,7 @@ from storage.ranking import (
     rank_study,
     verdict_counts,
 )
-from storage.records import EpochRecord, TrialRecord
+from storage.records import NOT_SHOWN, EpochRecord, TrialRecord
 
 _NOT_RECORDED = (
     *("steps_measured", "steps_warmup", "final_loss", "setup_seconds"),
@@ -286,7 +286,7 @@ def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
 
 
 def _winner(record: TrialRecord, speed: Speed | None, *, is_recorded: bool) -> Trial:
-    measurement = measured_of(record).model_dump(mode="json", exclude={"soak"})
+    measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
     return Trial(
         number=record.number,
         config=record.config,

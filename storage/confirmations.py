@@ -357,12 +357,13 @@ def loss_difference(one: QualityReport, other: QualityReport) -> tuple[float, fl
     bootstrap over the blocks of held-out examples, the same draws each time. None where they are
     not of the same examples.
     """
-    tokens = [count for _, count in one.eval_blocks]
-    if not tokens or tokens != [count for _, count in other.eval_blocks]:
+    blocks, others = one.eval_blocks or (), other.eval_blocks or ()
+    tokens = [count for _, count in blocks]
+    if not tokens or tokens != [count for _, count in others]:
         return None
     if len(tokens) == 1:
         return -math.inf, math.inf
-    mine, theirs = (np.array([loss for loss, _ in q.eval_blocks]) for q in (one, other))
+    mine, theirs = (np.array([loss for loss, _ in held]) for held in (blocks, others))
     drawn = np.random.default_rng(0).integers(len(tokens), size=(_RESAMPLES, len(tokens)))
     counts = np.array(tokens)[drawn]
     differences = ((mine - theirs)[drawn] * counts).sum(1) / counts.sum(1)
@@ -408,7 +409,7 @@ def pooled_qualities(
                 "eval_loss": mean,
                 "eval_blocks": tuple(
                     (statistics.fmean(loss for loss, _ in blocks), blocks[0][1])
-                    for blocks in zip(*(run.eval_blocks for run in runs), strict=False)
+                    for blocks in zip(*(run.eval_blocks or () for run in runs), strict=False)
                 ),
                 "train_loss": statistics.fmean(run.train_loss for run in runs),
                 "seconds": sum(run.seconds for run in runs),

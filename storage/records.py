@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -65,6 +65,10 @@ SPEED_REUSED = "speed_reused"
 _NOISY_FLAGS = frozenset({"noisy", NEIGHBOUR})
 
 
+NOT_SHOWN: Mapping[str, bool | set[str]] = {"soak": True, "quality": {"eval_blocks"}}
+"""What of a measurement stays in a study's storage."""
+
+
 class SoakReport(_Frozen):
     """What a soak did beside its training steps, as a training does now and then."""
 
@@ -88,9 +92,9 @@ class QualityReport(_Frozen):
     """Held-out tokens that carry loss and were looked at."""
     eval_rows: int = 0
     """Held-out examples that were looked at."""
-    eval_blocks: tuple[tuple[float, int], ...] = ()
+    eval_blocks: tuple[tuple[float, int], ...] | None = None
     """Mean loss and supervised tokens of each block of them, the same ones for every configuration:
-    how sure a difference of two losses is, is worked out by these."""
+    they tell how sure a difference of two losses is. Null outside a study's storage."""
     eval_seq_len: int
     """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
     train_tokens: int

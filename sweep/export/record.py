@@ -39,7 +39,7 @@ from storage.confirmations import Ratio
 from storage.definition import StudySnapshot, Target
 from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
-from storage.records import Measurement, TrialRecord, Verdict
+from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
 
 _OURS = "qlora-sweep"
 _LIBRARIES = (
@@ -316,7 +316,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         weights=definition.space.weights,
         gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
         config=_resolved(trial.config, spec),
-        measurement=RecordedMeasurement(**measured.model_dump(exclude={"soak"})),
+        measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
         texts=_texts(snapshot),
         provenance=Provenance(
