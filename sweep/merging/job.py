@@ -36,7 +36,6 @@ _WEIGHTS = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
     *(".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".pkl", ".tflite", ".nemo", ".zip", ".gz"),
 )
-_TEMPLATES = "additional_chat_templates"
 
 
 def merge(
@@ -224,17 +223,19 @@ def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
         # Older ones of these beside it would win over it.
         left_out += ["special_tokens_map.json", "added_tokens.json"]
         left_out += ["chat_template.jinja", "chat_template.json"]
-    for path in base.iterdir():
-        is_left_out = path.name.startswith((".", "adapter_")) or path.name.endswith(tuple(left_out))
-        if path.is_file() and not is_left_out:
-            shutil.copyfile(path, directory / path.name)
-    for path in own:
-        shutil.copyfile(path, directory / path.name)
-    for source in (base, adapter):
+    of_base = [
+        path
         # Other directories hold weights in another format, caches or samples.
-        if (source / _TEMPLATES).is_dir():
-            shutil.copytree(source / _TEMPLATES, directory / _TEMPLATES, dirs_exist_ok=True)
-    if any(not path.name.startswith("chat_template") for path in own):
+        for path in (*base.iterdir(), *base.glob("additional_chat_templates/*.jinja"))
+        if path.is_file() and not path.name.startswith((".", "adapter_"))
+        if not path.name.endswith(tuple(left_out))
+    ]
+    for source, paths in ((base, of_base), (adapter, own)):
+        for path in paths:
+            target = directory / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+    if any(path.suffix != ".jinja" for path in own):
         return "adapter"
     return "base" if TokenizerFiles("base", base).files else None
 
