@@ -121,9 +121,13 @@ def remove(output: Path, *, keep: Collection[int] = ()) -> None:
     with contextlib.suppress(OSError):
         for step in set(steps_of(output)) - set(keep):
             path_of(output, step).rename(output / f"{_STAGING[1]}{step}")
-    for path in output.glob(".*"):
-        if is_left(path):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in filter(is_left, output.glob(".*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(output: Path) -> None:
+    """Remove all checkpoints but the newest two."""
+    remove(output, keep=steps_of(output)[:2])
 
 
 def is_left(path: Path) -> bool:

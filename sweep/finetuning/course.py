@@ -8,11 +8,12 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from sweep.training.adapters import Compilation
-from sweep.training.device import Device, Mark
+from sweep.training.device import Device, Mark, Memory
 
 _AHEAD_STEPS = 2
 """That may be queued: enough for the device never to wait, so few that a loss is not late."""
@@ -51,11 +52,6 @@ class Steps:
         """Steps."""
         return len(self.losses)
 
-    @property
-    def total_seconds(self) -> float:
-        """Of all steps and of what interrupted them."""
-        return sum(self.seconds) + self.interrupted_seconds
-
     def median_rate(self) -> float | None:
         """Return supervised tokens per second, as a trial measures them: at the median step where
         steps are alike; where texts make them of many sizes, of the median stretch of consecutive
@@ -70,14 +66,32 @@ class Steps:
         whole = [s for s in stretches if len(s) == length]
         return statistics.median(sum(t for t, _ in s) / sum(x for _, x in s) for s in whole)
 
-    def median_seconds(self) -> float | None:
-        """Return the seconds of the median step after the warm-up."""
-        steady = self._steady()
-        return statistics.median(seconds for _, seconds in steady) if steady else None
+    def note_peak(self, memory: Memory) -> None:
+        """Take in the most that was allocated so far."""
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, memory.peak_allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, memory.peak_reserved_bytes or 0)
 
-    def final_loss(self) -> float:
-        """Return the mean over the last tenth of the steps."""
-        return statistics.fmean(self.losses[-max(1, round(_LAST_SHARE * self.done)) :])
+    def figures(self) -> dict[str, Any]:
+        """Return what the steps come to, by the names of `protocol.TrainingResult`."""
+        seconds, tokens = sum(self.seconds) + self.interrupted_seconds, sum(self.tokens)
+        steady = [seconds for _, seconds in self._steady()]
+        return {
+            "tokens": tokens,
+            "tokens_computed": sum(self.computed),
+            "tokens_per_second": self.median_rate(),
+            "run_tokens_per_second": tokens / seconds,
+            "step_seconds": statistics.median(steady),
+            "steps_measured": sum(self.is_warm),
+            "seconds": seconds,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes or None,
+            "train_loss": statistics.fmean(self.losses),
+            "final_train_loss": statistics.fmean(
+                self.losses[-max(1, round(_LAST_SHARE * self.done)) :]
+            ),
+            "checkpoints": self.checkpoints,
+            "checkpoint_seconds": self.interrupted_seconds,
+        }
 
     def _steady(self) -> list[tuple[int, float]]:
         every = list(zip(self.tokens, self.seconds, strict=True))
@@ -86,8 +100,7 @@ class Steps:
         return warm or every[1:] or every
 
 
-@dataclass(frozen=True)
-class _Queued:
+class _Queued(NamedTuple):
     """A step that the device may still be busy with."""
 
     ended: Mark

@@ -17,6 +17,7 @@ from typing import Any
 
 from reports import units
 from reports.loss import loss_page
+from search_spaces.documents import exists, is_directory, read_json
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage import files
 from storage.files import require_parent
@@ -37,15 +38,13 @@ _BESIDE_BYTES = 32 * 2**20
 
 def _is_empty(output: Path) -> bool:
     """Whether nothing is in a directory that anybody would miss, or there is none."""
-    try:
-        return all(path.name in _LEFT or checkpoints.is_left(path) for path in output.iterdir())
-    except FileNotFoundError:
+    label = f"--output: {output}"
+    if not exists(output, label=label):
         require_parent(output)
         return True
-    except NotADirectoryError as error:
-        raise InputError(f"--output: {output} is a file: name a directory") from error
-    except OSError as error:
-        raise EnvironmentFault(f"--output: {words_of(error)}") from error
+    if not is_directory(output, label=label):
+        raise InputError(f"{label} is a file: name a directory")
+    return all(path.name in _LEFT or checkpoints.is_left(path) for path in output.iterdir())
 
 
 def known_run(output: Path) -> dict[str, Any] | None:
@@ -54,19 +53,8 @@ def known_run(output: Path) -> dict[str, Any] | None:
     Raises:
         InputError: what says so cannot be read.
     """
-    try:
-        values = json.loads(files.read_bytes(output / RUN))
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError as error:
-        raise InputError(f"--output: {output} is a file: name a directory") from error
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{output / RUN} cannot be read: {words_of(error)}; choose another --output"
-        ) from error
-    if not isinstance(values, dict):
-        raise InputError(f"{output / RUN} says nothing of a training; choose another --output")
-    return values
+    path = output / RUN
+    return read_json(path, label=str(path)) if exists(path, label=str(path)) else None
 
 
 def is_done(output: Path) -> bool:
@@ -147,23 +135,11 @@ def held(output: Path) -> Iterator[None]:
         yield
 
 
-def begin(output: Path, run: Mapping[str, Any]) -> None:
-    """Say what is trained in a directory, from now on.
+def begin(output: Path, run: Mapping[str, Any], *, checkpoint_bytes: int) -> None:
+    """Say what is trained in a directory from now on, and keep the room that its end takes.
 
     Raises:
-        EnvironmentFault: it cannot be written.
-    """
-    try:
-        files.replace(output / RUN, (json.dumps(run, indent=2) + "\n").encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {output / RUN}: {words_of(error)}") from error
-
-
-def reserve(output: Path, *, checkpoint_bytes: int) -> None:
-    """Check that a disk has room for a training, and keep what its end takes.
-
-    Raises:
-        EnvironmentFault: it has not; says how much is needed.
+        EnvironmentFault: the disk has no room for a training; says how much is needed.
     """
     checkpoints.release(output)
     needed = _IN_FLIGHT * checkpoint_bytes + _BESIDE_BYTES
@@ -173,6 +149,10 @@ def reserve(output: Path, *, checkpoint_bytes: int) -> None:
             f"--output: the disk of {output} has {units.gib(free)} free, and checkpoints and the "
             f"adapter take up to {units.gib(needed)}: free some space, or name another disk"
         )
+    try:
+        files.replace(output / RUN, (json.dumps(run, indent=2) + "\n").encode())
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {output / RUN}: {words_of(error)}") from error
     # A file system that cannot keep room has none kept.
     with contextlib.suppress(OSError), open(output / RESERVED, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, checkpoint_bytes + _BESIDE_BYTES)

@@ -48,7 +48,6 @@ class TrainingJob(ChildSettings):
     """False where only the figures are wanted: nothing but the log is written."""
     checkpoint_steps: int | None = Field(default=None, ge=1)
     """Steps between two checkpoints; None leaves it to the time that passes."""
-    checkpoint_seconds: float = Field(default=CHECKPOINT_SECONDS, gt=0)
     resume_from: str | None = None
     """A whole checkpoint to resume from."""
 

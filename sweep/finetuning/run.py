@@ -16,12 +16,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Subset
@@ -29,30 +29,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
 from search_spaces.errors import InputError, words_of
-from storage.records import (
-    INTERRUPTED,
-    Diverged,
-    Ineffective,
-    Invalid,
-    Phase,
-    over_budget,
-)
-from sweep.finetuning import checkpoints
+from storage import records
+from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning.course import Course, Steps
-from sweep.finetuning.protocol import (
-    Evaluated,
-    Saved,
-    Setup,
-    Started,
-    TrainingFinished,
-    TrainingJob,
-    TrainingOutcome,
-    TrainingProgress,
-    TrainingResult,
-)
-from sweep.finetuning.rows import EpochOrder, Rows, is_keeping_apart, rows_of
+from sweep.finetuning.protocol import TrainingJob, TrainingOutcome
+from sweep.finetuning.rows import EpochOrder, is_keeping_apart, rows_of
 from sweep.running import worker
-from sweep.running.wire import Message
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
@@ -65,21 +47,17 @@ the first micro-batch of both."""
 EVALUATED_ON_THE_WAY = 64
 """Held-out examples, the same for every micro-batch: the end evaluates all of them."""
 _TELL_SECONDS = 0.25
-_SHARE_OF_STEPS = 0.05
+_SHARE_OF_STEPS, _FEWEST_SECONDS = 0.05, 60.0
 """After so many of all steps a checkpoint is due as well, where it is cheap."""
-_FEWEST_SECONDS = 60.0
 _SHARE_OF_TIME = 0.04
 """That checkpoints and evaluations may take, where nobody says how often."""
 _RECENT_STEPS = 20
-_DOING: dict[Phase, str] = {
+_DOING = {
     "build": "building the base",
     "attach": "attaching the adapters",
     "measure": "a training step",
     "quality": "an evaluation",
 }
-_IGNORED = -100
-
-Send = Callable[[Message], object]
 
 
 def arguments(job: TrainingJob) -> TrainingArguments:
@@ -100,12 +78,10 @@ def arguments(job: TrainingJob) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=not is_on_cpu,
         accelerator_config={"non_blocking": not is_on_cpu},
-        # What is not finite is seen, and ends the training; it is read when it is there.
+        # Losses are read when they are there, and checkpoints written when they are due.
         logging_nan_inf_filter=False,
         logging_strategy="no",
-        eval_strategy="no",
         save_strategy="no",
-        report_to="none",
         disable_tqdm=True,
         seed=job.seed,
         use_cpu=is_on_cpu,
@@ -121,11 +97,11 @@ class Training:
         rank: 0, as it trains on one GPU.
     """
 
-    def __init__(self, job: TrainingJob, *, send: Send, rank: int = 0) -> None:
+    def __init__(self, job: TrainingJob, *, send: Callable[[Any], object], rank: int = 0) -> None:
         self.job, self.send = job, send
         self.stop = threading.Event()
         self.step = 0
-        self.phase: Phase = "start"
+        self.phase: records.Phase = "start"
         self.device: Device = open_device(job.device)
 
     def prepare(self) -> None:
@@ -141,106 +117,69 @@ class Training:
     def serve(self, commands: IO[bytes]) -> None:
         """Train, and say how it ended; whatever is commanded meanwhile is to stop."""
         worker.listen(commands, lambda _: self.stop.set())
-        self.send(TrainingFinished(outcome=self.run()))
+        self.send(protocol.TrainingFinished(outcome=self.run()))
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: records.Phase) -> None:
         """Say what begins."""
         self.phase = phase
-        self.send(TrainingProgress(phase=phase, step=self.step))
+        self.send(protocol.TrainingProgress(phase=phase, step=self.step))
 
     def run(self) -> TrainingOutcome:
         """Train, and return how it ended; nothing of it is in memory then."""
+        job, device = self.job, self.device
         try:
-            return self._run()
+            self.enter("build")
+            base = build_base(
+                job.config,
+                spec=job.spec,
+                weights=job.weights,
+                device=device.torch_device,
+                seed=job.seed,
+            )
+            device.release()
+            device.reset_peak()
+            # Adapters of a seed are the same whatever building the base drew.
+            torch.manual_seed(job.seed)
+            self.enter("attach")
+            with attached(base, job.config) as attachment:
+                return Run(self, attachment).train()
         except InputError as error:
-            return Invalid(rule="training", detail=str(error))
+            return records.Invalid(rule="training", detail=str(error))
         except Unavailable as error:
-            return Ineffective(knob=error.knob, detail=str(error))
+            return records.Ineffective(knob=error.knob, detail=str(error))
         except Exception as error:  # noqa: BLE001 - it is this training's end
             traceback.print_exc()
-            if self.device.ran_out(error):
-                doing = f"{_DOING.get(self.phase, 'preparing')}: "
-                found = out_of_memory(error, self.device, None, doing=doing)
+            if device.ran_out(error):
+                found = out_of_memory(error, device, None, doing=f"{_DOING[self.phase]}: ")
                 return found.model_copy(update={"step": self.step})
-            knob = knob_at_fault(error, self.job.config)
-            if knob is not None:
-                return Ineffective(knob=knob, detail=f"does not run here: {words_of(error)}")
+            if (knob := knob_at_fault(error, job.config)) is not None:
+                detail = f"does not run here: {words_of(error)}"
+                return records.Ineffective(knob=knob, detail=detail)
             return worker.crashed(self.phase, error)
-
-    def _run(self) -> TrainingOutcome:
-        job, device = self.job, self.device
-        self.enter("build")
-        base = build_base(
-            job.config,
-            spec=job.spec,
-            weights=job.weights,
-            device=device.torch_device,
-            seed=job.seed,
-        )
-        device.release()
-        device.reset_peak()
-        # Adapters of a seed are the same whatever building the base drew.
-        torch.manual_seed(job.seed)
-        self.enter("attach")
-        with attached(base, job.config) as attachment:
-            return Run(self, attachment).train()
 
 
 class AdapterTrainer(Trainer):
-    """Trainer on attached adapters, in an order that a resumed training has again.
+    """Trainer on attached adapters, in an order that a resumed training has again."""
 
-    Args:
-        job: what is trained.
-        model: with its adapters, as a trial has it.
-        rows: what it is trained on.
-        on_loss: is given each micro-batch's share of the step's loss, on the device.
-        callback: hears of each step.
-    """
-
-    def __init__(
-        self,
-        job: TrainingJob,
-        model: PeftModel,
-        rows: Rows,
-        *,
-        on_loss: Callable[[torch.Tensor], None],
-        callback: TrainerCallback,
-    ) -> None:
-        self._on_loss = on_loss
-        self._order = EpochOrder(
-            len(rows.training),
-            batch_size=job.config.samples_per_step,
-            seed=job.seed,
-            widths=rows.widths,
-            is_grouped=job.config.packing == "grouped",
-        )
-        name_quantizer(model)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        super().__init__(
-            model=model,
-            args=arguments(job),
-            data_collator=rows.collate,
-            train_dataset=rows.training,
-            optimizers=(make_optimizer(job.config, trained), None),
-            callbacks=[callback],
-        )
+    order: EpochOrder
+    on_loss: Callable[[torch.Tensor], None]
+    """Is given each micro-batch's share of the step's loss, on the device."""
 
     def get_train_dataloader(self) -> Any:
         """Return the micro-batches of an epoch, in our order."""
-        return self.accelerator.prepare(
-            DataLoader(
-                self.train_dataset,
-                batch_size=self.args.train_batch_size,
-                sampler=self._order,
-                collate_fn=self.data_collator,
-                pin_memory=self.args.dataloader_pin_memory,
-            )
+        loader: Any = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            sampler=self.order,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
         )
+        return self.accelerator.prepare(loader)
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """Queue one micro-batch; its loss stays on the device."""
         loss: torch.Tensor = super().training_step(*args, **options)
-        self._on_loss(loss)
+        self.on_loss(loss)
         return loss
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -254,18 +193,21 @@ class AdapterTrainer(Trainer):
         adapter = load_file(Path(resume_from_checkpoint) / checkpoints.ADAPTER)
         set_peft_model_state_dict(self.model, adapter)
 
-    def save_checkpoint(self, output: Path, steps: Steps) -> None:
-        """Write a whole checkpoint of this step. Trainer's own way to save would end the training
-        where the disk is full.
-
-        Raises:
-            OSError, RuntimeError, SafetensorError: it cannot be written; nothing of it is left.
-        """
-        with checkpoints.being_written(output, step=self.state.global_step) as directory:
-            self.args.output_dir = str(directory.parent)
-            self._save_checkpoint(self.model, None)
-            text = json.dumps(asdict(steps))
-            (directory / checkpoints.COURSE).write_text(text, encoding="utf-8")
+    def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
+        """Write a whole checkpoint of this step; return why the disk does not take it, None where
+        it does. Trainer's own way to save would end the training there."""
+        try:
+            with checkpoints.being_written(output, step=self.state.global_step) as directory:
+                self.args.output_dir = str(directory.parent)
+                self._save_checkpoint(self.model, None)
+                text = json.dumps(asdict(steps))
+                (directory / checkpoints.COURSE).write_text(text, encoding="utf-8")
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not checkpoints.is_of_the_disk(error):
+                raise
+            return words_of(error)
+        checkpoints.remove_old(output)
+        return None
 
 
 class Run(TrainerCallback):
@@ -277,64 +219,67 @@ class Run(TrainerCallback):
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None
         self._told = self._saved_at = time.perf_counter()
-        self._pause_seconds = 0.0
-        self._saved: int | None = None
-        self._loaders: dict[int, Any] = {}
-        """Of so many held-out examples."""
-        self._loss: torch.Tensor | None = None
-        self._rate = 0.0
-        self._tokens = self._computed = 0
+        self._pause_seconds = self._rate = 0.0
+        self._losses: list[torch.Tensor] = []
         self._counted: deque[tuple[int, int]] = deque()
-        """Of each micro-batch that is made and not yet trained on, its tokens that count."""
-        rows = rows_of(self._job, attachment.model)
-        self._collate = rows.collate
-        self._rows = replace(rows, collate=self._counting)
+        """Of each micro-batch that is made and in no step that ended, the tokens that count and
+        all that are computed."""
+        job, model = self._job, attachment.model
+        self._rows = rows_of(job, model)
         steps = Steps()
-        if self._job.resume_from is not None:
-            course = Path(self._job.resume_from) / checkpoints.COURSE
+        if job.resume_from is not None:
+            course = Path(job.resume_from) / checkpoints.COURSE
             steps = Steps(**json.loads(course.read_text(encoding="utf-8")))
-            self._saved = steps.done
         self._course = Course(self._device, steps, compilation=attachment.compilation)
-        training.step = self._first = self._steps_saved = steps.done
+        training.step = self._first = self._saved = steps.done
+        name_quantizer(model)
+        trained = attachment.trainable_parameters()
         self._trainer = AdapterTrainer(
-            self._job, attachment.model, self._rows, on_loss=self._add_loss, callback=self
+            model=model,
+            args=arguments(job),
+            data_collator=self._counting,
+            train_dataset=self._rows.training,
+            optimizers=(make_optimizer(job.config, trained), None),
+            callbacks=[self],
         )
-        self._steps_per_epoch = -(-len(rows.training) // self._job.config.samples_per_step)
-        self._steps = self._job.max_steps or math.ceil(self._job.epochs * self._steps_per_epoch)
-        self._setup = Setup(
-            device_name="CPU" if self._job.device == "cpu" else torch.cuda.get_device_name(),
-            steps=self._steps,
-            rows=len(rows.training),
-            texts_rows=rows.texts,
-            rows_held_out=0 if rows.held_out is None else len(rows.held_out),
-            rows_left_out=rows.left_out,
-            trainable_parameters=sum(p.numel() for p in attachment.trainable_parameters()),
-            documents_apart=self._keeps_apart(),
+        self._trainer.on_loss = self._add_loss
+        count, each = len(self._rows.training), job.config.samples_per_step
+        self._trainer.order = EpochOrder(
+            count,
+            batch_size=each,
+            seed=job.seed,
+            widths=self._rows.widths,
+            is_grouped=job.config.packing == "grouped",
         )
-
-    def _keeps_apart(self) -> bool | None:
-        """Ask the model whether it sees of texts what it should; refuse one that looks ahead."""
-        if self._job.texts is None:
-            return None
-        model: Any = self._attachment.model.get_base_model()
-        with self._trainer.accelerator.autocast():
-            return is_keeping_apart(model, self._rows.training, self._job.config)
+        self._steps_per_epoch = -(-count // each)
+        self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
+        self._setup: dict[str, Any] = {
+            "device_name": "CPU" if job.device == "cpu" else torch.cuda.get_device_name(),
+            "steps": self._steps,
+            "rows": count,
+            "texts_rows": self._rows.texts,
+            "rows_held_out": 0 if self._rows.held_out is None else len(self._rows.held_out),
+            "rows_left_out": self._rows.left_out,
+            "trainable_parameters": sum(p.numel() for p in trained),
+        }
+        if job.texts is not None:
+            with self._trainer.accelerator.autocast():
+                apart = is_keeping_apart(model.get_base_model(), self._rows.training, job.config)
+            self._setup["documents_apart"] = apart
 
     def train(self) -> TrainingOutcome:
         """Train all that is left, and return how it ended."""
-        self._training.send(Started(**self._setup.model_dump(), steps_done=self._first))
-        resume = self._job.resume_from
+        self._training.send(protocol.Started(**self._setup, steps_done=self._first))
+        resume, trainer = self._job.resume_from, self._trainer
         with self._observing:
             if self._first < self._steps:
                 self._training.enter("measure")
-                self._trainer.train(resume_from_checkpoint=resume)
+                trainer.train(resume_from_checkpoint=resume)
             elif resume is not None:
-                self._trainer._load_from_checkpoint(resume)
+                trainer._load_from_checkpoint(resume)
                 # Training prepares it too: precision is then the same.
-                trainer = self._trainer
-                trainer.model_wrapped = trainer.accelerator.prepare_model(
-                    trainer.model, evaluation_mode=True
-                )
+                prepare = trainer.accelerator.prepare_model
+                trainer.model_wrapped = prepare(trainer.model, evaluation_mode=True)
         return self._end or self._finish()
 
     # What Trainer calls
@@ -350,42 +295,38 @@ class Run(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Queue the step's figures, and do what is due."""
-        assert self._loss is not None
-        self._course.end_step(
-            self._loss, tokens=self._tokens, computed=self._computed, learning_rate=self._rate
-        )
-        self._loss, self._tokens, self._computed = None, 0, 0
-        step = self._training.step = state.global_step
+        course, step = self._course, state.global_step
+        counts = [self._counted.popleft() for _ in self._losses]
+        tokens, computed = (sum(column) for column in zip(*counts, strict=True))
+        loss, self._losses = sum(self._losses[1:], self._losses[0]), []
+        course.end_step(loss, tokens=tokens, computed=computed, learning_rate=self._rate)
+        self._training.step = step
         if step in (self._first + OBSERVED_STEPS, self._steps):
             self._stop_observing()
         self._tell()
         is_last, is_asked = step >= self._steps, self._training.stop.is_set()
         if self._end is None and (is_last or is_asked or self._is_due(step)):
             self._pause(evaluates=not (is_last or is_asked))
-        if self._course.fault_step is not None:
-            loss = self._course.steps.losses[self._course.fault_step - 1]
-            self._end = self._end or Diverged(step=self._course.fault_step, detail=f"loss {loss}")
-        if is_asked and not is_last:
-            self._end = self._end or INTERRUPTED
+        if self._end is None and course.fault_step is not None:
+            words = f"loss {course.steps.losses[course.fault_step - 1]}"
+            self._end = records.Diverged(step=course.fault_step, detail=words)
+        if self._end is None and is_asked and not is_last:
+            self._end = records.INTERRUPTED
         control.should_training_stop = control.should_training_stop or self._end is not None
 
     # What is done on the way
 
     def _counting(self, rows: list[Any]) -> dict[str, torch.Tensor]:
         """Make a micro-batch, and count its tokens while it is on the host."""
-        batch = self._collate(rows)
-        computed = tokens = batch["input_ids"].numel()
-        if self._job.texts is not None:
-            # The first of a row is predicted from nothing; of random ones a trial counts all.
-            tokens = int((batch["labels"][..., 1:] != _IGNORED).sum())
+        batch = self._rows.collate(rows)
+        computed = batch["input_ids"].numel()
+        # Of random tokens a trial counts all.
+        tokens = computed if self._job.texts is None else _supervised(batch)
         self._counted.append((tokens, computed))
         return batch
 
     def _add_loss(self, loss: torch.Tensor) -> None:
-        self._loss = loss if self._loss is None else self._loss + loss
-        tokens, computed = self._counted.popleft()
-        self._tokens += tokens
-        self._computed += computed
+        self._losses.append(loss)
         self._tell()
 
     def _tell(self) -> None:
@@ -394,18 +335,14 @@ class Run(TrainerCallback):
         if now - self._told < _TELL_SECONDS:
             return
         self._told = now
-        tokens, seconds = (sum(all_[-_RECENT_STEPS:]) for all_ in (steps.tokens, steps.seconds))
-        loss = steps.losses[-1] if steps.losses else math.nan
-        each = seconds / min(_RECENT_STEPS, steps.done) if steps.done else None
-        self._training.send(
-            TrainingProgress(
-                phase=self._training.phase,
-                step=self._training.step,
-                loss=loss if math.isfinite(loss) else None,
-                tokens_per_second=tokens / seconds if seconds else None,
-                seconds_left=None if each is None else (self._steps - steps.done) * each,
-            )
-        )
+        recent = protocol.TrainingProgress(phase=self._training.phase, step=self._training.step)
+        if steps.done and math.isfinite(steps.losses[-1]):
+            seconds = steps.seconds[-_RECENT_STEPS:]
+            left = (self._steps - steps.done) * sum(seconds) / len(seconds)
+            rate = sum(steps.tokens[-_RECENT_STEPS:]) / sum(seconds)
+            told = {"loss": steps.losses[-1], "tokens_per_second": rate, "seconds_left": left}
+            recent = recent.model_copy(update=told)
+        self._training.send(recent)
 
     def _stop_observing(self) -> None:
         """Take the peak that the first steps had for the training's own, on a CPU that counts."""
@@ -416,11 +353,10 @@ class Run(TrainerCallback):
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
         self._course.begin_stretch()
-        if self._job.budget_bytes is not None:
+        if (budget := self._job.budget_bytes) is not None and self._end is None:
             peak = self._device.memory().peak_allocated_bytes
-            over = over_budget(peak, budget_bytes=self._job.budget_bytes, stage="forward")
-            if over is not None and self._end is None:
-                self._end = over.model_copy(update={"step": self._training.step})
+            over = records.over_budget(peak, budget_bytes=budget, stage="forward")
+            self._end = over and over.model_copy(update={"step": self._training.step})
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written now."""
@@ -429,12 +365,9 @@ class Run(TrainerCallback):
             return False
         if job.checkpoint_steps is not None:
             return step % job.checkpoint_steps == 0
-        if since < self._pause_seconds / _SHARE_OF_TIME:
-            return False
-        share = (step - self._steps_saved) / self._steps
-        return since >= job.checkpoint_seconds or (
-            share >= _SHARE_OF_STEPS and since >= min(_FEWEST_SECONDS, job.checkpoint_seconds)
-        )
+        is_cheap = since >= max(_FEWEST_SECONDS, self._pause_seconds / _SHARE_OF_TIME)
+        is_far = step % max(1, round(_SHARE_OF_STEPS * self._steps)) == 0
+        return is_cheap and (is_far or since >= protocol.CHECKPOINT_SECONDS)
 
     def _pause(self, *, evaluates: bool) -> None:
         """Read what is queued, evaluate some held-out examples, and write a checkpoint."""
@@ -443,54 +376,31 @@ class Run(TrainerCallback):
         begun = time.perf_counter()
         if self._course.fault_step is not None or not self._job.keeps_checkpoints:
             return
-        step, steps = self._training.step, self._course.steps
+        step, steps, send = self._training.step, self._course.steps, self._training.send
         if not all(bool(p.isfinite().all()) for p in self._attachment.trainable_parameters()):
-            self._end = Diverged(step=step, detail="adapters that are not finite")
+            self._end = records.Diverged(step=step, detail="adapters that are not finite")
             return
         if self._rows.held_out is not None and evaluates:
-            self._training.enter("quality")
             loss, _ = self._held_out_loss(EVALUATED_ON_THE_WAY)
             steps.evaluations.append((step, loss))
-            self._training.send(Evaluated(step=step, loss=loss))
-        self._save()
-        self._pause_seconds = time.perf_counter() - begun
-        steps.interrupted_seconds += self._pause_seconds
-        self._saved_at, self._steps_saved = time.perf_counter(), step
-        self._training.enter("measure")
-        self._course.begin_stretch()
-
-    def _save(self) -> None:
-        """Write a checkpoint; where the disk does not take it the training goes on without."""
-        step, steps = self._training.step, self._course.steps
-        self._note_peak()
+            send(protocol.Evaluated(step=step, loss=loss))
+        steps.note_peak(self._device.memory())
         steps.checkpoints += 1
-        reason = self._refusal_of_the_disk()
-        if reason is not None and step >= self._steps:
+        refusal = self._trainer.save_checkpoint(self._output, steps)
+        if refusal is not None and step >= self._steps:
             # Room was kept for this one.
             checkpoints.release(self._output)
-            reason = self._refusal_of_the_disk()
-        if reason is None:
+            refusal = self._trainer.save_checkpoint(self._output, steps)
+        if refusal is None:
             self._saved = step
         else:
             steps.checkpoints -= 1
-        self._training.send(Saved(step=step, refusal=reason))
-
-    def _refusal_of_the_disk(self) -> str | None:
-        """Write a checkpoint; return why the disk does not take it, None where it does."""
-        try:
-            self._trainer.save_checkpoint(self._output, self._course.steps)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if not checkpoints.is_of_the_disk(error):
-                raise
-            return words_of(error)
-        checkpoints.remove(self._output, keep=checkpoints.steps_of(self._output)[:2])
-        return None
-
-    def _note_peak(self) -> None:
-        steps, memory = self._course.steps, self._device.memory()
-        steps.peak_allocated_bytes = max(steps.peak_allocated_bytes, memory.peak_allocated_bytes)
-        reserved = memory.peak_reserved_bytes or 0
-        steps.peak_reserved_bytes = max(steps.peak_reserved_bytes, reserved)
+        send(protocol.Saved(step=step, refusal=refusal))
+        self._training.enter("measure")
+        self._saved_at = time.perf_counter()
+        self._pause_seconds = self._saved_at - begun
+        steps.interrupted_seconds += self._pause_seconds
+        self._course.begin_stretch()
 
     def _held_out_loss(self, count: int) -> tuple[float, int]:
         """Return the loss over the first held-out examples, the mean over their tokens, and how
@@ -499,66 +409,55 @@ class Run(TrainerCallback):
         Nothing random in the training changes by it. A compiled layer runs as it is written:
         evaluated examples have shapes of their own.
         """
+        self._training.enter("quality")
         rows, config, trainer = self._rows, self._job.config, self._trainer
         assert rows.held_out is not None
-        if count not in self._loaders:
-            chosen = Subset(rows.held_out, range(min(count, len(rows.held_out))))
-            loader: Any = DataLoader(
-                chosen, batch_size=config.micro_batch_size, collate_fn=rows.collate_held_out
-            )
-            self._loaders[count] = trainer.accelerator.prepare(loader)
+        chosen = Subset(rows.held_out, range(min(count, len(rows.held_out))))
+        size, collate = config.micro_batch_size, rows.collate_held_out
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
         told = {} if config.kernels == "hf" else {"skip_logits": True}
-        devices = [] if self._job.device == "cpu" else [torch.cuda.current_device()]
-        total, tokens = torch.zeros((), device=self._device.torch_device), 0
+        device, total, tokens = self._device.torch_device, 0.0, 0
         with (
-            torch.random.fork_rng(devices=devices),
+            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
             torch.compiler.set_stance("force_eager"),
             evaluating(trainer.model),
         ):
-            for batch in self._loaders[count]:
-                carrying = int((batch["labels"][..., 1:] != _IGNORED).sum())
+            for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
+                carrying = _supervised(batch)
+                on_device = {key: value.to(device) for key, value in batch.items()}
                 with trainer.compute_loss_context_manager():
-                    loss = trainer.model_wrapped(**batch, **told).loss
-                total, tokens = total + loss.float() * carrying, tokens + carrying
+                    loss = trainer.model_wrapped(**on_device, **told).loss
+                total, tokens = total + float(loss) * carrying, tokens + carrying
                 self._tell()
-        return float(total) / tokens, tokens
+        return total / tokens, tokens
 
     def _finish(self) -> TrainingOutcome:
         """Evaluate all that is held out, and return what the training came to."""
-        self._note_peak()
-        if self._job.keeps_checkpoints and self._saved != self._steps:
+        steps, job, rows = self._course.steps, self._job, self._setup["rows"]
+        if job.keeps_checkpoints and self._saved != self._steps:
             return worker.crashed("measure", OSError("the disk does not take the last checkpoint"))
         loss, tokens = None, 0
         if self._rows.held_out is not None:
-            self._training.enter("quality")
             loss, tokens = self._held_out_loss(len(self._rows.held_out))
-            self._note_peak()
-        steps, job, rows = self._course.steps, self._job, self._setup.rows
-        saved = str(checkpoints.path_of(self._output, self._steps))
+        steps.note_peak(self._device.memory())
         whole, further = divmod(self._steps, self._steps_per_epoch)
-        return TrainingResult(
-            **self._setup.model_dump(),
-            tokens=sum(steps.tokens),
-            tokens_computed=sum(steps.computed),
-            tokens_per_second=steps.median_rate(),
-            run_tokens_per_second=sum(steps.tokens) / steps.total_seconds,
-            step_seconds=steps.median_seconds(),
-            steps_measured=sum(steps.is_warm),
-            seconds=steps.total_seconds,
-            peak_allocated_bytes=steps.peak_allocated_bytes,
-            peak_reserved_bytes=steps.peak_reserved_bytes or None,
-            train_loss=sum(steps.losses) / steps.done,
-            final_train_loss=steps.final_loss(),
+        saved = checkpoints.path_of(self._output, self._steps)
+        return protocol.TrainingResult(
+            **self._setup,
+            **steps.figures(),
             eval_loss=loss,
             eval_tokens=tokens,
             packed_rows=rows if job.config.packing == "packed" else None,
             # An epoch's last step may have fewer examples.
             epochs=whole + further * job.config.samples_per_step / rows,
-            checkpoints=steps.checkpoints,
-            checkpoint_seconds=steps.interrupted_seconds,
-            checkpoint=saved if job.keeps_checkpoints else None,
+            checkpoint=str(saved) if job.keeps_checkpoints else None,
         )
+
+
+def _supervised(batch: dict[str, torch.Tensor]) -> int:
+    """Return how many tokens of a micro-batch carry loss; the first of a row is predicted from
+    nothing."""
+    return int((batch["labels"][..., 1:] != -100).sum())
 
 
 def main() -> None:

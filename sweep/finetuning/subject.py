@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from reports import units
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import exists, home_expanded, read_json
-from search_spaces.errors import InputError, NothingFits, SweepError, did_you_mean, quote
+from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.ranking import rank_study
 from sweep.export.record import Record, parse_record, record_of
+from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.memory.predictor import MemoryPredictor
 
 ReadStudy = Callable[[str], StudySnapshot]
 
@@ -107,23 +107,6 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
 # What would fit
 
 
-@dataclass(frozen=True)
-class Smaller:
-    """A configuration that needs less memory than another."""
-
-    config: TrialConfig
-    peak_allocated_bytes: int | None
-    """As predicted; None where nothing predicts it."""
-
-    def words(self, than: TrialConfig) -> str:
-        """Return it as what is to be changed."""
-        changed = self.config.changes_from(than)
-        settings = ", ".join(f"{key} {value}" for key, value in changed.items())
-        known = self.peak_allocated_bytes
-        predicted = "not predicted" if known is None else f"predicted: {units.gib(known)}"
-        return f"{settings} ({predicted})"
-
-
 def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     """Yield configurations that need less memory, the nearest first.
 
@@ -134,76 +117,52 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     smaller = [n for n in range(config.micro_batch_size - 1, 0, -1) if samples % n == 0]
     sizes = [{"micro_batch_size": n, "effective_batch_size": samples} for n in smaller]
     yield from (config.model_copy(update=size) for size in sizes)
+    whole = {"checkpoint_fraction": 1.0}
     if config.checkpoint_fraction < 1:
-        whole = {"checkpoint_fraction": 1.0}
         yield from (config.model_copy(update={**size, **whole}) for size in ({}, *sizes))
-    last = {**(sizes[-1] if sizes else {}), "checkpoint_fraction": 1.0}
-    length = config.seq_len // 2
+    last, length = {**(sizes[-1] if sizes else {}), **whole}, config.seq_len // 2
     while length >= 1:
         yield config.model_copy(update={**last, "seq_len": length})
         length //= 2
 
 
 def next_smaller(
-    config: TrialConfig,
-    *,
-    predictor: MemoryPredictor | None,
-    budget_bytes: int,
-    is_valid: Callable[[TrialConfig], bool] = lambda _: True,
-    has_run_out: bool = False,
-) -> Smaller | None:
-    """Return the nearest smaller configuration that fits; None where none is predicted to.
-
-    Without a prediction it is the nearest one, which may not fit either.
+    config: TrialConfig, forecaster: Forecaster, *, has_run_out: bool = False
+) -> str | None:
+    """Return the nearest smaller configuration that fits, as what is to be changed; None where none
+    is predicted to. Without a prediction it is the nearest one, which may not fit either.
 
     Args:
         config: that is too large.
-        predictor: of memory on the GPU, for the examples; None where nothing predicts it.
-        budget_bytes: of the GPU.
-        is_valid: whether a configuration can be trained but for its memory.
+        forecaster: for this model, GPU and dataset.
         has_run_out: whether it ran out of memory, whatever had been predicted of it: as much of
             another would be no better.
     """
-    try:
-        if predictor is not None and has_run_out:
-            predicted = predictor.predict(config).peak_allocated_bytes
-            budget_bytes = min(budget_bytes, predicted - 1)
-        for smaller in filter(is_valid, candidates(config)):
-            if predictor is None:
-                return Smaller(smaller, None)
-            prediction = predictor.predict(smaller)
-            if prediction.fits(budget_bytes) is Fit.YES:
-                return Smaller(smaller, prediction.peak_allocated_bytes)
-    except SweepError:
-        return next_smaller(config, predictor=None, budget_bytes=budget_bytes, is_valid=is_valid)
+    room, own = forecaster.budget_bytes, forecaster.expect(config).memory
+    if has_run_out and own is not None:
+        room = min(room, own.peak_allocated_bytes - 1)
+    for smaller in filter(forecaster.is_valid, candidates(config)):
+        memory, words = forecaster.expect(smaller).memory, "not predicted"
+        if memory is not None:
+            if memory.fits(room) is not Fit.YES:
+                continue
+            words = f"predicted: {units.gib(memory.peak_allocated_bytes)}"
+        changes = smaller.changes_from(config).items()
+        return f"{', '.join(f'{key} {value}' for key, value in changes)} ({words})"
     return None
 
 
-def refuse_too_large(
-    config: TrialConfig,
-    *,
-    predictor: MemoryPredictor,
-    budget_bytes: int,
-    is_valid: Callable[[TrialConfig], bool] = lambda _: True,
-    warn: Callable[[str], None],
-) -> None:
+def refuse_too_large(config: TrialConfig, forecaster: Forecaster) -> None:
     """Refuse what is predicted not to fit, before anything is loaded.
 
     Raises:
         NothingFits: with the prediction, and the next smaller configuration that fits.
     """
-    try:
-        predicted = predictor.predict(config)
-    except SweepError as error:
-        warn(f"memory is not predicted, so the device decides: {error}")
-        return
-    if predicted.fits(budget_bytes) is not Fit.NO:
-        return
-    smaller = next_smaller(
-        config, predictor=predictor, budget_bytes=budget_bytes, is_valid=is_valid
-    )
-    then = f"the next smaller one that fits: {smaller.words(config)}" if smaller else "none fits"
-    raise NothingFits(
-        f"predicted not to fit: it needs {units.gib(predicted.needed_bytes(budget_bytes))}, and "
-        f"the budget is {units.gib(budget_bytes)}; {then}"
-    )
+    expected, budget = forecaster.expect(config), forecaster.budget_bytes
+    if expected.memory is not None and expected.fit is Fit.NO:
+        smaller = next_smaller(config, forecaster)
+        then = f"the next smaller one that fits: {smaller}" if smaller else "none fits"
+        raise NothingFits(
+            f"predicted not to fit: it needs {units.gib(expected.memory.needed_bytes(budget))}, "
+            f"and the budget is {units.gib(budget)}; {then}"
+        )

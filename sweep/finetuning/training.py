@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig, parse_config
+from search_spaces.config import parse_config
 from search_spaces.errors import (
     EnvironmentFault,
     InputError,
@@ -23,44 +24,19 @@ from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import violation
 from search_spaces.space import SearchSpace, Weights
-from storage import files
-from storage.records import (
-    Crashed,
-    Diverged,
-    Ineffective,
-    Invalid,
-    Lost,
-    OutOfMemory,
-    Phase,
-    TimedOut,
-)
+from storage import files, records
 from sweep.data.choice import ReadTexts, texts_of_study, typed_texts
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
-from sweep.finetuning import checkpoints, output
-from sweep.finetuning.protocol import (
-    Event,
-    TrainingFinished,
-    TrainingJob,
-    TrainingOutcome,
-    TrainingProgress,
-    TrainingResult,
-    message_adapter,
-)
+from sweep.finetuning import checkpoints, output, protocol
+from sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
 from sweep.finetuning.subject import ReadStudy, Subject, refuse_too_large, subject_of
 from sweep.paths import cache_directory
-from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
-from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
-from sweep.running.child import (
-    AttentiveClock,
-    WorkerEnded,
-    WorkerFault,
-    WorkerProcess,
-    WorkerSilent,
-    outcome_of,
-    shown,
-)
+from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.on_texts import ShapesOnTexts
+from sweep.running import child
 from sweep.running.device_info import Card
 from sweep.running.wire import Ready, StopCommand, Unusable, to_line
 from sweep.study.targets import ResolvedTarget, resolve_target
@@ -72,7 +48,7 @@ _STATE_BYTES_MAX = 8
 _CPU_GIB = 1.0
 """A target has to say a budget; on a CPU without a study nothing is kept to it."""
 
-Observer = Callable[[Event], None]
+Observer = Callable[[protocol.Event], None]
 
 
 @dataclass(frozen=True)
@@ -101,9 +77,8 @@ class PreparedTraining:
     job: TrainingJob
     subject: Subject
     texts: PreparedTexts
-    epochs: StudyEpochs
     tokenizer: TokenizerFiles
-    resolved: ResolvedTarget
+    forecaster: Forecaster
     card: Card | None
     notes: tuple[str, ...]
     """What a person should know beforehand."""
@@ -118,33 +93,6 @@ class PreparedTraining:
             "model": {"name": spec.name, "fingerprint": spec.fingerprint},
             "texts": {"fingerprint": self.texts.summary.fingerprint},
         }
-
-    def refusal(self, config: TrialConfig) -> str | None:
-        """Return why a configuration cannot be trained here but for memory; None if it can."""
-        broken = violation(
-            config,
-            model=self.subject.model,
-            compute_capability=self.resolved.compute_capability,
-            device=self.resolved.target.device,
-            has_texts=True,
-        )
-        return self.epochs.refusal(config) if broken is None else broken.reason
-
-    def can_train(self, config: TrialConfig) -> bool:
-        """Whether nothing but memory is in the way of a configuration."""
-        return self.refusal(config) is None
-
-    def predictor(self) -> MemoryPredictor | None:
-        """Return what predicts the memory of the largest micro-batch; None on a CPU."""
-        if self.job.device == "cpu":
-            return None
-        capability = self.resolved.host_capability
-        full = TracingPredictor(
-            self.subject.model,
-            cache_dir=cache_directory() / "memory",
-            compute_capability=capability,
-        )
-        return MemoryOnTexts(full, ShapesOnTexts(self.epochs))
 
 
 def prepare_training(
@@ -168,10 +116,11 @@ def prepare_training(
     if request.learning_rate is not None:
         changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
         subject = replace(subject, config=parse_config(changed, where="options"))
-    weights = _weights(request.weights, subject.model)
+    model, study = subject.model, subject.definition
+    weights = _weights(request.weights, model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
-    here, study = card(), subject.definition
+    here = card()
     resolved = _resolved(subject, here)
     if (cards := subject.config.data_parallel) > 1:
         raise InputError(
@@ -187,23 +136,27 @@ def prepare_training(
         choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
     texts = None
     if choice == known and study is not None:
-        texts = texts_of_study(study, model=subject.model, read=read_texts)
-    texts = texts or read_texts(TextsRequest.of(choice, subject.model))
+        texts = texts_of_study(study, model=model, read=read_texts)
+    texts = texts or read_texts(TextsRequest.of(choice, model))
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
-    is_on_cpu, notes = resolved.target.device == "cpu", []
-    if weights == "random":
-        notes.append(
-            f"The weights of model '{subject.model.name}' are random: this shows how a training "
-            "runs, and its adapter is of no other use."
-        )
-    if (emulation := emulation_note(resolved.target)) is not None:
-        notes.append(emulation)
-    if is_on_cpu and study is None:
-        notes.append("No GPU is here: this trains on the CPU.")
+    is_on_cpu, budget = resolved.target.device == "cpu", resolved.target.budget_bytes
+    notes = [
+        f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
+        "adapter is of no other use."
+        if weights == "random"
+        else None,
+        emulation_note(resolved.target),
+        "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
+    ]
+    traced = TracingPredictor(
+        model,
+        cache_dir=cache_directory() / "memory",
+        compute_capability=resolved.host_capability,
+    )
     prepared = PreparedTraining(
         job=TrainingJob(
             config=subject.config,
-            model=subject.model.to_json(),
+            model=model.to_json(),
             weights=weights,
             texts=str(texts.directory.absolute()),
             eval_fraction=choice.eval_fraction,
@@ -212,30 +165,36 @@ def prepare_training(
             seed=seed,
             device=resolved.target.device,
             # Nobody said a cap for a CPU without a study.
-            budget_bytes=None if is_on_cpu and study is None else resolved.target.budget_bytes,
+            budget_bytes=None if is_on_cpu and study is None else budget,
             output=str(request.output.absolute()),
             checkpoint_steps=request.checkpoint_every,
         ),
         subject=subject,
         texts=texts,
-        epochs=StudyEpochs.of(texts, choice, seed=seed),
-        tokenizer=find_tokenizer(choice.tokenizer, subject.model),
-        resolved=resolved,
+        tokenizer=find_tokenizer(choice.tokenizer, model),
+        forecaster=Forecaster(
+            model=model,
+            budget_bytes=budget,
+            violation=partial(
+                violation,
+                model=model,
+                compute_capability=resolved.compute_capability,
+                device=resolved.target.device,
+                has_texts=True,
+            ),
+            predictor=None if is_on_cpu else traced,
+            shapes=ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed)),
+            warn=warn,
+        ),
         card=None if is_on_cpu else here,
-        notes=tuple(notes),
+        notes=tuple(filter(None, notes)),
     )
-    if (refusal := prepared.refusal(subject.config)) is not None:
-        raise InputError(f"{subject.words} cannot be trained here: {refusal}")
+    if (broken := prepared.forecaster.broken(subject.config)) is not None:
+        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
-    elif (predictor := prepared.predictor()) is not None:
-        refuse_too_large(
-            subject.config,
-            predictor=predictor,
-            budget_bytes=resolved.target.budget_bytes,
-            is_valid=prepared.can_train,
-            warn=warn,
-        )
+    else:
+        refuse_too_large(subject.config, prepared.forecaster)
     return prepared
 
 
@@ -273,33 +232,26 @@ def _resolved(subject: Subject, card: Card | None) -> ResolvedTarget:
 
 
 def train(
-    prepared: PreparedTraining, *, is_resumed: bool, resume_from: Path | None, observe: Observer
+    prepared: PreparedTraining, *, resume_from: Path | None, observe: Observer
 ) -> TrainingOutcome:
     """Run a training to its end, whatever that is; a result is not written yet.
 
     Args:
         prepared: the training.
-        is_resumed: whether it was begun before.
         resume_from: the checkpoint that it is resumed from; None begins at the first step.
         observe: told what happens on the way.
 
     Raises:
-        InputError: somebody else trains there, or there is nothing to resume.
         EnvironmentFault: the disk has no room, or no process can be started.
     """
     directory, job = Path(prepared.job.output), prepared.job
-    if is_resumed:
-        output.refuse_another(directory, prepared.run)
-    else:
-        output.refuse_taken(directory)
-        output.begin(directory, prepared.run)
+    parameters = lora_parameters(job.config, prepared.subject.model) or 10**8
+    size = parameters * (4 + _STATE_BYTES_MAX) + 2**20
+    output.begin(directory, prepared.run, checkpoint_bytes=size)
     first = 0 if resume_from is None else checkpoints.step_of(resume_from)
     # Later ones are written anew.
     kept = [step for step in checkpoints.steps_of(directory) if step <= first]
     checkpoints.remove(directory, keep=kept)
-    parameters = lora_parameters(job.config, prepared.subject.model) or 10**8
-    size = parameters * (4 + _STATE_BYTES_MAX) + 2**20
-    output.reserve(directory, checkpoint_bytes=size)
     resumed = None if resume_from is None else str(resume_from.absolute())
     try:
         return follow(job.model_copy(update={"resume_from": resumed}), observe=observe)
@@ -341,42 +293,42 @@ def follow(
         EnvironmentFault: no process can be started, or none can use the device.
         KeyboardInterrupt: the second.
     """
-    limits, clock = patience or Patience(), AttentiveClock()
+    limits, clock = patience or Patience(), child.AttentiveClock()
     files.make_directory(Path(job.output))
     log = Path(job.output).absolute() / output.LOG
-    process = WorkerProcess(job, log_path=log, module=module, clock=clock, patience=limits.closed)
-    limit: Literal["start", "working", "stop"] = "start"
-    phase: Phase = "start"
-    heard_at = clock.look()
+    process = child.WorkerProcess(
+        job, log_path=log, module=module, clock=clock, patience=limits.closed
+    )
+    phase: records.Phase = "start"
+    is_stopping, silence, heard_at = False, limits.start, clock.look()
     try:
         while True:
             try:
-                message = process.next_message(message_adapter)
-                if message is not None:
-                    heard_at = clock.now
+                message = process.next_message(protocol.message_adapter)
+                if message is None:
+                    if clock.now >= heard_at + silence:
+                        raise child.WorkerSilent(f"no sign of life for {silence:g} s")
+                    continue
+                heard_at = clock.now
                 match message:
-                    case None:
-                        if clock.now >= heard_at + getattr(limits, limit):
-                            raise WorkerSilent(f"no sign of life for {getattr(limits, limit):g} s")
-                    case TrainingFinished(outcome=outcome):
+                    case protocol.TrainingFinished(outcome=outcome):
                         return outcome
                     case Unusable(reason=reason):
-                        raise EnvironmentFault(f"the training cannot begin: {shown(reason)}")
+                        raise EnvironmentFault(f"the training cannot begin: {child.shown(reason)}")
                     case Ready():
-                        limit = "working" if limit == "start" else limit
-                    case TrainingProgress(phase=phase):
-                        observe(message)
+                        silence = silence if is_stopping else limits.working
                     case _:
+                        phase = getattr(message, "phase", phase)
                         observe(message)
             except KeyboardInterrupt:
-                if limit == "stop":
+                if is_stopping:
                     raise
-                limit, heard_at = "stop", clock.look()
+                is_stopping, silence, heard_at = True, limits.stop, clock.look()
                 process.send(to_line(StopCommand()))
-            except WorkerFault as fault:
-                has_ended = isinstance(fault, WorkerEnded)
+            except child.WorkerFault as fault:
+                has_ended = isinstance(fault, child.WorkerEnded)
                 end, words = process.close(patience=limits.closed if has_ended else 0.0)
-                return outcome_of(fault, phase, end, words=words)
+                return child.outcome_of(fault, phase, end, words=words)
     finally:
         process.close()
 
@@ -389,20 +341,20 @@ def fault_of(outcome: TrainingOutcome, *, kept: str = "") -> SweepError:
         kept: what is left of it, as the end of a sentence.
     """
     match outcome:
-        case OutOfMemory(step=step, detail=detail):
+        case records.OutOfMemory(step=step, detail=detail):
             return NothingFits(f"out of memory in {detail}, after step {step:,}{kept}")
-        case Diverged(step=step, detail=detail):
+        case records.Diverged(step=step, detail=detail):
             return NothingFits(
                 f"{detail} at step {step:,}: the training stopped there{kept}. A lower "
                 "learning_rate may help"
             )
-        case Invalid(detail=detail):
+        case records.Invalid(detail=detail):
             return InputError(detail)
-        case Ineffective(knob=knob, detail=detail):
+        case records.Ineffective(knob=knob, detail=detail):
             return InputError(f"{knob}: {detail}")
-        case Crashed(detail=detail) | TimedOut(detail=detail):
+        case records.Crashed(detail=detail) | records.TimedOut(detail=detail):
             return EnvironmentFault(f"{detail}{kept}")
-        case Lost():
+        case records.Lost():
             return Interrupted(f"the training was stopped{kept}")
         case TrainingResult():
             raise AssertionError("a result is no fault")

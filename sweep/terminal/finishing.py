@@ -12,7 +12,7 @@ from typing import Any
 from reports import units
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import InputError, did_you_mean, quote
-from storage.records import Crashed, Lost, OutOfMemory, TimedOut
+from storage.records import Lost, OutOfMemory
 from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
@@ -55,7 +55,6 @@ from sweep.verifying.runs import Verification
 from sweep.verifying.runs import verify as run_verify
 
 DONE, NOT_AS_RECORDED, NOT_NEAR = 0, 1, 1
-_RESUMED = "the same command with --resume resumes it"
 _RUNS = {
     "training": "our training",
     "script": "the exported script (transformers' Trainer)",
@@ -131,15 +130,15 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     if request.is_resumed and resume_from is None:
         note("No checkpoint had been written yet: it begins at the first step.")
     with _shown() as observe, nullcontext() if is_held else directories.held(output):
-        end = run_training(
-            prepared, is_resumed=request.is_resumed, resume_from=resume_from, observe=observe
-        )
+        if not is_held and not request.is_resumed:
+            # Somebody may have begun there meanwhile.
+            directories.refuse_taken(output)
+        end = run_training(prepared, resume_from=resume_from, observe=observe)
     return _conclude(prepared, end, as_json=as_json)
 
 
 def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool) -> int:
     """Finish what came to its end, and say of anything else what it was and what to do."""
-    output = Path(prepared.job.output)
     if isinstance(end, TrainingResult):
         trained = TrainedAdapter(
             prepared.job,
@@ -151,30 +150,20 @@ def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool
         document = directories.finish(trained, prepared.tokenizer)
         say_result(document, _result_text(trained), as_json=as_json)
         return DONE
-    step = next(iter(checkpoints.steps_of(output)), None)
-    kept = (
-        "there is no checkpoint yet" if step is None else f"the checkpoint of step {step:,} is kept"
-    )
+    step = next(iter(checkpoints.steps_of(Path(prepared.job.output))), None)
+    kept = "; there is no checkpoint yet"
+    if step is not None:
+        kept = (
+            f"; the checkpoint of step {step:,} is kept, the same command with --resume resumes it"
+        )
     if isinstance(end, Lost):
-        note(f"Interrupted; {kept}{'' if step is None else f', {_RESUMED}'}.")
+        note(f"Interrupted{kept}.")
         return INTERRUPTED
-    then = ""
     if isinstance(end, OutOfMemory):
-        smaller = next_smaller(
-            prepared.job.config,
-            predictor=prepared.predictor(),
-            budget_bytes=prepared.resolved.target.budget_bytes,
-            is_valid=prepared.can_train,
-            has_run_out=True,
-        )
-        then = (
-            ""
-            if smaller is None
-            else f". The next smaller one: {smaller.words(prepared.job.config)}"
-        )
-    elif isinstance(end, Crashed | TimedOut) and step is not None:
-        then = f", {_RESUMED}"
-    raise fault_of(end, kept=f"; {kept}{then}")
+        config, forecaster = prepared.job.config, prepared.forecaster
+        if smaller := next_smaller(config, forecaster, has_run_out=True):
+            kept += f". The next smaller one: {smaller}"
+    raise fault_of(end, kept=kept)
 
 
 def _result_text(trained: TrainedAdapter) -> str:

@@ -23,6 +23,10 @@ def write(directory: Path, step: int) -> None:
         (checkpoint / "adapter_model.safetensors").write_bytes(b"whole")
 
 
+def begin(directory: Path) -> None:
+    output.begin(directory, RUN, checkpoint_bytes=2**20)
+
+
 def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None:
     def fill_the_disk() -> None:
         with checkpoints.being_written(tmp_path, step=3) as half:
@@ -33,14 +37,6 @@ def test_a_checkpoint_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None
     with pytest.raises(OSError, match="full"):
         fill_the_disk()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_newest_two_are_kept_by_number_and_not_by_name(tmp_path: Path) -> None:
-    for step in (8, 9, 10):
-        write(tmp_path, step)
-        checkpoints.remove(tmp_path, keep=checkpoints.steps_of(tmp_path)[:2])
-    assert checkpoints.steps_of(tmp_path) == [10, 9]
-    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next_run(
@@ -59,33 +55,29 @@ def test_what_a_killed_writer_leaves_is_no_checkpoint_and_goes_with_the_next_run
     assert done.returncode == -signal.SIGKILL
     assert checkpoints.newest(tmp_path) is None
     assert list(tmp_path.iterdir()), "it left something"
-    checkpoints.remove(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    # That is in the way of no training, and goes with its first checkpoint.
+    output.refuse_taken(tmp_path)
+    for step in (8, 9, 10):
+        write(tmp_path, step)
+        checkpoints.remove_old(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-9", "checkpoint-10"}
+    assert checkpoints.newest(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_a_directory_that_holds_anything_is_refused_for_a_new_training(tmp_path: Path) -> None:
     output.refuse_taken(tmp_path / "missing")
     output.refuse_taken(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="is not empty"):
-        output.refuse_taken(tmp_path)
-    output.begin(tmp_path, RUN)
-    write(tmp_path, 12)
-    with pytest.raises(InputError, match=r"begun \(step 12\): --resume"):
-        output.refuse_taken(tmp_path)
-    (tmp_path / output.TRAINING).write_text("{}")
-    with pytest.raises(InputError, match="is done"):
-        output.refuse_taken(tmp_path)
     with pytest.raises(InputError, match="is a file"):
         output.refuse_taken(tmp_path / "notes.txt")
-
-
-def test_a_training_without_a_checkpoint_goes_on_and_is_in_nobodys_way(tmp_path: Path) -> None:
-    output.begin(tmp_path, RUN)
-    (tmp_path / "training.log").write_text("killed")
-    (tmp_path / ".writing-3").mkdir()
-    output.refuse_taken(tmp_path)
-    output.refuse_another(tmp_path, RUN)
+    for prepare, words in (
+        (lambda: None, "is not empty"),
+        (lambda: (begin(tmp_path), write(tmp_path, 12)), r"begun \(step 12\): --resume"),
+        (lambda: (tmp_path / output.TRAINING).write_text("{}"), "is done"),
+    ):
+        prepare()  # type: ignore[no-untyped-call]
+        with pytest.raises(InputError, match=words):
+            output.refuse_taken(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) -> None:
@@ -96,7 +88,6 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
     (tmp_path / "checkpoint-4" / "adapter_model.safetensors").unlink()
     assert checkpoints.newest(tmp_path, warn=told.append) == tmp_path / "checkpoint-2"
     assert ["step 6" in told[0], "step 4" in told[1], len(told)] == [True, True, 2]
-    assert "adapter_model.safetensors is not what was written" in told[0]
     checkpoints.remove(tmp_path, keep=[2])
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     (tmp_path / "checkpoint-2" / checkpoints.DIGESTS).write_bytes(b"")
@@ -107,7 +98,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before_it(tmp_path: Path) 
 def test_resuming_another_training_is_refused_and_what_differs_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing to resume"):
         output.refuse_another(tmp_path / "missing", RUN)
-    output.begin(tmp_path, RUN)
+    begin(tmp_path)
     output.refuse_another(tmp_path, RUN)
     other = {"config": {"lora_rank": 16}, "seed": 1, "texts": {"fingerprint": "def"}}
     with pytest.raises(InputError) as refused:
@@ -119,7 +110,7 @@ def test_resuming_another_training_is_refused_and_what_differs_is_named(tmp_path
     ):
         assert words in str(refused.value)
     (tmp_path / output.RUN).write_text("{nonsense")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"run\.json"):
         output.refuse_another(tmp_path, RUN)
 
 
@@ -137,11 +128,11 @@ def test_two_trainings_do_not_write_one_directory(tmp_path: Path) -> None:
 def test_room_is_asked_for_beforehand_and_kept_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output.reserve(tmp_path, checkpoint_bytes=2**20)
+    begin(tmp_path)
     assert (tmp_path / checkpoints.RESERVED).stat().st_size > 2**20
     checkpoints.release(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [output.RUN]
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: usage(10, 10, 0))
     with pytest.raises(EnvironmentFault, match="free some space"):
-        output.reserve(tmp_path, checkpoint_bytes=2**20)
+        begin(tmp_path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from sweep.finetuning.subject import (
     refuse_too_large,
     subject_of,
 )
+from sweep.predict.memory.prediction import Fit
 from tests.sweep.export.studies import a_study
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
@@ -108,68 +111,56 @@ def test_smaller_configurations_train_the_same_before_they_train_another_thing()
 
 
 class Predicted:
-    """Memory that is a byte for each token of a micro-batch."""
+    """What needs so many bytes."""
 
-    def __init__(self, bytes_: int) -> None:
-        self._bytes = self.peak_allocated_bytes = bytes_
+    def __init__(self, bytes_: int, budget: int) -> None:
+        self.peak_allocated_bytes, self.fit = bytes_, self.fits_in(bytes_, budget)
+        self.memory = self
 
-    def fits(self, budget: int) -> object:
-        from sweep.predict.memory.prediction import Fit
+    @staticmethod
+    def fits_in(bytes_: int, budget: int) -> Fit:
+        return Fit.YES if bytes_ <= budget else Fit.NO
 
-        return Fit.YES if self._bytes <= budget else Fit.NO
+    def fits(self, budget: int) -> Fit:
+        return self.fits_in(self.peak_allocated_bytes, budget)
 
     def needed_bytes(self, budget: int) -> int:
-        return max(self._bytes, budget)
+        return max(self.peak_allocated_bytes, budget)
 
 
-class Predictor:
-    def predict(self, config: TrialConfig) -> Predicted:
-        return Predicted(config.tokens_per_micro_batch * 2**20)
+def forecaster(
+    budget: int, needs: Callable[[TrialConfig], int] | None, is_valid: Any = lambda _: True
+) -> Any:
+    """Return what predicts a configuration's memory; None predicts nothing."""
+
+    def expect(config: TrialConfig) -> Any:
+        nothing = SimpleNamespace(memory=None)
+        return nothing if needs is None else Predicted(needs(config), budget)
+
+    return SimpleNamespace(budget_bytes=budget, expect=expect, is_valid=is_valid)
+
+
+def by_tokens(config: TrialConfig) -> int:
+    return config.tokens_per_micro_batch * 2**20
+
+
+def by_rows(config: TrialConfig) -> int:
+    """Memory that is the same for two rows and more."""
+    return 2**30 if config.micro_batch_size == 1 else 2**31
 
 
 def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does() -> None:
     config = TrialConfig(micro_batch_size=4, seq_len=512)
-    predictor: object = Predictor()
     with pytest.raises(NothingFits) as refused:
-        refuse_too_large(
-            config,
-            predictor=predictor,  # type: ignore[arg-type]
-            budget_bytes=1100 * 2**20,
-            warn=lambda _: None,
-        )
+        refuse_too_large(config, forecaster(1100 * 2**20, by_tokens))
     for words in ("needs 2.00 GiB", "budget is 1.07 GiB", "micro_batch_size 2", "1.00 GiB"):
         assert words in str(refused.value)
-    refuse_too_large(
-        config,
-        predictor=predictor,  # type: ignore[arg-type]
-        budget_bytes=2**31,
-        warn=lambda _: None,
-    )
-    assert next_smaller(config, predictor=predictor, budget_bytes=1) is None  # type: ignore[arg-type]
-
-
-class Fragmenting:
-    """Memory that is the same for two rows and more."""
-
-    def predict(self, config: TrialConfig) -> Predicted:
-        return Predicted(2**30 if config.micro_batch_size == 1 else 2**31)
-
-
-def test_what_is_named_after_out_of_memory_needs_less_than_was_predicted_of_what_ran_out() -> None:
-    config = TrialConfig(micro_batch_size=4, seq_len=512)
-    predictor: Any = Fragmenting()
-    refuse_too_large(config, predictor=predictor, budget_bytes=2**32, warn=pytest.fail)
-    found = next_smaller(config, predictor=predictor, budget_bytes=2**32, has_run_out=True)
-    assert found is not None
-    assert found.words(config) == (
-        "micro_batch_size 1, effective_batch_size 4 (predicted: 1.00 GiB)"
-    )
-
-
-def test_what_is_named_can_be_trained_and_says_where_nothing_predicts_it() -> None:
-    config = TrialConfig(micro_batch_size=4, seq_len=512)
-    found = next_smaller(
-        config, predictor=None, budget_bytes=1, is_valid=lambda other: other.micro_batch_size < 2
-    )
-    assert found is not None
-    assert found.words(config) == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
+    refuse_too_large(config, forecaster(2**31, by_tokens))
+    refuse_too_large(config, forecaster(1, None))
+    assert next_smaller(config, forecaster(1, by_tokens)) is None
+    # After out of memory: less than was predicted of what ran out.
+    told = next_smaller(config, forecaster(2**32, by_rows), has_run_out=True)
+    assert told == "micro_batch_size 1, effective_batch_size 4 (predicted: 1.00 GiB)"
+    valid = forecaster(1, None, is_valid=lambda other: other.micro_batch_size < 2)
+    told = next_smaller(config, valid, has_run_out=True)
+    assert told == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
