@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sweep.launching.package import make_wheel
+from sweep.launching.parcel import make_wheel
 from sweep.namesakes import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
@@ -164,7 +164,7 @@ def test_it_answers_far_from_the_repository(installed: Installed) -> None:
 def test_what_runs_repacks_to_the_wheel_that_it_came_from(
     installed: Installed, wheel: Path
 ) -> None:
-    program = "from sweep.launching.package import make_wheel as m; open('w','wb').write(m().data)"
+    program = "from sweep.launching.parcel import make_wheel as m; open('w','wb').write(m().data)"
     assert installed.run("python", "-c", program).returncode == 0
     again = installed.directory / "w"
     checkout = installed.directory / "checkout.whl"

@@ -1,109 +1,259 @@
-"""What goes along to a rented machine: this package, the versions beside it, a person's files."""
+"""What goes along to another machine: this very installation as a wheel, the versions that run here
+beside it, and the files of a person's that a study reads.
+
+An installed wheel and a checkout are repacked alike, from the files that run, so that nothing is
+built and nothing is fetched.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+import base64
+import hashlib
+import io
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
-from search_spaces.errors import EnvironmentFault
-from storage.files import replace
-from sweep.launching.package import NAME as PACKAGE
-from sweep.launching.package import make_wheel
+from search_spaces.documents import exists, home_expanded
+from search_spaces.errors import EnvironmentFault, InputError, words_of
+from search_spaces.loading import preset_name
+from search_spaces.models import load_model_spec
+from storage.directory import SPOOL
+from storage.directory import STUDY as IDENTITY
+from storage.files import replace, writing
+from sweep.data.rows import is_on_hub
+from sweep.data.texts import text_files
+from sweep.paths import runs_directory
+from sweep.request import BESIDE, RunRequest
 
-EXTRA = "gpu"
-"""What a GPU needs beside: Liger's kernels."""
+NAME = "qlora-sweep"
+TOKEN = "HF_TOKEN"
+CONSTRAINTS, THERE = "constraints.txt", "there.py"
+WHEELS = f"{NAME.replace('-', '_')}-*.whl"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+"""Endings of files that hold a model's weights, in lower case."""
+_PACKAGES = ("search_spaces", "storage", "sweep", "reports")
+_START = "qlora_sweep.py"
+_DATE = (1980, 1, 1, 0, 0, 0)
+"""The same files make the same wheel."""
+_LEFT_OUT = re.compile(r"(?:triton|nvidia-.*|cuda-.*|pip|setuptools|wheel|qlora-sweep)")
+"""What a build of torch asks for itself, and what installs."""
+_TEMPLATES = "additional_chat_templates"
+"""The one directory below a tokenizer's that is of it."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """A file or directory of a person's that the study reads."""
+class Wheel:
+    """A wheel in memory."""
 
-    local: Path
     name: str
-    """There: below the directory of all of them."""
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        """What tells it from any other."""
+        return hashlib.sha256(self.data).hexdigest()
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """What is installed on the machine, and what is laid beside it."""
-
-    python: str
-    """As ``3.11``."""
-    requirements: tuple[str, ...]
-    """Everything but this package, at the versions that are installed here."""
-    package: Path
-    """A wheel of this package, as it runs here."""
-    inputs: tuple[Input, ...] = ()
+def version() -> str:
+    """Return the version that runs here. Raises `EnvironmentFault`: it is not installed."""
+    return _distribution().version
 
 
-def requirements() -> tuple[str, ...]:
-    """Return what this package and its extra for a GPU need, as it is installed here.
-
-    What is not installed here, Liger say, is asked for as this package asks for it.
-
-    Raises:
-        EnvironmentFault: this package is not installed, so nobody knows what it needs.
-    """
+def _distribution() -> metadata.Distribution:
     try:
-        declared = metadata.requires(PACKAGE) or []
+        return metadata.distribution(NAME)
     except metadata.PackageNotFoundError as error:
         raise EnvironmentFault(
-            f"{PACKAGE} is not installed here, so what it needs is not known: pip install -e ."
+            f"{NAME} is not installed here, so that nothing says what it needs elsewhere: "
+            "pip install it, with -e from a checkout"
         ) from error
-    found: dict[str, str] = {}
-    for requirement in _applying(declared, extras=(EXTRA,)):
-        _collect(requirement, found)
-    return tuple(found[name] for name in sorted(found))
 
 
-def _applying(declared: list[str], *, extras: tuple[str, ...]) -> Iterator[Requirement]:
-    for text in declared:
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
-            yield requirement
-
-
-def _collect(requirement: Requirement, found: dict[str, str]) -> None:
-    """Add a requirement and what it needs in turn, each at its installed version."""
-    name = canonicalize_name(requirement.name)
-    if name in found:
-        return
-    try:
-        distribution = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        found[name] = f"{requirement.name}{requirement.specifier}"
-        return
-    # A build for the CPU, 2.13.0+cpu, is not what a GPU needs.
-    found[name] = f"{name}=={Version(distribution.version).public}"
-    needed = distribution.requires or []
-    for further in _applying(needed, extras=tuple(sorted(requirement.extras))):
-        _collect(further, found)
-
-
-def package(directory: Path) -> Path:
-    """Write this very installation as a wheel into a directory, whole or not at all.
-
-    A wheel of that name gives way: a job that was written before installs this one too.
+@cache
+def make_wheel() -> Wheel:
+    """Return this installation as a wheel.
 
     Raises:
-        EnvironmentFault: it is not installed, or cannot be read or written.
+        EnvironmentFault: it is not installed, or a file of it cannot be read.
+    """
+    distribution = _distribution()
+    stem = f"{NAME.replace('-', '_')}-{distribution.version}"
+    info, root = f"{stem}.dist-info", Path(__file__).resolve().parents[2]
+    # In a checkout it has its place in a room; a wheel has it beside the packages.
+    start, files = root / "sweep" / "entry_point.py", dict[str, bytes]()
+    try:
+        files[_START] = (start if start.exists() else root / _START).read_bytes()
+        for package in _PACKAGES:
+            for file in sorted((root / package).rglob("*")):
+                if file.is_file() and "__pycache__" not in file.parts and file != start:
+                    files[file.relative_to(root).as_posix()] = file.read_bytes()
+    except OSError as error:
+        raise EnvironmentFault(f"{error.filename}: {error.strerror}") from error
+    files[f"{info}/METADATA"] = (distribution.read_text("METADATA") or "").encode()
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsweep = qlora_sweep:main\n"
+    files[f"{info}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: qlora-sweep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    lines = [f"{info}/RECORD,,\n"]
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(data)}\n")
+    files[f"{info}/RECORD"] = "".join(lines).encode()
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
+    return Wheel(f"{stem}-py3-none-any.whl", memory.getvalue())
+
+
+def constraints() -> str:
+    """Return the versions that run here, as constraints of pip.
+
+    Torch is to be of the version here, in the build that the index has.
+    """
+    held = (f"{n}=={v}\n" for n, v in installed_versions().items() if not _LEFT_OUT.fullmatch(n))
+    return "".join(held)
+
+
+def write(directory: Path) -> Path:
+    """Write what is installed elsewhere into a directory; return the wheel.
+
+    Raises:
+        EnvironmentFault: it is not installed here, or cannot be read or written.
     """
     wheel = make_wheel()
-    try:
+    with writing(directory):
         replace(directory / wheel.name, wheel.data)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write to {directory}: {error.strerror or error}") from error
+        replace(directory / CONSTRAINTS, constraints().encode())
+        replace(directory / THERE, Path(__file__).with_name(THERE).read_bytes())
     return (directory / wheel.name).absolute()
 
 
-def python_version() -> str:
-    """Return the Python that this runs on, which is what was tried."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
+def installed_versions() -> dict[str, str]:
+    """Return the version of everything that is installed here, by its canonical name.
+
+    Without what tells one build of it from another: ``2.11.0`` for ``2.11.0+cpu``.
+    """
+    found = (one for one in metadata.distributions() if one.name)
+    return dict(sorted((canonicalize_name(d.name), d.version.partition("+")[0]) for d in found))
+
+
+def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, version there and version here of what sweep needs, where they differ."""
+    here = installed_versions()
+    theirs = {canonicalize_name(name): told.partition("+")[0] for name, told in there.items()}
+    requires = map(Requirement, _distribution().requires or ())
+    for name in sorted(canonicalize_name(one.name) for one in requires if one.marker is None):
+        if name in theirs and name in here and theirs[name] != here[name]:
+            yield name, theirs[name], here[name]
+
+
+# A person's files.
+
+
+def packed(
+    request: RunRequest, *, with_weights: bool = False
+) -> tuple[RunRequest, dict[str, Path]]:
+    """Return a request as another machine reads it, and what goes along, by its path beside it.
+
+    Args:
+        request: what was typed here.
+        with_weights: whether pretrained weights of a directory here go along.
+
+    Raises:
+        InputError: something that was typed or named is not right, or is here alone.
+    """
+    name, space = request.named()
+    model, files = load_model_spec(space.model), dict[str, Path]()
+
+    def put(kind: str, path: Path) -> str:
+        # What a link is called says what its dataset is, as its ending does.
+        there = f"{kind}/{Path(os.path.abspath(path)).name}"
+        is_whole = kind == "model" and space.weights == "pretrained"
+        found = files_below(kind, path, with_weights=is_whole)
+        files.update((f"{there}{below}", file.absolute()) for below, file in found)
+        return f"{BESIDE}{there}"
+
+    overrides = dict(request.overrides)
+    changes: dict[str, Any] = {"overrides": overrides, "study": name, "storage": None}
+    if preset_name(request.space) is None:
+        changes["space"] = put("space", home_expanded(request.space))
+    if model.source == "directory" and model.path is not None:
+        if space.weights == "pretrained" and not with_weights:
+            raise InputError(
+                f"the weights in {space.model} do not go along: name a hub id, or log in there and "
+                "run it beside them"
+            )
+        overrides["model"] = put("model", model.path)
+    if space.data is not None:
+        data = space.data.model_dump()
+        for kind, key in (("data", "texts"), ("tokenizer", "tokenizer")):
+            path = None if data[key] is None else home_expanded(data[key])
+            if path is not None and exists(path, label=data[key]):
+                data[key] = put(kind, path)
+            elif key == "texts" and not is_on_hub(data[key]):
+                text_files(data[key])
+        overrides["data"] = data
+    if request.carried is not None:
+        path = home_expanded(request.carried)
+        if not ("/" in request.carried or path.suffix == ".jsonl"):
+            path = runs_directory() / request.carried / SPOOL
+        if not path.is_file():
+            raise InputError(f"--from {request.carried}: {path}: no such file")
+        there = f"from/{path.absolute().parent.name}"
+        # With the file that says whose it is.
+        for file in (path, path.with_name(IDENTITY)):
+            if file.is_file():
+                files[f"{there}/{file.name}"] = file.absolute()
+        changes["carried"] = f"{BESIDE}{there}/{path.name}"
+    return request.model_copy(update=changes), files
+
+
+def files_below(kind: str, path: Path, *, with_weights: bool = False) -> Iterator[tuple[str, Path]]:
+    """Yield the files of an option's that a study reads, each behind what is below the option's
+    own name there: ``/a/b.jsonl``, and nothing for a file that is named itself.
+
+    Args:
+        kind: ``data``, ``model`` or ``tokenizer``.
+        path: a file, or a directory; what is hidden in it is left out.
+        with_weights: those of a model, too.
+
+    Raises:
+        InputError: there are no texts in it.
+        EnvironmentFault: it cannot be read.
+    """
+    if not path.is_dir():
+        yield "", path
+    elif kind == "data":
+        for _, file in text_files(str(path)):
+            yield f"/{file.relative_to(path)}", file
+    else:
+        try:
+            found = sorted((*path.iterdir(), *path.glob(f"{_TEMPLATES}/*")))
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: cannot be read: {words_of(error)}") from error
+        for file in found:
+            is_weights = file.suffix.lower() in WEIGHTS
+            if file.is_file() and file.name[0] != "." and (with_weights or not is_weights):
+                yield f"/{file.relative_to(path)}", file
+
+
+def hub_variables(request: RunRequest) -> dict[str, str]:
+    """Return the token for the hub, where a study fetches model, dataset or tokenizer there."""
+    _, space = request.named()
+    data, token = space.data, os.environ.get(TOKEN)
+    named = [] if data is None else [data.texts, *([data.tokenizer] if data.tokenizer else [])]
+    is_fetched = load_model_spec(space.model).source == "hub" or any(map(is_on_hub, named))
+    return {TOKEN: token} if is_fetched and token else {}

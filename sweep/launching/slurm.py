@@ -1,18 +1,25 @@
-"""A study as a job of a SLURM queue: the script that requeues itself before each time limit, and
-handing it to ``sbatch``."""
+"""A study as a job of a SLURM queue: its script, handing it to ``sbatch``, and what runs in each
+allocation (``python -P -m sweep.launching.slurm``): the study, and its requeueing.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
-from storage.files import WRITTEN_BY
+from storage.directory import SPOOL
+from storage.files import WRITTEN_BY, replace, writing
+from sweep.launching.there import SWEEP, Supervisor
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
@@ -21,9 +28,15 @@ LIMIT_SECONDS_MIN = 120
 """SLURM counts in minutes, and its signal may come up to one early."""
 IDLE_ALLOCATIONS_MAX = 3
 """In a row without a result, after which a job does not requeue itself: they would never end."""
-_OWN_TERM_SLACK_SECONDS = 30
+OWN_TERM_SLACK_SECONDS = 30
 """SLURM's own TERM comes at the limit, this much early at most; one before that is a person's."""
 _SBATCH_SECONDS = 120.0
+_LOOK_SECONDS = 0.2
+_FINAL = (0, 1, 2, 4)
+"""Done, nothing fits, bad input, an error of sweep's own: no other allocation would change that."""
+_STOPPED = tuple(
+    128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+)
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
 _GPUS = re.compile(r"(?:[\w.-]+:)*\d{1,4}")
 _OPTION = re.compile(r"--?\w[\w-]*(?:=[^\s'\"\\]+)?")
@@ -76,157 +89,78 @@ class Allocation:
         limit = self.limit_seconds
         return WARNING_SECONDS if limit is None else int(min(WARNING_SECONDS, limit // 3))
 
-    def directives(self) -> Iterator[str]:
-        """Yield the options that sbatch reads in a script's head."""
+    def directives(self) -> list[str]:
+        """Return the options that sbatch reads in a script's head."""
+        found = []
         if self.limit_seconds is not None:
-            yield f"--time={_time(self.limit_seconds)}"
+            # In whole minutes, never more than was typed.
+            days, minutes = divmod(int(self.limit_seconds // 60), 24 * 60)
+            found.append(f"--time={days}-{minutes // 60:02}:{minutes % 60:02}:00")
         if self.gpus is not None:
-            yield f"--gres=gpu:{self.gpus}"
+            found.append(f"--gres=gpu:{self.gpus}")
         # Behind the others: of an option that is given twice sbatch takes the last.
-        yield from map(_dashed, self.options)
+        return found + [_dashed(option) for option in self.options]
 
 
 def _dashed(option: str) -> str:
     return option if option.startswith("-") else f"--{option}"
 
 
-def _time(seconds: float) -> str:
-    """Return a limit as SLURM writes it, in whole minutes, never more than was typed."""
-    days, minutes = divmod(int(seconds // 60), 24 * 60)
-    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00"
+def job_script(
+    study: str,
+    allocation: Allocation,
+    *,
+    python: str,
+    request: str,
+    files: Path,
+    variables: Mapping[str, str],
+) -> str:
+    """Return the script of a job that resumes its study until that has ended.
 
-
-@dataclass(frozen=True)
-class Job:
-    """A study as a job."""
-
-    study: str
-    program: tuple[str, ...]
-    """What resumes the study, called with the file of its request."""
-    request: str
-    """What the study is, in one line, with nothing in it that depends on where it is started but
-    ``directory``."""
-    directory: Path
-    """Where it is started; absolute."""
-    files: Path
-    """The study's own directory, with its spool, where the job's log goes; absolute."""
-    variables: Mapping[str, str]
-    """Set beside those that sbatch hands on."""
-
-
-def job_script(job: Job, allocation: Allocation) -> str:
-    """Return the script of a job that goes on with itself until its study has ended.
+    Args:
+        study: its name.
+        allocation: what the queue is asked for.
+        python: of the environment that the job runs in.
+        request: what the study is, in one line, which does not depend on where it is started.
+        files: the study's own directory, with its spool, where the job's log goes; absolute.
+        variables: set beside those that sbatch hands on.
 
     Raises:
         InputError: a directory's name cannot stand in a script's head.
     """
-    for path in (job.directory, job.files):
+    here = Path.cwd()
+    for path in (here, files):
         if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
             raise InputError(
                 f"{quote(str(path))}: SLURM takes no directory with a space, a quote or % in it"
             )
+    warning = allocation.warning_seconds
     head = [
-        f"--job-name=sweep-{job.study}",
+        f"--job-name=sweep-{study}",
         "--nodes=1",
         "--ntasks=1",
-        f"--chdir={job.directory}",
-        f"--output={job.files}/slurm-%j.log",
+        f"--chdir={here}",
+        f"--output={files}/slurm-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{allocation.warning_seconds}",
+        f"--signal=B:USR1@{warning}",
         *allocation.directives(),
     ]
-    variables = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
-    warning = allocation.warning_seconds
+    command = [python, "-P", "-m", "sweep.launching.slurm", str(files), str(warning)]
     return "\n".join(
         [
             "#!/bin/bash",
             f"# {WRITTEN_BY}.",
             *(f"#SBATCH {line}" for line in head),
             "",
-            f"# Study {job.study}: goes on with itself before each time limit, until it has ended.",
-            *variables,
-            f"files={shlex.quote(str(job.files))}",
-            'request="$files/slurm.run.json"',
-            f"printf '%s' {shlex.quote(job.request)} >\"$request\" || exit 3",
-            f'command=({shlex.join(job.program)} "$request")',
-            f"ask_again={max(1, warning * 2 // 5)} end={max(2, warning * 4 // 5)}  # seconds",
-            f"cancelled_within={warning - _OWN_TERM_SLACK_SECONDS}  # seconds behind the warning",
-            f"idle_max={IDLE_ALLOCATIONS_MAX}",
-            _BODY,
+            f"# Study {study}: resumes before each time limit, until it has ended.",
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            f"exec {shlex.join(command)} <<'REQUEST'",
+            request,
+            "REQUEST",
+            "",
         ]
     )
-
-
-_BODY = r"""
-set -u
-spool="$files/spool.jsonl"
-idle_file="$files/slurm-${SLURM_JOB_ID:?is set by SLURM: submit this with sbatch}.idle"
-child="" asked=0 asked_at=0 because="" warned_at=0
-
-results() { if [ -e "$spool" ]; then wc -l <"$spool"; else echo 0; fi; }
-ask() {
-    asked=$((asked + 1))
-    [ "$asked" -gt 1 ] || asked_at=$SECONDS
-    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null
-}
-# At the limit SLURM itself sends it; behind the warning, and before that, it is a cancellation.
-told() {
-    if [ "$because" != limit ] || [ $((SECONDS - warned_at)) -lt "$cancelled_within" ]; then
-        because=told
-    fi
-}
-# The limit is near; and: the job is cancelled, or another one takes its place.
-trap 'because=${because:-limit}; warned_at=$SECONDS; ask' USR1
-trap 'told; ask' TERM
-
-before=$(results)
-"${command[@]}" &
-child=$!
-# What asked before there was anybody to be asked.
-[ "$asked" -eq 0 ] || kill -TERM "$child" 2>/dev/null
-while kill -0 "$child" 2>/dev/null; do
-    if [ "$asked" -gt 0 ]; then
-        waited=$((SECONDS - asked_at))
-        if [ "$asked" -eq 1 ] && [ "$waited" -ge "$ask_again" ]; then ask; fi
-        if [ "$waited" -ge "$end" ]; then kill -KILL "$child" 2>/dev/null; fi
-    fi
-    sleep 1 &
-    wait "$!"
-done
-wait "$child"
-code=$?
-
-# Done, nothing fits, bad input, an error of sweep's own: no other allocation would change that.
-if [ "$code" -le 2 ] || [ "$code" -eq 4 ]; then
-    rm -f "$idle_file"
-    exit "$code"
-fi
-# Cancelled, which may reach the study alone; whoever preempted it requeues it.
-if [ "$because" != limit ]; then
-    case "$because $code" in
-        told* | " 129" | " 130" | " 138" | " 143") exit "$code" ;;
-    esac
-fi
-
-idle=0
-if [ "$(results)" -eq "$before" ]; then
-    idle=$(($(cat "$idle_file" 2>/dev/null || echo 0) + 1))
-fi
-echo "$idle" >"$idle_file"
-# A fault without a limit in sight may be this node's, but only where something was done before it.
-if [ "$because" != limit ] && [ "$idle" -gt 0 ]; then idle=$idle_max; fi
-if [ "$idle" -ge "$idle_max" ]; then
-    echo "Exit code $code and no new result: not requeued. Submit it again once that is mended." >&2
-    rm -f "$idle_file"
-    exit "$code"
-fi
-echo "Exit code $code: requeued, to go on where this allocation stopped." >&2
-scontrol requeue "$SLURM_JOB_ID" || {
-    echo "SLURM did not requeue it: submit it again, to go on." >&2
-    exit "$code"
-}
-"""
 
 
 def find_sbatch() -> str:
@@ -244,25 +178,22 @@ def find_sbatch() -> str:
     return sbatch
 
 
-def hand_in(script: Path) -> str:
-    """Hand a script to the queue and return the job's number.
+def submit(script: str, path: Path) -> str:
+    """Write a script for its owner alone, hand it to the queue and return the job's number.
 
     Raises:
         InputError: sbatch refuses it; in its own words.
-        EnvironmentFault: there is no sbatch here, or it does not reach its controller.
+        EnvironmentFault: there is no sbatch here, it does not reach its controller, or the script
+            cannot be written.
     """
-    done = _called([find_sbatch(), "--parsable", str(script)])
-    if done.returncode != 0:
-        refused = f"sbatch: {_words(done.stderr)}"
-        raise (EnvironmentFault if _AWAY.search(refused) else InputError)(refused)
-    # With a cluster's name behind it, where there are several.
-    return done.stdout.strip().partition(";")[0]
-
-
-def _called(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    sbatch = find_sbatch()
+    with writing(path):
+        # A link, or a file that others may read, gives way.
+        path.unlink(missing_ok=True)
+        replace(path, script.encode())
     try:
-        return subprocess.run(
-            command,
+        done = subprocess.run(
+            [sbatch, "--parsable", str(path)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -272,9 +203,103 @@ def _called(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentFault(f"sbatch cannot be run: {words_of(error)}") from error
+    if done.returncode != 0:
+        said = re.sub(r"(?m)^\s*(sbatch: )?(error: )?", "", done.stderr).split()
+        refused = f"sbatch: {' '.join(said) or 'it refused, and did not say why'}"
+        raise (EnvironmentFault if _AWAY.search(refused) else InputError)(refused)
+    # With a cluster's name behind it, where there are several.
+    return done.stdout.strip().partition(";")[0]
 
 
-def _words(stderr: str) -> str:
-    """Return what sbatch says, in one line and without its name before each."""
-    lines = [re.sub(r"^sbatch: (?:error: )?", "", line.strip()) for line in stderr.splitlines()]
-    return " ".join(line for line in lines if line) or "it refused, and did not say why"
+def run_allocation(command: Sequence[str], files: Path, *, warning_seconds: float, job: str) -> int:
+    """Run a study in one allocation of its job, and requeue the job where that is of use.
+
+    Args:
+        command: resumes the study.
+        files: the study's directory.
+        warning_seconds: between the signal that tells of the limit, and the limit.
+        job: its number.
+
+    Returns:
+        The exit code for SLURM: the study's, or 0 where the job was requeued.
+    """
+    idle_file = files / f"slurm-{job}.idle"
+    supervisor, before = Supervisor(), _results(files)
+
+    def hurry() -> None:
+        """Ask a study that does not stop again, then end it, before SLURM does."""
+        waited = time.monotonic() - supervisor.heard[0][1] if supervisor.heard else 0.0
+        if supervisor.asked == 1 and waited >= 0.4 * warning_seconds:
+            supervisor.ask()
+        if waited >= 0.8 * warning_seconds:
+            supervisor.kill()
+
+    code = supervisor.run(list(command), tick=hurry, seconds=_LOOK_SECONDS)
+    is_told, is_limit = _why(supervisor.heard, warning_seconds - OWN_TERM_SLACK_SECONDS)
+    if code in _FINAL:
+        idle_file.unlink(missing_ok=True)
+        return code
+    # Cancelled, which may reach the study alone; whoever preempted it requeues it.
+    if is_told or (code in _STOPPED and not is_limit):
+        return code
+    idle = 0
+    if _results(files) == before:
+        idle = 1 + (int(idle_file.read_text()) if idle_file.exists() else 0)
+    replace(idle_file, str(idle).encode())
+    # A fault without a limit in sight may be the node's, but only behind a result.
+    if idle >= IDLE_ALLOCATIONS_MAX or (idle and not is_limit):
+        idle_file.unlink()
+        _say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
+        return code
+    _say(f"Exit code {code}: requeued, to go on where this allocation stopped.")
+    if subprocess.run(["scontrol", "requeue", job], check=False).returncode:
+        _say("SLURM did not requeue it: submit it again, to go on.")
+        return code
+    return 0
+
+
+def _why(heard: Sequence[tuple[int, float]], cancelled_within: float) -> tuple[bool, bool]:
+    """Return whether the job was told to stop by somebody, and whether its limit is near.
+
+    At the limit SLURM itself sends TERM; behind the warning and before that, it is a cancellation.
+    """
+    is_told, warned_at = False, None
+    for number, at in heard:
+        if number == signal.SIGUSR1:
+            warned_at = at
+        elif warned_at is None or at - warned_at < cancelled_within:
+            is_told = True
+    return is_told, warned_at is not None and not is_told
+
+
+def _results(files: Path) -> int:
+    spool = files / SPOOL
+    return spool.read_bytes().count(b"\n") if spool.exists() else 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a job's study: the directory of its files, seconds of warning, and, for tests, what runs
+    in its place; its request is on stdin. Return the exit code for SLURM.
+    """
+    directory, warning, *command = sys.argv[1:] if arguments is None else arguments
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        _say("error: SLURM_JOB_ID is not set: submit this with sbatch")
+        return EnvironmentFault.exit_code
+    request = Path(directory, "slurm.run.json")
+    # A second script of this study may be one for other files: a request is written anew each time.
+    request.unlink(missing_ok=True)
+    replace(request, sys.stdin.buffer.read())
+    command = command or [sys.executable, "-P", "-c", SWEEP, "run"]
+    return run_allocation(
+        [*command, str(request)], Path(directory), warning_seconds=float(warning), job=job
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,19 +1,23 @@
-"""What is done on the other machine: this file is sent there and run by its Python, so that it
-imports nothing but Python's own library (3.11).
+"""What is done on another machine: an installation, and a command that is supervised there.
 
-``python -c BOOT LENGTH VERB ARGUMENTS`` reads it from stdin; what is behind it there is the verb's.
-Answers are on stdout behind `MARK`, most of them JSON. A study is kept by a process of its own
-session, which holds a lock for as long as it runs, so that a connection may come and go.
+The machine's own Python runs this file, sent or laid there, so it imports nothing but Python's
+library (3.9): ``python -c BOOT LENGTH VERB ARGUMENTS`` reads it from stdin, and ``python there.py
+VERB ARGUMENTS`` is the same. Answers are on stdout behind `MARK`, most of them JSON.
+
+A study that is started holds a lock for as long as it runs, so that a connection may come and go.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,68 +26,226 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-BOOT = 'import sys;exec(compile(sys.stdin.buffer.read(int(sys.argv[1])),"there","exec"))'
+BOOT = (
+    "import sys;source=sys.stdin.buffer.read(int(sys.argv[1]));sys.argv[:2]=[sys.argv[0]];"
+    'exec(compile(source,"there","exec"))'
+)
 """Has no single quote in it: shells differ in how they take those."""
 MARK = "--- qlora-sweep answers ---"
 """Before each answer: a login may print what it likes before it."""
+SWEEP = """import sys
+try:
+    import qlora_sweep
+    code = qlora_sweep.main()
+except Exception as error:
+    words = f"{type(error).__name__}: {error}"
+    print("error: this installation of qlora-sweep cannot be imported:", words, file=sys.stderr)
+    code = 3
+sys.exit(code)"""
+"""Starts the command as `sweep` does; an installation that is broken is no study that ended."""
 PACKAGE = "qlora-sweep"
 STAMP = ".qlora-sweep-wheel"
 """In an environment that sweep was installed into from elsewhere: the digest of its wheel."""
 ALONE = ".qlora-sweep-lock"
-"""In an environment that is made or installed into by sweep: one does it at a time."""
+"""In an environment that is made or installed into by sweep: one process does it at a time."""
 OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
 _LOOK_SECONDS = 0.1
 _PATIENCE_SECONDS = 0.3
 """Whoever looks whether a study runs holds its lock for an instant."""
 _OTHERS = ("PYTHON", "SWEEP_", "VIRTUAL_ENV", "SSH_", "CONDA_PREFIX")
 """How variables begin that are of the login, or of another Python."""
+_NEWEST = (3, 11)
+"""What sweep needs."""
+_PR_SET_PDEATHSIG = 1
 
 
-def look() -> dict[str, Any]:
-    """Return what this Python is, and what is installed for it."""
-    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
+class Supervisor:
+    """Runs one command, and hands on to it what asks this process to stop.
+
+    Args:
+        is_asked_once: a second request, which would cut short how the command ends, is not passed.
+    """
+
+    def __init__(self, *, is_asked_once: bool = False) -> None:
+        self.heard: list[tuple[int, float]] = []
+        """Signals, each with its time on the monotonic clock."""
+        self.asked = 0
+        """How often the command was to be asked to stop."""
+        self._is_asked_once = is_asked_once
+        self._child: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self.heard.append((number, time.monotonic()))
+        self.ask()
+
+    def ask(self) -> None:
+        """Ask the command to stop; before it is started, as soon as it is."""
+        if not (self._is_asked_once and self.asked):
+            self.asked += 1
+            if self._child is not None:
+                self._child.terminate()
+
+    def kill(self) -> None:
+        """End the command by force."""
+        if self._child is not None:
+            self._child.kill()
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        tick: Callable[[], None] | None = None,
+        seconds: float = 1.0,
+        **options: Any,
+    ) -> int:
+        """Return the exit code of a command, 128 and the number for a signal that ended it.
+
+        Args:
+            command: gets a session of its own, and a request to stop if this process is gone.
+            tick: called again and again while it runs.
+            seconds: between two calls.
+            options: of `subprocess.Popen`.
+        """
+        options.update(start_new_session=True, preexec_fn=_stop_with_parent)
+        self._child = child = subprocess.Popen(command, **options)
+        for _ in range(self.asked):
+            child.terminate()
+        while True:
+            try:
+                code = child.wait(None if tick is None else seconds)
+                return code if code >= 0 else 128 - code
+            except subprocess.TimeoutExpired:
+                assert tick is not None
+                tick()
+
+
+def _stop_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+# The installation.
+
+
+def look(directory: str, python: str) -> dict[str, Any]:
+    """Return whether a study runs, and what is installed for this Python and for another."""
     return {
-        "python": sys.version.split()[0],
+        "runs": _runs(_place(directory) / "job"),
+        "base": installed(),
+        "target": _installed_for(_place(python)),
+    }
+
+
+def installed() -> dict[str, Any]:
+    """Return what this Python is, and what is installed for it."""
+    # Those whose files are really here: an editable one's are elsewhere.
+    places = list(dict.fromkeys(sysconfig.get_path(key) for key in ("purelib", "platlib")))
+    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
+    config = _read(Path(sys.prefix, "pyvenv.cfg")) or ""
+    return {
+        "is_new_enough": sys.version_info >= _NEWEST,
         "executable": sys.executable,
-        "home": str(Path.home()),
+        "prefix": sys.prefix,
         "is_environment": sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists(),
+        "sees_system": "include-system-site-packages = true" in config,
+        "has_pip": importlib.util.find_spec("pip") is not None,
         "has_torch": importlib.util.find_spec("torch") is not None,
         "versions": versions,
-        "sweep": _installed(),
+        "sweep": next(
+            (d.version for d in importlib.metadata.distributions(name=PACKAGE, path=places)), None
+        ),
         "stamp": _read(Path(sys.prefix, STAMP)),
     }
 
 
-def _installed() -> str | None:
-    """Return the version of sweep whose files are really here."""
-    places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    for found in importlib.metadata.distributions(name=PACKAGE, path=list(dict.fromkeys(places))):
-        return found.version
-    return None
+def _installed_for(python: Path) -> dict[str, Any] | None:
+    """Return `installed` of another Python; None where there is none."""
+    source = globals().get("source") or Path(__file__).read_bytes()
+    command = [str(python), "-I", "-c", BOOT, str(len(source)), "installed"]
+    try:
+        done = subprocess.run(command, input=source, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.partition(MARK.encode())[2])
+    return found
 
 
-def make_environment(directory: str, python: str, keep_torch: str) -> dict[str, Any]:
-    """Make an environment where there is none that can install; return its Python."""
-    place = Path(directory).expanduser()
-    made = place / "bin" / "python"
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(place):
+def install(python: str, wheel: str, version: str, extra: str, studies: str) -> dict[str, Any]:
+    """Install a wheel, held to constraints, for the Python of an environment.
+
+    Args:
+        python: its path; the environment is made where it is missing.
+        wheel: its path, beside constraints.txt; ``-`` for an archive of both on stdin.
+        version: of Python, for uv to find or fetch; '' for this one, unless it is too old.
+        extra: of the package; '' for none.
+        studies: directory of studies: beneath one that runs nothing is installed; '' for none.
+    """
+    target = _place(python)
+    seen = _installed_for(target)
+    environment = target.parents[1] if seen is None else Path(seen["prefix"])
+    environment.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, _alone(environment):
+        if wheel == "-":
+            _unpack(Path(scratch))
+            (wheel,) = map(str, Path(scratch).glob("*.whl"))
+        digest = hashlib.sha256(Path(wheel).read_bytes()).hexdigest()
+        if _read(environment / STAMP) == digest:
+            # Somebody else was first.
+            return {}
+        if studies:
+            _refuse_beneath(_place(studies), str(target))
+        seen, pip = _made(environment, target, version)
+        # A torch that is there fits its GPU and driver, and is kept.
+        lines = Path(wheel).with_name("constraints.txt").read_text().splitlines()
+        kept = [line for line in lines if not (seen["has_torch"] and line.startswith("torch=="))]
+        constraints = Path(scratch, "held.txt")
+        constraints.write_text("\n".join(kept))
+        # A half-installed one must not be taken for a whole one.
+        (environment / STAMP).unlink(missing_ok=True)
+        _done([*pip, "--no-deps", "--force-reinstall", wheel])
+        _done([*pip, "--constraint", str(constraints), f"{wheel}[{extra}]" if extra else wheel])
+        (environment / STAMP).write_text(digest)
+    return {}
+
+
+def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any], list[str]]:
+    """Make an environment where there is none; return what is in it, and what installs into it.
+
+    That is uv where it is there. It does not see the system's packages, so pip keeps its torch.
+    """
+    base, seen = installed(), _installed_for(python)
+    uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
+    is_usable = base["is_new_enough"] and not version
+    keeps = seen["sees_system"] if seen else is_usable and base["has_torch"]
+    if uv is not None and not keeps:
+        if seen is None:
+            of = sys.executable if is_usable else version or "3.11"
+            _done([uv, "venv", "--quiet", "--allow-existing", "--python", of, str(environment)])
+        pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    else:
         # Where somebody was cut off while it was made there is a Python already, and no pip.
-        if not _has_pip(made):
-            options = ["--system-site-packages"] if keep_torch == "yes" else []
-            _done([python, "-m", "venv", *options, str(place)])
-    return {"python": str(made)}
+        if seen is None or not seen["has_pip"]:
+            if not base["is_new_enough"]:
+                raise SystemExit(f"{sys.executable} is older than 3.11, and there is no uv")
+            options = ["--system-site-packages"] if keeps else []
+            _done([sys.executable, "-m", "venv", *options, str(environment)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    seen = _installed_for(python)
+    if seen is None:
+        raise SystemExit(f"{python} does not run")
+    return seen, pip
 
 
 @contextlib.contextmanager
 def _alone(environment: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Wait until nobody else makes an environment, or installs into it."""
-    flags = os.O_RDONLY if how == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
-    lock = os.open(environment / ALONE, flags, 0o644)
+    lock = os.open(environment / ALONE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, how)
         yield
@@ -93,45 +255,12 @@ def _alone(environment: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(lock)
 
 
-def _has_pip(python: Path) -> bool:
-    command = [str(python), "-I", "-m", "pip", "--version"]
-    nothing = subprocess.DEVNULL
-    try:
-        done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, check=False)
-    except OSError:
-        return False
-    return done.returncode == 0
-
-
-def install(studies: str, wheel_name: str, digest: str, wheel_bytes: str) -> dict[str, Any]:
-    """Install a wheel, then what it needs, held to the constraints behind it on stdin; not beneath
-    a study that runs."""
-    size, environment = int(wheel_bytes), Path(sys.prefix)
-    with tempfile.TemporaryDirectory() as directory, _alone(environment):
-        if _read(environment / STAMP) == digest:
-            # Somebody else was first.
-            return {}
-        _refuse_beneath(_place(studies))
-        wheel, constraints = Path(directory, wheel_name), Path(directory, "constraints.txt")
-        wheel.write_bytes(sys.stdin.buffer.read(size))
-        constraints.write_bytes(sys.stdin.buffer.read())
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # A half-installed one must not be taken for a whole one.
-        (environment / STAMP).unlink(missing_ok=True)
-        _done([*pip, "--no-deps", "--force-reinstall", str(wheel)])
-        _done([*pip, "--constraint", str(constraints), str(wheel)])
-        (environment / STAMP).write_text(digest)
-    return {}
-
-
-def _refuse_beneath(studies: Path) -> None:
-    """End where a study runs from this environment."""
+def _refuse_beneath(studies: Path, python: str) -> None:
     for job in sorted(studies.glob("*/job")):
-        known = json.loads(_read(job / PID) or "{}")
-        if _runs(job) and known.get("prefix", sys.prefix) == sys.prefix:
+        if _runs(job) and json.loads(_read(job / PID) or "{}").get("python", python) == python:
             raise SystemExit(
-                f"study {job.parent.name} runs from {sys.prefix}, and another sweep would be "
-                "installed beneath it: wait until it has ended, or name another environment with "
+                f"study {job.parent.name} runs with {python}, and another sweep would be installed "
+                "beneath it: wait until it has ended, or name another environment with "
                 "--with python=PATH"
             )
 
@@ -142,73 +271,50 @@ def _done(command: list[str]) -> None:
     )
     if done.returncode != 0:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith(("ERROR", "Error"))]
+        errors = [line for line in lines if line.lstrip(" ×").lower().startswith("error")]
         said = (errors or lines or [f"exit status {done.returncode}"])[0]
-        raise SystemExit(f"{' '.join(command[1:4])}: {said.removeprefix('ERROR: ')}")
+        raise SystemExit(f"{' '.join(command[:4])}: {said.removeprefix('ERROR: ')}")
 
 
-def put(directory: str) -> dict[str, Any]:
-    """Put the files of an archive on stdin into a study's directory, unless it runs."""
+# A study.
+
+
+def start(directory: str, python: str) -> dict[str, Any]:
+    """Start the command on stdin, with the files behind it; return whether one runs already."""
     place = _place(directory)
-    if _runs(place / "job"):
-        return {}
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        # The first versions of Python 3.11 have none; it is this program's own archive.
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        archive.extractall(place, **safely)
-    return {}
-
-
-def runs(directory: str) -> dict[str, Any]:
-    """Return whether a study runs."""
-    return {"runs": _runs(_place(directory) / "job")}
-
-
-def start(directory: str) -> dict[str, Any]:
-    """Start the command on stdin, unless one runs; return whether one did."""
-    place = _place(directory)
-    job = place / "job"
+    job, target = place / "job", _place(python)
     job.mkdir(mode=0o700, parents=True, exist_ok=True)
-    asked = json.loads(sys.stdin.buffer.read())
-    with _environment_at_rest():
+    with contextlib.ExitStack() as stack:
+        environment = target.parents[1]
+        if os.access(environment / ALONE, os.W_OK):
+            stack.enter_context(_alone(environment, fcntl.LOCK_SH))
         lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         if not _locked(lock):
             return {"was_running": True}
+        asked = json.loads(sys.stdin.buffer.readline())
+        _unpack(place)
         for name in (OUT, ERR, END, PID):
             (job / name).unlink(missing_ok=True)
         (job / ERR).touch(0o600)
         keeper = os.fork()
         if keeper == 0:
             try:
-                _keep(place, job, asked)
+                _keep(place, str(target), asked)
             finally:
                 os._exit(0)
         os.close(lock)
-        _wait_until_noted(keeper, job)
+        is_up = True
+        while not (job / PID).exists() and not (job / END).exists():
+            if not is_up:
+                raise SystemExit(f"nothing can be written to {job}, so nothing runs: full disk?")
+            # Looked at before the files are, the last time.
+            is_up = os.waitpid(keeper, os.WNOHANG) == (0, 0)
+            time.sleep(0.02)
     return {"was_running": False}
 
 
-def _environment_at_rest() -> contextlib.AbstractContextManager[None]:
-    """Wait until nobody installs into this environment, where sweep ever does."""
-    if os.access(Path(sys.prefix, ALONE), os.R_OK):
-        return _alone(Path(sys.prefix), fcntl.LOCK_SH)
-    return contextlib.nullcontext()
-
-
-def _wait_until_noted(keeper: int, job: Path) -> None:
-    """Wait until a command is known to run, or to have ended; nobody notes it on a full disk."""
-    is_up = True
-    while not (job / PID).exists() and not (job / END).exists():
-        if not is_up:
-            raise SystemExit(f"nothing can be written to {job}, so nothing runs: is its disk full?")
-        # Looked at before the files are, the last time.
-        is_up = os.waitpid(keeper, os.WNOHANG) == (0, 0)
-        time.sleep(0.02)
-
-
 def _locked(lock: int) -> bool:
-    """Take a lock that whoever looks may hold for a moment; return whether that came about."""
+    """Take a lock that whoever looks may hold for a moment; return whether that was possible."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < until:
         with contextlib.suppress(BlockingIOError):
@@ -218,53 +324,34 @@ def _locked(lock: int) -> bool:
     return False
 
 
-def _keep(place: Path, job: Path, asked: dict[str, Any]) -> None:
+def _keep(place: Path, python: str, asked: dict[str, Any]) -> None:
     """Run a command to its end, in a session of its own, and note how it ended."""
     os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    code = 127
+    supervisor, job, code = Supervisor(), place / "job", 127
+    # What ends a connection is no request.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
+        _write(job / PID, {"pid": os.getpid(), "python": python})
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
+        path = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', '')}"
         with open(job / OUT, "wb") as out, open(job / ERR, "ab") as err:
             try:
-                child = subprocess.Popen(
-                    _command(asked["words"]),
+                code = supervisor.run(
+                    # Never from what is in the directory.
+                    [python, "-P", "-c", SWEEP, *asked["words"]],
                     cwd=place,
-                    env=_variables(),
+                    env={**asked["variables"], **kept, "SWEEP_HOME": ".", "PATH": path},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    start_new_session=True,
                 )
             except OSError as error:
                 err.write(f"error: {error}\n".encode())
-                return
-        try:
-            known = {"pid": child.pid, "started": _started(child.pid), "prefix": sys.prefix}
-            _write(job / PID, known)
-        except BaseException:
-            # Nobody could follow it, or ask it to stop.
-            child.kill()
-            child.wait()
-            raise
-        status = child.wait()
-        code = status if status >= 0 else 128 - status
     finally:
         _write(job / END, {"exit": code})
-
-
-def _command(words: list[str]) -> list[str]:
-    # As the command `sweep` starts, and never from what is in the directory.
-    program = "import sys, qlora_sweep; sys.exit(qlora_sweep.main())"
-    return [sys.executable, "-P", "-c", program, *words]
-
-
-def _variables() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
-    programs = str(Path(sys.executable).parent)
-    return {**kept, "SWEEP_HOME": ".", "PATH": f"{programs}{os.pathsep}{kept.get('PATH', '')}"}
 
 
 def follow(directory: str, offset: str) -> None:
@@ -297,11 +384,11 @@ def _runs(job: Path) -> bool:
 
 def ask(directory: str) -> dict[str, Any]:
     """Ask the command to stop, as Ctrl-C does."""
-    known = json.loads(_read(_place(directory) / "job" / PID) or "{}")
-    number = known.get("pid")
-    if number is not None and known["started"] == _started(number):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGTERM)
+    job = _place(directory) / "job"
+    # It may end at any moment.
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        if _runs(job):
+            os.kill(json.loads((job / PID).read_text())["pid"], signal.SIGTERM)
     return {}
 
 
@@ -312,33 +399,39 @@ def end(directory: str) -> dict[str, Any]:
     return {"exit": ended.get("exit"), "stdout": _read(job / OUT) or ""}
 
 
-def fetch(directory: str, study: str) -> None:
-    """Print an archive of a study's files and a consistent copy of its database."""
+def fetch(directory: str, study: str, bytes_max: str) -> None:
+    """Print an archive of a study's files, without the large ones, which are named, and of a
+    consistent copy of its database.
+    """
     runs = _place(directory) / "runs"
-    with tempfile.TemporaryDirectory() as scratch, _archive() as archive:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive,
+    ):
         if (runs / "sweep.db").exists():
             copy = str(Path(scratch, "host.db"))
-            database = sqlite3.connect(runs / "sweep.db", timeout=60)
+            database = sqlite3.connect(str(runs / "sweep.db"), timeout=60)
             with contextlib.closing(database):
                 database.execute("VACUUM INTO ?", (copy,))
             archive.add(copy, "host.db")
         for file in sorted((runs / study).glob("*")):
             if file.is_file() and not file.is_symlink() and not file.name.startswith("."):
-                archive.add(file, f"files/{file.name}")
+                if file.stat().st_size <= int(bytes_max):
+                    archive.add(file, f"files/{file.name}")
+                else:
+                    archive.addfile(tarfile.TarInfo(f"left/{file.name}"))
 
 
-def _archive() -> tarfile.TarFile:
-    return tarfile.open(fileobj=sys.stdout.buffer, mode="w|")
+def _unpack(place: Path) -> None:
+    """Unpack the archive on stdin."""
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        # The first versions of Python 3.11 have no filter; it is this program's own archive.
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(place, **safely)
 
 
-def _place(directory: str) -> Path:
-    return Path(directory).expanduser()
-
-
-def _started(number: int) -> str | None:
-    """Return when a process was started, in the kernel's ticks: numbers are given again."""
-    stat = _read(Path(f"/proc/{number}/stat"))
-    return None if stat is None else stat.rpartition(")")[2].split()[19]
+def _place(path: str) -> Path:
+    return Path(path).expanduser()
 
 
 def _read(path: Path) -> str | None:
@@ -354,13 +447,12 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     half.replace(path)
 
 
-VERBS = {
-    verb.__name__: verb
-    for verb in (look, make_environment, install, put, runs, start, follow, ask, end, fetch)
+VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
+    verb.__name__: verb for verb in (look, installed, install, start, follow, ask, end, fetch)
 }
 
 
-def _main(verb: str, arguments: list[str]) -> None:
+def _main(verb: str, *arguments: str) -> None:
     sys.stdout.write(f"{MARK}\n")
     sys.stdout.flush()
     answer = VERBS[verb](*arguments)
@@ -370,6 +462,6 @@ def _main(verb: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        _main(sys.argv[2], sys.argv[3:])
+        _main(*sys.argv[1:])
     except OSError as error:
         raise SystemExit(str(error)) from error

@@ -65,7 +65,7 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
             return DONE
     # Removing needs Optuna, whose import nobody else here waits for.
     from storage.transfer import remove_study
-    from sweep.launching.job_files import remove_jobs
+    from sweep.launching.rented import remove_jobs
 
     home = runs_directory()
     removed = remove_study(study, url=url, home=home)

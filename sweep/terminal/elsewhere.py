@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,30 @@ from search_spaces.documents import home_expanded
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
-from search_spaces.prices import PRICE_OPTION, TYPED_PROVIDER
+from search_spaces.prices import PRICE_OPTION
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace, parse_duration
-from storage.files import make_directory
 from storage.files import replace as put
+from storage.files import writing
 from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.texts import prepare_texts
 from sweep.data.tokenizers import find_tokenizer
-from sweep.launching import rental, slurm
-from sweep.launching.box import prepared, reached
-from sweep.launching.costing import foreseen
-from sweep.launching.inputs import packed
-from sweep.launching.job_files import job_directory
-from sweep.launching.ledger import STOP_SECONDS
-from sweep.launching.parcel import Input, Parcel, package, python_version, requirements
-from sweep.launching.providers import PROVIDERS, require
-from sweep.launching.remote_study import HOME, RemoteStudy
-from sweep.launching.rental import Cost, Machine, Provider
-from sweep.launching.ssh import Address, Connection, ConnectionLostError
+from sweep.launching import parcel, slurm
+from sweep.launching.remote import HOME, RemoteStudy
+from sweep.launching.rented import (
+    Cost,
+    Machine,
+    Provider,
+    Rental,
+    cost_of,
+    job_directory,
+    predicted,
+    providers,
+)
+from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
 from sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
-from sweep.planning.question import PlanRequest, Predictor, Question, resolve_request
-from sweep.planning.survey import START_SECONDS
+from sweep.planning.question import PlanRequest, Predictor, resolve_request
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import REQUEST, RunRequest, Where
 from sweep.running.device_info import check_spelling
@@ -51,7 +52,6 @@ from sweep.terminal.commands import DONE, ENVIRONMENT
 from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
 from sweep.terminal.plan import tracing
 
-TOKEN = "HF_TOKEN"
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
 
@@ -68,12 +68,11 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         InputError: something that was typed is not right; nothing was started.
         EnvironmentFault: the machine, or something on it, is not to be had.
     """
-    address, url = Address.parse(where.address), storage_url(request.storage)
-    python = where.settings.get("python")
+    address, url = checked_address(where.address), storage_url(request.storage)
     parse_url(url)
-    sent, files = packed(request)
+    sent, files = parcel.packed(request)
     assert sent.study is not None, "what is packed has a name"
-    refuse_local(sent.study, host=str(address), url=url, home=runs_directory())
+    refuse_local(sent.study, host=address, url=url, home=runs_directory())
     if is_dry:
         would = f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}."
         lines = [would, *(f"Would go along: {name}" for name in files)]
@@ -81,20 +80,20 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         say_result(document, "\n".join(lines), as_json=request.as_json)
         return DONE
     with Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
-        box = reached(connection, python=python)
-        there = RemoteStudy(box, sent.study)
+        there = RemoteStudy(connection, sent.study, python=where.settings.get("python"))
         # Before anything there is touched: what runs reads it.
-        was_running = there.runs()
-        if not was_running:
-            box = prepared(box, python=python, studies=HOME, say=note_folded)
-            there = RemoteStudy(box, sent.study)
-            own = Path(directory) / REQUEST
-            own.write_text(sent.model_dump_json(), encoding="utf-8")
-            shipped = {REQUEST: own, **files}
-            there.ship({f"{_INPUTS}/{name}": file for name, file in shipped.items()})
+        seen = there.look()
+        is_running = seen["runs"]
+        if not is_running:
+            there.prepare(seen["target"], say=note_folded)
+        own = Path(directory) / REQUEST
+        own.write_text(sent.model_dump_json(), encoding="utf-8")
+        shipped = {f"{_INPUTS}/{name}": file for name, file in {REQUEST: own, **files}.items()}
         interruption = Interruption()
         with interruption.handling_signals():
-            if was_running or there.start(("run", f"{_INPUTS}/{REQUEST}")):
+            if is_running or there.start(
+                ("run", f"{_INPUTS}/{REQUEST}"), shipped, parcel.hub_variables(request)
+            ):
                 note_folded(
                     f"Study {sent.study} runs on {address} already; it is followed from here."
                 )
@@ -102,11 +101,11 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
 
 
 def _followed(
-    there: RemoteStudy, name: str, address: Address, *, url: str, interruption: Interruption
+    there: RemoteStudy, name: str, address: str, *, url: str, interruption: Interruption
 ) -> int:
     """Follow a study to its end, keep it here, and return its exit code."""
     try:
-        ended = there.follow(
+        code, printed = there.follow(
             hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
         )
     except ConnectionLostError as lost:
@@ -118,17 +117,17 @@ def _followed(
         _keep(there, name, address, url=url)
     finally:
         # What came of it is worth knowing where it cannot be kept here, too.
-        if ended.stdout:
-            say_as_is(ended.stdout.removesuffix("\n"))
-    if ended.code is None:
+        if printed:
+            say_as_is(printed.removesuffix("\n"))
+    if code is None:
         note_folded(
             f"Study {name} ended on {address}, with an unknown result; the same command resumes it."
         )
         return ENVIRONMENT
-    return ended.code
+    return int(code)
 
 
-def _keep(there: RemoteStudy, name: str, address: Address, *, url: str) -> None:
+def _keep(there: RemoteStudy, name: str, address: str, *, url: str) -> None:
     home = runs_directory()
     with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
         try:
@@ -137,7 +136,7 @@ def _keep(there: RemoteStudy, name: str, address: Address, *, url: str) -> None:
             raise EnvironmentFault(f"no room in {directory}: {words_of(error)}") from error
         if found.database.exists():
             kept: dict[str, Any] = {"database": found.database, "files": found.files}
-            take_in(name, host=str(address), url=url, home=home, **kept)
+            take_in(name, host=address, url=url, home=home, **kept)
     if found.left_out:
         note_folded(
             f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
@@ -182,22 +181,20 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         devices = "all"
     files = runs_directory().absolute() / name
     changes = {"study": name, "devices": devices, "storage": _storage_of_job(request.storage)}
-    job = slurm.Job(
-        study=name,
-        program=(_python(where.settings.get("env")), "-P", "-m", "sweep", "run"),
+    script = slurm.job_script(
+        name,
+        allocation,
+        python=_python(where.settings.get("env")),
         request=request.model_copy(update=changes).model_dump_json(),
-        directory=Path.cwd(),
         files=files,
         variables={"SWEEP_HOME": str(files.parents[1])},
     )
-    script, about = slurm.job_script(job, allocation), {"study": name, "on": "slurm"}
+    about = {"study": name, "on": "slurm"}
     if is_dry:
         note(f"Not submitted. SLURM writes its log only where this is there: {files}")
         say_result({**about, "script": script}, script, as_json=request.as_json)
         return DONE
-    slurm.find_sbatch()
-    _write(files / "slurm.sh", script)
-    number = slurm.hand_in(files / "slurm.sh")
+    number = slurm.submit(script, files / "slurm.sh")
     note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
     words = f"Submitted study {name} as job {number}."
     say_result({**about, "job": number}, words, as_json=request.as_json)
@@ -256,11 +253,6 @@ def _storage_of_job(typed: str | None) -> str | None:
     return None
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run a provider's command, what it prints is progress; return its exit code."""
-    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode
-
-
 def on_rented(
     request: RunRequest,
     where: Where,
@@ -268,9 +260,6 @@ def on_rented(
     is_sure: bool,
     is_dry: bool,
     predictor: Predictor | None = None,
-    ready: Callable[[Provider, Machine], None] = require,
-    start: Callable[[Sequence[str]], int] = _run,
-    pack: Callable[[Path], Path] = package,
 ) -> int:
     """Write a study's job for a rented machine, say what it costs, and start it where asked.
 
@@ -280,9 +269,6 @@ def on_rented(
         is_sure: whether it is started without a question.
         is_dry: whether the job is written alone.
         predictor: makes what predicts memory; by default it traces the model's own code.
-        ready: checks that a provider's tool and login are there.
-        start: runs the provider's command to its end; returns its exit code.
-        pack: puts this package into a directory.
 
     Raises:
         InputError: something that was typed or named is not right, or no price is known.
@@ -292,67 +278,66 @@ def on_rented(
     for typed, option in ((request.storage, "--storage"), (request.carried, "--from")):
         if typed is not None:
             raise InputError(f"{option} names what a rented machine cannot see: leave it out")
-    provider = PROVIDERS[where.kind]
     study, space = request.named()
     machine = _machine(request, where, space)
+    provider = providers()[where.kind].on(machine.cloud)
     provider.check(machine)
     # As it is read there.
     changes = {
         "study": study,
-        "overrides": {**request.overrides, "gpu": machine.card.name},
-        "devices": None if machine.cards == 1 else "all",
+        "overrides": {**request.overrides, "gpu": machine.gpu.name},
+        "devices": None if machine.gpus == 1 else "all",
     }
     request = request.model_copy(update=changes)
     _, space = request.named()
-    volume = provider.volume(machine, where.settings.get("volume"))
+    volume = provider.checked_volume(where.settings.get("volume"))
     is_started = not is_dry and (is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
-            ready(provider, machine)
-    question, cost = _question_and_cost(
-        request, where.settings, machine, provider, typed=space, predictor=predictor
-    )
-    file = job_directory(runs_directory() / study) / provider.file_name
-    sent, files = packed(request, with_weights=True)
-    own = file.with_name(REQUEST)
-    _write(own, sent.model_dump_json())
-    inputs = {REQUEST: own.absolute(), **files}
+            provider.require(machine)
+    cost = _cost(request, where.settings, machine, provider, typed=space, predictor=predictor)
+    file = job_directory(runs_directory() / study) / provider.template
+    sent, files = parcel.packed(request, with_weights=True)
+    own, secrets = file.with_name(REQUEST), tuple(parcel.hub_variables(request))
     with working("building the package"):
-        mounts = tuple(Input(path, name) for name, path in inputs.items())
-        parcel = Parcel(python_version(), requirements(), pack(file.parent), mounts)
-    is_of_hub = question.model.source == "hub" and os.environ.get(TOKEN)
-    secrets = (TOKEN,) if is_of_hub else ()
-    rented = rental.Rental(study, machine, parcel, cost, volume, secrets)
-    _write(file, provider.text(rented))
-    command = provider.start(rented, file)
+        wheel = parcel.write(file.parent)
+    inputs = {REQUEST: own.absolute(), **files}
+    rental = Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
+    with writing(file):
+        put(own, sent.model_dump_json().encode())
+        put(file, rental.text().encode())
+    command = rental.start(file)
     note_folded(cost_words(cost, machine), indent=2)
     if is_started and not is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
     if is_started:
+        words = shlex.split(command)
         try:
-            code = start(command)
+            # What it prints is progress.
+            code = subprocess.run(words, stdout=sys.stderr.fileno(), check=False).returncode
         except KeyboardInterrupt:
-            note(f"It may go on at {provider.title}; what stops it: {provider.stop(rented)}")
+            note(f"It may go on at {provider.title}; what stops it: {rental.stop}")
             raise
         except OSError as error:
-            raise EnvironmentFault(f"cannot run {command[0]}: {error.strerror}") from error
+            raise EnvironmentFault(f"cannot run {words[0]}: {error.strerror}") from error
         if code:
-            words = f"`{shlex.join(command)}` ended with exit code {code}"
-            raise EnvironmentFault(f"{words}: what it said is above")
+            raise EnvironmentFault(
+                f"`{command}` ended with exit code {code}: what it said is above"
+            )
     document = {
         "provider": provider.name,
         "study": study,
         "file": str(file),
-        "command": shlex.join(command),
-        "results": provider.results(rented),
-        "gpu": {"name": machine.card.name, "count": machine.cards},
+        "command": command,
+        "results": rental.results,
+        "gpu": {"name": machine.gpu.name, "count": machine.gpus},
         "volume": volume,
         "cost": cost.to_json(),
         "started": is_started,
     }
     wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  "
-    text = "" if is_started else f"{wrote}{document['command']}\n"
-    text += f"What came of it, once it has begun:\n  {document['results']}"
+    text = "" if is_started else f"{wrote}{command}\n"
+    text += f"What came of it, once it has begun:\n  {rental.results}"
     say_result(document, text, as_json=request.as_json)
     return DONE
 
@@ -379,7 +364,7 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
     return Machine(find_gpu(space.gpu), int(devices), cloud and cloud.lower(), spot == "true")
 
 
-def _question_and_cost(
+def _cost(
     request: RunRequest,
     settings: Mapping[str, str],
     machine: Machine,
@@ -387,9 +372,9 @@ def _question_and_cost(
     *,
     typed: SearchSpace,
     predictor: Predictor | None,
-) -> tuple[Question, Cost]:
-    """Return what the study would search, and what it costs on a machine."""
-    gpu, price, prices = machine.card, settings.get("price"), settings.get("prices")
+) -> Cost:
+    """Return what the study costs on a machine, at the price that is known or was typed."""
+    gpu, price, prices = machine.gpu, settings.get("price"), settings.get("prices")
     asked = PlanRequest(
         space=request.space,
         gpus=(gpu.name,),
@@ -413,55 +398,25 @@ def _question_and_cost(
                 texts, on_progress=lambda what, done, of: progress(what)(done, of)
             ),
         )
-        offers = provider.offers(machine, question.offers.get(gpu.name, ()))
-        offer = rental.machine_offer(machine, offers, idle_seconds=provider.idle_seconds)
-        if offer is None:
-            on = f"{machine.cloud} with " if machine.cloud else ""
-            raise InputError(
-                f"no price is known of {gpu.name}{' spot' if machine.is_spot else ''} on "
-                f"{on}{provider.title}: give the dollars of an hour, --with price=0.75 say, or a "
-                "file, --with prices=FILE"
-            )
-        if offer.provider == TYPED_PROVIDER:
-            offer = offer.model_copy(update={"provider": provider.title})
+        offer = provider.offer(machine, question.offers.get(gpu.name, ()))
         surveys = cache_directory() / "surveys"
-        course = foreseen(question, gpu, typed=typed, cache=surveys, progress=progress)
+        course = predicted(question, machine, typed=typed, cache=surveys, progress=progress)
     if course.note is not None:
         note_folded(f"how long it takes is not predicted: {course.note}")
-    spread = course.seconds
-    if spread is not None:
-        low, high = rental.shared(spread, cards=machine.cards, start=START_SECONDS)
-        # One GPU measures the winner again.
-        spread = low + course.confirming[0], high + course.confirming[1]
-    cost = rental.cost_of(
-        spread,
-        offer=offer,
-        usd_per_hour_most=provider.dearest(machine, offer.usd_per_hour),
-        download_bytes=course.download_bytes,
-        max_dollars=typed.max_dollars,
-        least_seconds=course.least_seconds + offer.boot_seconds + STOP_SECONDS,
-    )
-    return question, cost
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        make_directory(file.parent)
-        put(file, content.encode())
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {file}: {error.strerror or error}") from error
+    most = provider.usd_per_hour_most(offer)
+    return cost_of(course, offer, usd_per_hour_most=most, max_dollars=typed.max_dollars)
 
 
 def cost_words(cost: Cost, machine: Machine) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
-    cards = f"{machine.cards} x " if machine.cards > 1 else ""
-    card = f"{cards}{machine.card.name}{' spot' if machine.is_spot else ''}"
-    whose = ", the price that you gave," if cost.machine.source == PRICE_OPTION else ""
-    rate = f"at ${cost.machine.usd_per_hour:.2f} an hour{whose} on {cost.machine.provider}"
+    many = f"{machine.gpus} x " if machine.gpus > 1 else ""
+    gpu = f"{many}{machine.gpu.name}{' spot' if machine.is_spot else ''}"
+    whose = ", the price that you gave," if cost.offer.source == PRICE_OPTION else ""
+    rate = f"at ${cost.offer.usd_per_hour:.2f} an hour{whose} on {cost.offer.provider}"
     most = f"at most ${cost.usd_max:.2f}, stopped after {units.duration(cost.limit_seconds)}"
     if cost.usd is None or cost.hours is None:
-        return f"{card} {rate}; {most}"
+        return f"{gpu} {rate}; {most}"
     dollars = [f"${usd:.2f}" for usd in cost.usd]
     hours = [units.duration(SECONDS_PER_HOUR * one) for one in cost.hours]
     about, long = (" to ".join(dict.fromkeys(ends)) for ends in (dollars, hours))
-    return f"about {about}: {long} of {card} {rate}; {most}"
+    return f"about {about}: {long} of {gpu} {rate}; {most}"

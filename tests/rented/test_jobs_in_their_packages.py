@@ -1,4 +1,5 @@
-"""Written jobs as Modal's and SkyPilot's own packages read them, without an account.
+"""Written jobs as Modal's and SkyPilot's own packages read them, without an account, and what uv
+installs.
 
 They have an environment of their own, `build/rented`: `make test-rented` makes it and runs this.
 """
@@ -13,13 +14,8 @@ from typing import Any
 
 import pytest
 
-from search_spaces.gpus import find_gpu
-from sweep.launching.modal import CARDS as MODAL_CARDS
-from sweep.launching.modal import Modal
-from sweep.launching.parcel import Input
-from sweep.launching.rental import Machine, Rental
-from sweep.launching.skypilot import SkyPilot
-from tests.sweep.launching.rentals import a_cost, a_rental
+from sweep.launching.rented import Rental
+from tests.sweep.launching.rentals import a_cost, a_machine, a_parcel, a_rental
 
 HERE = Path(__file__).parent
 ENVIRONMENT = Path(os.environ.get("RENTED", HERE.parent.parent / "build" / "rented"))
@@ -27,16 +23,16 @@ ENVIRONMENT = Path(os.environ.get("RENTED", HERE.parent.parent / "build" / "rent
 pytestmark = pytest.mark.slow
 
 
-def seen(path: Path, *, home: Path) -> dict[str, Any]:
-    """Return what the provider's package reads in a job."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
+def run(*command: str | Path, home: Path) -> str:
+    """Run something in the environment of both packages, in a home without an account."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
         missing = pytest.fail if "RENTED" in os.environ else pytest.skip
-        missing(f"{python} is missing: `make test-rented` makes it")
+        missing(f"{ENVIRONMENT} is missing: `make test-rented` makes it")
     home.mkdir(exist_ok=True)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "HF_TOKEN": "hf_made_up"}
+    path = f"{ENVIRONMENT}/bin:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(home), "HF_TOKEN": "hf_made_up"}
     done = subprocess.run(
-        [str(python), str(HERE / "look.py"), str(path)],
+        [str(word) for word in command],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,81 +40,82 @@ def seen(path: Path, *, home: Path) -> dict[str, Any]:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def seen(rentals: list[Rental], tmp_path: Path) -> list[dict[str, Any]]:
+    """Return what the provider's package reads in each job."""
+    paths = [tmp_path / f"{number}-{one.provider.template}" for number, one in enumerate(rentals)]
+    for path, rental in zip(paths, rentals, strict=True):
+        path.write_text(rental.text())
+    look = run(ENVIRONMENT / "bin" / "python", HERE / "look.py", *paths, home=tmp_path / "home")
+    found: list[dict[str, Any]] = json.loads(look.splitlines()[-1])
     return found
 
 
-def a_job(tmp_path: Path, **changes: Any) -> Rental:
+def a_job(provider: str, tmp_path: Path, **changes: Any) -> Rental:
     """Return a rental that has everything that one can have."""
-    wheel = tmp_path / "qlora_sweep-0.1.0-py3-none-any.whl"
-    texts, model = tmp_path / "texts.jsonl", tmp_path / "model"
-    wheel.touch()
+    texts = tmp_path / 'it\'s "mine".jsonl'
     texts.touch()
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    inputs = (Input(texts, "data/texts.jsonl"), Input(model, "model/mine"))
-    return a_rental(wheel=wheel, inputs=inputs, secrets=("HF_TOKEN",), **changes)
+    wheel = a_parcel(tmp_path)
+    inputs = {"data/texts.jsonl": texts}
+    return a_rental(provider, wheel=wheel, inputs=inputs, secrets=("HF_TOKEN",), **changes)
 
 
-def test_modal_reads_the_app(tmp_path: Path) -> None:
-    path = tmp_path / "modal_app.py"
-    path.write_text(Modal().text(a_job(tmp_path, machine=Machine(find_gpu("a10"), cards=2))))
-    found = seen(path, home=tmp_path / "home")
+@pytest.mark.parametrize("has_files", [True, False], ids=["here", "in the container"])
+def test_modal_reads_the_app_and_its_function_ends_as_its_command(
+    has_files: bool, tmp_path: Path
+) -> None:
+    rental = a_job("modal", tmp_path, machine=a_machine(gpus=2))
+    if not has_files:
+        for path in (rental.wheel, *rental.inputs.values()):
+            path.unlink()
+    (found,) = seen([rental], tmp_path)
     assert found["app"] == "sweep-mine"
     assert (found["entrypoints"], found["functions"]) == (["main"], ["study"])
     assert found["gpu"] == "A10:2"
     assert found["volumes"] == {"/volume": "kept", "/cache": "kept-cache"}
     assert found["secrets"] == 1
-    assert found["timeout_is_known"]
-    assert found["command"][-4:] == [
-        *("--data", "/inputs/data/texts.jsonl"),
-        *("--model", "/inputs/model/mine"),
-    ]
+    assert found["command"][-2:] == ["run", "/inputs/request.run.json"]
+    assert found["ends"] == [["", 1], ["RuntimeError", 1], ["KeyboardInterrupt", 1]]
 
 
-def test_modal_s_container_loads_the_app_without_the_files_of_this_machine(tmp_path: Path) -> None:
-    path = tmp_path / "modal_app.py"
-    rental = a_job(tmp_path)
-    path.write_text(Modal().text(rental))
-    for one in (rental.parcel.package, rental.parcel.inputs[0].local):
-        Path(one).unlink()
-    assert seen(path, home=tmp_path / "home")["functions"] == ["study"]
-
-
-@pytest.mark.parametrize(
-    ("card", "cloud", "is_spot", "accelerator"),
-    [
+def test_skypilot_reads_the_task(tmp_path: Path) -> None:
+    places = [
         ("a10", None, False, "A10"),
         ("a10g", "aws", True, "A10G"),
         ("a100-80gb", "gcp", True, "A100-80GB"),
         ("a10", "lambda", False, "A10"),
-        ("h100-80gb", "runpod", True, "H100-SXM"),
-    ],
-)
-def test_skypilot_reads_the_task(
-    card: str, cloud: str | None, is_spot: bool, accelerator: str, tmp_path: Path
-) -> None:
-    machine = Machine(find_gpu(card), cloud=cloud, is_spot=is_spot, cards=4)
-    path = tmp_path / "task.yaml"
-    path.write_text(
-        SkyPilot().text(a_job(tmp_path, machine=machine, cost=a_cost(usd_per_hour_most=2.75)))
-    )
-    found = seen(path, home=tmp_path / "home")
-    assert found["name"] == "sweep-mine"
-    assert found["cloud"] == cloud
-    assert found["accelerators"] == {accelerator: 4}
-    assert found["spot"] is is_spot
-    assert found["max_hourly_cost"] == 2.75
-    assert found["autostop"] == {"idle_minutes": 5, "down": True}
-    assert found["secrets"] == ["HF_TOKEN"]
-    assert "~/sweep-inputs/data/texts.jsonl" in found["files"]
-    if cloud == "runpod":
-        assert found["volumes"] == {"/sweep-volume": "kept"}
-    else:
-        assert found["buckets"] == {"~/sweep-volume": {"name": "kept", "mode": "MOUNT"}}
+        ("h100-80gb", "runpod", False, "H100-SXM"),
+    ]
+    cost = a_cost(usd_per_hour_most=2.75)
+    rentals = [
+        a_job("skypilot", tmp_path, cost=cost, machine=a_machine(gpu, 4, cloud, is_spot))
+        for gpu, cloud, is_spot, _ in places
+    ]
+    for place, rental, found in zip(places, rentals, seen(rentals, tmp_path), strict=True):
+        _, cloud, is_spot, accelerator = place
+        texts, is_network = "data/texts.jsonl", cloud == "runpod"
+        assert found["files"].pop(f"~/sweep-inputs/{texts}") == str(rental.inputs[texts])
+        assert len(found.pop("files")) == 3
+        assert found == {
+            "name": "sweep-mine",
+            "cloud": cloud,
+            "accelerators": {accelerator: 4},
+            "spot": is_spot,
+            "max_hourly_cost": 2.75,
+            "idle_minutes": 5,
+            "down": True,
+            "secrets": ["HF_TOKEN"],
+            "volumes": {"/sweep-volume": "kept"} if is_network else {},
+            "buckets": {} if is_network else {"~/sweep-volume": "kept"},
+        }
 
 
-def test_every_card_of_modal_is_one_that_its_package_takes(tmp_path: Path) -> None:
-    path = tmp_path / "modal_app.py"
-    path.write_text(Modal().text(a_rental(machine=Machine(find_gpu("h100-80gb")))))
-    assert seen(path, home=tmp_path / "home")["gpu"] == MODAL_CARDS["h100-80gb"]
+def test_uv_installs_the_wheel_where_it_is_there(tmp_path: Path) -> None:
+    wheel, python = a_parcel(tmp_path), tmp_path / "venv" / "bin" / "python"
+    for _ in range(2):
+        install = ["install", python, wheel, "", "gpu", tmp_path / "studies"]
+        run(ENVIRONMENT / "bin" / "python", tmp_path / "there.py", *install, home=tmp_path / "home")
+    run(python, "-I", "-c", "import qlora_sweep", home=tmp_path / "home")
+    assert not list(tmp_path.glob("venv/lib/*/site-packages/pip"))

@@ -87,10 +87,17 @@ class Queue:
         except subprocess.TimeoutExpired:
             code = -1
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+            for process in (*_children(job.pid), job.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)
             job.wait()
         return code, (self.directory / "requeued").exists()
+
+
+def _children(number: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(n) for n in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+    return []
 
 
 def _wait(until: Callable[[], bool], job: subprocess.Popen[bytes]) -> None:

@@ -81,8 +81,14 @@ class Server:
         self._process.kill()
         self._process.wait()
 
-    def ssh(self, *, knows: bool = True, key: str = "user") -> str:
-        """Return an ssh command of somebody who knows the host's key, and has a key."""
+    def ssh(self, *, knows: bool = True, key: str = "user", more: str = "") -> str:
+        """Return an ssh command of somebody who knows the host's key, and has a key.
+
+        Args:
+            knows: whether the host's key is known.
+            key: file of their key.
+            more: further lines of their configuration.
+        """
         known = self.directory / ("known_hosts" if knows else "none_known")
         if knows:
             words = (self.directory / "host.pub").read_text().split()[:2]
@@ -90,7 +96,7 @@ class Server:
         config = self.directory / f"config-{knows}-{key}"
         config.write_text(
             f"Host *\n  IdentityFile {self.directory}/{key}\n  IdentitiesOnly yes\n"
-            f"  UserKnownHostsFile {known}\n  GlobalKnownHostsFile /dev/null\n"
+            f"  UserKnownHostsFile {known}\n  GlobalKnownHostsFile /dev/null\n  {more}\n"
         )
         return shlex.join(["ssh", "-F", str(config)])
 

@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from storage.reading import read_study
 from storage.records import Verdict
 from sweep.cli import main
 from sweep.launching import slurm
-from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, Job, hand_in, job_script
+from sweep.launching.slurm import IDLE_ALLOCATIONS_MAX, Allocation, job_script, submit
 from sweep.request import RunRequest
 from tests.sweep.launching.pretend_queue import Queue
 
@@ -25,28 +26,25 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
     return Queue(tmp_path / "queue", monkeypatch)
 
 
-def a_job(queue: Queue, program: str, *, warning: int = 6) -> Path:
+def a_job(queue: Queue, program: str, *, warning: float = 3) -> Path:
     """Submit a job that runs a shell program in place of a study; return the study's directory."""
     files = queue.directory.parent / "runs" / "study"
-    files.mkdir(parents=True)
-    command = ("bash", "-c", f"cd '{files}'; {program}")
-    job = Job(
+    script = job_script(
         "study",
-        command,
-        request="{}",
-        directory=queue.directory,
+        Allocation(),
+        python=sys.executable,
+        request='{"it is": "one"}',
         files=files,
         variables={"MINE": "a b"},
     )
-    script = job_script(job, Allocation(limit_seconds=slurm.LIMIT_SECONDS_MIN))
-    script = script.replace("ask_again=16 end=32", f"ask_again={warning // 3} end={warning // 2}")
-    script = script.replace("sleep 1 &", "sleep 0.1 &")
-    path = files / "slurm.sh"
-    path.write_text(script)
-    assert hand_in(path) == "17"
+    command = shlex.join(["bash", "-c", f"cd '{files}'; {program}"])
+    script = script.replace(f" {slurm.WARNING_SECONDS} <<", f" {warning} {command} <<")
+    assert submit(script, files / "slurm.sh") == "17"
     return files
 
 
@@ -79,18 +77,17 @@ def test_a_job_that_is_cancelled_is_not_requeued(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize(
-    ("within", "came_to"),
-    [("cancelled_within=10", (130, False)), ("cancelled_within=0", (0, True))],
+    ("warning", "came_to"),
+    [(40, (130, False)), (20, (0, True))],
     ids=["a cancellation", "the limit itself"],
 )
 def test_what_comes_behind_the_warning_is_a_cancellation_until_the_limit(
-    queue: Queue, within: str, came_to: tuple[int, bool]
+    queue: Queue, warning: float, came_to: tuple[int, bool]
 ) -> None:
     twice = "n=0; trap 'n=$((n + 1)); touch told$n; [ $n -lt 2 ] || exit 130' TERM"
-    files = a_job(queue, f"{twice}; {RESULT}; touch up; while :; do sleep 0.1; done", warning=300)
-    script = queue.script.read_text()
-    assert "cancelled_within=10 " in script
-    queue.script.write_text(script.replace("cancelled_within=10", within))
+    files = a_job(
+        queue, f"{twice}; {RESULT}; touch up; while :; do sleep 0.1; done", warning=warning
+    )
     up, told = (files / "up").exists, (files / "told1").exists
     assert queue.allocation(number=signal.SIGUSR1, when=up, then=told) == came_to
 
@@ -118,10 +115,24 @@ def test_a_fault_is_tried_on_another_node_only_behind_a_result(queue: Queue) -> 
     assert "Exit code 3 and no new result" in (files / "slurm-17.log").read_text()
 
 
-def test_a_script_sets_what_it_was_given(queue: Queue) -> None:
-    files = a_job(queue, 'echo "$MINE" > said')
+def test_a_script_sets_what_it_was_given_and_is_its_owners_alone(queue: Queue) -> None:
+    files, planted = queue.directory.parent / "runs" / "study", queue.directory / "planted"
+    files.mkdir(parents=True)
+    planted.write_text("mine")
+    for name in ("slurm.sh", "slurm.run.json"):
+        (files / name).symlink_to(planted)
+    a_job(queue, 'echo "$MINE" > said; cat "$0" >> said')
     assert queue.allocation() == (0, False)
-    assert (files / "said").read_text() == "a b\n"
+    assert (files / "said").read_text() == 'a b\n{"it is": "one"}\n'
+    assert planted.read_text() == "mine"
+    for name in ("slurm.sh", "slurm.run.json"):
+        assert stat.S_IMODE((files / name).lstat().st_mode) == 0o600
+        (files / name).chmod(0o644)
+    # Nor does a file that others may read keep its readers.
+    a_job(queue, "true")
+    assert queue.allocation() == (0, False)
+    for name in ("slurm.sh", "slurm.run.json"):
+        assert stat.S_IMODE((files / name).lstat().st_mode) == 0o600
 
 
 def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
@@ -130,7 +141,7 @@ def test_an_allocation_is_asked_for_in_the_queues_words() -> None:
         gpus="a100:2",
         options=("partition=gpu", "cpus-per-task=8", "--exclusive", "--mem=32G"),
     )
-    assert list(asked.directives()) == [
+    assert asked.directives() == [
         "--time=1-03:46:00",
         "--gres=gpu:a100:2",
         "--partition=gpu",
@@ -172,7 +183,7 @@ def test_what_the_queue_refuses_is_said_in_its_words(
 ) -> None:
     monkeypatch.setenv("REFUSED", refused)
     with pytest.raises(kind) as caught:
-        hand_in(queue.directory / "any")
+        submit("", queue.directory / "any")
     assert str(caught.value) == f"sbatch: {refused}"
 
 
@@ -245,8 +256,8 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, RunRe
     """Return the script of a job, and the request in it."""
     assert main(["run", "--on", "slurm", "--dry-run", *words]) == 0
     text = capsys.readouterr().out
-    (line,) = re.findall(r"^printf .*", text, re.MULTILINE)
-    return text, RunRequest.model_validate_json(shlex.split(line)[2])
+    (request,) = re.findall(r"<<'REQUEST'\n(.*)\nREQUEST\n", text)
+    return text, RunRequest.model_validate_json(request)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +314,8 @@ def test_a_study_goes_through_several_allocations_with_nothing_lost_or_doubled(
     assert main(["run", *words, "--on", "slurm", "--with", "time=10m"]) == 0
     assert "Submitted study cpu-demo as job 17." in capsys.readouterr().out
     # The device is simulated; the command, the study and what stops them are not.
-    command = f"{sys.executable} -P -m sweep"
-    program = f"{sys.executable} -P {ROOT}/tests/sweep/launching/replayed_sweep.py"
-    queue.script.write_text(queue.script.read_text().replace(command, program))
+    program = f"{sys.executable} -P {ROOT}/tests/sweep/launching/replayed_sweep.py run"
+    queue.script.write_text(queue.script.read_text().replace(" <<", f" {program} <<"))
     spool = home / "runs" / "cpu-demo" / "spool.jsonl"
 
     def has(results: int) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.launching.keeping import Keeper
-from sweep.launching.ledger import STOP_SECONDS, Ledger
+from sweep.launching.there import SWEEP
+from sweep.launching.volume import STOP_SECONDS, Copies, Ledger
 
 WRITER = """
 import os, signal, sqlite3, sys, time
@@ -41,23 +41,14 @@ sys.exit(int(sys.argv[2]))
 """Stands in for `sweep run`: a trial each moment, resumed where the database says."""
 
 MACHINE = """
-import os, sys, time
+import sys, time
 from pathlib import Path
-from sweep.launching.keeping import Keeper, Stopper, keep
-from sweep.launching.ledger import Ledger
+from sweep.launching.volume import Copies, Ledger, keep
 
 volume, home, limit, *command = sys.argv[1:]
-code = keep(
-    [sys.executable, *command],
-    keeper=Keeper(Path(volume), Path(home)),
-    ledger=Ledger(
-        Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0
-    ),
-    environment={**os.environ, "SWEEP_HOME": home},
-    stopper=Stopper(),
-    save_seconds=0.1,
-)
-sys.exit(code)
+ledger = Ledger(Path(volume) / "paid.json", float(limit), since=time.time(), quiet_seconds=1.0)
+copies = Copies(Path(volume), Path(home))
+sys.exit(keep([sys.executable, *command], copies=copies, ledger=ledger, save_seconds=0.1))
 """
 
 
@@ -69,10 +60,17 @@ class Rented:
         self._running: list[subprocess.Popen[str]] = []
         (path / "writer.py").write_text(WRITER, encoding="utf-8")
 
-    def start(self, *, trials: int, code: int = 0, limit: float = 3600) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *,
+        trials: int = 10_000,
+        code: int = 0,
+        limit: float = 3600,
+        command: tuple[str, ...] = (),
+    ) -> subprocess.Popen[str]:
         self._count += 1
         home = self._path / f"machine-{self._count}"
-        words = [str(self._path / "writer.py"), str(trials), str(code)]
+        words = command or (str(self._path / "writer.py"), str(trials), str(code))
         process = subprocess.Popen(
             [sys.executable, "-c", MACHINE, str(self.volume), str(home), str(limit), *words],
             stderr=subprocess.PIPE,
@@ -125,7 +123,7 @@ def test_a_study_that_ends_is_on_the_volume(rented: Rented) -> None:
 
 
 def test_a_preempted_study_stops_cleanly_and_another_machine_resumes_it(rented: Rented) -> None:
-    first = rented.start(trials=10_000)
+    first = rented.start()
     rented.wait_for(3)
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 130
@@ -153,7 +151,7 @@ def test_the_provider_is_told_of_no_failure_where_another_attempt_would_do_no_mo
 
 
 def test_a_study_is_stopped_before_its_limit_and_that_is_no_failure(rented: Rented) -> None:
-    process = rented.start(trials=10_000, limit=STOP_SECONDS + 1.5)
+    process = rented.start(limit=STOP_SECONDS + 1.5)
     assert process.wait(30) == 0
     assert "spent" in said(process)
     assert rented.trials
@@ -168,12 +166,19 @@ def test_what_earlier_machines_cost_counts(rented: Rented) -> None:
     assert rented.trials == []
 
 
+def test_an_installation_that_cannot_be_imported_fails_and_says_why(rented: Rented) -> None:
+    hidden = f"import sys; sys.modules['sweep.cli'] = None; exec({SWEEP!r})"
+    process = rented.start(command=("-c", hidden, "presets"))
+    assert process.wait(30) == 3
+    assert "cannot be imported: ModuleNotFoundError: import of sweep.cli" in said(process)
+
+
 def test_a_second_machine_on_a_study_that_runs_is_refused_and_the_first_goes_on(
     rented: Rented,
 ) -> None:
-    first = rented.start(trials=10_000)
+    first = rented.start()
     rented.wait_for(2)
-    second = rented.start(trials=10_000)
+    second = rented.start()
     assert second.wait(30) == 3
     assert "another machine runs this study" in said(second)
     assert first.poll() is None
@@ -181,7 +186,7 @@ def test_a_second_machine_on_a_study_that_runs_is_refused_and_the_first_goes_on(
 
 
 def test_a_machine_that_was_taken_over_from_stops_and_writes_nothing_more(rented: Rented) -> None:
-    first = rented.start(trials=10_000)
+    first = rented.start()
     rented.wait_for(2)
     other = {"seconds": {"other": 1.0}, "owner": "other", "written": time.time()}
     (rented.volume / "paid.part").write_text(json.dumps(other))
@@ -229,23 +234,72 @@ def test_what_a_study_s_machine_left_unsaid_tells_whether_another_may_have_it(
     assert not waited
 
 
+def at_once(_seconds: float) -> bool:
+    return True
+
+
 def test_a_ledger_adds_machines_and_what_each_costs_unseen(tmp_path: Path) -> None:
-    now = 2000.0
-    path = tmp_path / "paid.json"
-    terms = {"limit_seconds": 1000, "overhead_seconds": 10, "machine": "a"}
-    first = Ledger(path, since=1900.0, clock=lambda: now, **terms)
-    assert first.paid_seconds == 110
-    first.write(force=True)
-    second = Ledger(path, since=1990.0, clock=lambda: now, **{**terms, "machine": "b"})
-    assert second.paid_seconds == 130
-    again = Ledger(path, since=1900.0, clock=lambda: now + 5, **terms)
-    assert again.paid_seconds == 115
+    def is_spent(machine: str, since: float, limit: float) -> bool:
+        ledger = Ledger(
+            tmp_path / "paid.json",
+            limit + STOP_SECONDS,
+            since,
+            overhead_seconds=10,
+            machine=machine,
+            clock=lambda: 2000.0,
+        )
+        assert ledger.claim(wait=at_once)
+        ledger.write(is_last=True)
+        return ledger.is_spent
+
+    assert is_spent("a", 1900, limit=110)
+    assert not is_spent("a", 1900, limit=111)
+    assert is_spent("b", 1990, limit=130)
+    # Started again on the same machine.
+    assert is_spent("a", 1900, limit=130)
+    assert not is_spent("a", 1900, limit=131)
+
+
+def test_a_read_that_fails_once_neither_takes_a_running_study_nor_forgets_what_was_paid(
+    tmp_path: Path,
+) -> None:
+    now, path, hidden = [1000.0], tmp_path / "paid.json", tmp_path / "hidden"
+
+    def machine(owner: str) -> Ledger:
+        return Ledger(path, 500.0, since=now[0], clock=lambda: now[0], owner=owner)
+
+    first = machine("first")
+    assert first.claim(wait=at_once)
+    now[0] += 100
+
+    def once_unreadable(seconds: float) -> bool:
+        """What is in the ledger's place cannot be read, the first time."""
+        now[0] += seconds
+        if hidden.exists():
+            path.rmdir()
+            hidden.rename(path)
+        if not has_ended:
+            first.write(force=True)
+        return True
+
+    for has_ended in (False, True):
+        first.write(is_last=has_ended, force=True)
+        path.rename(hidden)
+        path.mkdir()
+        second = machine("second")
+        assert second.claim(wait=once_unreadable) is has_ended
+        assert first.is_ours is not has_ended
+    assert json.loads(path.read_text())["seconds"]["first"] > 100
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"seconds": 3}', '{"seconds": {"a": "b"}}'])
-def test_a_ledger_that_cannot_be_read_begins_anew(text: str, tmp_path: Path) -> None:
+def test_a_ledger_that_holds_something_else_is_not_begun_anew(text: str, tmp_path: Path) -> None:
     (tmp_path / "paid.json").write_text(text)
-    assert Ledger(tmp_path / "paid.json", 10, since=5, clock=lambda: 6).paid_seconds == 1
+    now = iter(range(1000))
+    ledger = Ledger(tmp_path / "paid.json", 9e9, since=0, clock=lambda: next(now))
+    with pytest.raises(ValueError, match="holds no ledger"):
+        ledger.claim(wait=at_once)
+    assert (tmp_path / "paid.json").read_text() == text
 
 
 def made(home: Path, name: str, text: str) -> Path:
@@ -256,21 +310,21 @@ def made(home: Path, name: str, text: str) -> Path:
 
 
 def test_only_what_changed_is_copied_and_what_is_gone_goes(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path / "volume", tmp_path / "home")
+    copies = Copies(tmp_path / "volume", tmp_path / "home")
     spool = made(tmp_path / "home", "mine/spool.jsonl", "a trial")
     made(tmp_path / "home", "sweep.db.mine.lock", "a driver")
-    assert keeper.save()
-    assert not keeper.save()
+    assert copies.save()
+    assert not copies.save()
     assert [path.name for path in (tmp_path / "volume" / "runs").rglob("*.*")] == ["spool.jsonl"]
     spool.unlink()
-    assert keeper.save()
+    assert copies.save()
     assert not list((tmp_path / "volume" / "runs").rglob("*.jsonl"))
 
 
 def test_half_a_copy_is_never_restored(tmp_path: Path) -> None:
     made(tmp_path / "volume", "sweep.db.part", "half")
     made(tmp_path / "volume", "mine/report.html", "whole")
-    assert Keeper(tmp_path / "volume", tmp_path / "home").restore() == 1
+    assert Copies(tmp_path / "volume", tmp_path / "home").restore() == 1
 
 
 def test_a_volume_that_cannot_be_written_fails_the_job_and_not_the_study(rented: Rented) -> None:
@@ -278,38 +332,26 @@ def test_a_volume_that_cannot_be_written_fails_the_job_and_not_the_study(rented:
     (rented.volume / "runs").write_text("a file where the directory should be")
     process = rented.start(trials=3)
     assert process.wait(30) == 3
-    assert "could not be written" in said(process)
+    assert "the volume could not be read or written" in said(process)
 
 
-def test_the_module_runs_sweep_with_a_home_of_its_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "sweep.launching.keeping"),
-            *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
-            *("--", "presets"),
-        ],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "cpu-demo" in done.stdout
-    assert json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"]
-
-
-def test_a_second_start_on_one_machine_is_paid_for_once(tmp_path: Path) -> None:
+def test_the_module_runs_sweep_and_a_second_start_on_one_machine_is_paid_for_once(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "since").write_text(f"{int(time.time()) - 100}\n")
     for _ in range(2):
-        subprocess.run(
+        done = subprocess.run(
             [
-                *(sys.executable, "-P", "-m", "sweep.launching.keeping"),
+                *(sys.executable, "-P", "-m", "sweep.launching.volume"),
                 *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
                 *("--since", str(tmp_path / "since"), "--", "presets"),
             ],
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,
-            check=True,
+            text=True,
+            check=False,
         )
+        assert done.returncode == 0, done.stderr
+        assert "cpu-demo" in done.stdout
     (paid,) = json.loads((tmp_path / "volume" / "paid.json").read_text())["seconds"].values()
     assert 100 <= paid < 200

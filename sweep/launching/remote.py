@@ -1,0 +1,284 @@
+"""A study that another machine drives, reached by ssh: prepared and started there, followed from
+here, asked to stop, and fetched. It goes on there whatever becomes of the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from search_spaces.errors import EnvironmentFault, words_of
+from sweep.launching import parcel, there
+from sweep.launching.ssh import Connection, ConnectionLostError
+
+HOME = "~/qlora-sweep"
+"""There: a directory for each study, which is its ``SWEEP_HOME``."""
+PYTHON = "~/.cache/qlora-sweep/venv/bin/python"
+"""There: of the environment that is sweep's own."""
+RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
+"""Pauses before each attempt, which takes as long as ssh waits besides."""
+FILE_BYTES_MAX = 512 * 1024 * 1024
+_LOOK_SECONDS = 0.2
+_MARK = f"{there.MARK}\n".encode()
+_FIND = (
+    "echo {mark}; for version in {versions}; do for python in {pythons}; do "
+    'command -v "$python" >/dev/null 2>&1 && '
+    '"$python" -I -c "import sys; sys.exit(sys.version_info < $version)" 2>/dev/null && '
+    'command -v "$python" && exit; done; '
+    'PATH="$PATH:$HOME/.local/bin" command -v uv >/dev/null || exit 0; done'
+)
+"""Prints a Python that is new enough for sweep, or, beside uv, for what is done there."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched of a study."""
+
+    database: Path
+    """A copy of its database; not there where it had none yet."""
+    files: Mapping[str, Path]
+    """Of its directory, by name; copies."""
+    left_out: tuple[str, ...]
+    """Names of those that are too large to be kept here, too."""
+
+
+class RemoteStudy:
+    """A study in its directory on another machine, and the Python that is to run it.
+
+    Args:
+        connection: the way there.
+        name: of the study.
+        python: of an environment there that is to be used; None for one of sweep's own.
+
+    Raises:
+        EnvironmentFault: there is no way there, or no Python that is new enough.
+    """
+
+    def __init__(self, connection: Connection, name: str, *, python: str | None = None) -> None:
+        self._connection, self._name = connection, name
+        self.directory = f"{HOME}/{name}"
+        self._program = Path(there.__file__).read_bytes()
+        self._heard = self._asked = 0
+        pythons, versions = "python3 python3.13 python3.12 python3.11 python", "'(3, 11)' '(3, 9)'"
+        if python is not None:
+            home, rest = ('"$HOME"/', python[2:]) if python.startswith("~/") else ("", python)
+            pythons, versions = home + shlex.quote(rest), "'(3, 11)'"
+        find = _FIND.format(mark=shlex.quote(there.MARK), pythons=pythons, versions=versions)
+        with tempfile.TemporaryFile() as nothing:
+            printed = connection.call(f"sh -c {shlex.quote(find)}", nothing)
+        with printed:
+            found = printed.read().partition(_MARK)[2].decode().splitlines()
+        if not found and python is not None:
+            raise EnvironmentFault(
+                f"--with python: {python} on {connection.address} is no Python 3.11 or newer"
+            )
+        if not found:
+            raise EnvironmentFault(
+                f"{connection.address}: no Python 3.11 or newer is found there, and no uv: install "
+                "one, or name a Python with --with python=PATH"
+            )
+        self._base = found[0]
+        self._python = PYTHON if python is None else self._base
+
+    def _line(self, verb: str, arguments: Sequence[str]) -> str:
+        size = str(len(self._program))
+        return "exec " + shlex.join([self._base, "-I", "-c", there.BOOT, size, verb, *arguments])
+
+    def _called(self, verb: str, *arguments: str, stdin: IO[bytes] | None = None) -> IO[bytes]:
+        """Return a file that stands where what a verb of `there` answers begins."""
+        with tempfile.TemporaryFile() as whole:
+            whole.write(self._program)
+            if stdin is not None:
+                stdin.seek(0)
+                shutil.copyfileobj(stdin, whole)
+            printed = self._connection.call(self._line(verb, arguments), whole)
+        while printed.readline() not in (_MARK, b""):
+            pass
+        return printed
+
+    def _do(self, verb: str, *arguments: str, stdin: IO[bytes] | None = None) -> dict[str, Any]:
+        with self._called(verb, *arguments, stdin=stdin) as printed:
+            return dict(json.load(printed))
+
+    def look(self) -> dict[str, Any]:
+        """Return whether it runs, and what is installed there; changes nothing."""
+        return self._do("look", self.directory, self._python)
+
+    def prepare(self, target: dict[str, Any] | None, *, say: Callable[[str], None]) -> None:
+        """Install this version of sweep there, where it is not.
+
+        Args:
+            target: what `look` found installed for the Python of the environment.
+            say: told what takes long, and which versions differ.
+
+        Raises:
+            EnvironmentFault: it cannot be installed, or not now.
+        """
+        where, here = self._connection.address, parcel.version()
+        has_sweep = target is not None and target["sweep"] is not None
+        if target is not None and has_sweep and target["stamp"] is None:
+            # Somebody else installed it.
+            if target["sweep"] != here:
+                raise EnvironmentFault(
+                    f"{where} has sweep {target['sweep']} in {target['executable']}, and here is "
+                    f"{here}: install the same there, or leave it out"
+                )
+        elif target is None or not has_sweep or target["stamp"] != parcel.make_wheel().digest:
+            if target is not None and not target["is_environment"]:
+                raise EnvironmentFault(
+                    f"--with python: {self._python} on {where} is of no environment, and sweep is "
+                    "not installed for it: name an environment's, or leave the option out"
+                )
+            say(f"Installing sweep {here} on {where} ...")
+            with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
+                parcel.write(Path(scratch))
+                with tarfile.open(fileobj=packed, mode="w") as archive:
+                    archive.add(scratch, ".")
+                self._do("install", self._python, "-", "", "", HOME, stdin=packed)
+            target = self.look()["target"]
+        assert target is not None, "it is installed"
+        differing = [f"{n} {t} (here {h})" for n, t, h in parcel.differences(target["versions"])]
+        if differing:
+            say(f"On {where} other versions run than here: {', '.join(differing)}.")
+
+    def start(
+        self, words: Sequence[str], files: Mapping[str, Path], variables: Mapping[str, str]
+    ) -> bool:
+        """Start ``sweep`` there, unless it runs; return whether it did.
+
+        Args:
+            words: behind ``sweep``.
+            files: files here, by their path in the study's directory.
+            variables: that the login there may not have. They are in no file and no command line.
+
+        Raises:
+            EnvironmentFault: a file cannot be read, or not be written there.
+        """
+        # On the disk: a dataset may be larger than the memory.
+        with tempfile.TemporaryFile() as packed:
+            asked = {"words": list(words), "variables": dict(variables)}
+            packed.write(json.dumps(asked).encode() + b"\n")
+            try:
+                # What a link stands for; a link would stand for nothing there.
+                with tarfile.open(fileobj=packed, mode="w|", dereference=True) as archive:
+                    for name, path in files.items():
+                        archive.add(path, name)
+            except OSError as error:
+                raise EnvironmentFault(f"it cannot be sent: {words_of(error)}") from error
+            answer = self._do("start", self.directory, self._python, stdin=packed)
+            return bool(answer["was_running"])
+
+    def follow(
+        self,
+        *,
+        hear: Callable[[str], None],
+        requests: Callable[[], int],
+        say: Callable[[str], None],
+        pauses: Sequence[float] = RECONNECT_SECONDS,
+    ) -> tuple[int | None, str]:
+        """Follow what it says until it has ended; return its exit code and what it printed.
+
+        The exit code is None where nobody noted it: the machine went down, say.
+
+        Args:
+            hear: told each line of its stderr.
+            requests: how often it is to be asked to stop, so far.
+            say: told that the connection is gone.
+            pauses: seconds before each attempt to connect again.
+
+        Raises:
+            ConnectionLostError: it does not come back; the study goes on.
+        """
+        left = list(pauses)
+        while True:
+            before = self._heard
+            try:
+                self._listen(hear, requests)
+                ended = self._do("end", self.directory)
+                return ended["exit"], ended["stdout"]
+            except ConnectionLostError as error:
+                if self._heard > before:
+                    left = list(pauses)
+                if not left:
+                    raise
+                if len(left) == len(pauses):
+                    say(f"{error}; the study goes on there. Connecting again ...")
+                time.sleep(left.pop(0))
+
+    def _listen(self, hear: Callable[[str], None], requests: Callable[[], int]) -> None:
+        """Pass on what is said there, and there what is asked here."""
+        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as said:
+            program.write(self._program)
+            line = self._line("follow", (self.directory, str(self._heard)))
+            process = self._connection.start(
+                line, stdin=program, stdout=subprocess.PIPE, stderr=said
+            )
+            assert process.stdout is not None
+            output, rest, has_begun = process.stdout.fileno(), b"", False
+            try:
+                while True:
+                    while requests() > self._asked:
+                        self._do("ask", self.directory)
+                        self._asked += 1
+                    if not select.select([output], [], [], _LOOK_SECONDS)[0]:
+                        continue
+                    chunk = os.read(output, 65536)
+                    if not chunk:
+                        break
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for one in lines:
+                        if has_begun:
+                            self._heard += len(one) + 1
+                            hear(one.decode(errors="replace"))
+                        has_begun = has_begun or one == _MARK.strip()
+                code = process.wait()
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+            try:
+                self._connection.check(code, said)
+            except EnvironmentFault as error:
+                # Whatever became of who follows it, the study is another process.
+                raise ConnectionLostError(str(error)) from error
+            if rest:
+                hear(rest.decode(errors="replace"))
+
+    def fetch(self, into: Path, *, bytes_max: int = FILE_BYTES_MAX) -> Fetched:
+        """Fetch its files, and a copy of its database as of one moment.
+
+        Args:
+            into: an empty directory for them.
+            bytes_max: of a file that is fetched; the database is, whatever its size.
+
+        Raises:
+            EnvironmentFault: they cannot be had.
+            OSError: there is no room for them.
+        """
+        found: dict[str, dict[str, Path]] = {"host.db": {}, "files": {}, "left": {}}
+        with (
+            self._called("fetch", self.directory, self._name, str(bytes_max)) as packed,
+            tarfile.open(fileobj=packed, mode="r|") as archive,
+        ):
+            for entry in archive:
+                # Names that the other machine gives are followed nowhere.
+                kind, _, name = entry.name.partition("/")
+                content = archive.extractfile(entry)
+                if content is None or kind not in found or "/" in name or name in (".", ".."):
+                    continue
+                found[kind][name] = path = into / kind / name
+                path.parent.mkdir(exist_ok=True)
+                with path.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+        return Fetched(into / "host.db", found["files"], tuple(found["left"]))

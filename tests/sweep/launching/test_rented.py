@@ -1,0 +1,580 @@
+"""`sweep run --on modal|skypilot`: what is rented, what it costs, and what is written and started.
+
+The providers' own packages read the jobs in `tests/rented`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits
+from search_spaces.gpus import gpu_catalogue
+from search_spaces.presets import preset_texts
+from search_spaces.prices import TYPED_PROVIDER, load_prices
+from sweep import cli
+from sweep.launching.rented import (
+    HOURS_MAX,
+    Cost,
+    Course,
+    cost_of,
+    job_directory,
+    providers,
+    remove_jobs,
+)
+from sweep.request import REQUEST, RunRequest, Where
+from sweep.terminal import elsewhere
+from tests.sweep.imagined_memory import ImaginedPredictor
+from tests.sweep.launching.rentals import a_machine, a_parcel, a_rental, an_offer
+
+TOOL = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$NOTES"
+case "$*" in
+    "token info") exit "$LOGIN" ;;
+    check*) echo 'starting a server'; echo "$CLOUDS"; exit "$LOGIN" ;;
+esac
+exit "$STARTED"
+"""
+"""Stands in for a provider's command."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was predicted of a space is predicted once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def home(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tools, home = tmp_path / "tools", tmp_path / "home"
+    for directory in (tools, home):
+        directory.mkdir()
+    for name in ("modal", "sky"):
+        (tools / name).write_text(TOOL)
+        (tools / name).chmod(0o755)
+    variables = {
+        "SWEEP_HOME": str(home),
+        "XDG_CACHE_HOME": str(cache),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "NOTES": str(tmp_path / "notes"),
+        "LOGIN": "0",
+        "STARTED": "0",
+        "CLOUDS": '{"default": {"AWS": ["compute", "storage"], "GCP": ["storage"]}}',
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "stdin", StringIO())
+    return home
+
+
+def launch(
+    *,
+    on: str = "modal",
+    is_sure: bool = False,
+    is_dry: bool = False,
+    settings: dict[str, str] | None = None,
+    **changes: Any,
+) -> list[str]:
+    """Launch with an imagined memory; return the commands that the provider's tool was given."""
+    elsewhere.on_rented(
+        RunRequest(**{"space": "a10", "as_json": True, **changes}),
+        Where(on, settings=settings or {}),
+        is_sure=is_sure,
+        is_dry=is_dry,
+        predictor=lambda *_: ImaginedPredictor(),
+    )
+    notes = Path(os.environ["NOTES"])
+    return notes.read_text().splitlines() if notes.exists() else []
+
+
+def job(home: Path, study: str) -> dict[str, Any]:
+    """Return SkyPilot's task, and the request beside it."""
+    directory = home / "runs" / study / "launch"
+    found: dict[str, Any] = yaml.safe_load((directory / "skypilot.yaml").read_text())
+    return {**found, "request": RunRequest.model_validate_json((directory / REQUEST).read_text())}
+
+
+def test_where_nobody_is_asked_the_file_is_written_and_nothing_started(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(overrides={"max_dollars": 2.0}) == []
+    found = json.loads(capsys.readouterr().out)
+    file = home / "runs" / "a10" / "launch" / "modal_app.py"
+    assert file.exists()
+    assert found["file"] == str(file)
+    assert found["command"] == f"modal run --detach {file}"
+    assert (found["provider"], found["started"]) == ("modal", False)
+    assert (found["gpu"], found["volume"]) == ({"name": "a10", "count": 1}, "qlora-sweep")
+    assert "modal volume get --force qlora-sweep a10 rented" in found["results"]
+    cost = found["cost"]
+    assert 0 < cost["usd_range"][0] <= cost["usd"] <= cost["usd_max"]
+    assert cost["usd_max"] == pytest.approx(2.0, abs=0.01)
+    assert cost["hours"] > 0
+    assert len(remove_jobs(home / "runs" / "a10")) == 5
+
+
+@pytest.mark.parametrize(("typed", "is_started"), [("y\n", True), ("\n", False)])
+def test_it_is_started_once_somebody_says_so(
+    typed: str,
+    is_started: bool,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    asked, *started = launch(as_json=False)
+    assert asked == "modal token info"
+    assert started == [f"modal run --detach {home}/runs/a10/launch/modal_app.py"] * is_started
+    out, err = capfd.readouterr()
+    assert ("nothing was started" in out) is not is_started
+    assert "about $" in err
+    assert "Start it on Modal now?" in err
+
+
+@pytest.mark.usefixtures("home")
+def test_yes_starts_without_a_question(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = launch(is_sure=True, as_json=False, on="skypilot")
+    assert commands[0] == "sky check -o json"
+    assert commands[1].startswith("sky launch --yes --cluster sweep-a10 ")
+    assert capfd.readouterr().out.splitlines()[-1].startswith("  aws s3 sync s3://qlora-sweep-")
+    monkeypatch.setenv("STARTED", "7")
+    with pytest.raises(EnvironmentFault, match="ended with exit code 7"):
+        launch(is_sure=True)
+
+
+@pytest.mark.parametrize(
+    ("on", "cloud", "changed", "says"),
+    [
+        ("modal", None, {"PATH": "/bin"}, "pip install modal .* --dry-run"),
+        ("modal", None, {"LOGIN": "1"}, "Modal knows no account: modal token new"),
+        ("skypilot", "gcp", {}, "SkyPilot knows no account for gcp: sky check gcp"),
+        ("skypilot", None, {"CLOUDS": '{"default": {"AWS": ["storage"]}}'}, "knows no account"),
+        ("skypilot", None, {"CLOUDS": ""}, "knows no account"),
+    ],
+)
+def test_a_provider_without_tool_or_login_leaves_nothing_behind(
+    on: str,
+    cloud: str | None,
+    changed: dict[str, str],
+    says: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    settings = {"price": "1", **({"cloud": cloud} if cloud else {})}
+    with pytest.raises(EnvironmentFault, match=says):
+        launch(on=on, is_sure=True, settings=settings, overrides={"gpu": "l4"})
+    assert not (home / "runs").exists()
+
+
+def test_what_was_typed_goes_along(home: Path) -> None:
+    overrides = {"trials": 9, "confirm": False, "max_dollars": 3.0, "gpu": "a100-80gb"}
+    held = {"lora_rank": 64, "compile": False}
+    settings = {"cloud": "gcp", "price": "2"}
+    launch(on="skypilot", overrides=overrides, held=held, devices="4", settings=settings)
+    (study,) = (path.name for path in (home / "runs").iterdir())
+    assert study.startswith("a10-a100-80gb-")
+    found = job(home, study)
+    assert found["request"] == RunRequest(
+        space="a10", overrides=overrides, held=held, study=study, devices="all", as_json=True
+    )
+    assert shlex.split(found["run"])[-2:] == ["run", f"sweep-inputs/{REQUEST}"]
+    assert found["resources"]["accelerators"] == {"A100-80GB": 4}
+    assert found["resources"]["max_hourly_cost"] == 10.0
+
+
+def test_files_that_a_space_names_go_along(home: Path) -> None:
+    model = home / "my model"
+    model.mkdir()
+    shipped = Path(cli.__file__).parents[1] / "search_spaces" / "architectures"
+    (model / "config.json").write_text((shipped / "demo.json").read_text())
+    (model / "model.safetensors").touch()
+    text = preset_texts()["a10"].replace("model: mistral-7b-v0.3", "model: my model")
+    (home / "mine.yaml").write_text(text.replace("name: a10\n", ""))
+    launch(space="mine.yaml", on="skypilot", is_dry=True)
+    found = job(home, "mine")
+    files = found["file_mounts"]
+    assert files["~/sweep-inputs/space/mine.yaml"] == str(home / "mine.yaml")
+    assert files["~/sweep-inputs/model/my model/config.json"] == str(model / "config.json")
+    assert not [name for name in files if name.endswith("safetensors")]
+    assert found["request"].space == "./beside/space/mine.yaml"
+    assert found["request"].overrides["model"] == "./beside/model/my model"
+
+
+def test_a_soak_and_a_typed_price_are_what_it_costs(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cost(**overrides: Any) -> dict[str, Any]:
+        launch(overrides={"trials": 2, **overrides}, is_dry=True, settings={"price": "0.3"})
+        out, err = capsys.readouterr()
+        assert "at $0.30 an hour, the price that you gave, on Modal" in " ".join(err.split())
+        found: dict[str, Any] = json.loads(out)["cost"]
+        return found
+
+    soak = {"soak_seconds": 6 * 3600.0, "soak_steps": 1_000_000}
+    plain = cost()
+    assert cost(confirm=soak)["hours"] > plain["hours"] + 5.9 > cost(confirm=False)["hours"] + 5.9
+    assert (plain["provider"], plain["source"], plain["usd_per_hour"]) == ("Modal", "--price", 0.3)
+
+
+SKYPILOT: dict[str, Any] = {"on": "skypilot", "overrides": {"gpu": "l4"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"space": "cpu-demo"}, "is for gpu cpu: name the GPU to rent with --gpu"),
+        ({"overrides": {"gpu": "a11"}}, "unknown GPU 'a11'"),
+        ({"overrides": {"gpu": "rtx-4090"}}, "Modal has no rtx-4090; it has t4, l4, a10"),
+        ({"overrides": {"gpu": "b200"}}, "no price is known of b200 on Modal: .* price=0.75"),
+        ({"devices": "5"}, "--devices must be at most 4"),
+        ({"on": "skypilot", "settings": {"spot": "true"}}, "no price is known of a10 spot on"),
+        ({"on": "skypilot", "settings": {"spot": "yes"}}, "spot must be true or false, got yes"),
+        ({"on": "skypilot", "settings": {"cloud": "azur"}}, "unknown cloud 'azur'"),
+        ({"on": "skypilot", "settings": {"cloud": "aws"}}, "AWS has no a10; it has t4, v100"),
+        (
+            {"on": "skypilot", "settings": {"cloud": "lambda", "spot": "true"}},
+            "Lambda has no spot machines",
+        ),
+        ({"overrides": {"max_dollars": 0.01}}, "--max-dollars 0.01 pays for"),
+        ({"devices": "0"}, "--devices must be how many GPUs to rent"),
+        ({"devices": "all"}, "--devices must be how many GPUs to rent"),
+        ({"study": "a/b"}, "study name must be .* got 'a/b'"),
+        ({"settings": {"volume": "gs://mine"}}, "volume: a volume of Modal's .* got 'gs://mine'"),
+        ({"settings": {"volume": "v" * 58}}, "at most 57 letters"),
+        ({**SKYPILOT, "settings": {"volume": "r2://mine"}}, "volume: a bucket is named by"),
+        ({**SKYPILOT, "settings": {"volume": "s3://mine/../x"}}, "volume: a bucket is named by"),
+        ({**SKYPILOT, "settings": {"volume": "My Bucket"}}, "volume: a bucket is named by"),
+        ({**SKYPILOT, "settings": {"cloud": "runpod"}}, "--with volume: RunPod mounts no bucket"),
+        (
+            {**SKYPILOT, "settings": {"cloud": "runpod", "volume": "s3://mine"}},
+            "--with volume: RunPod mounts no bucket, .* got 's3://mine'",
+        ),
+        (
+            {**SKYPILOT, "settings": {"cloud": "runpod", "spot": "true", "volume": "v"}},
+            "--with spot: what a pod of RunPod's leaves",
+        ),
+        ({"overrides": {"gpu": "auto"}}, "--gpu auto is no GPU to rent: name one"),
+        ({"study": "sweep.db"}, "is that of a file of sweep's"),
+        ({"storage": "sqlite:///x.db"}, "--storage names what a rented machine cannot see"),
+        ({"carried": "other"}, "--from names what a rented machine cannot see"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(
+    changes: dict[str, Any], message: str, home: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        launch(**changes)
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_no_gpu_is_rented_for_what_does_not_fit_it() -> None:
+    with pytest.raises(NothingFits, match="nothing of it is predicted to fit t4"):
+        launch(overrides={"gpu": "t4"}, held={"micro_batch_size": 16, "seq_len": 2048})
+
+
+@pytest.mark.parametrize(
+    ("data", "goes"),
+    [
+        (None, False),
+        ({"texts": "org/gated", "tokenizer": "tokens"}, True),
+        ({"texts": "mine.jsonl", "tokenizer": "org/gated"}, True),
+        ({"texts": "mine.jsonl", "tokenizer": "tokens"}, False),
+    ],
+)
+def test_a_token_of_the_hub_goes_along_where_it_is_needed_and_is_in_no_file(
+    data: dict[str, str] | None, goes: bool, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sweep.launching.parcel import hub_variables
+
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    (home / "mine.jsonl").write_text('{"text": "a"}\n')
+    (home / "tokens").mkdir()
+    request = RunRequest(space="a10", overrides={} if data is None else {"data": data})
+    assert hub_variables(request) == ({"HF_TOKEN": "hf_made_up"} if goes else {})
+    for provider in providers():
+        rental = a_rental(provider, secrets=("HF_TOKEN",))
+        assert "HF_TOKEN" in rental.text()
+        assert "hf_made_up" not in rental.text() + rental.start("job")
+
+
+def test_the_command_line_reaches_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "a10", "--on", "modal"]
+    for more, said in (
+        (["--max-dollars", "0"], "--max-dollars must be greater than 0"),
+        (["--trails", "3"], "--trails"),
+        (["--model", "demo", "--model", "tinyllama-1.1b"], "several models are for this"),
+    ):
+        assert cli.main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert not (home / "runs").exists()
+
+
+# What it costs.
+
+
+def cost(
+    seconds: tuple[float, float] | None = (540.0, 1140.0),
+    *,
+    max_dollars: float | None = None,
+    download_bytes: float = 0.0,
+    **offer: Any,
+) -> Cost:
+    course = Course(seconds, least_seconds=10.0, download_bytes=download_bytes)
+    return cost_of(course, an_offer(**offer), usd_per_hour_most=1.5, max_dollars=max_dollars)
+
+
+def test_the_bill_is_of_the_study_the_start_and_the_download() -> None:
+    assert cost().usd == pytest.approx((0.20, 0.40))
+    assert cost().hours == pytest.approx((1 / 6, 1 / 3))
+    loaded = cost(download_bytes=6e10, download_bytes_per_second=1e8)
+    assert loaded.hours is not None
+    assert loaded.hours[0] == pytest.approx(1200 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "max_dollars", "hours"),
+    [
+        ((540.0, 1140.0), 3.0, 2.0),
+        ((540.0, 1140.0), None, 1.0),
+        ((540.0, 7140.0), None, 4.0),
+        (None, None, HOURS_MAX),
+        ((540.0, 1140.0), 1000.0, HOURS_MAX),
+    ],
+)
+def test_time_is_limited_by_dollars_at_the_dearest_price_or_by_the_longest_prediction(
+    seconds: tuple[float, float] | None, max_dollars: float | None, hours: float
+) -> None:
+    assert cost(seconds, max_dollars=max_dollars).limit_seconds == hours * 3600
+
+
+def test_a_limit_too_small_for_one_trial_says_what_would_do() -> None:
+    with pytest.raises(InputError, match=r"--max-dollars 0.02 pays for 48 s .* at least 0.05"):
+        cost(max_dollars=0.02)
+    cost(max_dollars=0.05)
+
+
+def test_the_cheapest_whole_machine_is_rented_by_its_own_provider() -> None:
+    modal, sky = providers()["modal"], providers()["skypilot"]
+    offers = [an_offer(gpus=8, usd_per_hour=1.0), an_offer(usd_per_hour=3.0)]
+    prices = [modal.offer(a_machine(gpus=n), offers).usd_per_hour for n in (1, 4, 8)]
+    assert prices == [3.0, 12.0, 8.0]
+    with pytest.raises(InputError, match="--devices must be at least 8: Modal rents a10 by 8"):
+        modal.offer(a_machine(), offers[:1])
+    spot, aws = an_offer(provider="AWS", is_spot=True), an_offer(provider="AWS")
+    assert sky.offer(a_machine(), [spot, aws, offers[1]]).provider == "AWS"
+    assert sky.offer(a_machine(is_spot=True), [spot, aws]).is_spot
+    # Until it is gone it is paid for.
+    assert sky.offer(a_machine(), [aws]).boot_seconds == 360
+    typed = an_offer(provider=TYPED_PROVIDER)
+    assert sky.on("gcp").offer(a_machine(), [aws, typed]).provider == "SkyPilot"
+    assert modal.usd_per_hour_most(an_offer()) == 1.65
+    assert sky.usd_per_hour_most(an_offer(usd_per_hour=1.29)) == 1.62
+
+
+def test_gpus_and_clouds_are_those_of_the_catalogue_and_the_price_list() -> None:
+    modal, sky = providers()["modal"], providers()["skypilot"]
+    places = [modal, sky, *map(sky.on, sky.clouds)]
+    assert {name for place in places for name in place.gpus} <= set(gpu_catalogue())
+    sellers = {offer.provider for offers in load_prices().values() for offer in offers}
+    assert {place.sold_by or place.title for place in places} - {"SkyPilot"} <= sellers
+
+
+# The jobs.
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("a" * 60 + "-1", "a" * 60 + "-2"), ("Mine", "mine"), ("a.b", "a_b"), ("ä", "ö")],
+)
+def test_two_studies_have_two_machines(one: str, other: str) -> None:
+    names = {a_rental("modal", study=study).name for study in (one, other)}
+    assert len(names) == 2
+    assert max(map(len, names)) <= 40
+
+
+@pytest.mark.parametrize("study", ['a"b', "ein Späßchen 🎲", "3", "no"])
+def test_a_job_holds_whatever_a_study_is_called(study: str) -> None:
+    task = yaml.safe_load(a_rental("skypilot", study=study).text())
+    assert task["name"].isascii()
+    assert f"'{study}'" in task["run"] or f"/{study} " in task["run"]
+    app = compile(a_rental("modal", study=study).text(), "app", "exec")
+    assert f"--volume=/volume/{study}" in [
+        value for value in _constants(app.co_consts) if isinstance(value, str)
+    ]
+
+
+def _constants(values: tuple[Any, ...]) -> list[Any]:
+    return [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+
+
+@pytest.mark.parametrize(
+    ("cloud", "volume", "mount", "fetched"),
+    [
+        ("aws", "kept", {"name": "kept", "store": "s3"}, "aws s3 sync s3://kept/mine rented/mine"),
+        ("gcp", "kept", {"name": "kept", "store": "gcs"}, "gs://kept/mine rented/mine"),
+        (None, "gs://mine", {"source": "gs://mine"}, "gs://mine/mine"),
+        ("lambda", "s3://mine/", {"source": "s3://mine"}, "s3://mine/mine"),
+        ("runpod", "kept", None, ":/sweep-volume/mine rented/  # until the pod is gone"),
+    ],
+)
+def test_a_study_is_kept_in_a_bucket_or_on_a_network_volume(
+    cloud: str | None, volume: str, mount: dict[str, str] | None, fetched: str
+) -> None:
+    gpu = "a10" if cloud in (None, "lambda") else "l4"
+    rental = a_rental("skypilot", a_machine(gpu, cloud=cloud), volume=volume)
+    task = yaml.safe_load(rental.text())
+    found = task["file_mounts"].get("~/sweep-volume")
+    assert found == (None if mount is None else {**mount, "mode": "MOUNT"})
+    assert task.get("volumes") == ({"/sweep-volume": "kept"} if mount is None else None)
+    assert fetched in rental.results
+
+
+def test_a_spot_machine_is_a_job_that_skypilot_recovers() -> None:
+    spot = a_rental("skypilot", a_machine("l4", is_spot=True))
+    assert spot.start("job").startswith("sky jobs launch ")
+    assert spot.stop.startswith("sky jobs cancel ")
+    assert a_rental("skypilot").stop == "sky down sweep-mine"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_a_task_has_no_fault_that_shellcheck_knows(part: str, tmp_path: Path) -> None:
+    for study in ("mine", "my study"):
+        script = "#!/bin/bash\n" + yaml.safe_load(a_rental("skypilot", study=study).text())[part]
+        (tmp_path / "script").write_text(script)
+        command = ["shellcheck", "--severity=style", str(tmp_path / "script")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+class Home:
+    """A machine's home directory, with what SkyPilot would lay there."""
+
+    def __init__(self, path: Path, volume: Path | None = None) -> None:
+        self.path = path
+        for name in ("bin", "sweep-venv/bin", "sweep-inputs"):
+            (path / name).mkdir(parents=True)
+        volume = volume or path.parent / "volume"
+        volume.mkdir(exist_ok=True)
+        (path / "sweep-volume").symlink_to(volume)
+        self.program("sweep-venv/bin/python", f'exec "{sys.executable}" "$@"')
+
+    def program(self, name: str, text: str) -> None:
+        (self.path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (self.path / name).chmod(0o755)
+
+    def start(self, script: str) -> subprocess.Popen[str]:
+        paths = {"HOME": str(self.path), "TMPDIR": str(self.path)}
+        return subprocess.Popen(
+            ["bash", "-c", script],
+            env={**os.environ, **paths, "PATH": f"{self.path / 'bin'}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def test_setup_installs_the_wheel_and_notes_the_time(tmp_path: Path) -> None:
+    home = Home(tmp_path / "a home")
+    shutil.rmtree(home.path / "sweep-venv")
+    # uv is not fetched; the rest is done.
+    home.program("bin/python3", f'[ "$2" = pip ] || exec "{sys.executable}" "$@"')
+    wheel = a_parcel(home.path / "sweep-inputs")
+    process = home.start(yaml.safe_load(a_rental("skypilot", wheel=wheel).text())["setup"])
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    python = home.path / "sweep-venv" / "bin" / "python"
+    subprocess.run([python, "-I", "-c", "import qlora_sweep"], check=True)
+    began = float((home.path / ".sweep-rented-since").read_text())
+    assert abs(began - time.time()) < 120
+
+
+def test_run_keeps_the_study_on_the_volume(tmp_path: Path) -> None:
+    home = Home(tmp_path / "a home")
+    (home.path / ".sweep-rented-since").write_text(f"{int(time.time()) - 100}\n")
+    script = yaml.safe_load(a_rental("skypilot", study="my study").text())["run"]
+    process = home.start(script.replace(f"run sweep-inputs/{REQUEST}", "presets"))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "cpu-demo" in out
+    paid = json.loads((home.path / "sweep-volume" / "my study" / "paid.json").read_text())
+    assert next(iter(paid["seconds"].values())) >= 160
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_real_study_survives_a_preemption_and_a_machine_that_is_gone(tmp_path: Path) -> None:
+    overrides = {"trials": 12, "confirm": False, "sampler": "random"}
+    request = RunRequest(space="cpu-demo", study="mine", overrides=overrides)
+    script = yaml.safe_load(a_rental("skypilot").text())["run"]
+    volume = tmp_path / "volume"
+    told: list[list[int]] = []
+    for number, ended in enumerate((signal.SIGTERM, signal.SIGKILL, None)):
+        home = Home(tmp_path / f"machine-{number}", volume)
+        (home.path / "sweep-inputs" / REQUEST).write_text(request.model_dump_json())
+        process = home.start(script)
+        if ended is not None:
+            until = time.monotonic() + 120
+            while len(trials(volume)) < 2 * (number + 1) and time.monotonic() < until:
+                time.sleep(0.2)
+            process.send_signal(ended)
+        out, _ = process.communicate(timeout=240)
+        told.append(trials(volume))
+        if number:
+            assert told[-1][: len(told[-2])] == told[-2], out
+    assert process.returncode == 0, out
+    assert len(told[-1]) >= 4
+    assert (volume / "mine" / "runs" / "mine" / "report.html").exists()
+
+
+def trials(volume: Path) -> list[int]:
+    """Trials that have ended, of the database on the volume."""
+    path = volume / "mine" / "runs" / "sweep.db"
+    if not path.exists():
+        return []
+    query = "select number from trials where state in ('COMPLETE', 'PRUNED') order by number"
+    with contextlib.closing(sqlite3.connect(path)) as base:
+        try:
+            return [number for (number,) in base.execute(query)]
+        except sqlite3.OperationalError:
+            return []
+
+
+def test_jobs_go_with_their_study_and_nothing_else_does(tmp_path: Path) -> None:
+    directory = job_directory(tmp_path / "mine")
+    directory.mkdir(parents=True)
+    (directory / "modal_app.py").touch()
+    (directory / "notes.txt").touch()
+    assert len(remove_jobs(tmp_path / "mine")) == 1
+    assert [path.name for path in directory.iterdir()] == ["notes.txt"]
+    # Nor is a link followed.
+    (directory / "modal_app.py").touch()
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    assert remove_jobs(tmp_path / "mine") == ()
