@@ -68,10 +68,8 @@ def test_what_is_gathered_is_there_when_it_is_needed_and_not_throughout(
     # A small step's peak is the head that arrives, beside what it arrived in.
     assert one.moment == "loss"
     assert one.breakdown["activations"] > 2 * head
-    grown = [
-        b.peak_allocated_bytes - a.peak_allocated_bytes for a, b in ((one, eight), (eight, long))
-    ]
-    assert 0 < grown[0] < grown[1]
+    first, second, third = (each.peak_allocated_bytes for each in (one, eight, long))
+    assert 0 < second - first < third - second
 
 
 def gathered(predictor: TracingPredictor, name: str, **knobs: Any) -> int:
@@ -127,9 +125,10 @@ def test_what_was_never_measured_of_shared_models_is_stated_less_surely(
     assert predict(predictor, **SHARED, data_parallel=4).uncertainty > measured
 
 
-@pytest.mark.parametrize("cards", [2, 4, 8])
-@pytest.mark.parametrize("kernels", ["hf", "fused-loss"])
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(
+    ("cards", "kernels", "batch"),
+    [(2, "hf", 1), (2, "fused-loss", 16), (4, "hf", 16), (8, "hf", 1)],
+)
 def test_what_surely_fits_runs_in_the_replay_too(
     predictor: TracingPredictor, cards: int, kernels: str, batch: int
 ) -> None:

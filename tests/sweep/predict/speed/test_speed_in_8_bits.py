@@ -21,7 +21,6 @@ from sweep.predict.speed.predictor import (
     calibrate,
     ratio_spread,
 )
-from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import EIGHT_BIT, config_of, model_of
 
@@ -39,7 +38,6 @@ FAST = {
 BF16 = {"compute_dtype": "bf16", "quantization": "none"}
 FP8 = {"compute_dtype": "fp8", "quantization": "fp8"}
 INT8 = {"compute_dtype": "int8", "quantization": "int8"}
-NF4_FP8 = {"compute_dtype": "fp8", "quantization": "nf4"}
 
 
 def config(**settings: Any) -> TrialConfig:
@@ -109,16 +107,6 @@ def test_a_gpu_without_a_rate_for_it_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="a10 has no matrix rate for fp8"):
         step(find_gpu("a10"), **FP8)
     assert step(find_gpu("t4"), **INT8).terms["matmul"] > 0.0
-
-
-@pytest.mark.parametrize("kind", [FP8, INT8, NF4_FP8])
-def test_each_of_many_takes_as_long_as_it_does_alone(kind: dict[str, Any]) -> None:
-    configs = mixed_configs(20, **kind) + mixed_configs(20, compute_dtype="bf16")
-    gpu = find_gpu("rtx-4090")
-    times = StepTimes(configs, model=MISTRAL, gpu=gpu)
-    alone = [predict_step(c, model=MISTRAL, gpu=gpu) for c in configs]
-    assert times.seconds.tolist() == pytest.approx([a.step_seconds for a in alone])
-    assert times.uncertainty.tolist() == pytest.approx([a.uncertainty for a in alone])
 
 
 def test_it_is_less_sure_where_no_training_in_8_bits_was_measured() -> None:
