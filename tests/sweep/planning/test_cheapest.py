@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
-from sweep.planning.backwards import Cheapest, JobCard, Outcome, job, on_card, ranked
-from sweep.planning.candidates import own_space
-from sweep.planning.documents import cheapest_document
+from sweep.planning.backwards import (
+    LENGTH_STEP,
+    Cheapest,
+    JobCard,
+    Outcome,
+    job,
+    longest_rows,
+    on_card,
+    ranked,
+)
+from sweep.planning.candidates import Asked, own_space
+from sweep.planning.documents import cheapest_document, longest_document
+from sweep.planning.evidence import evidence_from
+from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
 from sweep.planning.survey import survey
+from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.imagined_study import MISTRAL
+from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot, a_space
 from tests.sweep.planning.imagined import a_forecaster, an_offer
 
 TERMS: dict[str, Any] = {
@@ -134,3 +148,171 @@ def test_a_model_that_cannot_be_traced_is_an_error_and_not_too_large() -> None:
     untraceable = a_forecaster(predictor=ImaginedPredictor(fault=Untraceable("data decides")))
     with pytest.raises(InputError, match="data decides"):
         on_card(the_job("a10"), untraceable, **TERMS)
+
+
+# Behaviour of the longest rows, against asking of every length
+
+SPACE = a_space(
+    dimensions={
+        "micro_batch_size": {"choices": [1, 2, 3, 8, 16]},
+        "seq_len": {"choices": [512]},
+        "checkpoint_fraction": {"choices": [0.0, 0.3, 1.0]},
+        "lora_rank": {"choices": [8, 16, 64]},
+    }
+)
+SHORT = replace(MISTRAL, config={**MISTRAL.config, "max_position_embeddings": 4096})
+
+
+def one_by_one(forecaster: Forecaster, batch: int) -> tuple[int, int]:
+    """Return the longest row that surely fits, and that perhaps does, asking of every length."""
+    longest = {Fit.YES: 0, Fit.UNCERTAIN: 0, Fit.NO: 0}
+    for length in range(LENGTH_STEP, 4096 + 1, LENGTH_STEP):
+        for fraction in (0.0, 0.3, 1.0):
+            config = TrialConfig(
+                micro_batch_size=batch, seq_len=length, checkpoint_fraction=fraction
+            )
+            longest[forecaster.expect(config).fit] = length
+    return longest[Fit.YES], max(longest[Fit.YES], longest[Fit.UNCERTAIN])
+
+
+@pytest.mark.parametrize("budget_gib", [5.2, 6.3, 7.77, 12, 30])
+def test_the_longest_rows_are_those_that_asking_of_every_length_finds(budget_gib: float) -> None:
+    asked, fresh = (a_forecaster(model=SHORT, budget_gib=budget_gib) for _ in range(2))
+    answer = longest_rows(SPACE, asked)
+    for row in answer.rows:
+        assert (row.seq_len, row.possible) == one_by_one(fresh, row.micro_batch_size)
+        if row.seq_len:
+            assert row.forecast.fit is Fit.YES
+            assert row.forecast.config.seq_len == row.seq_len
+            assert row.forecast.config.lora_rank == 16
+    assert answer.limit == 4096
+
+
+def test_of_what_fits_at_the_longest_length_the_fastest_is_told() -> None:
+    roomy = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=30))
+    first = roomy.rows[0].forecast
+    assert (first.config.seq_len, first.config.checkpoint_fraction) == (4096, 0.0)
+    tight = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=7))
+    assert tight.best.forecast.config.checkpoint_fraction == 1.0
+
+
+def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:
+    answer = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=5.2))
+    assert [row.micro_batch_size for row in answer.rows] == [1, 2, 3, 8]
+    assert [bool(row.possible) for row in answer.rows] == [True, True, True, False]
+    nothing = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=4))
+    assert (nothing.best, len(nothing.rows)) == (None, 1)
+    assert longest_document(nothing)["longest"] is None
+
+
+def test_micro_batches_go_into_the_effective_batch() -> None:
+    space = a_space(dimensions=SPACE.model_dump()["dimensions"], fixed={"effective_batch_size": 6})
+    answer = longest_rows(space, a_forecaster(model=SHORT))
+    assert [row.micro_batch_size for row in answer.rows] == [1, 2, 3]
+    configs = [row.forecast.config for row in answer.rows if row.forecast is not None]
+    assert [config.accumulation_steps for config in configs] == [6, 3, 2]
+
+
+def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None:
+    config = TrialConfig(micro_batch_size=3, checkpoint_fraction=0.5)
+    held = longest_rows(config, a_forecaster(), asked=Asked(held={"micro_batch_size": 3}))
+    assert [row.micro_batch_size for row in held.rows] == [3]
+    free = longest_rows(config, a_forecaster())
+    assert [row.micro_batch_size for row in free.rows][:3] == [1, 2, 4]
+    assert free.configurations == 1
+
+
+def test_the_document_is_json_and_names_its_grain() -> None:
+    answer = longest_rows(SPACE, a_forecaster(model=SHORT))
+    document = json.loads(json.dumps(longest_document(answer), allow_nan=False))
+    assert document["multiple_of"] == LENGTH_STEP
+    assert document["longest"]["seq_len"] == max(row["seq_len"] for row in document["rows"])
+    assert document["longest"]["answer"]["tokens_per_second"] > 0
+
+
+# Behaviour of single changes: what is turned, what that does, and which are worth a line
+
+RECIPE = TrialConfig(micro_batch_size=8)
+UNTURNED = {
+    *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
+    *("data_parallel", "sharding"),
+}
+"""Some change nothing that is asked about, one is not there to be halved, and what is asked about
+is one GPU."""
+
+
+def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:
+    changes = what_ifs(a_forecaster().expect(RECIPE))
+    for change in changes:
+        assert set(change.forecast.config.changes_from(RECIPE)) == {change.key}
+        assert change.forecast.broken is None
+    assert {change.key for change in changes} == set(KNOBS) - UNTURNED
+    assert len({change.forecast.config for change in changes}) == len(changes)
+
+
+def test_half_of_the_checkpointing_is_among_the_changes() -> None:
+    for fraction, values in ((1.0, {0.5, 0.0}), (0.5, {0.25, 0.0, 1.0}), (0.0, {0.5, 1.0})):
+        config = RECIPE.model_copy(update={"checkpoint_fraction": fraction})
+        changes = what_ifs(a_forecaster().expect(config))
+        assert {c.value for c in changes if c.key == "checkpoint_fraction"} == values
+
+
+def test_a_change_tells_the_difference_of_two_forecasts() -> None:
+    forecaster = a_forecaster()
+    shown = forecaster.expect(RECIPE)
+    for change in what_ifs(shown):
+        own = forecaster.expect(change.forecast.config)
+        difference = own.memory.peak_allocated_bytes - shown.memory.peak_allocated_bytes
+        assert change.memory_change_bytes == difference
+        assert change.speed_change is not None
+        speeds = own.tokens_per_second, shown.tokens_per_second
+        assert change.speed_change == pytest.approx(speeds[0] / speeds[1] - 1)  # type: ignore[operator]
+
+
+def test_what_is_faster_and_fits_comes_before_what_saves_memory_and_what_does_not_fit() -> None:
+    forecaster = a_forecaster(budget_gib=10)
+    changes = what_ifs(forecaster.expect(RECIPE))
+    assert [change.use for change in changes] == sorted(change.use for change in changes)
+    for change in changes:
+        is_faster = (change.speed_change or 0) > 0.005
+        match change.use:
+            case Use.FASTER:
+                assert is_faster
+                assert change.forecast.fit is not Fit.NO
+            case Use.LEANER:
+                assert not is_faster
+                assert change.memory_change_bytes < 0
+                assert change.forecast.fit is not Fit.NO
+            case Use.FASTER_WHERE_IT_FITS:
+                assert is_faster
+                assert change.forecast.fit is Fit.NO
+            case Use.NONE:
+                assert not (is_faster and change.forecast.fit is Fit.YES)
+    without = next(c for c in changes if (c.key, c.value) == ("checkpoint_fraction", 0.0))
+    assert without.use is Use.FASTER_WHERE_IT_FITS
+    upcast = next(c for c in changes if c.key == "upcast_fp32")
+    assert (upcast.value, upcast.use) == (False, Use.FASTER)
+
+
+def test_only_useful_changes_that_leave_the_task_alone_are_worth_a_line() -> None:
+    changes = what_ifs(a_forecaster().expect(RECIPE))
+    shown = few(changes)
+    assert 0 < len(shown) < len(changes) / 2
+    assert not {change.key for change in shown} & set(TASK_KEYS)
+    assert Use.NONE not in {change.use for change in shown}
+
+
+def test_nothing_is_asked_of_what_a_rule_forbids() -> None:
+    forecaster = a_forecaster(gpu="t4")
+    assert forecaster.expect(RECIPE).broken is not None
+    assert what_ifs(forecaster.expect(RECIPE)) == ()
+
+
+def test_a_measured_configuration_is_compared_by_what_is_predicted_of_both() -> None:
+    """Its trials ran at 1.2 times the predicted step: no change may gain or lose by that."""
+    evidence = evidence_from(a_snapshot(*TRIALS), model=MISTRAL, gpu=a_forecaster().gpu)
+    forecaster = a_forecaster(evidence=evidence)
+    shown = forecaster.expect(TRIALS[0].config)
+    assert shown.speed_basis == "measured"
+    (quant,) = [c for c in what_ifs(shown) if c.value == "fp4"]
+    assert quant.speed_change == pytest.approx(0.0, abs=1e-9)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +15,33 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
+from search_spaces.gpus import GIB, find_gpu
+from search_spaces.models import load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
+from storage.records import OutOfMemory, TrialRecord
 from sweep.data.study_epochs import StudyEpochs
 from sweep.planning.documents import card_document
-from sweep.planning.evidence import evidence_from
+from sweep.planning.evidence import (
+    KeptForecasts,
+    evidence_from,
+    with_memory_forecasts,
+    with_target_speeds,
+)
 from sweep.planning.plan import plan_card, workload_of
 from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
+from sweep.predict.speed.predictor import Calibration, calibrate
+from tests.reports import synthetic
+from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
 from tests.sweep.planning.imagined import an_offer
+from tests.sweep.predict.predicted_steps import predict_step
+from tests.sweep.predict.speed.test_published_speeds import STUDY, published
 from tests.sweep.prepared_texts import Reader, a_summary, prepared_texts
 
 A10 = find_gpu("a10")
@@ -167,3 +181,95 @@ def test_packing_and_options_of_texts_need_texts(tmp_path: Path) -> None:
         question(tmp_path, space="a10", data={"text_column": "body"})
     with pytest.raises(InputError, match="--longest"):
         question(tmp_path, space="a10", data={"texts": "x.jsonl"}, is_longest=True)
+
+
+# A study that another GPU stood in for says how fast its trials are on the GPU it is for
+
+MODEL = load_model_spec("mistral-7b-v0.3")
+
+
+def study(*records: TrialRecord, **target: object) -> StudySnapshot:
+    definition = synthetic.definition(**target).model_copy(update={"model": MODEL.to_json()})
+    return with_target_speeds(synthetic.snapshot(records, definition=definition))
+
+
+def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> None:
+    record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
+    expected = predict_step(record.config, model=MODEL, gpu=find_gpu("a10"))
+    speed = study(record).target_speed(record)
+    assert speed.basis == "predicted"
+    assert speed.tokens_per_second == pytest.approx(expected.tokens_per_second)
+    assert speed.low == pytest.approx(expected.tokens_per_second / (1 + expected.uncertainty))
+    assert speed.high == pytest.approx(expected.tokens_per_second / (1 - expected.uncertainty))
+
+
+def test_a_step_holds_the_tokens_that_it_was_measured_with() -> None:
+    full = synthetic.fits(0, 17_000.0)
+    padded = synthetic.fits(1, 8_500.0, step_seconds=4096 / 17_000.0)
+    snapshot = study(full, padded)
+    whole, half = snapshot.target_speed(full), snapshot.target_speed(padded)
+    assert half.tokens_per_second == pytest.approx(whole.tokens_per_second / 2)
+
+
+def test_a_card_that_ran_itself_has_the_speed_that_was_measured() -> None:
+    record = synthetic.fits(0, 17_000.0)
+    speed = study(record, emulated_on=None).target_speed(record)
+    assert (speed.basis, speed.tokens_per_second) == ("measured", 17_000.0)
+    assert (speed.low, speed.high) == pytest.approx(record.measurement.speed_interval)  # type: ignore[union-attr]
+
+
+def test_what_was_not_measured_and_what_cannot_be_predicted_has_no_speed() -> None:
+    lost, record = synthetic.record(0, OutOfMemory(stage="forward")), synthetic.fits(0, 17_000.0)
+    assert study(lost).target_speed(lost) is None
+    assert study(record, gpu="a-card-of-an-older-catalogue").target_speed(record) is None
+    unknown = {"model": replace(MODEL, config={}).to_json()}
+    definition = synthetic.definition().model_copy(update=unknown)
+    snapshot = with_target_speeds(synthetic.snapshot((record,), definition=definition))
+    assert snapshot.target_speed(record) is None
+
+
+def test_what_a_stand_in_measured_would_not_make_other_gpus_better_predicted() -> None:
+    def error(calibration: Calibration | None) -> float:
+        found = published(calibration)
+        return statistics.mean(abs(math.log(one.measured_over_predicted)) for one in found)
+
+    assert error(calibrate(STUDY, model=MODEL, gpu=find_gpu("h200"))) > error(None)
+
+
+# What a configuration would need is handed to a report where it was traced before, else not
+
+
+def _forecaster(predictor: ImaginedPredictor, budget_bytes: int) -> Forecaster:
+    about = {"model": MISTRAL, "budget_bytes": budget_bytes, "violation": lambda _: None}
+    return Forecaster(**about, predictor=predictor, warn=lambda _: None)
+
+
+def _study(**target: str) -> StudySnapshot:
+    return snapshot([fits(0, 9_000.0)], definition=definition(**target))
+
+
+def test_a_structure_that_was_never_traced_is_not_traced_for_a_report(tmp_path: Path) -> None:
+    study = with_memory_forecasts(_study(), cache_dir=tmp_path)
+    assert study.memory_forecasts.get(study.records[0].config) is None
+    assert list(study.memory_forecasts) == []
+    assert not any(tmp_path.iterdir())
+    on_cpu = _study(device="cpu")
+    assert with_memory_forecasts(on_cpu, cache_dir=tmp_path) is on_cpu
+
+
+def test_each_configuration_is_predicted_once_and_only_when_it_is_asked_for() -> None:
+    predictor = ImaginedPredictor()
+    small, large = TrialConfig(), TrialConfig(micro_batch_size=64, seq_len=2048)
+    known = KeptForecasts([small], _forecaster(predictor, 20 * GIB))
+    assert known[large] == known[large]
+    assert known[large].fits == "no"
+    assert predictor.asked.count(large) == 1
+    assert list(known) == [small]
+    assert known[small].fits == "yes"
+    assert sum(known[small].parts.values()) == known[small].peak_allocated_bytes
+    assert predictor.asked.count(small) == 1
+    # What cannot be predicted is not in it.
+    fault = ImaginedPredictor(fault=InputError("no"))
+    known = KeptForecasts([TrialConfig()], _forecaster(fault, GIB))
+    assert TrialConfig() not in known
+    assert len(known) == 0

@@ -6,7 +6,6 @@ What a published step or sample rate costs is in `test_claims_costs.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
-from sweep.predict.memory.profile_store import TracingChildren
+from sweep.predict.memory.predictor import Fit, MemoryPrediction
 from tests.sweep.predict.predicted_steps import predict_step
 from tests.sweep.predict.rows import TABLE, config_of
 
@@ -42,18 +40,13 @@ def twenty_billion() -> ModelSpec:
     return ModelSpec("20b", "directory", {**load_model_spec(THIRTEEN).config, **sizes, **heads})
 
 
-@pytest.fixture(scope="module")
-def predict(tracing_child: TracingChildren, profile_cache: Path) -> Predict:
+@pytest.fixture
+def predict(predictor: Any) -> Predict:
     """Predict a configuration of a model, by name, on a GPU of the catalogue."""
 
     def predicted(model: str, gpu: str, config: TrialConfig) -> MemoryPrediction:
-        predictor = TracingPredictor(
-            twenty_billion() if model == "20b" else load_model_spec(model),
-            cache_dir=profile_cache,
-            compute_capability=find_gpu(gpu).compute_capability,
-            tracer=tracing_child,
-        )
-        return predictor.predict(config)
+        spec = twenty_billion() if model == "20b" else load_model_spec(model)
+        return predictor(spec, find_gpu(gpu).compute_capability).predict(config)
 
     return predicted
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from optuna.samplers import BaseSampler
@@ -10,16 +14,24 @@ from optuna.trial import TrialState
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.loading import shipped_presets
 from search_spaces.space import SamplerName, SearchSpace
-from sweep.sampling.encoding import Encoding, Frontier, identity
+from storage import codec
+from storage.records import Crashed, Outcome, OutOfMemory, TrialRecord
+from sweep.sampling.encoding import Encoding, Frontier, SpaceCandidates, identity
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from tests.sweep.simulated_device import (
     BUDGET,
     Knowing,
+    OneFactor,
+    a_record,
     a_space,
+    best_speed,
     does_not_fit,
+    forecasts,
     peak_bytes,
     tokens_per_second,
+    train,
 )
 
 quiet_optuna()
@@ -205,3 +217,255 @@ def test_what_was_closed_before_it_ran_is_still_to_be_tried() -> None:
         study.tell(closed, state=TrialState.FAIL)
         asked_then = [study.ask(encoding.distributions).params for _ in range(2)]
         assert closed.params in asked_then
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Knows the simulated GPU's speed and memory, each off by a function of the configuration."""
+
+    speed_off: Callable[[TrialConfig], float] = lambda _: 1.0
+    memory_off: float = 1.0
+    is_reversed: bool = False
+
+    def expect(self, config: TrialConfig) -> Any:
+        return SimpleNamespace(is_refused=False)
+
+    def is_valid(self, config: TrialConfig) -> bool:
+        return True
+
+    def forecast(self, configs: Sequence[TrialConfig]) -> Any:
+        seconds = np.array([c.tokens_per_step / tokens_per_second(c) for c in configs])
+        seconds *= [self.speed_off(config) for config in configs]
+        log_seconds = -np.log(seconds) if self.is_reversed else np.log(seconds)
+        return forecasts(
+            physics=OneFactor(log_seconds),
+            peak_bytes=np.array([float(peak_bytes(c)) for c in configs]) * self.memory_off,
+            uncertainty=np.full(len(configs), 0.015),
+            trainable_parameters=np.array([1e6 * c.lora_rank for c in configs]),
+        )
+
+
+def a_study(
+    space: SearchSpace, foresight: Any, *, seed: int = 0, name: Any = "guided"
+) -> optuna.Study:
+    directions = codec.directions(space.objectives)
+    sampler = make_sampler(name, space, seed=seed, forecaster=foresight)
+    return optuna.create_study(sampler=sampler, directions=directions)
+
+
+def tell(study: optuna.Study, trial: optuna.Trial, record: TrialRecord, space: SearchSpace) -> None:
+    result = codec.to_optuna(record, objectives=space.objectives, budget_bytes=BUDGET)
+    for key, value in result.attributes.items():
+        trial.set_user_attr(key, value)
+    study.tell(trial, values=result.values, state=result.state)
+
+
+def step(
+    study: optuna.Study,
+    space: SearchSpace,
+    answer: Callable[[TrialConfig], Outcome] = train,
+) -> TrialRecord:
+    """Ask for one trial, run it on the simulated GPU, and tell how it ended."""
+    encoding = Encoding(space)
+    trial = study.ask(encoding.distributions)
+    config = encoding.config(trial.params)
+    record = a_record(config, answer(config), number=trial.number)
+    tell(study, trial, record, space)
+    return record
+
+
+def speeds(records: Sequence[TrialRecord]) -> list[float]:
+    return [r.measurement.tokens_per_second for r in records if r.measurement]
+
+
+@pytest.mark.parametrize(
+    ("foresight", "most"),
+    [
+        pytest.param(Foresight(), 1, id="right"),
+        pytest.param(Foresight(speed_off=lambda _: 3.0), 1, id="off-by-a-factor"),
+        pytest.param(
+            Foresight(speed_off=lambda c: 1.34 if c.kernels == "liger" else 1.0), 8, id="structure"
+        ),
+        pytest.param(Foresight(memory_off=1.3), 8, id="memory-too-high"),
+        pytest.param(Foresight(memory_off=0.7), 8, id="memory-too-low"),
+        pytest.param(Foresight(is_reversed=True, memory_off=1.3), 30, id="all-wrong-high"),
+        pytest.param(Foresight(is_reversed=True, memory_off=0.7), 30, id="all-wrong-low"),
+        pytest.param(Knowing(), 30, id="nothing-forecast"),
+    ],
+)
+def test_a_wrong_forecast_costs_trials_and_never_the_optimum(foresight: Any, most: int) -> None:
+    space = a_space()
+    study = a_study(space, foresight)
+    records = [step(study, space) for _ in range(most)]
+    share = 0.98 if isinstance(foresight, Foresight) else 0.95
+    assert max(speeds(records)) > share * best_speed(space)
+
+
+def test_what_ran_out_of_memory_moves_the_edge_of_what_is_tried() -> None:
+    space = a_space()
+    study = a_study(space, Foresight(memory_off=0.6))
+    outcomes = []
+    while study.sampler.outlook(study).gain >= 0.01 and len(outcomes) < 40:
+        outcomes.append(step(study, space).outcome)
+    ran_out = [isinstance(outcome, OutOfMemory) for outcome in outcomes]
+    assert ran_out[0]
+    assert sum(ran_out) <= 4
+    assert len(ran_out) < 15
+
+
+def test_a_study_that_goes_on_asks_what_it_would_have_asked() -> None:
+    space = a_space()
+    foresight = Foresight(speed_off=lambda c: 1.3 if c.kernels == "liger" else 1.0)
+    study = a_study(space, foresight)
+    for _ in range(3):
+        step(study, space)
+    resumed = a_study(space, foresight)
+    resumed.add_trials(study.get_trials())
+    assert step(resumed, space).config == step(study, space).config
+
+
+def test_a_running_trial_is_not_asked_for_again_and_says_as_much_as_its_forecast() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    encoding = Encoding(space)
+    running = [encoding.config(study.ask(encoding.distributions).params) for _ in range(4)]
+    assert len(set(running)) == 4
+    assert step(study, space).config not in running
+
+
+@pytest.mark.parametrize(
+    "objectives",
+    [
+        ["tokens_per_second", "peak_memory"],
+        ["peak_memory", "tokens_per_second"],
+        ["tokens_per_second", "peak_memory", "trainable_parameters"],
+        ["trainable_parameters", "peak_memory"],
+    ],
+)
+def test_several_objectives_are_bettered_together(objectives: list[str]) -> None:
+    space = a_space(
+        objectives=objectives,
+        dimensions={
+            "micro_batch_size": {"choices": [1, 2, 4, 8, 16, 32]},
+            "checkpoint_fraction": {"choices": [0.0, 0.5, 1.0]},
+            "kernels": {"choices": ["hf", "liger"]},
+            "lora_rank": {"choices": [8, 32]},
+        },
+        fixed={},
+    )
+
+    def volume(sampler: str) -> float:
+        study = a_study(space, Foresight(), seed=1, name=sampler)
+        for _ in range(8):
+            step(study, space)
+        return _volume(study, objectives)
+
+    # All that is certain of a configuration is its memory and its adapters: eight trials are enough
+    # for anybody where speed is not asked for.
+    more = 1.02 if "tokens_per_second" in objectives else 1.0
+    assert volume("guided") >= more * volume("random")
+
+
+def _volume(study: optuna.Study, objectives: list[str]) -> float:
+    """The share of a box that the front dominates, by sampling."""
+    box = {
+        "tokens_per_second": (0.0, 20_000.0),
+        "peak_memory": (-21.5, -4.0),
+        "trainable_parameters": (0.0, 40e6),
+    }
+    low, high = np.array([box[name] for name in objectives]).T
+    sign = np.array([-1.0 if name == "peak_memory" else 1.0 for name in objectives])
+    points = [np.array(t.values) * sign for t in study.get_trials() if t.values]
+    draws = low + np.random.default_rng(0).random((20_000, len(objectives))) * (high - low)
+    return float(np.mean(np.any([np.all(draws <= p, axis=1) for p in points], axis=0)))
+
+
+@pytest.mark.parametrize("preset", shipped_presets(), ids=lambda space: str(space.name))
+def test_every_preset_is_looked_at_whole(preset: SearchSpace) -> None:
+    candidates = SpaceCandidates(preset, is_valid=lambda _: True, seed=0)
+    assert candidates.is_listed
+
+
+def test_a_continuous_range_is_searched_to_its_best() -> None:
+    space = a_space(
+        dimensions={
+            "checkpoint_fraction": {"low": 0.0, "high": 1.0},
+            "micro_batch_size": {"choices": [8, 10, 12]},
+        },
+        fixed={"kernels": "liger", "upcast_fp32": False},
+    )
+    study = a_study(space, Foresight())
+    records = [step(study, space) for _ in range(4)]
+    # The largest batch that fits with the least recomputation, of some tens of thousands of values.
+    fine = {"checkpoint_fraction": {"low": 0.0, "high": 1.0, "step": 0.005}}
+    dimensions = space.model_dump()["dimensions"] | fine
+    best = best_speed(a_space(dimensions=dimensions, fixed=space.fixed))
+    assert max(speeds(records)) > 0.98 * best
+
+
+def test_trials_that_crash_are_no_answer_and_are_not_asked_for_again() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    crashed = [step(study, space, lambda _: Crashed(phase="attach")).config for _ in range(3)]
+    assert len(set(crashed)) == 3
+    assert step(study, space).config not in crashed
+
+
+def test_the_outlook_says_what_is_left_and_falls_as_trials_tell() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    sampler = study.sampler
+    assert sampler.outlook(study).gain == float("inf")
+    first = step(study, space)
+    after_one = sampler.outlook(study)
+    assert after_one.config != first.config
+    assert after_one.gain < 0.15
+    for _ in range(6):
+        step(study, space)
+    assert sampler.outlook(study).gain < after_one.gain
+    assert sampler.outlook(study, besides=6).looked_at == sampler.outlook(study).looked_at + 1
+    assert all(trial.state is TrialState.COMPLETE for trial in study.get_trials())
+
+
+def test_a_class_is_owed_what_is_clearly_faster_than_what_was_measured_of_it() -> None:
+    space = a_space()
+    study = a_study(space, Foresight())
+    sampler = study.sampler
+    first = step(study, space).config
+    best = sampler.fastest_of(study, lambda _: True)
+    slowest = space.baseline_config()
+    assert best is not None
+    assert sampler.fastest_of(study, lambda _: True, [slowest]) == best
+    assert sampler.fastest_of(study, lambda _: True, [first]) is None
+
+
+@pytest.mark.parametrize(("kernels", "off"), [("liger", 1.34), ("fused-loss", 0.8)])
+def test_little_is_left_only_where_little_is_left_of_what_was_never_tried(
+    kernels: str, off: float
+) -> None:
+    space = a_space()
+    wrong = Foresight(speed_off=lambda config: off if config.kernels == kernels else 1.0)
+    study = a_study(space, wrong)
+    records, gain, before = [step(study, space)], 1.0, 1.0
+    while max(gain, before) >= 0.01 and len(records) < 12:
+        records.append(step(study, space))
+        gain, before = study.sampler.outlook(study).gain, gain
+    assert max(speeds(records)) > 0.98 * best_speed(space)
+    assert len(records) < 12
+
+
+def test_runs_that_measure_a_winner_again_teach_nothing_but_that_it_ran_out() -> None:
+    space = a_space()
+
+    def outlook(again: Outcome | None) -> tuple[float, TrialConfig | None]:
+        study = a_study(space, Foresight())
+        records = [step(study, space) for _ in range(3)]
+        if again is not None:
+            errand = {"purpose": "confirm", "series": 1}
+            tell(study, study.ask(), a_record(records[-1].config, again, number=3, **errand), space)
+        found = study.sampler.outlook(study)
+        return found.gain, found.config
+
+    slower = train(TrialConfig(micro_batch_size=1))
+    assert outlook(slower) == outlook(None)
+    assert outlook(OutOfMemory(stage="forward")) != outlook(None)

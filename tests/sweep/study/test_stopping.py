@@ -8,33 +8,46 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from reports import units
 from reports.sentences import stopped_words
+from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from storage.ranking import rank
+from search_spaces.gpus import GIB, find_gpu
+from search_spaces.space import Objective
+from storage.ranking import rank, rank_study
 from storage.reading import read_study
 from storage.records import (
     Crashed,
     Lost,
+    Measured,
     Outcome,
     OutOfMemory,
+    PrunedSlow,
     TimedOut,
     TrialRecord,
     Verdict,
 )
-from storage.study import OpenStudy
+from storage.study import OpenStudy, open_study
+from sweep.planning.evidence import with_target_speeds
+from sweep.predict.forecast import SpeedForecast
+from sweep.running.wire import Progress
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler
 from sweep.study.events import StopReason
-from sweep.study.stopping import ConsecutiveFailures, Stopping, price_of
+from sweep.study.stopping import ConsecutiveFailures, Rival, Rivals, Stopping, is_hopeless, price_of
+from sweep.terminal.summary import best_text, last_screen
 from tests.sweep.simulated_device import (
     BUDGET,
+    MODEL,
     SPACE,
     Exact,
     OneFactor,
     a_definition,
+    a_measurement,
     a_record,
     a_space,
     a_study,
@@ -268,3 +281,270 @@ def test_failing_alike_again_and_again_is_the_machines_fault(
 def test_anything_else_in_between_begins_the_count_anew(between: Outcome) -> None:
     assert counted(*[CRASH] * 4, between, *[CRASH] * 4)
     assert not counted(*[STOPPED] * 5)
+
+
+CONFIG = TrialConfig()
+OTHER = TrialConfig(micro_batch_size=8)
+RIVAL = Rival(config=CONFIG, tokens_per_second=1000.0, peak_allocated_bytes=10 * GIB)
+WARMING_UP = Progress(phase="warmup", step=6, tokens_per_second_high=1.0)
+SPREAD = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "lora_rank": {"choices": [16, 64]},
+    "kernels": {"choices": ["hf", "liger"]},
+}
+
+
+def measuring(high: float | None, gib: float | None = None) -> Progress:
+    allocated = None if gib is None else int(gib * GIB)
+    return Progress(phase="measure", step=6, tokens_per_second_high=high, allocated_bytes=allocated)
+
+
+@pytest.mark.parametrize(
+    ("progress", "objectives", "rank", "expected"),
+    [
+        (measuring(500.0), [], 16, True),
+        # A tie is shown, and before there is an interval nothing is known.
+        (measuring(985.0), [], 16, False),
+        (measuring(1500.0), [], 16, False),
+        (measuring(None), [], 16, False),
+        (WARMING_UP, [], 16, False),
+        # A rival has to win in every objective.
+        (measuring(500.0, 11), ["peak_memory"], 16, True),
+        (measuring(500.0, 9), ["peak_memory"], 16, False),
+        (measuring(500.0), ["peak_memory"], 16, False),
+        (measuring(500.0), ["trainable_parameters"], 16, True),
+        (measuring(500.0), ["trainable_parameters"], 64, False),
+        # A slow one may learn more: only what is less than half as fast goes untrained.
+        (measuring(450.0), ["eval_loss"], 64, True),
+        (measuring(550.0), ["eval_loss"], 64, False),
+    ],
+)
+def test_a_trial_is_hopeless_once_its_best_case_is_behind(
+    progress: Progress, objectives: list[Any], rank: int, expected: bool
+) -> None:
+    config = TrialConfig(lora_rank=rank)
+    both = ("tokens_per_second", *objectives)
+    assert is_hopeless(progress, config=config, rivals=[RIVAL], objectives=both) is expected
+    assert not is_hopeless(progress, config=config, rivals=[], objectives=both)
+    # Where speed is not asked for none is stopped.
+    assert not is_hopeless(progress, config=config, rivals=[RIVAL], objectives=objectives)
+
+
+def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
+    measurement = a_measurement(CONFIG)
+    fits = a_record(CONFIG, Measured(measurement=measurement))
+    slow = a_record(OTHER, PrunedSlow(measurement=measurement), number=1)
+    lost = a_record(OTHER, OutOfMemory(stage="forward"), number=2)
+    (rival,) = Rivals(a_definition(), [fits, slow, lost]).of(TrialConfig())
+    # What it reached for sure: a rival that was lucky stops nobody.
+    assert rival.tokens_per_second == measurement.speed_interval[0]
+    outside = a_record(TrialConfig(lora_rank=4), is_baseline=True)
+    unsure = a_record(CONFIG, Measured(measurement=a_measurement(CONFIG, step_seconds_ci95=None)))
+    assert Rivals(a_definition(), [outside, unsure]).of(TrialConfig()) == ()
+
+
+@pytest.mark.parametrize(("emulated_on", "count"), [("NVIDIA H200", 0), (None, 1)])
+def test_a_trial_is_stopped_by_another_class_on_the_target_alone(
+    emulated_on: str | None, count: int
+) -> None:
+    fast = TrialConfig(kernels="fused-loss")
+    rivals = Rivals(a_definition(emulated_on=emulated_on), [a_record(fast)])
+    assert len(rivals.of(fast.model_copy(update={"compute_dtype": "int8"}))) == count
+    assert len(rivals.of(fast)) == 1
+
+
+CONFIGS = [
+    TrialConfig(micro_batch_size=batch, lora_rank=lora_rank, kernels=kernels)
+    for batch in (4, 8)
+    for lora_rank in (16, 4)
+    for kernels in ("hf", "liger")
+]
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> list[TrialRecord]:
+    """Trials by number, of which some try again what was tried, and some lie outside the space."""
+    return [
+        a_record(
+            config := draw(st.sampled_from(CONFIGS)),
+            draw(
+                st.sampled_from(
+                    (
+                        OutOfMemory(stage="forward"),
+                        Crashed(phase="attach"),
+                        PrunedSlow(measurement=a_measurement(config)),
+                        *(
+                            at_speed(config, speed, spread=0.01, peak_allocated_bytes=peak * GIB)
+                            for speed in (1_000.0, 2_000.0, 3_000.0)
+                            for peak in (1, 2)
+                        ),
+                    )
+                )
+            ),
+            number=number,
+        )
+        for number in range(draw(st.integers(0, 12)))
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    told=trials(),
+    known=st.integers(0, 12),
+    again=trials(),
+    config=st.sampled_from(CONFIGS),
+    high=st.sampled_from((500.0, 970.0, 1500.0, 2500.0)),
+    allocated=st.sampled_from((None, 1.0, 1.5)),
+    objectives=st.sampled_from(
+        (
+            ("tokens_per_second",),
+            ("tokens_per_second", "peak_memory"),
+            ("tokens_per_second", "trainable_parameters"),
+        )
+    ),
+)
+def test_the_rivals_stop_what_any_trial_of_the_ranking_stops(
+    told: list[TrialRecord],
+    known: int,
+    again: list[TrialRecord],
+    config: TrialConfig,
+    high: float,
+    allocated: float | None,
+    objectives: tuple[Objective, ...],
+) -> None:
+    definition = a_definition(objectives=list(objectives), dimensions=SPREAD, fixed={})
+    confirmations = [
+        record.model_copy(update={"purpose": "confirm", "series": 1, "number": 100 + record.number})
+        for record in again
+    ]
+    rivals = Rivals(definition, told[:known], confirmations=confirmations)
+    rivals.of(config)
+    for record in told[known:]:
+        rivals.learn([record])
+    ranking = rank(told, definition, confirmations)
+    is_of_class = ranking.is_of_baselines_class
+
+    as_told = {record.number: record for record in told}
+    ranked = [as_told[record.number] for record in ranking.ranked]
+    everything = [
+        Rival(
+            config=record.config,
+            tokens_per_second=record.measurement.speed_interval[0],
+            peak_allocated_bytes=record.measurement.peak_allocated_bytes,
+        )
+        for record in ranked
+        if record.measurement is not None and record.measurement.speed_interval is not None
+        if not is_of_class(config) or is_of_class(record.config)
+    ]
+
+    def stopped_by(those: Sequence[Rival]) -> bool:
+        progress = measuring(high, allocated)
+        return is_hopeless(progress, config=config, rivals=those, objectives=objectives)
+
+    kept = rivals.of(config)
+    assert stopped_by(kept) == stopped_by(everything)
+    assert set(kept) <= set(everything)
+
+
+# Where another GPU stands in for the target, INT8 that is slow there still wins for the target
+
+BOTH: dict[str, Any] = {
+    "dimensions": {
+        "micro_batch_size": {"choices": [1, 2, 4, 8, 10]},
+        "compute_dtype": {"choices": ["bf16", "int8"]},
+        "checkpoint_fraction": {"choices": [0.0, 0.5, 1.0]},
+    },
+    "fixed": {"lora_rank": 16, "target_modules": "attention", "kernels": "fused-loss"},
+    "confirm": {"seconds": 5},
+}
+ALL_THREE = {
+    "micro_batch_size": {"choices": [4, 8]},
+    "compute_dtype": {"choices": ["bf16", "fp8", "int8"]},
+}
+
+
+def slower_in_int8(config: TrialConfig) -> Outcome:
+    """Answer as a GPU on which INT8 is 0.8 times as fast as bf16."""
+    outcome = train(config)
+    if config.numerics == "16-bit" or not isinstance(outcome, Measured):
+        return outcome
+    return at_speed(config, 0.8 * tokens_per_second(config))
+
+
+def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
+    """Drive a guided study for an A10 to its end, and return it as every reader sees it."""
+    definition = a_definition(emulated_on=emulated_on, **(BOTH | changes))
+    a10, h200 = (SpeedForecast(model=MODEL, gpu=find_gpu(name)) for name in ("a10", "h200"))
+    is_a10 = emulated_on is None
+    forecaster = a_forecaster(
+        predictor=Exact(), speed=a10 if is_a10 else h200, target_speed=None if is_a10 else a10
+    )
+    sampler = make_sampler("guided", definition.space, seed=0, forecaster=forecaster)
+    about = {"definition": definition, "environment": {}, "home": home}
+    url = f"sqlite:///{home}/sweep.db"
+    with open_study("study", url=url, sampler=sampler, **about) as study:
+        stopping = Stopping(
+            definition.space,
+            outlook=lambda besides: sampler.outlook(study.study, besides=besides),
+            fastest_of=partial(sampler.fastest_of, study.study),
+        )
+        drive(study, slower_in_int8, forecaster=forecaster, stopping=stopping)
+    return with_target_speeds(read_study("study", url=url, home=home))
+
+
+def test_int8_that_is_slow_on_the_stand_in_is_tried_wins_and_is_confirmed(tmp_path: Path) -> None:
+    found = study_of(tmp_path, emulated_on="NVIDIA H200")
+    ranking = rank_study(found)
+    winner, other = ranking.winner, ranking.fastest_with_16_bits
+    assert winner.config.numerics == "int8"
+    assert winner.config.micro_batch_size > 1
+    # Its class was not left at the baseline, and nothing of INT8 was stopped for being slower.
+    assert not other.is_baseline
+    assert other.measurement.tokens_per_second > winner.measurement.tokens_per_second
+    int8 = [r for r in found.records if r.config.numerics == "int8"]
+    assert any(r.verdict is Verdict.FITS for r in int8)
+    assert ranking.is_confirmed
+    assert {r.config for r in found.confirmations if r.purpose == "soak"} == {winner.config}
+
+    document = view_of(found).document()
+    assert document["numerics_choice"] == "predicted"
+    assert {row["numerics"] for row in document["fastest_by_class"]} == {"16-bit", "int8"}
+    for text in (last_screen(found), best_text(found)):
+        assert "int8 compute" in text
+        assert f"The fastest with 16-bit compute is trial {other.number}: " in text
+        assert "is predicted; only a run on an A10 can measure it." in text
+
+
+def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
+    found = study_of(tmp_path, emulated_on=None)
+    ranking = rank_study(found)
+    assert ranking.winner.config.numerics == "16-bit"
+    assert view_of(found).document()["numerics_choice"] == "measured"
+    assert "bf16 compute" in last_screen(found)
+    assert "is predicted;" not in last_screen(found)
+
+
+def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> None:
+    definition = a_definition(gpu="l4", emulated_on="NVIDIA H200", dimensions=ALL_THREE)
+    wide, fp8, int8 = (TrialConfig(compute_dtype=each) for each in ("bf16", "fp8", "int8"))
+    lost = OutOfMemory(stage="forward")
+    records = [
+        a_record(wide),
+        a_record(fp8, lost, number=1),
+        a_record(fp8.model_copy(update={"micro_batch_size": 8}), lost, number=2),
+    ]
+
+    def owed(*left: TrialConfig) -> TrialConfig | None:
+        found = Stopping(
+            definition.space,
+            fastest_of=lambda wanted, measured: next(
+                filter(wanted, () if measured else left), None
+            ),
+        )
+        return found.still_owed(rank(records, definition))
+
+    assert owed(fp8, int8) == int8
+    assert owed(fp8) is None
+    records.pop()
+    # The first class has nothing left that fits.
+    assert owed(int8) == int8

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import EnvironmentFault, InputError, SweepError
+from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec
+from search_spaces.space import SearchSpace
 from sweep.predict.memory.allocator import MIB
-from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor
-from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor, one_of_each_kind
+from sweep.predict.memory.profiles import Structure, Symbols, Untraceable
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -263,3 +267,96 @@ def test_a_budget_far_off_is_decided_and_one_close_by_is_uncertain(predict: Pred
 
 def test_a_compiled_configuration_is_less_certain(predict: Predict) -> None:
     assert predict(compile=True).uncertainty > predict().uncertainty
+
+
+# One configuration of each set of tensors that a space has
+
+
+def a_space(**dimensions: Any) -> SearchSpace:
+    values = {"lora_rank": {"choices": (4, 8)}, **dimensions}
+    return SearchSpace(name="mine", gpu="a10", dimensions=values)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "kinds"),
+    [
+        ({}, 1),
+        ({"seq_len": {"choices": (64, 512)}, "micro_batch_size": {"choices": (1, 2, 3)}}, 1),
+        ({"kernels": {"choices": ("hf", "liger")}, "upcast_fp32": {"choices": (True, False)}}, 4),
+        ({"quantization": {"choices": ("nf4", "fp4", "none")}}, 2),
+        ({"lora_dropout": {"low": 0.0, "high": 0.1}}, 2),
+        ({"lora_dropout": {"low": 0.05, "high": 0.1}}, 1),
+        ({"checkpoint_fraction": {"low": 0.0, "high": 1.0, "step": 0.05}}, 3),
+        ({"checkpoint_fraction": {"low": 0.0, "high": 1.0}}, 3),
+        ({"checkpoint_fraction": {"choices": (0.25, 0.5)}}, 1),
+    ],
+)
+def test_values_that_only_scale_tensors_make_no_kind(
+    dimensions: dict[str, Any], kinds: int
+) -> None:
+    space = a_space(**dimensions)
+    baseline, *configs = one_of_each_kind(space)
+    assert baseline == space.baseline_config()
+    assert len(configs) == len(set(configs)) == kinds
+    assert all(space.params_of(config) is not None for config in configs)
+    # Each is as long as the space goes.
+    assert {config.seq_len for config in configs} == {max(space.values_of("seq_len"))}
+
+
+def test_they_need_the_structures_that_the_whole_preset_needs(tmp_path: Any) -> None:
+    space = load_space("a10")
+    tracers = [ImaginedTracer(window=1500, is_same_in_fp16=False) for _ in range(2)]
+    every = [space.baseline_config(), *map(space.config, space.combinations())]
+    for number, configs in enumerate((list(one_of_each_kind(space)), every)):
+        cache = tmp_path / str(number)
+        TracingPredictor(MODEL, cache_dir=cache, tracer=tracers[number]).predict_all(configs)
+    assert set(tracers[0].asked) == set(tracers[1].asked)
+
+
+# Bytes as polynomials, and the primes that give them back from one observed number
+
+MISTRAL = (32768, 4096, 14336, 32, 8, 128)
+
+
+@given(
+    width=st.sampled_from(MISTRAL),
+    powers=st.tuples(*[st.integers(0, 2)] * 3),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+)
+def test_a_product_of_dimensions_and_symbols_gives_its_polynomial_back(
+    width: int, powers: tuple[int, int, int], itemsize: int
+) -> None:
+    symbols = Symbols(MISTRAL, longest=32768)
+    b, r, s = powers
+    size = width * itemsize * 512 * symbols.b**b * symbols.r**r * symbols.s**s
+    assert symbols.polynomial(size) == {"b" * b + "r" * r + "s" * s: width * itemsize * 512}
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_sequence_with_one_token_more_or_less_is_a_sum(step: int) -> None:
+    symbols = Symbols(MISTRAL)
+    size = symbols.b * (symbols.s + step) * 8
+    assert symbols.polynomial(size) == {"bs": 8, "b": 8 * step}
+
+
+def test_what_depends_on_no_symbol_is_rounded_as_the_allocator_rounds_it() -> None:
+    symbols = Symbols(MISTRAL)
+    assert symbols.polynomial(4) == {"": 512}
+    assert symbols.polynomial(0) == {}
+
+
+def test_the_length_stays_within_the_positions_and_on_its_side_of_the_window() -> None:
+    assert Symbols(MISTRAL, longest=2048).s <= 2048
+    assert Symbols(MISTRAL, longer_than=4096).s > 4096
+
+
+def test_no_symbol_hides_in_a_dimension() -> None:
+    symbols = Symbols([20011 * 4, 19997])
+    primes = {symbols.b, symbols.s, symbols.r, symbols.c, symbols.p}
+    assert {20011, 19997}.isdisjoint(primes)
+    assert len(primes) == 5
+
+
+def test_a_length_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="no traceable length"):
+        Symbols(MISTRAL, longest=64)

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import pytest
 
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
-from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.linears import parameters, resolve_targets, target_sets, unquantized
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.rules import WITHOUT_SDPA, violation
+from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
-from sweep.predict.memory.profiles import Structure, Untraceable
+from sweep.predict.memory.profiles import ACTIVATIONS, Profile, Structure, Untraceable
+from sweep.predict.memory.replay import runs_under
+from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 from tests.sweep.shared_tracing import trace
 
 SMALL = {
@@ -52,14 +58,6 @@ IN_16_BITS = TrialConfig(quantization="none")
 
 def model(kind: str, **changes: Any) -> ModelSpec:
     return ModelSpec(kind, "directory", {"model_type": kind, **MODELS.get(kind, SMALL), **changes})
-
-
-@pytest.fixture
-def predictor(tracing_child: TracingChildren, profile_cache: Path) -> Any:
-    def of(spec: ModelSpec) -> TracingPredictor:
-        return TracingPredictor(spec, cache_dir=profile_cache, tracer=tracing_child)
-
-    return of
 
 
 @pytest.mark.parametrize("kind", sorted(set(MODELS) - {"falcon"}))
@@ -155,14 +153,10 @@ def test_beyond_its_window_a_model_needs_masks(predictor: Any) -> None:
 
 
 def test_without_flash_attention_grouped_heads_cost_the_scores(
-    tracing_child: TracingChildren, profile_cache: Path
+    predictor: Any,
 ) -> None:
     config = TrialConfig(compute_dtype="fp16", seq_len=2048, checkpoint_fraction=0.0)
-    kept = {"cache_dir": profile_cache, "tracer": tracing_child}
-    old, new = (
-        TracingPredictor(model("llama"), compute_capability=capability, **kept).predict(config)
-        for capability in ((7, 5), (8, 6))
-    )
+    old, new = (predictor(model("llama"), known).predict(config) for known in ((7, 5), (8, 6)))
     scores = 6 * 4 * 8 * 2048 * 2048 * 2  # layers, sequences, heads, rows, columns, fp16
     assert old.breakdown["activations"] - new.breakdown["activations"] >= scores
 
@@ -278,3 +272,276 @@ def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
     # Packages around them hold a docstring; whose names they are, how a result is kept and with
     # whom the child ends decides no number.
     assert outside <= {"__init__.py", "namesakes.py", "records.py", "processes.py"}
+
+
+# Profiles of models part of whose layers are in 4 bits, put together from two that are traced
+
+LAYERS = 6
+SHAPES: list[dict[str, Any]] = [
+    {"micro_batch_size": 1, "seq_len": 96},
+    {"micro_batch_size": 3, "seq_len": 200, "lora_rank": 64, "effective_batch_size": 9},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"upcast_fp32": False, "checkpoint_fraction": 0.0},
+        {"kernels": "liger", "checkpoint_fraction": 0.0, "target_modules": "all-linear"},
+        {"compile": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
+        {"adapter_dtype": "bf16", "upcast_fp32": False, "checkpoint_fraction": 0.0},
+        {"expandable_segments": True, "upcast_fp32": False, "checkpoint_fraction": 0.0},
+    ],
+    ids=str,
+)
+def test_what_is_put_together_takes_what_is_traced_as_a_whole(
+    predictor: Any,
+    tracing_child: TracingChildren,
+    knobs: dict[str, Any],
+    shape: dict[str, Any],
+) -> None:
+    config = TrialConfig(quantized_fraction=0.5, **knobs, **shape)
+    put_together = predictor(model("llama")).predict(config)
+    is_checkpointed = config.checkpoint_fraction > 0
+    whole = model("llama", every_layer_is_its_own=list(range(LAYERS)))
+    structure = Structure.of(config, is_checkpointed=is_checkpointed)
+    traced = Profile.from_json(trace(tracing_child, whole, structure))
+    assert put_together.step is not None
+    step = replace(put_together.step, profiles={is_checkpointed: traced})
+    expected = WholeMemory([config], [step]).prediction(0)
+    # The base of equal layers has other remainders, of less than a MiB each, than one of both.
+    slack = 2**20 * LAYERS
+    parts = put_together.breakdown
+    assert parts["weights"] == pytest.approx(expected.breakdown["weights"], abs=slack)
+    for part in ("adapters", "gradients", "optimizer", "loss"):
+        assert parts[part] == expected.breakdown[part]
+    activations = expected.breakdown["activations"]
+    assert parts["activations"] == pytest.approx(activations, rel=0.01)
+    assert put_together.moment == expected.moment
+    reserved = expected.peak_reserved_bytes
+    assert put_together.peak_reserved_bytes == pytest.approx(reserved, rel=0.05)
+
+
+def test_memory_goes_from_that_of_all_layers_in_4_bits_to_that_of_none(
+    predictor: Any,
+) -> None:
+    spec = load_model_spec("tinyllama-1.1b")
+    tiny = predictor(spec)
+    lean: dict[str, Any] = {"upcast_fp32": False, "kernels": "liger"}
+
+    def weights(**knobs: Any) -> int:
+        return tiny.predict(TrialConfig(**lean, **knobs)).breakdown["weights"]
+
+    layers = spec.hidden_layers
+    packed, wide = weights(), weights(quantization="none")
+    for count in (1, layers // 2, layers - 1):
+        expected = wide + (packed - wide) * count / layers
+        assert weights(quantized_fraction=count / layers) == pytest.approx(expected, abs=1)
+    assert weights(quantized_fraction=0.999) == packed
+
+
+def test_a_share_of_16_bit_layers_asks_for_no_more_tracing_than_the_two_ends() -> None:
+    config = TrialConfig(quantized_fraction=0.25, double_quant=False)
+    packed, wide = Structure.of(config, is_checkpointed=True).parts()
+    assert packed == Structure.of(TrialConfig(double_quant=False), is_checkpointed=True)
+    assert wide == Structure.of(TrialConfig(quantization="none"), is_checkpointed=True)
+    assert packed.parts() == (packed,)
+    assert not packed.is_mixed
+
+
+# What each of several GPUs needs, beside one alone
+
+TINYLLAMA = load_model_spec("tinyllama-1.1b")
+LEAN = {"upcast_fp32": False, "optimizer": "adamw_torch_fused", "micro_batch_size": 2}
+SHARED = {**LEAN, "sharding": "fsdp"}
+
+
+@pytest.fixture
+def tiny(predictor: Any) -> TracingPredictor:
+    return predictor(TINYLLAMA)
+
+
+def predict(predictor: TracingPredictor, **knobs: Any) -> MemoryPrediction:
+    return predictor.predict(parse_config({**LEAN, **knobs}))
+
+
+def test_gradients_are_there_once_in_buckets_and_once_more_where_cards_accumulate(
+    tiny: TracingPredictor,
+) -> None:
+    batches = {"effective_batch_size": 16}
+    alone, together = predict(tiny), predict(tiny, data_parallel=2)
+    accumulated = predict(tiny, **batches)
+    both = predict(tiny, data_parallel=2, **batches)
+    adapters = alone.breakdown["adapters"]
+    assert together.breakdown["gradients"] >= adapters
+    assert together.peak_allocated_bytes == accumulated.peak_allocated_bytes
+    assert both.peak_allocated_bytes == together.peak_allocated_bytes + adapters
+    assert predict(tiny, data_parallel=4).breakdown == together.breakdown
+
+
+def test_the_more_cards_share_a_model_the_less_each_of_them_holds(
+    tiny: TracingPredictor,
+) -> None:
+    whole = predict(tiny).breakdown
+    two, four = (predict(tiny, **SHARED, data_parallel=n).breakdown for n in (2, 4))
+    for part in ("weights", "adapters", "optimizer"):
+        assert four[part] < two[part] < whole[part], part
+    assert two["adapters"] == pytest.approx(whole["adapters"] / 2, rel=0.01)
+    # Half of what can be shared, and all constants.
+    assert two["weights"] > whole["weights"] / 2
+
+
+def test_what_is_gathered_is_there_when_it_is_needed_and_not_throughout(
+    tiny: TracingPredictor,
+) -> None:
+    head = TINYLLAMA.vocab_size * TINYLLAMA.hidden_size * 2
+    one, eight, long = (
+        predict(tiny, **{**SHARED, "micro_batch_size": n, "seq_len": s}, data_parallel=2)
+        for n, s in ((1, 128), (8, 512), (8, 2048))
+    )
+    # A small step's peak is the head that arrives, beside what it arrived in.
+    assert one.moment == "loss"
+    assert one.breakdown["activations"] > 2 * head
+    first, second, third = (each.peak_allocated_bytes for each in (one, eight, long))
+    assert 0 < second - first < third - second
+
+
+def gathered(predictor: TracingPredictor, name: str, **knobs: Any) -> int:
+    """Bytes by which what is highest in a segment is higher for being shared."""
+    whole, shared = (
+        predict(predictor, **knobs, data_parallel=2, sharding=way).step.profile
+        for way in ("none", "fsdp")
+    )
+
+    def most(profile: Profile) -> int:
+        _, peaks = profile.accounts[name]
+        return int(peaks[0, ACTIVATIONS, 0, profile.monomials.index("")])
+
+    return most(shared) - most(whole)
+
+
+def test_a_loss_that_reads_the_head_gives_it_up_before_the_backward_pass(
+    tiny: TracingPredictor,
+) -> None:
+    head = TINYLLAMA.vocab_size * TINYLLAMA.hidden_size * 2
+    assert gathered(tiny, "head_backward") == head
+    assert gathered(tiny, "head_backward", kernels="fused-loss") == 0
+    assert gathered(tiny, "head", kernels="fused-loss") > head
+
+
+TIED = ModelSpec(
+    MODEL.name,
+    MODEL.source,
+    # The dimensions of a model whose layers are known, and a profile by hand.
+    {**TINYLLAMA.config, **MODEL.config, "model_type": "llama", "tie_word_embeddings": True},
+)
+
+
+def test_a_head_that_is_the_embedding_is_there_throughout(tmp_path: Path) -> None:
+    apart = ModelSpec(MODEL.name, MODEL.source, {**TIED.config, "tie_word_embeddings": False})
+    weights = []
+    for spec in (apart, TIED):
+        predictor = TracingPredictor(spec, cache_dir=tmp_path, tracer=ImaginedTracer())
+        shared = predict(predictor, **SHARED, data_parallel=2)
+        weights.append(shared.breakdown["weights"])
+    head = MODEL.config["vocab_size"] * MODEL.config["hidden_size"] * 2
+    # It is whole beside its share. Of a base of one size, more is no parameter where one is less.
+    assert weights[1] - weights[0] == head + head // 2
+
+
+def test_what_was_never_measured_of_shared_models_is_stated_less_surely(
+    tiny: TracingPredictor, tmp_path: Path
+) -> None:
+    measured = predict(tiny, **SHARED, data_parallel=2).uncertainty
+    tied = TracingPredictor(TIED, cache_dir=tmp_path, tracer=ImaginedTracer())
+    config = parse_config({**SHARED, "data_parallel": 2})
+    assert tied.predict_all([config]).uncertainty[0] == tied.predict(config).uncertainty > measured
+    assert predict(tiny, **SHARED, data_parallel=4).uncertainty > measured
+
+
+@pytest.mark.parametrize(
+    ("cards", "kernels", "batch"),
+    [(2, "hf", 1), (2, "fused-loss", 16), (4, "hf", 16), (8, "hf", 1)],
+)
+def test_what_surely_fits_runs_in_the_replay_too(
+    tiny: TracingPredictor, cards: int, kernels: str, batch: int
+) -> None:
+    knobs = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
+    shared = predict(tiny, **{**SHARED, **knobs})
+    for times in (1.1, 1.2, 1.43, 1.6, 2.0):
+        budget = int(times * shared.peak_allocated_bytes)
+        if shared.fits(budget) is Fit.YES:
+            assert runs_under(shared.step, limit_bytes=budget)
+
+
+def test_what_nobody_knows_the_layers_of_has_no_prediction_for_its_shares(tmp_path: Path) -> None:
+    unknown = ModelSpec(MODEL.name, MODEL.source, {**MODEL.config, "model_type": "brand_new"})
+    predictor = TracingPredictor(unknown, cache_dir=tmp_path, tracer=ImaginedTracer())
+    with pytest.raises(InputError, match="what each GPU holds of them is not predicted"):
+        predict(predictor, **SHARED, data_parallel=2)
+
+
+# What is predicted of every shipped architecture before anything runs, or why it is refused
+
+NAMES = [model.name for model in shipped_models()]
+MIXTURES = [model.name for model in shipped_models() if unquantized(model) is not None]
+HOPPER = (9, 0)
+
+
+def refused(spec: ModelSpec, config: TrialConfig) -> str | None:
+    found = violation(config, model=spec, compute_capability=HOPPER, device="cuda")
+    return None if found is None else f"{found.rule}: {found.reason}"
+
+
+def recipe(spec: ModelSpec) -> TrialConfig:
+    """The standard recipe, with what the model cannot have replaced as the rules say."""
+    changes = {"quantization": "none"} if spec.name in MIXTURES else {}
+    eager = {"attention": "eager"} if spec.model_type in WITHOUT_SDPA else {}
+    return TrialConfig.model_validate({"micro_batch_size": 2, **changes, **eager})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_memory_of_every_shipped_model_is_predicted(predictor: Any, name: str) -> None:
+    spec = load_model_spec(name)
+    config, size = recipe(spec), parameters(spec)
+    assert refused(spec, config) is None
+    prediction = predictor(spec).predict(config)
+    weights = prediction.breakdown["weights"]
+    # Half a byte for a weight in 4 bits, two in 16, four for an embedding that the upcast widens.
+    least, most = (2.0, 3.0) if name in MIXTURES else (0.5, 4.0)
+    assert least * size < weights < most * size
+    assert prediction.breakdown["adapters"] > 0
+    assert prediction.quantized_share == (None if name in MIXTURES else 1.0)
+    # Without written logits it takes less.
+    for kernels in ("fused-loss", "liger"):
+        fused = config.model_copy(update={"kernels": kernels})
+        if kernels == "liger" and name in MIXTURES:
+            assert "experts" in str(refused(spec, fused))
+            continue
+        assert refused(spec, fused) is None
+        assert predictor(spec).predict(fused).peak_allocated_bytes < prediction.peak_allocated_bytes
+
+
+def test_a_mixture_of_experts_in_4_bits_is_refused_with_the_way_out(predictor: Any) -> None:
+    assert MIXTURES == ["gpt-oss-20b", "qwen3-30b-a3b"]
+    for spec in map(load_model_spec, MIXTURES):
+        config = recipe(spec).model_copy(update={"quantization": "nf4"})
+        assert "Use quantization none" in str(refused(spec, config))
+        with pytest.raises(Untraceable, match="use quantization none"):
+            predictor(spec).predict(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_find_their_layers_in_every_shipped_model(name: str) -> None:
+    spec = load_model_spec(name)
+    for wanted in ("qv", "attention", "all-linear"):
+        config = recipe(spec).model_copy(update={"target_modules": wanted})
+        if wanted in target_sets(spec):
+            assert refused(spec, config) is None
+            assert resolve_targets(config, spec)
+        else:
+            # One matrix holds queries, keys and values.
+            assert spec.model_type == "phi3"
+            assert "unknown-target-module" in str(refused(spec, config))

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import statistics
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import InputError
-from search_spaces.gpus import find_gpu
+from search_spaces.gpus import GpuSpec, Interconnect, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.predictor import FACTORS, Calibration, StepTimes, calibrate, in_order
+from sweep.predict.speed.kernels import MASKED_DOUBT, Layout, attention
+from sweep.predict.speed.predictor import (
+    EIGHT_BIT_SPREAD,
+    FACTORS,
+    Calibration,
+    SpeedPrediction,
+    StepTimes,
+    calibrate,
+    in_order,
+    ratio_spread,
+)
+from sweep.predict.speed.steps import ATTENTION_EFFICIENCY, ELEMENTWISE_EFFICIENCY
 from tests.sweep.predict.mixed_space import mixed_configs
 from tests.sweep.predict.predicted_steps import predict_step
+from tests.sweep.predict.rows import EIGHT_BIT, SEVERAL_CARDS, config_of, describe, model_of
 
 MISTRAL = load_model_spec("mistral-7b-v0.3")
 CALIBRATION = Calibration("a10", 7, {f: 0.7 + 0.1 * i for i, f in enumerate(FACTORS)}, 0.02)
@@ -95,3 +111,261 @@ def test_a_calibration_finds_the_card_that_trials_were_made_with() -> None:
         for known in (found, truth)
     )
     assert by_found == pytest.approx(by_truth, rel=0.03)
+
+
+# What GPUs that train together wait for each other: physics that must hold
+
+LEAN = {
+    "micro_batch_size": 8,
+    "upcast_fp32": False,
+    "kernels": "liger",
+    "optimizer": "adamw_torch_fused",
+}
+SHARDED = {**LEAN, "sharding": "fsdp"}
+
+
+def step(gpu: GpuSpec, **knobs: Any) -> SpeedPrediction:
+    return predict_step(parse_config({**LEAN, **knobs}), model=MISTRAL, gpu=gpu)
+
+
+def linked(gpu: GpuSpec, bytes_per_second: float) -> GpuSpec:
+    link = Interconnect(kind="pcie", bytes_per_second=bytes_per_second)
+    return gpu.model_copy(update={"interconnect": link})
+
+
+@pytest.mark.parametrize(("name", "cards"), [("a10", 2), ("h200", 4)])
+def test_cards_that_hold_the_model_each_are_nearly_as_many_times_as_fast(
+    name: str, cards: int
+) -> None:
+    alone, together = step(find_gpu(name)), step(find_gpu(name), data_parallel=cards)
+    ratio = together.tokens_per_second / alone.tokens_per_second
+    assert 0.9 * cards < ratio < cards
+    assert together.uncertainty > alone.uncertainty
+
+
+def test_a_slower_link_never_makes_a_step_shorter() -> None:
+    for knobs in ({}, SHARDED):
+        rates = (1e8, 1e9, 1e10, 1e11)
+        times = [
+            step(linked(find_gpu("a10"), rate), **knobs, data_parallel=2).step_seconds
+            for rate in rates
+        ]
+        assert times == sorted(times, reverse=True)
+        assert times[0] > times[-1]
+
+
+def test_gathering_layers_takes_time_that_holding_them_does_not() -> None:
+    gpu = linked(find_gpu("h200"), 1e10)
+    whole, shared = (step(gpu, **knobs, data_parallel=2) for knobs in ({}, SHARDED))
+    assert shared.step_seconds > whole.step_seconds
+    assert shared.uncertainty > whole.uncertainty
+
+
+def test_the_terms_still_add_up_to_the_step() -> None:
+    for knobs in ({"data_parallel": 2}, {**SHARDED, "data_parallel": 2}):
+        found = step(find_gpu("a10"), **knobs)
+        assert sum(found.terms.values()) == pytest.approx(found.step_seconds)
+
+
+def test_what_two_cards_took_is_within_what_is_stated_of_them() -> None:
+    for row in (row for row in SEVERAL_CARDS if row["cards"] > 1):
+        config, gpu = config_of(row), find_gpu("h200")
+        found = predict_step(config, model=model_of(row), gpu=gpu)
+        off = row["step_seconds"] / found.step_seconds - 1
+        assert abs(off) < found.uncertainty, describe(row)
+
+
+def test_the_host_is_busy_with_what_it_gathers_and_one_gpu_waits_for_none() -> None:
+    # Measured on two H200: 0.65 s a step, of which the GPU computes a tenth.
+    small = {**SHARDED, "micro_batch_size": 1, "data_parallel": 2}
+    assert step(find_gpu("h200"), **small).bottleneck == "launch"
+    gpu = find_gpu("a10")
+    assert step(gpu).step_seconds == step(linked(gpu, 1.0)).step_seconds
+    assert all(spec.interconnect is not None for spec in gpu_catalogue().values())
+
+
+# Steps whose frozen layers multiply in 8 bits: physics that must hold, and steps of an H200
+
+H200 = find_gpu("h200")
+FAST = {
+    "kernels": "fused-loss",
+    "upcast_fp32": False,
+    "compile": True,
+    "checkpoint_fraction": 0.0,
+    "optimizer": "adamw_torch_fused",
+    "double_quant": False,
+    "micro_batch_size": 16,
+}
+BF16 = {"compute_dtype": "bf16", "quantization": "none"}
+FP8 = {"compute_dtype": "fp8", "quantization": "fp8"}
+INT8 = {"compute_dtype": "int8", "quantization": "int8"}
+
+
+def config(**settings: Any) -> TrialConfig:
+    return parse_config({**FAST, **settings})
+
+
+def fast_step(gpu: GpuSpec = H200, **settings: Any) -> SpeedPrediction:
+    return predict_step(config(**settings), model=MISTRAL, gpu=gpu)
+
+
+def test_steps_of_an_h200_are_met() -> None:
+    """Rates and counts are those of a prototype, except launches of an eager product."""
+    ratios = [
+        row["step_seconds"]
+        / predict_step(config_of(row), model=model_of(row), gpu=H200).step_seconds
+        for row in EIGHT_BIT
+    ]
+    assert float(np.median(ratios)) == pytest.approx(1.03, abs=0.01)
+    assert (min(ratios), max(ratios)) == pytest.approx((0.99, 1.17), abs=0.01)
+
+
+@pytest.mark.parametrize("gpu", [g for g in gpu_catalogue().values() if "fp8" in g.peak_flops])
+def test_fp8_is_faster_than_bf16_where_products_take_the_time(gpu: GpuSpec) -> None:
+    assert fast_step(gpu, **FP8).step_seconds < fast_step(gpu, **BF16).step_seconds
+
+
+def test_where_the_host_is_too_slow_8_bits_cost_launches() -> None:
+    small = {"micro_batch_size": 1, "seq_len": 128, "compile": False}
+    narrow, wide = (fast_step(**kind, **small) for kind in (FP8, BF16))
+    assert (narrow.bottleneck, wide.bottleneck) == ("launch", "launch")
+    assert wide.step_seconds < narrow.step_seconds < 2 * wide.step_seconds
+
+
+def test_head_adapters_and_attention_stay_in_16_bits() -> None:
+    wide, narrow = fast_step(**BF16).terms, fast_step(**FP8).terms
+    for term in ("lora", "attention", "elementwise", "loss", "optimizer"):
+        assert narrow[term] == pytest.approx(wide[term])
+    assert wide["eight_bit"] == 0.0
+    assert 0.0 < narrow["matmul"] < 0.05 * wide["matmul"]
+
+
+def test_recomputing_every_layer_makes_a_third_product_of_two() -> None:
+    whole = {"checkpoint_fraction": 1.0}
+    ratio = fast_step(**FP8, **whole).terms["eight_bit"] / fast_step(**FP8).terms["eight_bit"]
+    assert ratio == pytest.approx(1.5, rel=0.05)
+
+
+def test_what_weights_cost_follows_from_how_they_are_held_and_multiplied() -> None:
+    def cost(compute_dtype: str, quantization: str) -> float:
+        kind = {"compute_dtype": compute_dtype, "quantization": quantization}
+        return fast_step(**kind).terms["dequant"]
+
+    # 8-bit weights are copied once, going back; in 16 bits they are expanded both ways.
+    copied = cost("fp8", "fp8")
+    assert cost("bf16", "fp8") == pytest.approx(3 * copied)
+    assert copied < cost("fp8", "nf4") < cost("bf16", "nf4") < cost("bf16", "fp8")
+    assert cost("int8", "int8") == copied
+    assert cost("bf16", "none") == 0.0
+
+
+def test_sums_of_integers_cost_more_to_bring_back() -> None:
+    same = H200.model_copy(update={"matrix_flops": {**H200.matrix_flops, "int8": 1.57e15}})
+    assert fast_step(same, **INT8).step_seconds > fast_step(same, **FP8).step_seconds
+
+
+def test_a_gpu_without_a_rate_for_it_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="a10 has no matrix rate for fp8"):
+        fast_step(find_gpu("a10"), **FP8)
+    assert fast_step(find_gpu("t4"), **INT8).terms["matmul"] > 0.0
+
+
+def test_it_is_less_sure_where_no_training_in_8_bits_was_measured() -> None:
+    a10 = find_gpu("a10")
+    assert fast_step(a10, **INT8).uncertainty > 1.1 * fast_step(a10, **BF16).uncertainty
+    assert fast_step(**INT8).uncertainty < 1.1 * fast_step(**BF16).uncertainty
+
+
+def test_trials_in_8_bits_make_it_as_sure_as_any_and_those_in_16_do_not() -> None:
+    a10 = find_gpu("a10")
+
+    def after(kind: dict[str, Any]) -> SpeedPrediction:
+        trials = [config(**kind, micro_batch_size=n) for n in (4, 8, 16)]
+        seconds = StepTimes(trials, model=MISTRAL, gpu=a10).seconds.tolist()
+        known = calibrate(list(zip(trials, seconds, strict=True)), model=MISTRAL, gpu=a10)
+        return predict_step(config(**INT8), model=MISTRAL, gpu=a10, calibration=known)
+
+    assert after(INT8).uncertainty < 0.15 < after(BF16).uncertainty
+
+
+def test_a_ratio_of_two_classes_is_surer_than_the_speeds_of_either() -> None:
+    l4, configs = find_gpu("l4"), (config(**FP8), config(**BF16))
+    spread = ratio_spread(*configs, model=MISTRAL, gpu=l4)
+    assert ratio_spread(*configs, model=MISTRAL, gpu=H200) < spread < EIGHT_BIT_SPREAD
+    assert ratio_spread(configs[0], configs[0], model=MISTRAL, gpu=l4) == 0.0
+    ends = math.exp(1.645 * spread)
+    assert ends - 1.0 < fast_step(l4, **FP8).uncertainty
+
+
+GAINS = {
+    ("a10", "int8"): (1.5, 0.9, 2.3),
+    ("a100-40gb", "int8"): (1.4, 0.9, 2.2),
+    ("rtx-3090", "int8"): (2.4, 1.5, 3.6),
+    ("rtx-4090", "int8"): (1.9, 1.3, 2.8),
+    ("rtx-4090", "fp8"): (1.6, 1.1, 2.5),
+    ("l4", "fp8"): (1.5, 1.0, 2.3),
+    ("l40s", "fp8"): (1.5, 1.0, 2.2),
+    ("h100-80gb", "fp8"): (1.5, 1.0, 2.3),
+    ("h200", "fp8"): (1.6, 1.3, 1.9),
+}
+"""What docs/speed.md says that 8 bits are expected to bring, and between what."""
+
+
+@pytest.mark.parametrize(("gpu", "kind"), GAINS)
+def test_what_8_bits_are_expected_to_bring_is_as_the_page_says(gpu: str, kind: str) -> None:
+    card = find_gpu(gpu)
+    narrow = config(compute_dtype=kind, quantization=kind)
+    wide = config(quantization="nf4", double_quant=True)
+    speeds = [predict_step(c, model=MISTRAL, gpu=card).tokens_per_second for c in (narrow, wide)]
+    doubt = math.exp(1.645 * ratio_spread(narrow, wide, model=MISTRAL, gpu=card))
+    ratio = speeds[0] / speeds[1]
+    assert (ratio, ratio / doubt, ratio * doubt) == pytest.approx(GAINS[gpu, kind], abs=0.06)
+
+
+def test_the_stated_spread_is_that_of_the_published_rates() -> None:
+    """docs/speed.md has their sources; each is over what 16 bits and the data sheet imply."""
+    fp8 = [3432.5 / 4500 / (1696 / 2250), 1570 / 1979 / (790 / 989), 1453.4 / 1979 / (790 / 989)]
+    fp8 += [1125.5 / (2 * 585.2), 388.9 / 419 / (237 / 209.5), 580.4 / (2 * 433)]
+    int8 = [1100 / 1979 / (790 / 989), 247 / (2 * 267)]
+    assert math.sqrt(np.mean(np.log(fp8 + int8) ** 2)) == pytest.approx(EIGHT_BIT_SPREAD, abs=0.01)
+
+
+def test_products_in_8_bits_have_a_factor_of_their_own() -> None:
+    slow = Calibration("h200", 1, {f: 2.0 if f == "eight_bit" else 1.0 for f in FACTORS}, 0.0)
+    wide, narrow = (
+        predict_step(config(**kind), model=MISTRAL, gpu=H200, calibration=slow).step_seconds
+        / fast_step(**kind).step_seconds
+        for kind in (BF16, FP8)
+    )
+    assert wide == 1.0
+    assert 1.5 < narrow < 2.0
+
+
+# The mask that keeps packed texts apart costs what was measured of it on a GPU
+
+MEASURED = Path(__file__).parents[3] / "bench" / "results" / "masked_attention.json"
+LONG = 4096
+"""Tokens; of shorter rows the host's launches are most of what is measured."""
+
+
+def _seconds(model: str, rows: int, packing: str) -> float:
+    config = TrialConfig(micro_batch_size=rows, seq_len=LONG, packing=packing)  # type: ignore[arg-type]
+    card = find_gpu("h200")
+    matrix = card.matrix_rate("bf16")
+    assert matrix is not None
+    forward, backward = attention(Layout([config], load_model_spec(model)))
+    flops, moved, _ = (forward + backward)[:, 0].tolist()
+    memory = card.copy_rate * ELEMENTWISE_EFFICIENCY
+    return float(flops / (matrix * ATTENTION_EFFICIENCY) + moved / memory)
+
+
+def test_a_mask_slows_attention_as_it_was_measured_to() -> None:
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    errors = []
+    for row in (row for row in rows if row["length"] == LONG):
+        measured = row["masked"]["both"] / row["plain"]["both"]
+        model, batch = row["model"], row["rows"]
+        predicted = _seconds(model, batch, "packed") / _seconds(model, batch, "none")
+        errors.append(predicted / measured - 1.0)
+        assert abs(errors[-1]) < MASKED_DOUBT
+    assert statistics.fmean(errors) == pytest.approx(0.0, abs=0.1)
