@@ -22,10 +22,9 @@ from search_spaces.linears import parameters
 from search_spaces.models import load_model_spec
 from search_spaces.space import Weights
 from sweep.data.rows import IGNORED
-from sweep.export.documents import lora_options
+from sweep.export.formats import lora_options
 from sweep.export.record import Record
-from sweep.export.spelling import lost_adapters, lost_settings
-from sweep.export.trainer_files import trl_options
+from sweep.export.trainers import options, unsupported
 from sweep.finetuning import course
 from sweep.finetuning.results import compared
 from sweep.running.device_info import environment_with, read_card
@@ -51,7 +50,7 @@ def model_kwargs(recipe: Record) -> dict[str, Any]:
     if recipe.config.weight_bits == 8:
         kind = recipe.config.quantization
         raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
-    more = [lost_adapters(recipe, "llama-factory")]
+    more = [unsupported(recipe, "llama-factory").get("adapter_dtype")]
     if recipe.config.expandable_segments:
         more.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
     _warn("from_pretrained and get_peft_model, where load_model does", recipe, _NOT_LOADED, *more)
@@ -82,7 +81,7 @@ def trl_args(recipe: Record, **changes: Any) -> Any:
 def _arguments(kind: Any, recipe: Record, changes: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     # Evaluating needs a dataset for it, which is the caller's to choose.
-    spelled = {k: v for k, v in trl_options(recipe).items() if k in known - {"eval_strategy"}}
+    spelled = {k: v for k, v in options(recipe, "trl").items() if k in known - {"eval_strategy"}}
     has_gpu = torch.cuda.is_available()
     here = {
         "output_dir": recipe.model_copy(update={"format": "python"}).output_dir,
@@ -95,7 +94,7 @@ def _arguments(kind: Any, recipe: Record, changes: dict[str, Any]) -> Any:
 
 def _warn(what: str, recipe: Record, keys: Collection[str], *more: str | None) -> None:
     """Warn of what TRL loses of these settings, and of more."""
-    lost = [sentence for key, sentence in lost_settings(recipe, "trl") if key in keys]
+    lost = [sentence for key, sentence in unsupported(recipe, "trl").items() if key in keys]
     lost += filter(None, more)
     if lost:
         warnings.warn("\n- ".join([f"Not done by {what}:", *lost]), stacklevel=4)

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from search_spaces.config import (
+    EIGHT_BIT,
+    TORCH_DTYPES,
+    allocator_settings,
+    liger_kernels,
+)
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
+from storage.files import WRITTEN_BY
 from storage.surfaces import surface_text
-from sweep.export.documents import PEFT_LOST, peft, yaml_document
-from sweep.export.record import Record, beside, record_of
-from sweep.export.script import imported_beside, script, script_lost
-from sweep.export.trainer_files import axolotl, llama_factory, lost, trl, unsloth
+from sweep.export import trainers
+from sweep.export.record import Record, Trainer, beside, facts, record_of
+from sweep.export.rows import DATA_FILE, dataset_info
+
+SURFACE = "surface"
+"""The format of all of a study's trials; the others are of one."""
+_COMMENT_WIDTH = 96
+_ROWS, _KERNELS = "rows.py", "eight_bit.py"
+"""What lies beside a script: it reads examples, and stores and computes in 8 bits."""
+_SCRIPT_TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2, TRL 1.15 to 1.16."
 
 
 @dataclass(frozen=True)
@@ -30,35 +51,9 @@ class Export:
 
     def files(self, path: Path) -> dict[Path, str]:
         """Return the texts of all files of an export to a path, that one first."""
-        found = {
-            path: self.text,
-            **{path.with_name(name): self.beside[name] for name in self.beside},
-        }
+        found = {path: self.text}
+        found |= {path.with_name(name): text for name, text in self.beside.items()}
         return found if self.record is None else found | {beside(path): self.record}
-
-
-@dataclass(frozen=True)
-class _Format:
-    text: Callable[[Record], str]
-    endings: tuple[str, ...]
-    lost: Callable[[Record], tuple[str, ...]] = lambda _: ()
-    beside: Callable[[Record], Mapping[str, str]] = lambda _: {}
-
-
-_JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
-_FORMATS: dict[str, _Format] = {
-    "script": _Format(script, _PYTHON, script_lost, imported_beside),
-    "json": _Format(Record.to_json, _JSON),
-    "yaml": _Format(yaml_document, _YAML),
-    "peft": _Format(peft, _JSON, lambda _: PEFT_LOST),
-    "axolotl": _Format(axolotl, _YAML, lambda recipe: lost(recipe, "axolotl")),
-    "llama-factory": _Format(llama_factory, _YAML, lambda recipe: lost(recipe, "llama-factory")),
-    "trl": _Format(trl, _YAML, lambda recipe: lost(recipe, "trl")),
-    "unsloth": _Format(unsloth, _PYTHON, lambda recipe: lost(recipe, "unsloth")),
-}
-
-SURFACE = "surface"
-"""The format of all of a study's trials; the others are of one."""
 
 
 def format_names() -> tuple[str, ...]:
@@ -78,16 +73,11 @@ def endings_of(format: str) -> tuple[str, ...]:
         raise InputError(
             f"--format: unknown format {quote(format)}{did_you_mean(format, (*_FORMATS, SURFACE))}"
         )
-    return _FORMATS[format].endings
-
-
-def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
-    """Return the text of `exported`."""
-    return exported(snapshot, format=format, number=number).text
+    return _FORMATS[format][1]
 
 
 def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> Export:
-    """Return the winner of a study as a recipe, or its trials as a surface.
+    """Return the winner of a study as a file, or its trials as a surface.
 
     Args:
         snapshot: the study.
@@ -102,13 +92,227 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         if number is not None:
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
-    chosen = _FORMATS[format]
     record = record_of(snapshot, number=number).model_copy(update={"format": format})
-    lost = chosen.lost(record)
-    told = record.model_copy(update={"unsupported": lost})
-    return Export(
-        chosen.text(record),
-        lost,
-        chosen.beside(record),
-        told.to_json() if format in ("script", "trl") else None,
+    return _FORMATS[format][0](record)
+
+
+def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
+    """Return the text of `exported`."""
+    return exported(snapshot, format=format, number=number).text
+
+
+# Documents for programs
+
+
+def _yaml(record: Record) -> Export:
+    body = _as_yaml(record.model_dump(mode="json"))
+    return Export(f"{comment(facts(record))}\n\n{body}")
+
+
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False))
+
+
+def _peft(record: Record) -> Export:
+    """Return an ``adapter_config.json``, which `peft.PeftConfig` loads.
+
+    PEFT warns of keys that it does not know. ``auto_mapping`` takes any, is kept when an adapter is
+    saved, and is not looked at where a task type is given: what is known of the trial is in there.
+    """
+    told = record.model_dump(mode="json")
+    more = {key: told[key] for key in ("config", "measurement", "texts")}
+    values = {
+        "peft_type": "LORA",
+        # Of a shipped architecture nobody knows where the weights are; PEFT notes it when it loads.
+        "base_model_name_or_path": record.model.weights,
+        "inference_mode": False,
+        **lora_options(record),
+        "auto_mapping": {"provenance": told["provenance"] | more},
+    }
+    lost = (
+        "adapter_config.json holds the adapters alone: rank, alpha, dropout and layers. What was "
+        "measured depends on the rest too, which formats json and script hold."
     )
+    return Export(json.dumps(values, indent=2) + "\n", (lost,))
+
+
+def lora_options(record: Record) -> dict[str, Any]:
+    """Return what PEFT's `LoraConfig` is told of a record."""
+    config, names = record.config, record.config.target_modules
+    return {
+        "task_type": "CAUSAL_LM",
+        "r": config.lora_rank,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": names if isinstance(names, str) else list(names),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+# Files that run
+
+
+def _script(record: Record) -> Export:
+    """Return a training script, which trains what was measured by transformers' `Trainer`."""
+    config, texts = record.config, record.texts
+    copied = {_ROWS: "sweep.data"}
+    if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
+        copied[_KERNELS] = "sweep.training"
+    lost = tuple(
+        sentence.replace("the file", "the script")
+        for key, sentence in trainers.unsupported(record, "trl").items()
+        if key == "sharding"
+    )
+    training = trainers.training_arguments(record) | {"optim": config.optimizer}
+    training |= {"save_total_limit": 2, "remove_unused_columns": False}
+    if liger := liger_kernels(config.kernels):
+        training |= {"use_liger_kernel": True, "liger_kernel_config": liger}
+    if texts:
+        training |= {"per_device_eval_batch_size": config.micro_batch_size}
+        training |= {"prediction_loss_only": True}
+        if config.packing == "grouped":
+            training |= {"train_sampling_strategy": "group_by_length"}
+            training |= {"length_column_name": "length"}
+    is_whole = config.quantized_count(record.layers) == record.layers
+    text = _template("script.py.j2").render(
+        header=comment((*facts(record), _SCRIPT_TRIED, *lost)),
+        beside=list(copied),
+        eight_bit=_KERNELS in copied,
+        config=config,
+        gpus=config.data_parallel,
+        lora=lora_options(record),
+        base=config.model_dump(
+            mode="json", include={"quantization", "double_quant", "quantized_fraction"}
+        ),
+        rows=config.model_dump(mode="json", include={"packing", "attention", "compile"}),
+        measurement=record.measurement,
+        weights=record.model.weights,
+        dtype=TORCH_DTYPES[record.dtype],
+        adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
+        quantized_whole=is_whole,
+        partly_quantized=config.is_quantized and not is_whole,
+        environment=allocator_settings(config.expandable_segments),
+        needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
+        texts=texts,
+        training=training,
+        output=record.output_dir,
+    )
+    needed = {
+        name: f"# {WRITTEN_BY}, for the scripts beside it.\n"
+        + (files(package) / name).read_text(encoding="utf-8")
+        for name, package in copied.items()
+    }
+    return Export(text, lost, needed, _beside(record, lost))
+
+
+def _beside(record: Record, lost: tuple[str, ...]) -> str:
+    return record.model_copy(update={"unsupported": lost}).to_json()
+
+
+def _unsloth(record: Record) -> Export:
+    """Return a script that trains by Unsloth, with TRL's options for the rest."""
+    told, lora = trainers.options(record, "trl"), lora_options(record)
+    own = trainers.trainers()["unsloth"]["own"]
+    lost = trainers.lost(record, "unsloth")
+    text = _template("unsloth.py.j2").render(
+        header=_header(record, "unsloth", lost),
+        record=record,
+        data=told["datasets"][0],
+        held_out=told.get("test_split_size"),
+        dtype=told["dtype"],
+        loading=trainers.spelled(record, "unsloth"),
+        adapters={key: lora[key] for key in lora if key not in ("task_type", "use_dora")},
+        options={key: told[key] for key in told if not key.startswith(tuple(own))},
+    )
+    return Export(text, lost)
+
+
+def _of_trainer(trainer: Trainer) -> Callable[[Record], Export]:
+    def file(record: Record) -> Export:
+        lost = trainers.lost(record, trainer)
+        text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(trainers.options(record, trainer))}"
+        return Export(text, lost, record=_beside(record, lost) if trainer == "trl" else None)
+
+    return file
+
+
+def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
+    """Return the comment over a trainer's file."""
+    known = trainers.trainers()[trainer]
+    name = known["name"]
+    edits = [] if record.model.weights else ["the model: its architecture alone was measured"]
+    if trainer == "llama-factory":
+        also = f" with your {DATA_FILE} and" if record.texts is None else " with"
+        edits.append(f"dataset_dir, a directory{also} a dataset_info.json of what is below")
+    elif record.texts is None:
+        edits.append("datasets")
+    text = comment(
+        (
+            *facts(record),
+            "",
+            f"For {name}: {trainers.command(record, trainer)}",
+            known["tried"].format(**known),
+            "Schedule and epochs were not searched. "
+            + ("To fill in:" if edits else "Nothing is to be filled in."),
+            *(f"- {edit}" for edit in edits),
+            "",
+            f"Where {name} cannot do what was measured:",
+            *(f"- {each}" for each in lost or ("nothing known: every setting is below",)),
+        )
+    )
+    if trainer != "llama-factory":
+        return text
+    # A line of its own, to be taken as it is: in a paragraph a long path would be broken.
+    return f"{text}\n# dataset_info.json: {json.dumps(dataset_info(record))}"
+
+
+def comment(paragraphs: Iterable[str]) -> str:
+    """Return paragraphs as lines that begin with ``#``; nothing in them can end a line.
+
+    A paragraph that begins with ``- `` is a list item.
+    """
+    wrapper = textwrap.TextWrapper(_COMMENT_WIDTH, break_on_hyphens=False)
+    lines: list[str] = []
+    for text in paragraphs:
+        wrapper.subsequent_indent = "  " if text.startswith("- ") else ""
+        # What does not print, line ends included, is written as its escape.
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        lines += wrapper.wrap("".join(shown)) or [""]
+    return "\n".join(f"# {line}".rstrip() for line in lines)
+
+
+@cache
+def _template(name: str) -> Any:
+    environment = Environment(
+        loader=PackageLoader("sweep.export"),
+        # What it writes is Python, not markup; every text of people's goes through `python`.
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["python"] = _literal
+    return environment.get_template(name)
+
+
+def _literal(value: object) -> str:
+    """Return a value as Python, in double quotes where nothing in it needs care."""
+    text = repr(value)
+    return text if '"' in text or "\\" in text else text.replace("'", '"')
+
+
+_JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
+_FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
+    "script": (_script, _PYTHON),
+    "json": (lambda record: Export(record.to_json()), _JSON),
+    "yaml": (_yaml, _YAML),
+    "peft": (_peft, _JSON),
+    "axolotl": (_of_trainer("axolotl"), _YAML),
+    "llama-factory": (_of_trainer("llama-factory"), _YAML),
+    "trl": (_of_trainer("trl"), _YAML),
+    "unsloth": (_unsloth, _PYTHON),
+}
+"""What writes each, and the endings of its file."""

@@ -41,14 +41,14 @@ from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
 
-_OURS = "qlora-sweep"
+Trainer = Literal["trl", "axolotl", "llama-factory", "unsloth"]
+"""Those that others wrote, and files are exported for."""
+
 _LIBRARIES = (
     *("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl"),
     "datasets",
 )
 _EVERY_LINEAR = "all-linear"
-_NAME_MAX = 60
-_ENVIRONMENT = ("gpu", "cpu", "driver", "cuda_driver", "python")
 
 
 class _Part(BaseModel):
@@ -131,16 +131,6 @@ class RecordedBaseline(_Part):
 
     trial: int
     tokens_per_second: float
-    config: TrialConfig
-
-
-class RecordedGain(_Part):
-    """The speed over the baseline's."""
-
-    ratio: float
-    low: float | None
-    high: float | None
-    paired: bool = False
 
 
 class Provenance(_Part):
@@ -150,15 +140,8 @@ class Provenance(_Part):
     trial: int
     date: str | None = None
     """When the trial began, UTC, ISO 8601."""
-    gpu: str | None = None
-    """The product that measured; None for a CPU."""
-    cpu: str | None = None
-    driver: str | None = None
-    cuda_driver: str | None = None
-    python: str | None = None
-    sweep: dict[str, str | None] = Field(default_factory=dict)
-    """Our version and commit."""
-    versions: dict[str, str | None] = Field(default_factory=dict)
+    environment: dict[str, Any] = Field(default_factory=dict)
+    """`storage.environment.fingerprint` of the machine: GPU, driver, versions, our commit."""
     tokens_per_second_ci95: tuple[float, float] | None = None
     confirmed: bool = False
     role: str = ""
@@ -166,7 +149,7 @@ class Provenance(_Part):
     certainty: str = ""
     """Whether it was measured again, and what to type where it was not."""
     baseline: RecordedBaseline | None = None
-    gain: RecordedGain | None = None
+    gain: Ratio | None = None
     no_gain: NoGain | None = None
     """Why no gain over it is stated."""
 
@@ -210,7 +193,7 @@ class Record(_Part):
     @property
     def output_dir(self) -> str:
         """A directory for what a training leaves: no other export has it."""
-        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.study)[:_NAME_MAX].strip("-.")
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.study)[:60].strip("-.")
         if plain != self.study:
             # Two names may look alike once what is no name of a file is gone.
             digest = hashlib.sha256(self.study.encode("utf-8", "surrogateescape")).hexdigest()
@@ -233,19 +216,12 @@ class Record(_Part):
         """What it was measured on: the product's name, or ``CPU``."""
         if self.gpu.name == "cpu":
             return "CPU"
-        product = None if self.provenance is None else self.provenance.gpu
-        return product or self.gpu.emulated_on or self.gpu.name
+        return self.environment.get("gpu") or self.gpu.emulated_on or self.gpu.name
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The machine that measured, as `storage.environment.fingerprint` has it."""
-        if self.provenance is None:
-            return {}
-        told = self.provenance.model_dump(include=set(_ENVIRONMENT))
-        versions, ours = dict(self.provenance.versions), self.provenance.sweep
-        if ours.get("version") is not None:
-            versions[_OURS] = ours["version"]
-        return {**told, "commit": ours.get("commit"), "versions": versions}
+        """Fingerprint of the machine that measured; empty where nothing says."""
+        return {} if self.provenance is None else self.provenance.environment
 
     @property
     def texts_kind(self) -> str | None:
@@ -301,12 +277,13 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    again, is_best = ranking.is_measured_again(trial), best is not None and trial is best
+    again, is_best = (
+        ranking.is_measured_again(trial),
+        best is not None and trial.number == best.number,
+    )
     is_confirmed = ranking.is_confirmed if is_best else again
     gain = ranking.gain_of(trial)
     baseline = ranking.reference_for(trial.config) or ranking.baseline
-    environment = snapshot.environment
-    versions = dict(environment.get("versions") or {})
     return Record(
         study=snapshot.name,
         number=trial.number,
@@ -323,9 +300,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             study=snapshot.name,
             trial=trial.number,
             date=trial.started_at,
-            **{key: environment.get(key) for key in _ENVIRONMENT},
-            sweep={"version": versions.pop(_OURS, None), "commit": environment.get("commit")},
-            versions=versions,
+            environment=snapshot.environment,
             tokens_per_second_ci95=measured.speed_interval,
             confirmed=is_confirmed,
             role=words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
@@ -337,18 +312,9 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             baseline=None
             if baseline is None
             else RecordedBaseline(
-                trial=baseline.number,
-                tokens_per_second=measured_of(baseline).tokens_per_second,
-                config=_resolved(baseline.config, spec),
+                trial=baseline.number, tokens_per_second=measured_of(baseline).tokens_per_second
             ),
-            gain=None
-            if gain.ratio is None
-            else RecordedGain(
-                ratio=gain.ratio.value,
-                low=gain.ratio.low,
-                high=gain.ratio.high,
-                paired=gain.ratio.is_paired,
-            ),
+            gain=gain.ratio,
             no_gain=None if baseline is None else gain.reason,
         ),
     )
@@ -477,13 +443,12 @@ def facts(record: Record) -> tuple[str, ...]:
     """Return what was measured, of what and on what, a sentence or two each."""
     origin = record.provenance
     assert origin is not None, "a study's record has one"
-    known = [f"{name} {origin.versions[name]}" for name in _LIBRARIES if origin.versions.get(name)]
+    here, versions = record.environment, record.environment.get("versions") or {}
+    known = [f"{name} {versions[name]}" for name in _LIBRARIES if versions.get(name)]
     kinds = [
         KNOBS[key].phrase(getattr(record.config, key)) for key in ("quantization", "compute_dtype")
     ]
-    driver = f"driver {origin.driver or 'not recorded'}"
-    if record.gpu.name == "cpu":
-        driver = "no GPU driver"
+    driver = f"driver {here.get('driver') or 'not recorded'}"
     return (
         f"{WRITTEN_BY}.",
         f"{origin.role}, of study {quote(record.study)}: trial {record.number}, "
@@ -492,8 +457,9 @@ def facts(record: Record) -> tuple[str, ...]:
         words.emulation_note(record.gpu.target)
         or f"Measured on {'a CPU' if record.device == 'CPU' else record.device}.",
         f"{f'Begun {origin.date}' if origin.date else 'At a time that is not recorded'}, by "
-        f"{_OURS} {origin.sweep.get('version') or 'of no known version'} (commit "
-        f"{origin.sweep.get('commit') or 'not recorded'}), with {driver}.",
+        f"qlora-sweep {versions.get('qlora-sweep') or 'of no known version'} (commit "
+        f"{here.get('commit') or 'not recorded'}), with "
+        f"{'no GPU driver' if record.device == 'CPU' else driver}.",
         gain_words(record),
         f"Model: {record.model.name}, {', '.join(kinds)}. "
         f"Libraries: {', '.join(known) or 'not recorded'}.",
@@ -523,8 +489,8 @@ def gain_words(record: Record) -> str:
     if origin.baseline.trial == record.number:
         return "Baseline: this trial itself, so there is no gain to state."
     gained = f"not stated: {words.why_no_gain(origin.no_gain, 'it')}"
-    if (gain := origin.gain) is not None:
-        gained = words.gain(Ratio(gain.ratio, gain.low, gain.high, gain.paired))
+    if origin.gain is not None:
+        gained = words.gain(origin.gain)
     return (
         f"Baseline: trial {origin.baseline.trial}, "
         f"{units.rate(origin.baseline.tokens_per_second)} tokens/s; gain {gained}."

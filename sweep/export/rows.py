@@ -12,7 +12,7 @@ from typing import Any
 from sweep.data.rows import ROLES_OF_OTHERS, ending
 from sweep.export.record import Record as Recipe
 from sweep.export.record import RecordedTexts as RecipeTexts
-from sweep.export.spelling import Trainer
+from sweep.export.record import Trainer
 
 DATA_FILE = "data.jsonl"
 """Stands for texts where a study had none, one ``{"text": "..."}`` a line."""

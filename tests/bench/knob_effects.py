@@ -23,7 +23,7 @@ from search_spaces.gpus import GIB
 from search_spaces.loading import shipped_presets
 from search_spaces.schema import space_schema
 from storage.surfaces import read_surface
-from sweep.export.spelling import SPELLED
+from sweep.export.trainers import trainers
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
@@ -176,7 +176,6 @@ MEMORY = {
     "untouched": ["- Peak memory does not depend on it."],
     "unknown": [],
 }
-TRAINER_NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
 
 
 def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
@@ -184,9 +183,10 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
     default = json.dumps(field.default)
     option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
-        f"{TRAINER_NAMES[trainer]} `{spelled[key]}`"
-        for trainer, spelled in SPELLED.items()
-        if isinstance(spelled.get(key), str)
+        f"{trainer['name']} `{option}`"
+        for trainer in trainers().values()
+        for option, value in trainer["options"].items()
+        if value == f"${key}"
     ]
     return [
         f"## {key}",

@@ -21,7 +21,7 @@ from storage.definition import StudySnapshot
 from sweep.data import rows
 from sweep.export.formats import export, exported, format_names
 from tests.sweep.export.studies import HOSTILE, a_study, imported, some_texts
-from tests.sweep.export.test_export_keys import dataset_info
+from tests.sweep.export.test_export_formats import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config
 
@@ -79,10 +79,10 @@ def test_the_script_trains_on_the_micro_batches_of_our_own_training(
     assert len(read) == count
     trained, _ = script.split(count, script.EVAL_FRACTION, script.SEED)
     expected = training_rows(directory, config, indices=trained, seed=script.SEED)
-    found = script.as_measured(read, trained)
+    found = script.cut(read, trained)
     assert len(found) == len(expected)
     assert len(expected) == len(epoch_of(directory, config, indices=trained, seed=0).rows)
-    collate, measured = script.Collator(script.Settings), rows.Collator(config)
+    collate, measured = script.Collator(script.ROWS), rows.Collator(config)
     for first in range(0, len(found) - 3, 4):
         batch = collate([found[first + i] for i in range(4)])
         same = measured([expected[first + i] for i in range(4)])
@@ -265,4 +265,4 @@ def test_the_script_trains_on_texts_and_says_what_it_reached(
     assert 5.0 < reached["eval_loss"] < 7.0
     most = config.tokens_per_step / reached["step_seconds"]
     assert 0 < reached["tokens_per_second"] < most, "only what carries loss counts"
-    assert "held-out rows" in capsys.readouterr().out
+    assert "held-out examples" in capsys.readouterr().out

@@ -20,9 +20,7 @@ from tests.sweep.prepared_texts import a_summary
 DEMO = load_model_spec("demo")
 TEXTS = a_summary(fingerprint="abc")
 HERE = {"gpu": "NVIDIA A10", "driver": "580", "versions": {"torch": "2.13.0", "triton": None}}
-ORIGIN = Provenance(
-    study="a", trial=17, gpu="NVIDIA A10", driver="580", versions=dict(HERE["versions"])
-)  # type: ignore[call-overload]
+ORIGIN = Provenance(study="a", trial=17, environment=HERE)
 PEAK = 2**30
 MEASURED = a_measurement(tokens_per_second=200.0, peak_allocated_bytes=PEAK, flags=())
 RECORD = record_of(a_study(TrialConfig(), measurement=MEASURED, emulated_on=None)).model_copy(

@@ -1,0 +1,184 @@
+"""How other trainers are told of a record, and what they cannot do of it, by ``trainers.yaml``.
+
+How they are told of a dataset is in `rows`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from search_spaces.config import (
+    MAX_GRAD_NORM,
+    SCHEDULE,
+    SCHEDULE_WARMUP_STEPS,
+    TORCH_DTYPES,
+    WEIGHT_DECAY,
+    allocator_settings,
+    liger_kernels,
+)
+from sweep.export.record import Record, Trainer
+from sweep.export.rows import dataset_options, lost_rows
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    text = (files("sweep.export") / "trainers.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+def trainers() -> Mapping[Trainer, Mapping[str, Any]]:
+    """Return what is known of each trainer: its name, versions, command and options."""
+    known: Mapping[Trainer, Mapping[str, Any]] = _table()["trainers"]
+    return known
+
+
+def command(record: Record, trainer: Trainer) -> str:
+    """Return how to start a trainer, with the variables that it has to find."""
+    known, config = trainers()[trainer], record.config
+    # Fixed segments are what torch has where nothing is said; axolotl sets expandable ones itself.
+    is_said = config.expandable_segments or trainer == "axolotl"
+    variables = allocator_settings(config.expandable_segments) if is_said else {}
+    several = known["command_of_several"].format(gpus=config.data_parallel)
+    line = known["command"] if config.data_parallel == 1 else several
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), line])
+
+
+def options(record: Record, trainer: Trainer) -> dict[str, Any]:
+    """Return what a trainer's file says."""
+    found = spelled(record, trainer) | dataset_options(record, trainer)
+    return found | {"output_dir": record.output_dir}
+
+
+def spelled(record: Record, trainer: Trainer) -> dict[str, Any]:
+    """Return what a trainer is told of a configuration, wherever its dataset is."""
+    known, cases = trainers()[trainer], _cases(record)
+    told = dict(known["options"])
+    for setting, options in known["when"].items():
+        told |= options.get(cases[setting], {})
+    found: dict[str, Any] = _filled(told, _values(record))
+    return found | training_arguments(record) if trainer in ("trl", "llama-factory") else found
+
+
+def training_arguments(record: Record) -> dict[str, Any]:
+    """Return what was not searched, in the names of transformers' `TrainingArguments`."""
+    parallel = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    return {
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "lr_scheduler_type": SCHEDULE,
+        "warmup_steps": SCHEDULE_WARMUP_STEPS,
+        "logging_steps": 10,
+        # Nothing in a measured step waits for the GPU: neither a look at each loss nor a batch.
+        "logging_nan_inf_filter": False,
+        "accelerator_config": {"non_blocking": True},
+        "report_to": "none",
+        # Every adapter has a gradient in every step, and no buffer ever changes.
+        **(parallel if record.config.data_parallel > 1 else {}),
+    }
+
+
+def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return options with values in place of their names, without those that are null."""
+    if isinstance(value, dict):
+        filled = {key: _filled(each, values) for key, each in value.items()}
+        return {key: each for key, each in filled.items() if each is not None}
+    is_named = isinstance(value, str) and value.startswith("$")
+    return values[value[1:]] if is_named else value
+
+
+def _values(record: Record) -> dict[str, Any]:
+    """Return what options can be told of a record, by the names in the table."""
+    config, names = record.config, record.target_modules
+    patterns = list(names or ["all-linear"])
+    if names is not None and len(names) == 1:
+        # TRL makes a text of a list of one, which PEFT takes for a pattern of the whole path.
+        patterns = [rf"(.*\.)?{re.escape(names[0])}"]
+    recomputed = {"use_reentrant": False} if record.recomputed else None
+    nth = _every_nth(record)
+    layers = liger_kernels(config.kernels) or {}
+    return {
+        **config.model_dump(),
+        **training_arguments(record),
+        "model": record.model.weights or f"path/or/hub-id/of/{record.model.name}",
+        "prepared_path": f"{record.output_dir}/prepared",
+        "torch_dtype": TORCH_DTYPES[record.dtype],
+        "bf16": record.dtype == "bf16",
+        "fp16": record.dtype == "fp16",
+        "whole_alpha": _whole_alpha(record),
+        "accumulation_steps": config.accumulation_steps,
+        "target_names": None if names is None else list(names),
+        "target_patterns": patterns,
+        "target_text": ",".join(names or ["all"]),
+        "is_recomputed": bool(record.recomputed),
+        "is_not_recomputed": not record.recomputed,
+        "recomputed": recomputed,
+        "recomputed_layers": recomputed
+        and {**recomputed, **({"every_n_layers": nth} if nth else {})},
+        "liger_layers": config.kernels == "liger",
+        "liger_without_loss": {**layers, "fused_linear_cross_entropy": False},
+    }
+
+
+def _cases(record: Record) -> dict[str, str]:
+    """Return which case of each setting of the table a record is."""
+    config, layers = record.config, record.layers
+    quantized, recomputed = config.quantized_count(layers), len(record.recomputed)
+    is_standard = not config.is_4bit or (config.quantization == "nf4" and config.double_quant)
+    is_apart = config.attention == "flash_attention_2" or config.micro_batch_size == 1
+    rows = {"none": "padded"}.get(config.packing, config.packing)
+    packing = ("packed apart" if is_apart else "packed") if rows == "packed" else "padded"
+    if record.texts is None:
+        rows = packing = "full"
+    elif rows == "packed" and record.texts_kind == "text":
+        rows = "packed texts"
+    parts = "each n-th" if _every_nth(record) else "part"
+    bits = "4" if config.is_4bit else "8" if config.is_quantized else "16"
+    return {
+        "lora_alpha": "" if config.alpha == _whole_alpha(record) else "fraction",
+        "targets": "every" if record.target_modules is None else "named",
+        "compute_dtype": "8-bit" if config.is_8bit_compute else config.compute_dtype,
+        "quantization": config.quantization if is_standard else "another 4 bits",
+        "bits": bits,
+        "quantized_fraction": "part" if config.is_quantized and quantized < layers else "all",
+        "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
+        "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
+        "upcast_fp32": str(config.upcast_fp32),
+        "kernels": config.kernels,
+        "attention": config.attention,
+        "compile": str(config.compile),
+        "rows": rows,
+        "packing": packing,
+        "sharding": config.sharding,
+    }
+
+
+def _whole_alpha(record: Record) -> int:
+    return max(1, round(record.config.alpha))
+
+
+def _every_nth(record: Record) -> int | None:
+    """Return n where each n-th layer is recomputed, the first included; None elsewhere."""
+    layers = record.layers
+    steps = range(2, layers + 1)
+    return next((n for n in steps if record.recomputed == tuple(range(0, layers, n))), None)
+
+
+def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
+    """Return what a trainer cannot do of what was measured, and what its file does instead."""
+    return (*unsupported(record, trainer).values(), *lost_rows(record, trainer))
+
+
+def unsupported(record: Record, trainer: Trainer) -> dict[str, str]:
+    """Return that of the configuration, by its settings."""
+    found, cases = {}, _cases(record)
+    for key, known in _table()["unsupported"].items():
+        sentences = known.get(cases[key], {})
+        if sentence := sentences.get(trainer, sentences.get("others")):
+            found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))
+    return found

@@ -1,0 +1,41 @@
+"""What tests of exported scripts share: a tiny model on the disk, and what lies beside a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from search_spaces.models import ModelSpec
+from storage.definition import StudySnapshot
+from sweep.export.formats import export
+from tests.sweep.export.studies import imported
+from tests.sweep.export.weights import saved_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """The tiny model with random weights and a tokenizer that knows chats."""
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def script_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[StudySnapshot], ModuleType]]:
+    """Return a study's script as a module, on one thread; a process has its neighbours once."""
+    import torch
+
+    from sweep.data import rows
+    from sweep.training import eight_bit
+
+    monkeypatch.setitem(__import__("sys").modules, "eight_bit", eight_bit)
+    monkeypatch.setitem(__import__("sys").modules, "rows", rows)
+    # The script says how memory is allocated; other tests shall not find it.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda study: imported(export(study, format="script"), tmp_path / "exported_script.py")
+    torch.set_num_threads(before)
