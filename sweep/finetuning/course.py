@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -100,17 +100,6 @@ class Steps:
         return warm or every[1:] or every
 
 
-class _Queued(NamedTuple):
-    """A step that the device may still be busy with."""
-
-    ended: Mark
-    loss: torch.Tensor
-    tokens: int
-    computed: int
-    learning_rate: float
-    has_compiled: bool
-
-
 class Course:
     """Follows the steps of one run.
 
@@ -128,7 +117,9 @@ class Course:
         """The first whose loss is not finite."""
         self._device, self._compilation = device, compilation
         self._compiling_seconds = 0.0
-        self._queued: deque[_Queued] = deque()
+        self._queued: deque[tuple[Mark, torch.Tensor, bool]] = deque()
+        """Steps that the device may still be busy with: where each ends, its loss, and whether it
+        has compiled."""
         self._of_run = 0
         self._last = device.mark()
 
@@ -140,16 +131,16 @@ class Course:
         self, loss: torch.Tensor, *, tokens: int, computed: int, learning_rate: float
     ) -> None:
         """Queue what the step that ends comes to, and read what the device has passed."""
+        self.steps.tokens.append(tokens)
+        self.steps.computed.append(computed)
+        self.steps.learning_rates.append(learning_rate)
         loss = loss.to("cpu", non_blocking=True)
-        # Behind the copy: it is there when this is passed.
-        mark = self._device.mark()
         before, seconds = self._compiling_seconds, getattr(self._compilation, "seconds", 0.0)
         self._compiling_seconds = seconds
-        self._queued.append(
-            _Queued(mark, loss, tokens, computed, learning_rate, has_compiled=seconds > before)
-        )
-        while len(self._queued) >= _AHEAD_STEPS or (
-            self._queued and self._queued[0].ended.is_passed()
+        # The mark is behind the copy: that is there when it is passed.
+        self._queued.append((self._device.mark(), loss, seconds > before))
+        while self._queued and (
+            len(self._queued) >= _AHEAD_STEPS or self._queued[0][0].is_passed()
         ):
             self._take_in()
 
@@ -159,15 +150,12 @@ class Course:
             self._take_in()
 
     def _take_in(self) -> None:
-        step, steps = self._queued.popleft(), self.steps
-        step.ended.wait()
-        steps.seconds.append(step.ended.seconds_since(self._last))
-        self._last = step.ended
+        (ended, loss, has_compiled), steps = self._queued.popleft(), self.steps
+        ended.wait()
+        steps.seconds.append(ended.seconds_since(self._last))
+        self._last = ended
         self._of_run += 1
-        steps.losses.append(float(step.loss))
-        steps.tokens.append(step.tokens)
-        steps.computed.append(step.computed)
-        steps.learning_rates.append(step.learning_rate)
-        steps.is_warm.append(self._of_run > WARMUP_STEPS and not step.has_compiled)
+        steps.losses.append(float(loss))
+        steps.is_warm.append(self._of_run > WARMUP_STEPS and not has_compiled)
         if self.fault_step is None and not math.isfinite(steps.losses[-1]):
             self.fault_step = steps.done

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,7 @@ def finish(trained: TrainedAdapter, tokenizer: TokenizerFiles) -> dict[str, Any]
             shutil.copyfile(file, staging / file.relative_to(tokenizer.directory))
         for name, text in pages.items():
             (staging / name).write_text(text, encoding="utf-8")
-        _link(checkpoint / ADAPTER, staging / ADAPTER)
-        # safetensors makes files that nobody else can read; an adapter is there to be given away.
-        (staging / ADAPTER).chmod(stat.S_IMODE((staging / ADAPTER_CONFIG).stat().st_mode))
+        shutil.copyfile(checkpoint / ADAPTER, staging / ADAPTER)
         checkpoints.synchronize(staging)
         for path in sorted(staging.iterdir(), key=lambda path: (path.name == TRAINING, path.name)):
             path.replace(output / path.name)
@@ -204,14 +201,6 @@ def finish(trained: TrainedAdapter, tokenizer: TokenizerFiles) -> dict[str, Any]
         shutil.rmtree(staging, ignore_errors=True)
     checkpoints.remove(output)
     return document
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, which takes no room; copy it where that cannot be done."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _loss_page(trained: TrainedAdapter, checkpoint: Path) -> str:

@@ -10,15 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from storage.records import (
-    Crashed,
-    Diverged,
-    Ineffective,
-    Invalid,
-    Lost,
-    OutOfMemory,
-    TimedOut,
-)
+from storage import records
 from sweep.running.wire import ChildSettings, Message, Progress, Ready, Unusable
 
 CHECKPOINT_SECONDS = 600.0
@@ -152,7 +144,14 @@ class TrainingResult(Setup):
 
 
 TrainingOutcome = Annotated[
-    TrainingResult | OutOfMemory | Diverged | Invalid | Ineffective | TimedOut | Crashed | Lost,
+    TrainingResult
+    | records.OutOfMemory
+    | records.Diverged
+    | records.Invalid
+    | records.Ineffective
+    | records.TimedOut
+    | records.Crashed
+    | records.Lost,
     Field(discriminator="verdict"),
 ]
 """How a training ended: with its result, or as a trial can end. Match it to the end."""

@@ -41,6 +41,7 @@ class Rows:
     left_out: int = 0
 
 
+@dataclass(eq=False)
 class EpochOrder(Sampler[int]):
     """The order of an epoch: of its seed and number alone, so that a resumed training has it again.
 
@@ -48,7 +49,7 @@ class EpochOrder(Sampler[int]):
     next in the second optimizer step's first, which has the optimizer's state beside it: what does
     not fit shows at once and not after hours.
 
-    Args:
+    Attributes:
         count: rows.
         batch_size: of them in an optimizer step.
         seed: of all epochs' orders.
@@ -56,38 +57,29 @@ class EpochOrder(Sampler[int]):
         is_grouped: whether micro-batches hold rows of like length.
     """
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        batch_size: int,
-        seed: int,
-        widths: Sequence[int] | None = None,
-        is_grouped: bool = False,
-    ) -> None:
-        self._count, self._batch_size, self._seed = count, batch_size, seed
-        self._widths, self._is_grouped = widths, is_grouped
-        self._epoch = 0
+    count: int
+    batch_size: int
+    seed: int
+    widths: Sequence[int] | None = None
+    is_grouped: bool = False
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; accelerate calls it."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self._seed << 16) + self._epoch)
-        if self._widths is None:
-            return iter(torch.randperm(self._count, generator=generator).tolist())
-        widths, size = np.asarray(self._widths), self._batch_size
-        if self._is_grouped:
-            alike = get_length_grouped_indices(list(self._widths), size, generator=generator)
-            order = np.asarray(alike)
+        generator = torch.Generator().manual_seed((self.seed << 16) + self.epoch)
+        if self.widths is not None and self.is_grouped:
+            widths, size = list(self.widths), self.batch_size
+            order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
         else:
-            order = torch.randperm(self._count, generator=generator).numpy()
-        for first in {0, min(size, len(order) - 1)}:
-            widest = first + int(np.argmax(widths[order[first:]]))
+            order = torch.randperm(self.count, generator=generator).numpy()
+        for first in {0, min(self.batch_size, self.count - 1)} if self.widths is not None else ():
+            widest = first + int(np.argmax(np.asarray(self.widths)[order[first:]]))
             order[[first, widest]] = order[[widest, first]]
         return iter(order.tolist())
 
@@ -117,13 +109,13 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     alone = config.model_copy(
         update={"micro_batch_size": 1, "effective_batch_size": None, "packing": "none"}
     )
-    has_held_out = bool(np.any(loss[held] > 0))
+    held_out = None
+    if np.any(loss[held] > 0):
+        held_out = training_rows(directory, alone, indices=held, seed=job.seed)
     return Rows(
         training=training,
         collate=Collator(config),
-        held_out=training_rows(directory, alone, indices=held, seed=job.seed)
-        if has_held_out
-        else None,
+        held_out=held_out,
         collate_held_out=Collator(alone),
         widths=training[LENGTH] if LENGTH in training.column_names else None,
         texts=len(trained) - left_out,

@@ -88,76 +88,6 @@ def arguments(job: TrainingJob) -> TrainingArguments:
     )
 
 
-class Training:
-    """One job on one device, from building the base to the last checkpoint; a child serves it.
-
-    Args:
-        job: the training.
-        send: tells whoever started it.
-        rank: 0, as it trains on one GPU.
-    """
-
-    def __init__(self, job: TrainingJob, *, send: Callable[[Any], object], rank: int = 0) -> None:
-        self.job, self.send = job, send
-        self.stop = threading.Event()
-        self.step = 0
-        self.phase: records.Phase = "start"
-        self.device: Device = open_device(job.device)
-
-    def prepare(self) -> None:
-        """Put the budget in force on the device."""
-        device = self.device
-        device.warm_up()
-        device.release()
-        if self.job.budget_bytes is not None:
-            device.cap(self.job.budget_bytes)
-        device.expand_segments(self.job.config.expandable_segments)
-        device.reset_peak()
-
-    def serve(self, commands: IO[bytes]) -> None:
-        """Train, and say how it ended; whatever is commanded meanwhile is to stop."""
-        worker.listen(commands, lambda _: self.stop.set())
-        self.send(protocol.TrainingFinished(outcome=self.run()))
-
-    def enter(self, phase: records.Phase) -> None:
-        """Say what begins."""
-        self.phase = phase
-        self.send(protocol.TrainingProgress(phase=phase, step=self.step))
-
-    def run(self) -> TrainingOutcome:
-        """Train, and return how it ended; nothing of it is in memory then."""
-        job, device = self.job, self.device
-        try:
-            self.enter("build")
-            base = build_base(
-                job.config,
-                spec=job.spec,
-                weights=job.weights,
-                device=device.torch_device,
-                seed=job.seed,
-            )
-            device.release()
-            device.reset_peak()
-            # Adapters of a seed are the same whatever building the base drew.
-            torch.manual_seed(job.seed)
-            self.enter("attach")
-            with attached(base, job.config) as attachment:
-                return Run(self, attachment).train()
-        except InputError as error:
-            return records.Invalid(rule="training", detail=str(error))
-        except Unavailable as error:
-            return records.Ineffective(knob=error.knob, detail=str(error))
-        except Exception as error:  # noqa: BLE001 - it is this training's end
-            traceback.print_exc()
-            if device.ran_out(error):
-                found = out_of_memory(error, device, None, doing=f"{_DOING[self.phase]}: ")
-                return found.model_copy(update={"step": self.step})
-            if (knob := knob_at_fault(error, job.config)) is not None:
-                detail = f"does not run here: {words_of(error)}"
-                return records.Ineffective(knob=knob, detail=detail)
-            return worker.crashed(self.phase, error)
-
-
 class AdapterTrainer(Trainer):
     """Trainer on attached adapters, in an order that a resumed training has again."""
 
@@ -210,31 +140,91 @@ class AdapterTrainer(Trainer):
         return None
 
 
-class Run(TrainerCallback):
-    """The steps of a training on attached adapters."""
+class Training(TrainerCallback):
+    """One job on one device, from building the base to the last checkpoint; a child serves it.
 
-    def __init__(self, training: Training, attachment: Attached) -> None:
-        self._training, self._job, self._attachment = training, training.job, attachment
-        self._device, self._output = training.device, Path(training.job.output)
+    Args:
+        job: the training.
+        send: tells whoever started it.
+        rank: 0, as it trains on one GPU.
+    """
+
+    def __init__(self, job: TrainingJob, *, send: Callable[[Any], object], rank: int = 0) -> None:
+        self._job, self._send, self._output = job, send, Path(job.output)
+        self._device: Device = open_device(job.device)
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None
         self._told = self._saved_at = time.perf_counter()
         self._pause_seconds = self._rate = 0.0
+        self._phase: records.Phase = "start"
+        self._step = 0
         self._losses: list[torch.Tensor] = []
         self._counted: deque[tuple[int, int]] = deque()
         """Of each micro-batch that is made and in no step that ended, the tokens that count and
         all that are computed."""
+        self.stop = threading.Event()
+
+    def prepare(self) -> None:
+        """Put the budget in force on the device."""
+        device = self._device
+        device.warm_up()
+        device.release()
+        if self._job.budget_bytes is not None:
+            device.cap(self._job.budget_bytes)
+        device.expand_segments(self._job.config.expandable_segments)
+        device.reset_peak()
+
+    def serve(self, commands: IO[bytes]) -> None:
+        """Train, and say how it ended; whatever is commanded meanwhile is to stop."""
+        worker.listen(commands, lambda _: self.stop.set())
+        self._send(protocol.TrainingFinished(outcome=self.run()))
+
+    def run(self) -> TrainingOutcome:
+        """Train, and return how it ended."""
+        job, device = self._job, self._device
+        try:
+            self._enter("build")
+            base = build_base(
+                job.config,
+                spec=job.spec,
+                weights=job.weights,
+                device=device.torch_device,
+                seed=job.seed,
+            )
+            device.release()
+            device.reset_peak()
+            # Adapters of a seed are the same whatever building the base drew.
+            torch.manual_seed(job.seed)
+            self._enter("attach")
+            with attached(base, job.config) as attachment:
+                return self._train(attachment)
+        except InputError as error:
+            return records.Invalid(rule="training", detail=str(error))
+        except Unavailable as error:
+            return records.Ineffective(knob=error.knob, detail=str(error))
+        except Exception as error:  # noqa: BLE001 - it is this training's end
+            traceback.print_exc()
+            if device.ran_out(error):
+                found = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
+                return found.model_copy(update={"step": self._step})
+            if (knob := knob_at_fault(error, job.config)) is not None:
+                detail = f"does not run here: {words_of(error)}"
+                return records.Ineffective(knob=knob, detail=detail)
+            return worker.crashed(self._phase, error)
+
+    def _train(self, attachment: Attached) -> TrainingOutcome:
+        """Train all that is left on attached adapters, and return how it ended."""
         job, model = self._job, attachment.model
+        self._trained = trained = attachment.trainable_parameters()
         self._rows = rows_of(job, model)
         steps = Steps()
         if job.resume_from is not None:
             course = Path(job.resume_from) / checkpoints.COURSE
             steps = Steps(**json.loads(course.read_text(encoding="utf-8")))
         self._course = Course(self._device, steps, compilation=attachment.compilation)
-        training.step = self._first = self._saved = steps.done
+        self._step = self._first = self._saved = steps.done
         name_quantizer(model)
-        trained = attachment.trainable_parameters()
-        self._trainer = AdapterTrainer(
+        self._trainer = trainer = AdapterTrainer(
             model=model,
             args=arguments(job),
             data_collator=self._counting,
@@ -242,9 +232,9 @@ class Run(TrainerCallback):
             optimizers=(make_optimizer(job.config, trained), None),
             callbacks=[self],
         )
-        self._trainer.on_loss = self._add_loss
+        trainer.on_loss = self._add_loss
         count, each = len(self._rows.training), job.config.samples_per_step
-        self._trainer.order = EpochOrder(
+        trainer.order = EpochOrder(
             count,
             batch_size=each,
             seed=job.seed,
@@ -263,20 +253,16 @@ class Run(TrainerCallback):
             "trainable_parameters": sum(p.numel() for p in trained),
         }
         if job.texts is not None:
-            with self._trainer.accelerator.autocast():
+            with trainer.accelerator.autocast():
                 apart = is_keeping_apart(model.get_base_model(), self._rows.training, job.config)
             self._setup["documents_apart"] = apart
-
-    def train(self) -> TrainingOutcome:
-        """Train all that is left, and return how it ended."""
-        self._training.send(protocol.Started(**self._setup, steps_done=self._first))
-        resume, trainer = self._job.resume_from, self._trainer
+        self._send(protocol.Started(**self._setup, steps_done=self._first))
         with self._observing:
             if self._first < self._steps:
-                self._training.enter("measure")
-                trainer.train(resume_from_checkpoint=resume)
-            elif resume is not None:
-                trainer._load_from_checkpoint(resume)
+                self._enter("measure")
+                trainer.train(resume_from_checkpoint=job.resume_from)
+            elif job.resume_from is not None:
+                trainer._load_from_checkpoint(job.resume_from)
                 # Training prepares it too: precision is then the same.
                 prepare = trainer.accelerator.prepare_model
                 trainer.model_wrapped = prepare(trainer.model, evaluation_mode=True)
@@ -300,11 +286,11 @@ class Run(TrainerCallback):
         tokens, computed = (sum(column) for column in zip(*counts, strict=True))
         loss, self._losses = sum(self._losses[1:], self._losses[0]), []
         course.end_step(loss, tokens=tokens, computed=computed, learning_rate=self._rate)
-        self._training.step = step
+        self._step = step
         if step in (self._first + OBSERVED_STEPS, self._steps):
             self._stop_observing()
         self._tell()
-        is_last, is_asked = step >= self._steps, self._training.stop.is_set()
+        is_last, is_asked = step >= self._steps, self.stop.is_set()
         if self._end is None and (is_last or is_asked or self._is_due(step)):
             self._pause(evaluates=not (is_last or is_asked))
         if self._end is None and course.fault_step is not None:
@@ -315,6 +301,11 @@ class Run(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self._end is not None
 
     # What is done on the way
+
+    def _enter(self, phase: records.Phase) -> None:
+        """Say what begins."""
+        self._phase = phase
+        self._send(protocol.TrainingProgress(phase=phase, step=self._step))
 
     def _counting(self, rows: list[Any]) -> dict[str, torch.Tensor]:
         """Make a micro-batch, and count its tokens while it is on the host."""
@@ -335,14 +326,14 @@ class Run(TrainerCallback):
         if now - self._told < _TELL_SECONDS:
             return
         self._told = now
-        recent = protocol.TrainingProgress(phase=self._training.phase, step=self._training.step)
+        recent = protocol.TrainingProgress(phase=self._phase, step=self._step)
         if steps.done and math.isfinite(steps.losses[-1]):
             seconds = steps.seconds[-_RECENT_STEPS:]
             left = (self._steps - steps.done) * sum(seconds) / len(seconds)
-            rate = sum(steps.tokens[-_RECENT_STEPS:]) / sum(seconds)
+            rate = sum(steps.tokens[: steps.done][-_RECENT_STEPS:]) / sum(seconds)
             told = {"loss": steps.losses[-1], "tokens_per_second": rate, "seconds_left": left}
             recent = recent.model_copy(update=told)
-        self._training.send(recent)
+        self._send(recent)
 
     def _stop_observing(self) -> None:
         """Take the peak that the first steps had for the training's own, on a CPU that counts."""
@@ -356,15 +347,13 @@ class Run(TrainerCallback):
         if (budget := self._job.budget_bytes) is not None and self._end is None:
             peak = self._device.memory().peak_allocated_bytes
             over = records.over_budget(peak, budget_bytes=budget, stage="forward")
-            self._end = over and over.model_copy(update={"step": self._training.step})
+            self._end = over and over.model_copy(update={"step": self._step})
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written now."""
         job, since = self._job, time.perf_counter() - self._saved_at
-        if not job.keeps_checkpoints:
-            return False
-        if job.checkpoint_steps is not None:
-            return step % job.checkpoint_steps == 0
+        if not job.keeps_checkpoints or job.checkpoint_steps is not None:
+            return job.keeps_checkpoints and step % (job.checkpoint_steps or 1) == 0
         is_cheap = since >= max(_FEWEST_SECONDS, self._pause_seconds / _SHARE_OF_TIME)
         is_far = step % max(1, round(_SHARE_OF_STEPS * self._steps)) == 0
         return is_cheap and (is_far or since >= protocol.CHECKPOINT_SECONDS)
@@ -376,14 +365,14 @@ class Run(TrainerCallback):
         begun = time.perf_counter()
         if self._course.fault_step is not None or not self._job.keeps_checkpoints:
             return
-        step, steps, send = self._training.step, self._course.steps, self._training.send
-        if not all(bool(p.isfinite().all()) for p in self._attachment.trainable_parameters()):
+        step, steps = self._step, self._course.steps
+        if not all(bool(p.isfinite().all()) for p in self._trained):
             self._end = records.Diverged(step=step, detail="adapters that are not finite")
             return
         if self._rows.held_out is not None and evaluates:
             loss, _ = self._held_out_loss(EVALUATED_ON_THE_WAY)
             steps.evaluations.append((step, loss))
-            send(protocol.Evaluated(step=step, loss=loss))
+            self._send(protocol.Evaluated(step=step, loss=loss))
         steps.note_peak(self._device.memory())
         steps.checkpoints += 1
         refusal = self._trainer.save_checkpoint(self._output, steps)
@@ -395,8 +384,8 @@ class Run(TrainerCallback):
             self._saved = step
         else:
             steps.checkpoints -= 1
-        send(protocol.Saved(step=step, refusal=refusal))
-        self._training.enter("measure")
+        self._send(protocol.Saved(step=step, refusal=refusal))
+        self._enter("measure")
         self._saved_at = time.perf_counter()
         self._pause_seconds = self._saved_at - begun
         steps.interrupted_seconds += self._pause_seconds
@@ -409,7 +398,7 @@ class Run(TrainerCallback):
         Nothing random in the training changes by it. A compiled layer runs as it is written:
         evaluated examples have shapes of their own.
         """
-        self._training.enter("quality")
+        self._enter("quality")
         rows, config, trainer = self._rows, self._job.config, self._trainer
         assert rows.held_out is not None
         chosen = Subset(rows.held_out, range(min(count, len(rows.held_out))))

@@ -38,6 +38,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running import child
 from sweep.running.device_info import Card
+from sweep.running.supervisor import Deadlines
 from sweep.running.wire import Ready, StopCommand, Unusable, to_line
 from sweep.study.targets import ResolvedTarget, resolve_target
 
@@ -259,24 +260,11 @@ def train(
         checkpoints.release(directory)
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long a training may be silent, in seconds."""
-
-    start: float = 300.0
-    """Imports; a cold disk takes minutes."""
-    working: float = 1800.0
-    """Weights are loaded and layers compiled without a word, and a micro-batch may take long."""
-    stop: float = 300.0
-    """From when it was asked to stop: the step under way ends, and a checkpoint is written."""
-    closed: float = 5.0
-
-
 def follow(
     job: TrainingJob,
     *,
     observe: Observer = lambda _: None,
-    patience: Patience | None = None,
+    deadlines: Deadlines | None = None,
     module: str = "sweep.finetuning",
 ) -> TrainingOutcome:
     """Train in a process of its own and return how it ended, whatever that is.
@@ -286,14 +274,15 @@ def follow(
     Args:
         job: the training.
         observe: told what happens on the way.
-        patience: with its silence.
+        deadlines: how long it may be silent: as it starts or stops, and as it builds and trains,
+            when weights are loaded and layers compiled without a word.
         module: the process's; tests put a misbehaving one here.
 
     Raises:
         EnvironmentFault: no process can be started, or none can use the device.
         KeyboardInterrupt: the second.
     """
-    limits, clock = patience or Patience(), child.AttentiveClock()
+    limits, clock = deadlines or Deadlines(), child.AttentiveClock()
     files.make_directory(Path(job.output))
     log = Path(job.output).absolute() / output.LOG
     process = child.WorkerProcess(
@@ -316,14 +305,14 @@ def follow(
                     case Unusable(reason=reason):
                         raise EnvironmentFault(f"the training cannot begin: {child.shown(reason)}")
                     case Ready():
-                        silence = silence if is_stopping else limits.working
+                        silence = silence if is_stopping else limits.build
                     case _:
                         phase = getattr(message, "phase", phase)
                         observe(message)
             except KeyboardInterrupt:
                 if is_stopping:
                     raise
-                is_stopping, silence, heard_at = True, limits.stop, clock.look()
+                is_stopping, silence, heard_at = True, limits.start, clock.look()
                 process.send(to_line(StopCommand()))
             except child.WorkerFault as fault:
                 has_ended = isinstance(fault, child.WorkerEnded)

@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from search_spaces.checkpoints import check_weights
 from search_spaces.config import TORCH_DTYPES, allocator_settings
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.space import Weights
 from storage.files import make_directory
 from sweep.child_environment import child_environment
 from sweep.export.record import Record
@@ -41,9 +42,9 @@ _LOADING_SECONDS_MAX, _SLOWER_MAX = 1800.0, 20.0
 """Beyond these a script hangs: it loads weights from a cold disk, and compiles."""
 _TEXT_TOKENS_MAX = 2_000_000
 """Of generated texts; a longer run reads them again."""
-_WORD_TOKENS = 0.5
-"""Tokens that a word makes at least, joined to its neighbours."""
-_WORDS_A_TEXT = 200
+_WORDS = ("the", "training", "of", "a", "language", "model")
+_WORDS_A_TEXT, _TEXT_TOKENS = 200, 100
+"""Tokens that a text makes at least: words may be joined to their neighbours."""
 
 Tell = Callable[[str, int, int], None]
 """Hears what is done, how much of it, of how much."""
@@ -67,13 +68,11 @@ class Verification:
     record: Record
     steps: int
     comparison: Comparison
-    notes: tuple[str, ...]
-    """What else differs from what was measured, in words."""
 
     @property
     def differences(self) -> tuple[str, ...]:
         """All that differs, in words."""
-        return (*self.comparison.figures, *self.comparison.causes, *self.notes)
+        return (*self.comparison.figures, *self.comparison.causes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `sweep verify --json` prints."""
@@ -130,8 +129,8 @@ def verify(
     with tempfile.TemporaryDirectory(prefix=".verify-", dir=runs_directory()) as directory:
         place = Path(directory)
         if record.kind == "training":
-            is_named = model is not None
-            reached = _train(record, spec, place, steps=steps, is_named=is_named, tell=tell)
+            weights = record.weights if model is None else "pretrained"
+            reached = _train(record, spec, place, steps=steps, weights=weights, tell=tell)
         else:
             assert path is not None, "an export is a file"
             reached = _run_export(record, path, spec, place, steps=steps, tell=tell)
@@ -149,13 +148,22 @@ def judge(
         steps: that were asked for.
         environment: this machine's fingerprint.
     """
-    peak, notes = reached.peak_allocated_bytes, list(_notes(record, reached, steps=steps))
     found = compared(
         record,
         tokens_per_second=reached.tokens_per_second,
-        peak_allocated_bytes=peak,
+        peak_allocated_bytes=reached.peak_allocated_bytes,
         environment=environment,
     )
+    notes = []
+    if reached.steps != steps:
+        notes.append(f"it ended after {reached.steps} of {steps} steps")
+    if reached.peak_allocated_bytes is None:
+        notes.append("peak allocated is not compared: nothing counts a script's memory on a CPU")
+    if record.kind == "trl":
+        notes += [f"TRL: {sentence}" for sentence in record.unsupported]
+    kinds, measured = reached.adapter_dtypes, TORCH_DTYPES[record.config.adapter_dtype]
+    if kinds and kinds != [measured]:
+        notes.append(f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}")
     # Ours begins with the widest; others take the examples as they come.
     is_padded = record.texts is not None and record.config.packing != "packed"
     is_lower = (found.memory.ratio or 1.0) < 1.0 and not found.memory.is_within
@@ -165,23 +173,11 @@ def judge(
             "the peak is lower and not compared: a script's few steps on padded texts may meet "
             "none of the longest rows"
         )
-    return Verification(record, reached.steps, found, tuple(notes))
-
-
-def _notes(record: Record, reached: Reached, *, steps: int) -> Iterator[str]:
-    if reached.steps != steps:
-        yield f"it ended after {reached.steps} of {steps} steps"
-    if reached.peak_allocated_bytes is None:
-        yield "peak allocated is not compared: nothing counts a script's memory on a CPU"
-    if record.kind == "trl":
-        yield from (f"TRL: {sentence}" for sentence in record.unsupported)
-    kinds, measured = reached.adapter_dtypes, TORCH_DTYPES[record.config.adapter_dtype]
-    if kinds and kinds != [measured]:
-        yield f"TRL trained adapters of {' and '.join(kinds)}, measured were {measured}"
+    return Verification(record, reached.steps, replace(found, causes=(*found.causes, *notes)))
 
 
 def _train(
-    record: Record, spec: ModelSpec, place: Path, *, steps: int, is_named: bool, tell: Tell
+    record: Record, spec: ModelSpec, place: Path, *, steps: int, weights: Weights, tell: Tell
 ) -> Reached:
     """Train as `sweep train` does, on sequences like the study's own."""
 
@@ -189,32 +185,31 @@ def _train(
         if isinstance(event, TrainingProgress):
             tell("steps", event.step, steps)
 
-    texts, target = record.texts, record.gpu.target
-    directory = None
-    if texts is not None:
-        directory = runs_directory() / ".texts" / texts.summary.fingerprint
+    texts: dict[str, Any] = {}
+    if (recorded := record.texts) is not None:
+        directory = runs_directory() / ".texts" / recorded.summary.fingerprint
+        texts = {"texts": str(directory), "eval_fraction": recorded.eval_fraction}
+        texts["seed"] = recorded.seed
         if not directory.is_dir():
             raise InputError(
-                f"{record.label} was measured on {texts.summary.source}, which is not prepared "
-                f"here: `sweep data {texts.summary.source}` does that"
+                f"{record.label} was measured on {recorded.summary.source}, which is not prepared "
+                f"here: `sweep data {recorded.summary.source}` does that"
             )
     job = TrainingJob(
         config=record.config,
         model=spec.to_json(),
-        weights="pretrained" if is_named else record.weights,
-        texts=None if directory is None else str(directory),
-        eval_fraction=0.0 if texts is None else texts.eval_fraction,
+        weights=weights,
         max_steps=steps,
-        seed=0 if texts is None else texts.seed,
-        device=target.device,
-        budget_bytes=target.budget_bytes,
+        device=record.gpu.target.device,
+        budget_bytes=record.gpu.budget_bytes,
         output=str(place),
         keeps_checkpoints=False,
+        **texts,
     )
     result = follow(job, observe=observe)
     if not isinstance(result, TrainingResult):
         raise fault_of(result)
-    if result.tokens_per_second is None or result.steps_measured == 0:
+    if result.steps_measured == 0:
         raise NothingFits(f"{record.label}: {result.steps} steps are too few to tell a speed")
     return Reached.model_validate(result, from_attributes=True)
 
@@ -239,7 +234,9 @@ def _run_export(
     tokens = steps * record.config.tokens_per_step
     data = place / "texts.jsonl"
     if texts is None:
-        _write_texts(data, weights, tokens=tokens)
+        drawn, count = random.Random(0), int(min(tokens, _TEXT_TOKENS_MAX) / _TEXT_TOKENS) + 1
+        rows = ({"text": " ".join(drawn.choices(_WORDS, k=_WORDS_A_TEXT))} for _ in range(count))
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     else:
         data, tokens = Path(texts.summary.source).resolve(), tokens + texts.summary.tokens
     tell("steps", 0, steps)
@@ -310,17 +307,3 @@ def _weights(record: Record, spec: ModelSpec, place: Path, *, tell: Tell) -> Pat
     command = [*_CHILD, str(file), "--model", str(tokenizer), "--output", str(directory)]
     _run(record, command, seconds=_LOADING_SECONDS_MAX, what="random weights")
     return directory
-
-
-def _write_texts(path: Path, weights: Path, *, tokens: int) -> None:
-    """Write texts of random words that make at least so many tokens."""
-    tokenizer = json.loads((weights / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    known = [word for word in vocabulary if word.isascii() and word.isalpha()]
-    words = known or ["the", "training", "of", "a", "language", "model"]
-    drawn = random.Random(0)
-    count = int(min(tokens, _TEXT_TOKENS_MAX) / _WORD_TOKENS / _WORDS_A_TEXT) + 1
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            text = " ".join(drawn.choices(words, k=_WORDS_A_TEXT))
-            file.write(json.dumps({"text": text}) + "\n")

@@ -11,10 +11,11 @@ from search_spaces.config import TrialConfig
 from search_spaces.models import load_model_spec
 from storage.records import INTERRUPTED, Crashed, TimedOut
 from sweep.finetuning.protocol import Saved, TrainingJob, TrainingProgress
-from sweep.finetuning.training import Patience, follow
+from sweep.finetuning.training import follow
+from sweep.running.supervisor import Deadlines
 from tests.sweep.finetuning import misbehaving_training as wrong
 
-SHORT = Patience(start=20.0, working=1.0, stop=1.0, closed=1.0)
+SHORT = Deadlines(start=20.0, build=1.0, closed=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def followed(output: Path, how: int, **options: Any) -> Any:
         output=str(output),
         seed=how,
     )
-    return follow(job, patience=SHORT, module=wrong.__name__, **options)
+    return follow(job, deadlines=SHORT, module=wrong.__name__, **options)
 
 
 @pytest.mark.parametrize(
