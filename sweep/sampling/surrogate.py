@@ -90,7 +90,7 @@ VIEWS = (
     View(weight=0.05, offset=0.30, residual=0.30, is_physical=False),
 )
 """The first is what makes the steps measured on an H200 most likely, of twelve surfaces of ten
-models; `tests/bench/README.md` says how they were compared."""
+models; `tests/bench/results/README.md` says how they were compared."""
 LAUNCH_DOUBT = 8.0
 """By how much more the physical model leaves unexplained of a step that the host holds up, than of
 one that the GPU does: by the same comparison."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from sweep.cli import main as sweep
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "report.png"
-SIZE = "1280,1300"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+    *("--window-size=1280,1300", "--virtual-time-budget=5000"),
+)
 
 
 def take(page: Path, picture: Path) -> None:
@@ -30,20 +32,9 @@ def take(page: Path, picture: Path) -> None:
     if browser is None:
         raise RuntimeError(f"none of {', '.join(BROWSERS)} is installed")
     with tempfile.TemporaryDirectory() as profile:
-        options = [
-            *FLAGS,
-            f"--window-size={SIZE}",
-            f"--user-data-dir={profile}",
-            "--virtual-time-budget=5000",
-            f"--screenshot={picture.absolute()}",
-        ]
-        done = subprocess.run(
-            [browser, *options, page.absolute().as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
+        own = (f"--user-data-dir={profile}", f"--screenshot={picture.absolute()}")
+        command = [browser, *FLAGS, *own, page.absolute().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     if not picture.is_file():
         raise RuntimeError(f"{browser} left no picture: {done.stderr[-500:]}")
 

@@ -51,8 +51,7 @@ from sweep.study.carrying import carry_over
 from sweep.study.driver import Driver
 from sweep.study.events import Event, TrialFinished
 from sweep.study.tuner import tune
-from tests.bench import long_study
-from tests.storage import driver, postgres
+from tests.storage import driver, long_studies, postgres
 from tests.storage.builders import (
     BATCHES,
     BUDGET,
@@ -697,12 +696,12 @@ def test_a_password_is_not_stored(postgres_url: str, home: Path) -> None:
 def test_a_trial_takes_the_same_statements_and_rows_after_500_trials_as_after_50(
     url: str, home: Path
 ) -> None:
-    space = long_study.a_space("random")
-    known = list(long_study.records(space, 500))
+    space = long_studies.a_space("random")
+    known = list(long_studies.records(space, 500))
     taken = []
     for count in (50, 500):
         name = f"of-{count}"
-        long_study.store(url, home, space, known[:count], name=name)
+        long_studies.store(url, home, space, known[:count], name=name)
         taken.append(statements_of_a_trial(url, home, space, name))
     assert taken[0] == taken[1]
     statements, rows, commits = taken[0]
@@ -719,7 +718,7 @@ def statements_of_a_trial(
     model = load_model_spec(space.model)
     forecaster = Forecaster(model=model, budget_bytes=BUDGET, violation=lambda _: None)
     sampler = make_sampler(space.sampler, space, seed=0, forecaster=forecaster)
-    definition = long_study.a_definition(space)
+    definition = long_studies.a_definition(space)
     ended: list[tuple[int, int, int]] = []
     count = {"statements": 0, "rows": 0, "commits": 0}
     with open_it(url, home, name=name, definition=definition, sampler=sampler) as study:

@@ -35,7 +35,7 @@ from sweep import cli, entry_point
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import Where
 from sweep.terminal import options
-from tests.bench import knob_effects
+from tests.docs import settings_page
 from tests.sweep.shared_tracing import asked_of
 
 ROOT = Path(__file__).parents[2]
@@ -243,13 +243,13 @@ def test_every_file_and_command_that_a_page_names_is_there(
 
 
 def test_every_knob_is_on_its_page_as_declared_and_measured() -> None:
-    written = knob_effects.PAGE.read_text(encoding="utf-8")
-    assert written == knob_effects.page(), "run: python -m tests.bench.knob_effects"
+    written = settings_page.PAGE.read_text(encoding="utf-8")
+    assert written == settings_page.page(), "run: python -m tests.docs.settings_page"
 
 
 def test_every_effect_comes_from_pairs_that_differ_in_one_knob() -> None:
-    rows = list(knob_effects.measured())
-    found = list(knob_effects.pairs(rows, "upcast_fp32"))
+    rows = list(settings_page.measured())
+    found = list(settings_page.pairs(rows, "upcast_fp32"))
     assert len(found) > 10
     assert all(pair.change == "`true` to `false`" for pair in found)
     # Without the upcast there are fewer bytes in every pair, whatever else is configured.

@@ -10,9 +10,9 @@ import pytest
 from search_spaces.gpus import GIB
 from storage.surfaces import read_surface
 from sweep.study.recorded import Recorded, SamplerName, recorded_peaks, trials_of
-from tests.bench.replays import wrong
 from tests.golden.frozen import Frozen
 from tests.reports.synthetic import SURFACES
+from tests.sweep.study.wrong_priors import wrong
 
 BUDGETS = (8.0, 12.0, 21.5, 39.0)
 """GiB. Searches of guided are the same for all seeds: what differs is the budget, and the prior."""

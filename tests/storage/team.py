@@ -30,7 +30,7 @@ from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.driver import Driver
 from sweep.study.tuner import tune
-from tests.bench import long_study
+from tests.storage import long_studies
 from tests.storage.builders import BUDGET, ENVIRONMENT, fits
 
 ROOT = Path(__file__).parents[2]
@@ -134,11 +134,11 @@ def _write(home: Path, driver: int, **values: Any) -> None:
 
 
 def a_space(trials: int) -> SearchSpace:
-    return long_study.a_space("random", trials=trials)
+    return long_studies.a_space("random", trials=trials)
 
 
 def a_definition(*, trials: int) -> StudyDefinition:
-    return long_study.a_definition(a_space(trials))
+    return long_studies.a_definition(a_space(trials))
 
 
 def drive(url: str, home: Path, driver: int, *, study: str, trials: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from search_spaces.errors import InputError
 from search_spaces.rules import WITHOUT_SDPA
 from sweep.data.probing import are_apart, check_is_causal
 from sweep.data.rows import IGNORED, Collator
-from tests.bench.try_models import spec_of
+from tests.families import spec_of
 
 SHIPPED = (
     "gemma3_text",

@@ -143,7 +143,7 @@ def test_examples_of_which_no_supervised_token_is_left_are_left_out(tmp_path: Pa
 def test_a_training_says_whether_packed_examples_see_each_other(
     tmp_path: Path, texts: Path, packing: str, model: str | None, are_apart: bool | None
 ) -> None:
-    from tests.bench.try_models import spec_of
+    from tests.families import spec_of
 
     # Of gpt_oss transformers does not derive a mask from the positions.
     spec = SPEC if model is None else replace(SPEC, config=spec_of(model).config)
@@ -280,7 +280,7 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
 def test_what_cannot_be_trained_is_refused(
     tmp_path: Path, texts: Path, changes: dict[str, Any], words: str
 ) -> None:
-    from tests.bench.try_models import spec_of
+    from tests.families import spec_of
 
     if "model" in changes:
         config = {**spec_of("gemma3_text").config, "use_bidirectional_attention": True}

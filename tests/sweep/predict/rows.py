@@ -1,6 +1,6 @@
 """The committed measurements of one H200, as rows; nothing said of accuracy rests on other numbers.
 
-`tests/bench/README.md` says which command makes each file.
+`tests/bench/results/README.md` says which command makes each file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EDGES = read_rows("edges_h200.jsonl")
 STUDY_STEPS = read_rows("study_steps_h200.jsonl")
 IS_NEW_MEASURED = (DATA / "new_models_h200.jsonl").exists()
 NEW_MODELS = read_rows("new_models_h200.jsonl") if IS_NEW_MEASURED else []
-"""What `tests/bench/new_models.py` measured of the shipped models that had not been measured."""
+"""What `new_models.py` of commit 97b60c55 measured of models that had not been measured before."""
 
 
 def config_of(row: Row) -> TrialConfig:

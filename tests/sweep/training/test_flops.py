@@ -141,7 +141,7 @@ def test_of_experts_in_a_list_those_count_that_a_token_is_sent_to() -> None:
 
 def test_work_that_no_module_tells_is_not_shown() -> None:
     """A state space's convolution is no product of each token with a matrix."""
-    from tests.bench.try_models import spec_of
+    from tests.families import spec_of
 
     config = tiny_config(attention="eager", quantization="none", double_quant=False)
     assert counted(spec_of("jamba"), config) is None

@@ -26,7 +26,7 @@ from tests.sweep.training.tiny import (
 )
 
 torch = lazily("torch")
-families = lazily("tests.bench.try_models")
+families = lazily("tests.families")
 models = lazily("sweep.training.model")
 
 
@@ -224,7 +224,7 @@ RULED = Measured | Violation | Ineffective
     ],
 )
 def test_a_family_trains_or_is_refused_by_a_rule(family: str, targets: str, expected: Any) -> None:
-    """The rest of the families, which take minutes, are ``tests/bench/try_models.py``'s."""
+    """The rest of the families takes minutes: `docs/models.md` has what came of them."""
     spec = families.spec_of(family)
     quantization = "none" if unquantized(spec) is not None else "nf4"
     config = families.config_of(family, targets, quantization)

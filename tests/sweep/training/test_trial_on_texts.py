@@ -237,7 +237,7 @@ def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
 
 
 def test_a_model_that_looks_ahead_is_not_trained_on_padded_rows(texts: Any) -> None:
-    from tests.bench.try_models import spec_of
+    from tests.families import spec_of
 
     values = spec_of("gemma3_text").config | {"use_bidirectional_attention": True}
     spec = ModelSpec("both-ways", "directory", values)

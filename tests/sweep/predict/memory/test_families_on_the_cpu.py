@@ -41,7 +41,7 @@ def growths(
 
     from sweep.data.batches import Texts
     from sweep.training.model import build_base
-    from tests.bench.try_models import config_of, spec_of
+    from tests.families import config_of, spec_of
     from tests.sweep.data.prepared import prepared
     from tests.sweep.training.tiny import BRIEF, trial_on
 

@@ -269,7 +269,7 @@ def test_far_from_an_edge_no_sure_verdict_is_wrong_and_nearly_all_are_sure(
 
 CPU_ROWS = Path(__file__).parents[3] / "data" / "cpu" / "peaks.jsonl"
 """The demo model under torch 2.13, bitsandbytes 0.50.2 and peft 0.21.2, 2026-11-23, by
-`python -m tests.bench.cpu_peaks`."""
+`tests.bench.cpu_peaks` of commit 97b60c55."""
 
 
 def test_peaks_on_a_cpu_are_within_what_is_stated_and_decide_alone_what_fits(

@@ -1,6 +1,6 @@
 """docs/settings.md: every setting as declared, and its measured effect on speed and memory.
 
-Run as ``python -m tests.bench.knob_effects``; a test holds the page to what this makes of the
+Run as ``python -m tests.docs.settings_page``; a test holds the page to what this makes of the
 declarations and of the committed measurements. An effect is that of matched pairs: two measured
 configurations of one model in one file that differ in that setting alone.
 """
@@ -219,7 +219,7 @@ def _searched() -> dict[str, str]:
 INTRODUCTION = """\
 # Every setting
 
-<!-- Made by `python -m tests.bench.knob_effects`: change the declarations or the measurements. -->
+<!-- Made by `python -m tests.docs.settings_page`: change the declarations or the measurements. -->
 
 A setting is a key of a configuration: a dimension of a space, a fixed value, or an option of
 `sweep plan` and `sweep run`. They are declared in `search_spaces/config.py`. Unless stated, peak

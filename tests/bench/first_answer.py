@@ -1,0 +1,69 @@
+"""How long it takes to the first answer: from the command to each thing of a study's first trial.
+
+    python -m tests.bench.first_answer [--space a10] [-o OUT.jsonl]
+
+Two rounds: the first with nothing traced, and perhaps with libraries that are read from the disk.
+Seconds from the start of `prepare`; this process's own imports are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from storage.study import OpenStudy
+from sweep.running.device_info import read_card
+from sweep.study import events
+from sweep.study.events import Event, Interruption, Listener
+from sweep.study.session import drive, prepare
+from tests.bench.harness import stamp, write
+
+
+def first_trial(space: str, home: str) -> dict[str, float]:
+    """Return when each thing happened first, from here to the end of a study's first trial."""
+    began = time.perf_counter()
+    seen: dict[str, float] = {}
+
+    def see(name: str) -> None:
+        seen.setdefault(name, round(time.perf_counter() - began, 2))
+
+    def listen(event: Event) -> None:
+        match event:
+            case events.SpaceTraced(done, of) if done == of:
+                see("traced")
+            case events.TrialProgress(progress=progress):
+                see(progress.phase)
+            case events.TrialFinished():
+                see("finished")
+
+    @contextmanager
+    def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
+        see("opened")
+        yield listen
+
+    study = prepare(space, overrides={"trials": 1, "confirm": None}, study=None, card=read_card)
+    drive(study, storage=f"sqlite:///{home}/sweep.db", watch=watch, warn=print)
+    return seen
+
+
+def main() -> None:
+    """Print when each thing happened, of both rounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--space", default="a10")
+    parser.add_argument("-o", "--output", type=Path)
+    asked = parser.parse_args()
+    write(stamp() | {"space": asked.space, "cores": os.cpu_count()}, asked.output)
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["SWEEP_HOME"] = home
+        for traced in ("nothing", "all"):
+            with tempfile.TemporaryDirectory(dir=home) as runs:
+                write({"traced before": traced, **first_trial(asked.space, runs)}, asked.output)
+
+
+if __name__ == "__main__":
+    main()

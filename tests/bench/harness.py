@@ -1,0 +1,99 @@
+"""What the programs here share: what stands beside a result, rows, and commands in turns.
+
+Each program answers one question: ``python -m tests.bench.QUESTION``; its own text says how.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sweep.running.device_info import read_card
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = (
+    *("torch", "triton", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel"),
+    *("trl", "flash-attn"),
+)
+_SWEEP = "import sys; from sweep.cli import main; sys.exit(main())"
+Row = dict[str, Any]
+
+
+def stamp() -> Row:
+    """Return where, when and with what a program of this directory ran."""
+    card = read_card()
+    words = (word.removeprefix(f"{ROOT}/") for word in sys.argv)
+    return {
+        "command": " ".join(["python", *words]),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "card": None if card is None else card.product,
+        "card_memory_bytes": None if card is None else card.memory_bytes,
+        "driver": None if card is None else card.driver,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in LIBRARIES},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write(row: Row, output: Path | None = None) -> None:
+    """Print a row, and add it to a file of JSON lines."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def sweep(words: Sequence[str], *, home: Path, checkout: Path = ROOT) -> Row:
+    """Run a command of a checkout in a process of its own; return what it took and printed.
+
+    Raises:
+        SystemExit: it ended with another status than 0 or 1.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "SWEEP_HOME": str(home)}
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _SWEEP, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+    )
+    assert process.stdout is not None
+    with process.stdout as stdout:
+        printed = stdout.read().decode()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in (0, 1):
+        raise SystemExit(f"sweep {' '.join(words)} of {checkout} ended with {process.returncode}")
+    return {
+        "wall_seconds": round(time.perf_counter() - began, 3),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
+        "peak_mib": usage.ru_maxrss // 1024,
+        "printed": printed,
+    }
+
+
+def checkouts(against: Path | None) -> Mapping[str, Path]:
+    """Return this tree, and beside it another one that is asked the same in turns."""
+    return {"here": ROOT} | ({"against": against.resolve()} if against else {})
+
+
+def middle(values: Sequence[float]) -> float:
+    """Return the median of some seconds, rounded."""
+    return round(statistics.median(values), 4)

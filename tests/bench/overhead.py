@@ -1,0 +1,101 @@
+"""What a trial costs beside its training steps.
+
+    python -m tests.bench.overhead [--trials 100,1000,10000] [--samplers random,guided] [--more 20]
+    python -m tests.bench.overhead --study NAME [--storage URL]
+
+Without a study the driver's own processor seconds: a study of so many trials is resumed on a GPU
+that answers at once. Of a study that ran on a GPU, the seconds from one trial's start to the next
+one's less those of its training steps: attaching, detaching, sampling, predicting, storing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from search_spaces.space import SamplerName
+from storage.reading import read_study
+from storage.records import TrialRecord, Verdict
+from sweep.paths import runs_directory, storage_url
+from sweep.running.replay import ReplayRunner
+from sweep.sampling.samplers import quiet_optuna
+from sweep.study.driver import Driver
+from sweep.study.events import Event, TrialFinished
+from sweep.study.tuner import tune
+from tests.bench.harness import Row, middle, stamp, write
+from tests.storage import long_studies
+from tests.sweep.simulated_device import StopsWhen, train
+
+
+def of_driver(known: Sequence[TrialRecord], sampler: SamplerName, *, more: int) -> Row:
+    """Return the processor's seconds to open a study, to its first trial's end, and of others."""
+    quiet_optuna()
+    space, ends = long_studies.a_space(sampler), []
+    with tempfile.TemporaryDirectory() as directory:
+        home, url = Path(directory), f"sqlite:///{directory}/sweep.db"
+        long_studies.store(url, home, long_studies.a_space(), known)
+        began = time.process_time()
+
+        def listen(event: Event) -> None:
+            if isinstance(event, TrialFinished):
+                ends.append(time.process_time())
+
+        with long_studies.opened(url, home, space) as study:
+            opened = time.process_time()
+            tune(
+                Driver(
+                    study,
+                    runner=ReplayRunner(otherwise=train),
+                    forecaster=long_studies.a_forecaster(space),
+                    on_event=listen,
+                    interruption=StopsWhen(lambda: len(ends) > more),
+                )
+            )
+    return {
+        "trials": len(known),
+        "sampler": sampler,
+        "open_seconds": round(opened - began, 3),
+        "first_trial_seconds": round(ends[0] - opened, 3),
+        "median_trial_seconds": middle([after - before for before, after in pairwise(ends)]),
+    }
+
+
+def of_study(records: Sequence[TrialRecord]) -> Row:
+    """Return the seconds of a study's trials that no training step took."""
+    spent = []
+    for record, after in pairwise(r for r in records if r.started_at):
+        measured = record.measurement
+        if record.verdict is Verdict.FITS and measured is not None and after.started_at:
+            began, ended = map(datetime.fromisoformat, (record.started_at, after.started_at))
+            steps = measured.steps_warmup + measured.steps_measured
+            spent.append((ended - began).total_seconds() - steps * measured.step_seconds)
+    return {"trials": len(spent), "median_trial_seconds": middle(spent)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", default="100,1000,10000")
+    parser.add_argument("--samplers", default="random,guided")
+    parser.add_argument("--more", type=int, default=20)
+    parser.add_argument("--study")
+    parser.add_argument("--storage")
+    parser.add_argument("-o", "--output", type=Path)
+    asked = parser.parse_args()
+    write(stamp(), asked.output)
+    if asked.study is not None:
+        found = read_study(asked.study, url=storage_url(asked.storage), home=runs_directory())
+        write(of_study(found.records), asked.output)
+        return
+    for count in map(int, asked.trials.split(",")):
+        known = list(long_studies.records(long_studies.a_space(), count))
+        for sampler in asked.samplers.split(","):
+            write(of_driver(known, sampler, more=asked.more), asked.output)
+
+
+if __name__ == "__main__":
+    main()
