@@ -347,8 +347,11 @@ class OpenStudy:
 
         def suggest() -> Trial:
             # Anew after a transaction that failed: a trial believes to have what it got there.
-            is_same = trial.study is self.study
-            given = trial if is_same else Trial(self.study, self._id(trial.number))
+            given = trial
+            if trial.study is not self.study:
+                # Optuna's cache knows no trial that it neither made nor read.
+                self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+                given = Trial(self.study, self._id(trial.number))
             for name, distribution in distributions.items():
                 given._suggest(name, distribution)
             return given

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,15 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Lost, Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from storage.records import (
+    Lost,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    PrunedSlow,
+    SoakReport,
+)
 from sweep.running.ray_nodes import joined
 from sweep.running.ray_runner import RayRunner
 from sweep.running.replay import ReplayRunner
@@ -134,83 +142,90 @@ def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield runner
 
 
-def measured(outcome: Outcome) -> Measured:
+def measured(outcome: Outcome) -> Measurement:
     assert isinstance(outcome, Measured), outcome
-    return outcome
+    return outcome.measurement
 
 
-def test_a_configuration_that_fits_is_measured(case: Case, runner: Runner) -> None:
-    measurement = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
-    low, high = measurement.step_seconds_ci95
-    assert low <= measurement.step_seconds <= high
-    assert STEPS.measured_min <= measurement.steps_measured
-    assert measurement.peak_allocated_bytes > 0
-    tokens = measurement.tokens_per_second * measurement.step_seconds
-    # The first token of a row has nothing before it to be predicted from, so it may not count.
-    assert 0.95 * case.fits.tokens_per_step <= tokens <= 1.01 * case.fits.tokens_per_step
+def is_interrupted(outcome: Outcome) -> bool:
+    return isinstance(outcome, Lost) and outcome.is_interrupted
 
 
-def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
+@contextmanager
+def at_once() -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < 3
+
+
+def test_a_configuration_that_fits_is_measured_and_signs_of_life_come_in_order(
     case: Case, runner: Runner
 ) -> None:
-    before = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
-    assert isinstance(runner.run(TrialRequest(config=case.too_large, steps=STEPS)), OutOfMemory)
-    after = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
-    assert after.peak_allocated_bytes == before.peak_allocated_bytes
-    assert after.trainable_parameters == before.trainable_parameters
-
-
-def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
-    case: Case, runner: Runner, tmp_path: Path
-) -> None:
-    peak = measured(
-        runner.run(TrialRequest(config=case.fits, steps=STEPS))
-    ).measurement.peak_allocated_bytes
-    with case.start(tmp_path, peak) as exact:
-        measured(exact.run(TrialRequest(config=case.fits, steps=STEPS)))
-    with case.start(tmp_path, peak - 1) as tight:
-        outcome = tight.run(TrialRequest(config=case.fits, steps=STEPS))
-    assert isinstance(outcome, OutOfMemory), outcome
-    assert outcome.peak_allocated_bytes == peak
-    assert f"{peak - 1:,}" in outcome.detail
-
-
-def test_signs_of_life_come_in_the_order_of_the_phases(case: Case, runner: Runner) -> None:
     seen: list[Progress] = []
 
     def watch(progress: Progress) -> bool:
         seen.append(progress)
         return False
 
-    runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
+    measurement = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch))
+    low, high = measurement.step_seconds_ci95
+    assert low <= measurement.step_seconds <= high
+    assert STEPS.measured_min <= measurement.steps_measured
+    assert measurement.peak_allocated_bytes > 0
+    assert measurement.soak is None
+    tokens = measurement.tokens_per_second * measurement.step_seconds
+    # The first token of a row has nothing before it to be predicted from, so it may not count.
+    assert 0.95 * case.fits.tokens_per_step <= tokens <= 1.01 * case.fits.tokens_per_step
     order = [PHASES.index(progress.phase) for progress in seen]
     assert order == sorted(order)
     steps = [progress.step for progress in seen if progress.phase == "measure"]
     assert steps == sorted(steps)
+    # Before there is an interval the bound is generous.
+    bounds = [
+        (progress.tokens_per_second, progress.tokens_per_second_high)
+        for progress in seen
+        if progress.phase != "measure" or progress.step < STEPS.measured_min
+    ]
     assert any(progress.tokens_per_second_high is not None for progress in seen)
-
-
-def test_before_there_is_an_interval_the_bound_is_generous(case: Case, runner: Runner) -> None:
-    early: list[Progress] = []
-
-    def watch(progress: Progress) -> bool:
-        if progress.phase != "measure" or progress.step < STEPS.measured_min:
-            early.append(progress)
-        return False
-
-    runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
-    bounds = [(p.tokens_per_second, p.tokens_per_second_high) for p in early]
     assert all(high is None or (rate is not None and high > 1.1 * rate) for rate, high in bounds)
+
+
+def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
+    case: Case, runner: Runner
+) -> None:
+    fitting = TrialRequest(config=case.fits, steps=STEPS)
+    before = measured(runner.run(fitting))
+    for is_soak in (False, True):
+        large = TrialRequest(config=case.too_large, steps=STEPS, is_soak=is_soak)
+        assert isinstance(runner.run(large), OutOfMemory)
+    after = measured(runner.run(fitting))
+    assert after.peak_allocated_bytes == before.peak_allocated_bytes
+    assert after.trainable_parameters == before.trainable_parameters
+    runner.renew()
+    runner.renew()
+    assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
+
+
+def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
+    case: Case, runner: Runner, tmp_path: Path
+) -> None:
+    fitting = TrialRequest(config=case.fits, steps=STEPS)
+    peak = measured(runner.run(fitting)).peak_allocated_bytes
+    with case.start(tmp_path, peak) as exact:
+        measured(exact.run(fitting))
+    with case.start(tmp_path, peak - 1) as tight:
+        outcome = tight.run(fitting)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert outcome.peak_allocated_bytes == peak
+    assert f"{peak - 1:,}" in outcome.detail
 
 
 def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     case: Case, runner: Runner
 ) -> None:
-    steps = STEPS.model_copy(
-        update={"measured_max": 1000, "relative_interval": 1e-9, "seconds_max": 60}
-    )
+    changes = {"measured_max": 1000, "relative_interval": 1e-9, "seconds_max": 60}
     outcome = runner.run(
-        TrialRequest(config=case.fits, steps=steps),
+        TrialRequest(config=case.fits, steps=STEPS.model_copy(update=changes)),
         observe=lambda p: p.tokens_per_second_high is not None,
     )
     assert isinstance(outcome, PrunedSlow), outcome
@@ -218,13 +233,30 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     assert outcome.measurement.tokens_per_second > 0
 
 
-def test_a_cancel_ends_the_trial_under_way_and_every_later_one_before_it_begins(
-    case: Case, tmp_path: Path
+def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> None:
+    steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
+    soaked = measured(runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))).soak
+    assert soaked is not None
+    assert soaked.steps >= 20 or soaked.seconds >= 2.0
+    assert soaked.evaluation_seconds > 0
+    assert soaked.checkpoint_bytes > 0
+
+
+@pytest.mark.parametrize("is_of_another_thread", [False, True])
+def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_later_one(
+    case: Case, tmp_path: Path, is_of_another_thread: bool
 ) -> None:
+    fitting = TrialRequest(config=case.fits, steps=STEPS)
+    large = TrialRequest(config=case.too_large, steps=STEPS, is_soak=True)
     seen: list[Progress] = []
 
-    def cancel(progress: Progress) -> bool:
-        runner.cancel()
+    def cancel(_: Progress) -> bool:
+        if is_of_another_thread:
+            thread = threading.Thread(target=runner.cancel)
+            thread.start()
+            thread.join()
+        else:
+            runner.cancel()
         return False
 
     def watch(progress: Progress) -> bool:
@@ -232,113 +264,32 @@ def test_a_cancel_ends_the_trial_under_way_and_every_later_one_before_it_begins(
         return False
 
     with case.start(tmp_path, case.budget_bytes) as runner:
-        assert is_interrupted(
-            runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=cancel)
-        )
-        began = time.monotonic()
-        for undo in (runner.start, runner.renew, runner.cancel, runner.close, lambda: None):
-            undo()
-            assert is_interrupted(
-                runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
-            )
-            soak = runner.run(
-                TrialRequest(config=case.too_large, steps=STEPS, is_soak=True), observe=watch
-            )
-            assert is_interrupted(soak)
-        assert time.monotonic() - began < 3
+        with at_once():
+            runner.start()
+            runner.start()
+        if not is_of_another_thread:
+            measured(runner.run(fitting))
+            runner.start()
+        assert is_interrupted(runner.run(fitting, observe=cancel))
+        with at_once():
+            for undo in (runner.start, runner.renew, runner.cancel, runner.close, lambda: None):
+                undo()
+                assert is_interrupted(runner.run(fitting, observe=watch))
+                assert is_interrupted(runner.run(large, observe=watch))
     assert seen == []
 
 
-def is_interrupted(outcome: Outcome) -> bool:
-    return isinstance(outcome, Lost) and outcome.is_interrupted
-
-
-def test_a_start_ahead_returns_at_once_and_the_first_trial_is_as_any(
-    case: Case, tmp_path: Path
-) -> None:
-    with case.start(tmp_path, case.budget_bytes) as runner:
-        began = time.monotonic()
-        runner.start()
-        runner.start()
-        assert time.monotonic() - began < 3
-        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
-        runner.start()
-        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
-
-
-def test_a_runner_that_was_started_and_never_run_closes_at_once(case: Case, tmp_path: Path) -> None:
-    runner = case.start(tmp_path, case.budget_bytes)
-    runner.start()
-    began = time.monotonic()
-    runner.close()
-    assert time.monotonic() - began < 3
-
-
 @pytest.mark.parametrize("is_started", [True, False])
-def test_a_cancel_before_the_first_trial_ends_that_one_and_every_later_one(
+def test_a_cancel_before_the_first_trial_ends_every_one_and_closing_twice_is_closing_once(
     case: Case, tmp_path: Path, is_started: bool
 ) -> None:
-    with case.start(tmp_path, case.budget_bytes) as runner:
-        if is_started:
-            runner.start()
-        runner.cancel()
-        began = time.monotonic()
-        assert is_interrupted(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
-        assert is_interrupted(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
-        assert time.monotonic() - began < 3
-
-
-def test_a_cancel_from_another_thread_ends_the_trial_under_way(case: Case, tmp_path: Path) -> None:
-    with case.start(tmp_path, case.budget_bytes) as runner:
-        begun = threading.Event()
-
-        def cancel() -> None:
-            begun.wait(60)
-            runner.cancel()
-
-        def watch(progress: Progress) -> bool:
-            begun.set()
-            thread.join()
-            return False
-
-        thread = threading.Thread(target=cancel)
-        thread.start()
-        assert is_interrupted(
-            runner.run(TrialRequest(config=case.fits, steps=STEPS), observe=watch)
-        )
-
-
-def test_a_soak_evaluates_and_saves_and_says_so_and_a_run_does_not(
-    case: Case, runner: Runner
-) -> None:
-    steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
-    soaked = measured(
-        runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))
-    ).measurement.soak
-    assert soaked is not None
-    assert soaked.steps >= 20 or soaked.seconds >= 2.0
-    assert soaked.evaluation_seconds > 0
-    assert soaked.checkpoint_bytes > 0
-    assert (
-        measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement.soak is None
-    )
-
-
-def test_a_soak_over_the_budget_is_out_of_memory(case: Case, runner: Runner) -> None:
-    assert isinstance(
-        runner.run(TrialRequest(config=case.too_large, steps=STEPS, is_soak=True)), OutOfMemory
-    )
-
-
-def test_after_a_renewal_the_next_run_is_as_any_other(case: Case, runner: Runner) -> None:
-    before = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
-    runner.renew()
-    runner.renew()
-    after = measured(runner.run(TrialRequest(config=case.fits, steps=STEPS))).measurement
-    assert after.peak_allocated_bytes == before.peak_allocated_bytes
-
-
-def test_closing_twice_is_closing_once(case: Case, tmp_path: Path) -> None:
     runner = case.start(tmp_path, case.budget_bytes)
-    runner.close()
-    runner.close()
+    if is_started:
+        runner.start()
+    with at_once():
+        runner.cancel()
+        for _ in range(2):
+            assert is_interrupted(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
+    with at_once():
+        runner.close()
+        runner.close()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage import postgres, team
+from storage.directory import Spool
+from storage.reading import read_study
+from tests.storage import driver, postgres
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -17,20 +19,16 @@ def test_fifty_drivers_at_one_server_lose_and_double_nothing(
     cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
     url = cluster.new_database()
-    process = team.start(url, tmp_path, drivers=DRIVERS, trials=TRIALS)
-    assert process.wait() == 0
-    assert team.broken(url, tmp_path, drivers=DRIVERS, trials=TRIALS) == []
-
-
-def test_fifty_drivers_outlast_a_server_that_is_restarted(
-    cluster: postgres.Cluster, tmp_path: Path
-) -> None:
-    url = cluster.new_database()
-    process = team.start(url, tmp_path, drivers=DRIVERS, trials=TRIALS)
-    half = DRIVERS * TRIALS // 2
-    while sum(team.said(tmp_path, number).get("ran", 0) for number in range(DRIVERS)) < half:
-        assert process.poll() is None
-    cluster.restart()
-    assert process.wait() == 0
-    options = {"drivers": DRIVERS, "trials": TRIALS, "was_cut_off": True}
-    assert team.broken(url, tmp_path, **options) == []
+    names = [f"study-{n}" for n in range(DRIVERS)]
+    team = [driver.start(url, tmp_path, study=name, trials=TRIALS) for name in names]
+    for one, name in zip(team, names, strict=True):
+        said, code = one.end()
+        assert code == 0, (name, said)
+        study = read_study(name, url=url, home=tmp_path)
+        assert [record.number for record in study.records] == list(range(TRIALS))
+        told = {(r.number, r.measurement.tokens_per_second) for r in study.records if r.measurement}
+        heard = (line.split()[1:] for line in said if line.startswith("told"))
+        assert told == {(int(number), float(speed)) for number, speed in heard}
+        kept = Spool(tmp_path / name / "spool.jsonl", study.identity).read().records
+        assert kept == study.records
+        assert (study.running, study.warnings, study.holder) == ((), (), None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -34,49 +32,37 @@ max_client_conn = 200
 query_wait_timeout = 20
 logfile = {directory}/log
 pidfile =
-{more}
 """
 
 
 @contextmanager
-def running_pooler(
-    cluster: Cluster, mode: str, *, pool_size: int = 20, more: str = ""
-) -> Iterator[int]:
+def running_pooler(cluster: Cluster, mode: str, *, pool_size: int = 20) -> Iterator[int]:
     """Run a pooler before a cluster and yield its port; skip the test where there is none.
 
     Args:
         cluster: what it passes statements on to.
         mode: session, transaction or statement.
         pool_size: connections to the server, of each database.
-        more: further lines of its settings.
     """
     binary = shutil.which("pgbouncer") or next((str(p) for p in _PLACES if p.exists()), None)
     if binary is None:
         pytest.skip("no pgbouncer on this machine")
     directory, port = Path(tempfile.mkdtemp(prefix="sweep-pgbouncer-")), free_port()
-    settings = _SETTINGS.format(
-        server=cluster.port, port=port, directory=directory, mode=mode, pool_size=pool_size,
-        more=more,
-    )  # fmt: skip
+    known = {"server": cluster.port, "port": port, "directory": directory}
+    settings = _SETTINGS.format(**known, mode=mode, pool_size=pool_size)
     (directory / "settings.ini").write_text(settings)
     (directory / "users.txt").write_text(f'"sweep" "{PASSWORD}"\n')
     if is_root():
         for path in (directory, *directory.iterdir()):
             shutil.chown(path, "postgres", "postgres")
+    command = [*who_is_not_root(), binary, str(directory / "settings.ini")]
     with (directory / "output").open("wb") as output:
-        process = subprocess.Popen(
-            [*who_is_not_root(), binary, str(directory / "settings.ini")],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd="/")
     try:
         _wait_for(port, process, directory)
         yield port
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
+        process.terminate()
         process.wait()
         shutil.rmtree(directory)
 
@@ -84,10 +70,8 @@ def running_pooler(
 def _wait_for(port: int, process: subprocess.Popen[bytes], directory: Path) -> None:
     deadline = time.monotonic() + 10.0
     while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-            return
-        except OSError:
-            assert process.poll() is None, (directory / "output").read_text()
-            assert time.monotonic() < deadline, "pgbouncer does not listen"
-            time.sleep(0.02)
+        with suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        assert process.poll() is None, (directory / "output").read_text()
+        assert time.monotonic() < deadline, "pgbouncer does not listen"
+        time.sleep(0.02)

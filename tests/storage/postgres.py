@@ -80,7 +80,9 @@ class Cluster:
 
 
 def _new_cluster() -> Cluster:
-    directory = Path(tempfile.mkdtemp(prefix="sweep-postgres-"))
+    # In memory where there is some: a database is seven megabytes of files.
+    memory = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    directory = Path(tempfile.mkdtemp(prefix="sweep-postgres-", dir=memory))
     secret = directory.with_suffix(".secret")
     secret.write_text(PASSWORD)
     user = _user() if is_root() else None
@@ -157,12 +159,12 @@ def _run(name: str, *arguments: str) -> None:
 
 
 @contextmanager
-def connected(url: str, *, isolation: str = "AUTOCOMMIT") -> Iterator[sqlalchemy.Connection]:
-    """Connect past everything of ours, by default without transactions."""
+def connected(url: str) -> Iterator[sqlalchemy.Connection]:
+    """Connect past everything of ours, without transactions."""
     engine = sqlalchemy.create_engine(
         url.replace("postgresql", "postgresql+psycopg", 1),
         poolclass=sqlalchemy.pool.NullPool,
-        isolation_level=isolation,
+        isolation_level="AUTOCOMMIT",
     )
     with engine.connect() as connection:
         yield connection

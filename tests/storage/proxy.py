@@ -10,7 +10,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,11 +48,6 @@ class Proxy:
 
     server_port: int
     port: int = field(default=0, init=False)
-    requests: int = field(default=0, init=False)
-    """How many pieces clients sent that were passed on."""
-    accepted: int = field(default=0, init=False)
-    delay_seconds: float = field(default=0.0, init=False)
-    """How long each piece is kept before it is passed on."""
     _passing: threading.Event = field(default_factory=threading.Event, init=False)
     _links: list[_Link] = field(default_factory=list, init=False)
     _listener: socket.socket | None = field(default=None, init=False)
@@ -146,7 +140,6 @@ class Proxy:
                 client, _ = listener.accept()
             except OSError:
                 return
-            self.accepted += 1
             try:
                 server = socket.create_connection(("127.0.0.1", self.server_port))
             except OSError:
@@ -161,10 +154,9 @@ class Proxy:
     def _requests(self, link: _Link) -> None:
         with suppress(OSError):
             while data := link.client.recv(65536):
-                self._hold()
+                self._passing.wait()
                 if link.is_forgotten:
                     continue
-                self.requests += 1
                 self._count(data, link)
                 link.server.sendall(data)
         self._end(link)
@@ -174,7 +166,7 @@ class Proxy:
             while data := link.server.recv(65536):
                 if link.is_doomed:
                     break
-                self._hold()
+                self._passing.wait()
                 if not link.is_forgotten:
                     link.client.sendall(data)
         self._end(link)
@@ -185,11 +177,6 @@ class Proxy:
         link.cut()
         with suppress(ValueError):
             self._links.remove(link)
-
-    def _hold(self) -> None:
-        self._passing.wait()
-        if self.delay_seconds:
-            time.sleep(self.delay_seconds)
 
     def _count(self, data: bytes, link: _Link) -> None:
         if self._lost is None or self._lost[0] not in data:

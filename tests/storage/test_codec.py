@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+from importlib import metadata
 
 import pytest
 from optuna.trial import TrialState
 
+from search_spaces.config import CONFIG_KEYS, TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
 from storage.codec import (
@@ -15,6 +18,8 @@ from storage.codec import (
     directions,
     to_optuna,
 )
+from storage.definition import differences
+from storage.environment import PACKAGES, fingerprint
 from storage.records import (
     Crashed,
     Diverged,
@@ -30,7 +35,7 @@ from storage.records import (
     TimedOut,
     TrialRecord,
 )
-from tests.storage.builders import BUDGET, a_measurement, a_record, fits
+from tests.storage.builders import BUDGET, a_definition, a_measurement, a_record, fits
 
 ALL: tuple[Objective, ...] = ("tokens_per_second", "peak_memory", "trainable_parameters")
 SINGLE: tuple[Objective, ...] = ("tokens_per_second",)
@@ -41,17 +46,17 @@ def optuna_result(record: TrialRecord, *, objectives: tuple[Objective, ...]) -> 
     return to_optuna(record, objectives=objectives, budget_bytes=BUDGET)
 
 
+def ran_out(peak_gib: int | None = None) -> OutOfMemory:
+    peak = None if peak_gib is None else peak_gib * GIB
+    # The peak and the failed request need not have been there at once: their sum bounds nothing.
+    return OutOfMemory(stage="forward", peak_allocated_bytes=peak, requested_bytes=6 * GIB)
+
+
 UNFIT: list[tuple[Outcome, float, float]] = [
     # outcome, peak in GiB that it is told with, violation
-    (OutOfMemory(stage="forward"), 20.0, LEAST_VIOLATION),
-    (OutOfMemory(stage="forward", peak_allocated_bytes=19 * GIB), 20.0, LEAST_VIOLATION),
-    # The peak and the failed request need not have been there at once: their sum bounds nothing.
-    (
-        OutOfMemory(stage="forward", peak_allocated_bytes=19 * GIB, requested_bytes=6 * GIB),
-        20.0,
-        LEAST_VIOLATION,
-    ),
-    (OutOfMemory(stage="forward", peak_allocated_bytes=25 * GIB), 25.0, 0.25),
+    (ran_out(), 20.0, LEAST_VIOLATION),
+    (ran_out(19), 20.0, LEAST_VIOLATION),
+    (ran_out(25), 25.0, 0.25),
     (PredictedOutOfMemory(predicted_bytes=40 * GIB), 40.0, 1.0),
     (DominatedOutOfMemory(by=3), 20.0, LEAST_VIOLATION),
     (Diverged(step=1), 20.0, FAULT_VIOLATION),
@@ -60,28 +65,26 @@ UNFIT: list[tuple[Outcome, float, float]] = [
 ]
 
 
-def test_a_trial_that_fits_is_told_with_what_was_measured_and_is_feasible() -> None:
-    told = optuna_result(a_record(outcome=fits(1234.5, peak=15 * GIB)), objectives=ALL)
-    assert told.state is TrialState.COMPLETE
-    assert told.values == (1234.5, 15.0, 1000.0)
-    assert told.violation == -0.25
-
-
-@pytest.mark.parametrize(("outcome", "peak", "violation"), UNFIT)
-def test_a_trial_that_does_not_count_is_told_with_the_worst_finite_values(
-    outcome: Outcome, peak: float, violation: float
+@pytest.mark.parametrize(
+    ("outcome", "values", "violation"),
+    [
+        (fits(1234.5, peak=15 * GIB), (1234.5, 15.0, 1000.0), -0.25),
+        (PrunedSlow(measurement=a_measurement(500.0)), (500.0, 10.0, 1000.0), -0.5),
+        # What does not count is told with the worst finite values.
+        *((outcome, (0.0, peak, 0.0), violation) for outcome, peak, violation in UNFIT),
+    ],
+)
+def test_a_trial_of_several_objectives_is_told_with_all_of_them(
+    outcome: Outcome, values: tuple[float, ...], violation: float
 ) -> None:
     told = optuna_result(a_record(outcome=outcome), objectives=ALL)
-    assert told.state is TrialState.COMPLETE
-    assert told.values == (0.0, peak, 0.0)
-    assert told.violation == violation
-    assert told.violation > 0
-
-
-@pytest.mark.parametrize("outcome", [OutOfMemory(stage="load"), DominatedOutOfMemory(by=1)])
-def test_where_memory_was_predicted_the_violation_grows_with_it(outcome: Outcome) -> None:
-    told = optuna_result(a_record(outcome=outcome, prediction=PREDICTION), objectives=SINGLE)
-    assert told.violation == 0.5
+    assert (told.state, told.values, told.violation) == (TrialState.COMPLETE, values, violation)
+    assert told.intermediate is None
+    assert directions(ALL) == ["maximize", "minimize", "maximize"]
+    if isinstance(outcome, OutOfMemory | DominatedOutOfMemory):
+        # Where memory was predicted the violation grows with it.
+        predicted = a_record(outcome=outcome, prediction=PREDICTION)
+        assert optuna_result(predicted, objectives=SINGLE).violation == 0.5
 
 
 def test_a_slow_trial_is_pruned_where_there_is_one_objective() -> None:
@@ -93,23 +96,11 @@ def test_a_slow_trial_is_pruned_where_there_is_one_objective() -> None:
     assert told.violation <= 0
 
 
-def test_a_slow_trial_is_complete_with_partial_values_where_there_are_several() -> None:
-    outcome = PrunedSlow(measurement=a_measurement(500.0))
-    told = optuna_result(a_record(outcome=outcome), objectives=ALL)
-    assert told.state is TrialState.COMPLETE
-    assert told.values == (500.0, 10.0, 1000.0)
-    assert told.intermediate is None
-
-
 @pytest.mark.parametrize("outcome", [TimedOut(phase="build"), Crashed(phase="build"), Lost()])
 def test_a_trial_that_may_be_retried_is_failed(outcome: Outcome) -> None:
     told = optuna_result(a_record(outcome=outcome), objectives=ALL)
     assert (told.state, told.values) == (TrialState.FAIL, None)
     assert told.violation > 0
-
-
-def test_speed_and_capacity_are_maximized_and_memory_minimized() -> None:
-    assert directions(ALL) == ["maximize", "minimize", "maximize"]
 
 
 @pytest.mark.parametrize("outcome", [fits(), *(row[0] for row in UNFIT), Lost()])
@@ -122,3 +113,27 @@ def test_what_a_person_sees_in_the_dashboard_is_short_and_the_record_is_whole(
     assert attributes["verdict"] == record.verdict
     assert attributes.get("peak_gib") == (10.0 if record.measurement else None)
     assert all(math.isfinite(v) for v in attributes.values() if isinstance(v, float))
+
+
+# What a study is about, and where it ran
+
+
+@pytest.mark.parametrize("key", sorted(set(CONFIG_KEYS) - {"micro_batch_size"}))
+def test_a_setting_that_is_written_out_with_the_recipes_value_is_no_difference(key: str) -> None:
+    recipe = TrialConfig().model_dump(mode="json")
+    left_out, written = a_definition(), a_definition(fixed={key: recipe[key]})
+    assert differences(left_out, written) == differences(written, left_out) == ()
+    other = a_definition(fixed={"adapter_dtype": "bf16"})
+    assert differences(left_out, other) == ('fixed.adapter_dtype: "fp32" -> "bf16"',)
+
+
+def test_a_fingerprint_is_plain_json_with_a_version_for_every_package() -> None:
+    found = fingerprint(device="cpu")
+    assert json.loads(json.dumps(found)) == found
+    assert set(found["versions"]) == set(PACKAGES)
+    assert found["versions"]["optuna"] == metadata.version("optuna")
+    assert found["python"] == platform.python_version()
+    assert (found["cores"] >= 1, bool(found["cpu"])) == (True, True)
+    assert (found["gpu"], found["driver"], found["cuda_driver"]) == (None, None, None)
+    known = fingerprint(device="cuda", gpu="NVIDIA GB10", driver="580.1")
+    assert (known["gpu"], known["driver"], known["cuda_driver"]) == ("NVIDIA GB10", "580.1", None)

@@ -1,16 +1,20 @@
-"""What a database's errors mean: whether they are tried again, and what is said of them."""
+"""What a database's URL and its errors mean: what is tried again, and what is said of them."""
 
 from __future__ import annotations
 
 import sqlite3
+import traceback
+from pathlib import Path
 
 import psycopg
 import pytest
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
+from search_spaces.errors import EnvironmentFault, InputError
 from storage import database
-from storage.database import reason, retried
+from storage.database import faults, reason, retried
+from storage.urls import PostgresUrl, SqliteUrl, parse_url
 
 
 def as_optuna_raises(error: Exception) -> StorageInternalError:
@@ -25,6 +29,10 @@ def refused(words: str) -> OperationalError:
 
 def of_file(words: str) -> OperationalError:
     return OperationalError("UPDATE", {}, sqlite3.OperationalError(words))
+
+
+def of_server(error: psycopg.Error) -> Exception:
+    return DBAPIError.instance("", {}, error, psycopg.Error)
 
 
 @pytest.fixture(autouse=True)
@@ -46,33 +54,23 @@ def attempts(error: Exception) -> int:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "times"),
     [
-        refused("Connection refused"),
-        refused("server closed the connection unexpectedly"),
-        refused("SSL connection has been closed unexpectedly"),
-        of_file("database is locked"),
-        DBAPIError.instance("", {}, psycopg.errors.AdminShutdown("shut down"), psycopg.Error),
-        DBAPIError.instance(
-            "", {}, psycopg.errors.ReadOnlySqlTransaction("in a read-only"), psycopg.Error
-        ),
+        (refused("Connection refused"), 3),
+        (refused("server closed the connection unexpectedly"), 3),
+        (refused("SSL connection has been closed unexpectedly"), 3),
+        (of_file("database is locked"), 3),
+        (of_server(psycopg.errors.AdminShutdown("shut down")), 3),
+        (of_server(psycopg.errors.ReadOnlySqlTransaction("in a read-only")), 3),
+        # What waiting does not help is raised at once.
+        (refused('FATAL:  password authentication failed for user "sweep"'), 1),
+        (of_file("database or disk is full"), 1),
+        (of_file("attempt to write a readonly database"), 1),
+        (IntegrityError("INSERT", {}, psycopg.errors.NotNullViolation("null")), 1),
     ],
 )
-def test_what_may_be_over_soon_is_tried_again(error: Exception) -> None:
-    assert attempts(error) == attempts(as_optuna_raises(error)) == 3
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        refused('FATAL:  password authentication failed for user "sweep"'),
-        of_file("database or disk is full"),
-        of_file("attempt to write a readonly database"),
-        IntegrityError("INSERT", {}, psycopg.errors.NotNullViolation("null")),
-    ],
-)
-def test_what_waiting_does_not_help_is_raised_at_once(error: Exception) -> None:
-    assert attempts(error) == attempts(as_optuna_raises(error)) == 1
+def test_what_may_be_over_soon_is_tried_again(error: Exception, times: int) -> None:
+    assert attempts(error) == attempts(as_optuna_raises(error)) == times
 
 
 @pytest.mark.parametrize(
@@ -92,3 +90,54 @@ def test_what_waiting_does_not_help_is_raised_at_once(error: Exception) -> None:
 def test_what_is_wrong_is_said_with_what_to_do(error: Exception, advice: str) -> None:
     assert advice in reason(error)
     assert advice in reason(as_optuna_raises(error))
+
+
+def test_one_file_or_database_has_one_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    known = SqliteUrl(tmp_path / "real" / "x.db")
+    for path in ("real/x.db", f"{tmp_path}/link/x.db", f"{tmp_path}/real/x.db"):
+        assert parse_url(f"sqlite:///{path}") == known
+    for scheme in ("postgresql", "postgres", "postgresql+psycopg"):
+        url = parse_url(f"{scheme}://sweep:pw@db.example:5432/studies")
+        assert isinstance(url, PostgresUrl)
+        assert url.text == "postgresql+psycopg://sweep:pw@db.example:5432/studies"
+        assert str(url) == "postgresql://sweep:***@db.example:5432/studies"
+        assert "pw" not in repr(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs/sweep.db", "did you mean 'sqlite:///runs/sweep.db'"),
+        ("sqlit:///x.db", "unknown database 'sqlit'; known are sqlite"),
+        ("mysql://u:secret@h/d", "known are sqlite and postgresql"),
+        ("sqlite://u:secret@h/d", "three slashes"),
+        ("sqlite:///:memory:", "path of a file"),
+        ("sqlite:///u:secret@h/d?z=1", "without options"),
+        ("postgresql://u:secret@h", "names no database"),
+        ("postgresql://u:sec@ret:x@h:port/d", "malformed; it reads like postgresql://user@host:po"),
+        ("postgresql://u:sec@ret@h/d", "an '@' in a password is written %40"),
+        ("", "is no database URL; did you mean 'sqlite:///runs/sweep.db'"),
+        ("u:secret@h/d", "storage 'u:\\*\\*\\*@h/d' is no database URL; did you mean 'postgresql:"),
+        ("postgresql:/u:secret@h/d", "did you mean 'postgresql://user"),
+    ],
+)
+def test_a_url_that_is_not_right_is_refused_without_its_password(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        parse_url(url)
+    assert "sec" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("quoted", ["p@ss/1", "p%40ss%2F1"])
+def test_a_password_that_a_driver_quotes_is_in_no_message_and_no_traceback(quoted: str) -> None:
+    raised = OperationalError("SELECT", {}, Exception(f"no {quoted} here\nDETAIL: {quoted}"))
+    with (
+        pytest.raises(EnvironmentFault, match=r"u:\*\*\*@h/d: no \*\*\* here$") as caught,
+        faults(parse_url("postgresql://u:p%40ss%2F1@h/d")),
+    ):
+        raise raised
+    assert quoted not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__suppress_context__

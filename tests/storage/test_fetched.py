@@ -11,7 +11,6 @@ from search_spaces.errors import EnvironmentFault, InputError
 from storage.lease import FileLease
 from storage.reading import list_studies, read_study
 from storage.transfer import refuse_local, remove_study, take_in
-from tests.storage import postgres
 from tests.storage.builders import DISTRIBUTIONS, a_record, begun, open_it, run_one
 
 HOST = "me@box"
@@ -57,59 +56,39 @@ def there(tmp_path: Path) -> Place:
     return there
 
 
-def test_a_fetched_study_reads_as_it_does_where_it_ran(here: Place, there: Place) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_fetched_study_reads_as_it_does_where_it_ran_and_again_with_what_was_added(
+    kind: str, here: Place, there: Place, request: pytest.FixtureRequest
+) -> None:
+    if kind == "postgresql":
+        here.url = request.getfixturevalue("cluster").new_database()
     (there.home / "study" / "report.html").write_text("<!doctype html>")
-    here.take_in(there)
-    theirs = read_study("study", url=there.url, home=there.home)
-    ours = read_study("study", url=here.url, home=here.home)
-    assert ours.records == theirs.records
-    assert (ours.definition, ours.identity) == (theirs.definition, theirs.identity)
-    assert ours.warnings == ()
-    ours_by_name = here.files()
-    for name, file in there.files().items():
-        assert ours_by_name[name].read_bytes() == file.read_bytes()
-
-
-def test_a_study_is_fetched_into_a_servers_database_too(
-    tmp_path: Path, there: Place, cluster: postgres.Cluster
-) -> None:
-    here = Place(tmp_path / "here")
-    here.url = cluster.new_database()
-    here.take_in(there)
-    there.run()
-    here.take_in(there)
-    theirs = read_study("study", url=there.url, home=there.home)
-    ours = read_study("study", url=here.url, home=here.home)
-    assert (ours.records, ours.identity) == (theirs.records, theirs.identity)
-
-
-def test_what_was_added_since_is_there_after_the_next_fetch_and_once(
-    here: Place, there: Place
-) -> None:
-    here.take_in(there)
-    there.run(3)
-    here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 5
+    for _ in range(2):
+        here.take_in(there)
+        theirs = read_study("study", url=there.url, home=there.home)
+        ours = read_study("study", url=here.url, home=here.home)
+        assert ours.records == theirs.records
+        assert (ours.definition, ours.identity) == (theirs.definition, theirs.identity)
+        assert ours.warnings == ()
+        ours_by_name = here.files()
+        for name, file in there.files().items():
+            assert ours_by_name[name].read_bytes() == file.read_bytes()
+        there.run(3)
     assert [study.name for study in list_studies(here.url, here.home)] == ["study"]
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 def test_a_fetched_study_can_be_gone_on_with_here_and_is_then_not_replaced(
-    here: Place, there: Place
+    here: Place, there: Place, is_told: bool
 ) -> None:
-    here.take_in(there)
-    here.run(1)
-    with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
-        here.take_in(there)
-    assert len(read_study("study", url=here.url, home=here.home).records) == 3
-
-
-def test_a_result_that_is_only_spooled_here_is_not_fetched_over(here: Place, there: Place) -> None:
     here.take_in(there)
     with open_it(here.url, here.home) as study:
         trial = study.ask(DISTRIBUTIONS)
-        study.spool(begun(study, trial, a_record(trial.number)))
+        record = begun(study, trial, a_record(trial.number))
+        study.tell(trial, record) if is_told else study.spool(record)
     with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
         here.take_in(there)
+    assert len(read_study("study", url=here.url, home=here.home).records) == 2 + is_told
 
 
 def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Place) -> None:
@@ -127,30 +106,22 @@ def test_a_study_of_this_machine_or_of_a_third_is_refused(here: Place, there: Pl
         here.take_in(there)
 
 
-class Watching(dict[str, Path]):
-    """Files that note who may drive the study while they are put in its directory."""
-
-    def __init__(self, files: Mapping[str, Path], place: Place) -> None:
-        super().__init__(files)
-        self.lease = FileLease(place.database, "study")
-        self.was_held = False
-
-    def items(self) -> ItemsView[str, Path]:
-        self.was_held = self.lease.holder() is not None
-        return super().items()
-
-
-def test_nobody_can_go_on_with_a_study_until_its_files_are_there(here: Place, there: Place) -> None:
-    files = Watching(there.files(), here)
-    here.take_in(there, files=files)
-    assert files.was_held
-    assert files.lease.holder() is None
-
-
-def test_whether_anything_would_be_lost_is_looked_at_while_nobody_can_drive_it(
+def test_what_would_be_lost_is_looked_at_and_files_are_put_there_while_nobody_can_drive_it(
     here: Place, there: Place
 ) -> None:
-    here.take_in(there)
+    class Watching(dict[str, Path]):
+        """Files that note who may drive the study while they are put in its directory."""
+
+        holder: str | None = None
+
+        def items(self) -> ItemsView[str, Path]:
+            self.holder = FileLease(here.database, "study").holder()
+            return super().items()
+
+    files = Watching(there.files())
+    here.take_in(there, files=files)
+    assert files.holder is not None
+    assert FileLease(here.database, "study").holder() is None
     (here.home / "study" / "host.json").unlink()
     with open_it(here.url, here.home) as study:
         run_one(study)

@@ -1,7 +1,9 @@
-"""Results whose trial in the database is no longer what they are results of."""
+"""A study's files: results not yet told or no longer wanted, whose they are, and their removal."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -12,19 +14,29 @@ from typing import Any
 import pytest
 from optuna.trial import Trial
 
+from reports.page import write_report
 from search_spaces.config import TrialConfig
-from search_spaces.errors import EnvironmentFault
-from storage.directory import OutcomeFile, beside_log
-from storage.reading import read_study
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.directory import (
+    OUTCOME_BYTES_MAX,
+    STUDY,
+    OutcomeFile,
+    Spool,
+    beside_log,
+    read_identity,
+)
+from storage.reading import count_trials, list_studies, read_study
 from storage.records import (
     Attempt,
     Crashed,
     Errand,
     Lost,
+    Measured,
     Outcome,
     OutOfMemory,
     TrialRecord,
     Verdict,
+    held_to_budget,
 )
 from storage.study import OpenStudy
 from storage.transfer import remove_study
@@ -41,6 +53,8 @@ from tests.storage.builders import (
     run_one,
 )
 
+CONFIG = TrialConfig(micro_batch_size=8)
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
@@ -50,6 +64,97 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def url(home: Path) -> str:
     return f"sqlite:///{home}/sweep.db"
+
+
+@pytest.fixture
+def spool(home: Path) -> Spool:
+    return Spool(home / "study" / "spool.jsonl", "one")
+
+
+@pytest.fixture
+def left(home: Path) -> OutcomeFile:
+    return OutcomeFile(home / "study" / "outcome.json")
+
+
+def attempt(name: str) -> Attempt:
+    return Attempt(id=name, study="study", number=0, started_at=STARTED_AT)
+
+
+# The files themselves
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"study": "one", "rec', b"\0\0\0\0", b"\xff\xfe"])
+def test_a_spool_gives_back_what_it_was_given_whatever_its_last_line_is(
+    spool: Spool, torn: bytes
+) -> None:
+    assert spool.read().records == ()
+    assert not spool.path.parent.exists()
+    records = a_record(0, attempt_id="a"), a_record(1, Lost(), attempt_id="b")
+    Spool(spool.path, "earlier").append(a_record(0, fits(9.0)))
+    spool.append(records[0])
+    # Torn, or a result that lacks its end alone.
+    text = spool.path.read_bytes()
+    spool.path.write_bytes(text + torn if torn else text.removesuffix(b"\n"))
+    assert (spool.read().records, spool.read().problems) == (records[:1], ())
+    spool.append(records[1])
+    assert spool.read().records == records
+
+
+def test_a_place_that_cannot_be_written_is_a_fault_that_names_the_file(
+    home: Path, spool: Spool, left: OutcomeFile
+) -> None:
+    home.write_text("a file")
+    with pytest.raises(EnvironmentFault, match=r"spool\.jsonl"):
+        spool.append(a_record(0))
+    with pytest.raises(EnvironmentFault, match=r"outcome\.json"):
+        left.write(attempt("one"), CONFIG, fits())
+
+
+def test_the_last_outcome_is_taken_by_its_attempt_and_configuration_alone(
+    left: OutcomeFile,
+) -> None:
+    left.write(attempt("one"), CONFIG, fits())
+    for outcome in (fits(), OutOfMemory(stage="backward", step=3), Crashed(phase="attach")):
+        left.write(attempt("two"), CONFIG, outcome)
+        assert left.take("two", CONFIG) == left.take("two", CONFIG) == outcome
+    assert left.take("one", CONFIG) is None
+    assert left.take("two", TrialConfig(micro_batch_size=4)) is None
+    assert [path.name for path in left.path.parent.iterdir()] == ["outcome.json"]
+    assert left.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_outcome_is_none_and_never_written_through(
+    left: OutcomeFile, tmp_path: Path
+) -> None:
+    left.write(attempt("one"), CONFIG, fits())
+    later = json.loads(left.path.read_text())
+    later["outcome"]["verdict"] = "melted"
+    for content in (
+        *(b"", b"\xff\xfe", b"[" * 100_000, b'{"attempt": "one"}', json.dumps(later).encode()),
+        b'{"attempt": "one", "config": {"wheels": 4}, "outcome": {}}',
+        b'{"attempt": "one", "pad": "' + b"x" * OUTCOME_BYTES_MAX + b'"}',
+    ):
+        left.path.write_bytes(content)
+        assert left.take("one", CONFIG) is None, content[:50]
+    elsewhere = OutcomeFile(tmp_path / "planted.json")
+    elsewhere.write(attempt("one"), CONFIG, fits())
+    for plant in (os.mkdir, os.mkfifo, lambda path: path.symlink_to(elsewhere.path)):
+        left.path.rmdir() if left.path.is_dir() else left.path.unlink()
+        plant(left.path)
+        assert left.take("one", CONFIG) is None
+    left.write(attempt("two"), CONFIG, fits(2.0))
+    assert left.take("two", CONFIG) == fits(2.0)
+    assert elsewhere.take("one", CONFIG) == fits()
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_no_positive_number_is_a_failure_and_no_fit(speed: float) -> None:
+    measured = fits().measurement.model_copy(update={"tokens_per_second": speed})
+    outcome = held_to_budget(Measured(measurement=measured), budget_bytes=BUDGET)
+    assert isinstance(outcome, Crashed)
+
+
+# Results whose trial in the database is no longer what they are results of
 
 
 def begin(
@@ -65,49 +170,37 @@ def execute(url: str, *statements: str) -> None:
             database.execute(statement)
 
 
-def fail_from_outside(url: str, number: int) -> None:
-    execute(url, f"UPDATE trials SET state = 'FAIL' WHERE number = {number}")
+FAILED = ("UPDATE trials SET state = 'FAIL' WHERE number = 1",)
+COMPLETED = (
+    "UPDATE trials SET state = 'COMPLETE' WHERE number = 1",
+    "INSERT INTO trial_values (trial_id, objective, value, value_type) "
+    "SELECT trial_id, 0, 5.0, 'FINITE' FROM trials WHERE number = 1",
+)
+DELETED = (
+    *(
+        f"DELETE FROM trial_{table} WHERE trial_id IN (SELECT trial_id FROM trials WHERE number=1)"
+        for table in ("user_attributes", "system_attributes", "params", "values")
+    ),
+    "DELETE FROM trials WHERE number = 1",
+)
 
 
-def complete_from_outside(url: str, number: int) -> None:
-    execute(
-        url,
-        f"UPDATE trials SET state = 'COMPLETE' WHERE number = {number}",
-        "INSERT INTO trial_values (trial_id, objective, value, value_type) "
-        f"SELECT trial_id, 0, 5.0, 'FINITE' FROM trials WHERE number = {number}",
-    )
-
-
-def delete_trial(url: str, number: int) -> None:
-    which = f"(SELECT trial_id FROM trials WHERE number = {number})"
-    tables = ("user_attributes", "system_attributes", "params", "values")
-    execute(
-        url,
-        *(f"DELETE FROM trial_{table} WHERE trial_id IN {which}" for table in tables),
-        f"DELETE FROM trials WHERE number = {number}",
-    )
-
-
-FROM_OUTSIDE = (fail_from_outside, complete_from_outside, delete_trial)
-
-
-@pytest.mark.parametrize("meddle", FROM_OUTSIDE)
+@pytest.mark.parametrize("meddling", [FAILED, COMPLETED, DELETED], ids=["fail", "end", "delete"])
 def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_loop_goes_on(
-    home: Path, url: str, meddle: Callable[[str, int], None]
+    home: Path, url: str, meddling: tuple[str, ...]
 ) -> None:
     said: list[str] = []
     with open_it(url, home, warn=said.append) as study:
         run_one(study, batch=1)
         trial, record = begin(study)
-        meddle(url, trial.number)
+        execute(url, *meddling)
         stored = study.tell(trial, record)
         assert isinstance(stored.outcome, Lost)
         assert "ended as fits" in stored.outcome.detail
         assert study._spool.read().records[-1] == record
         command = f"sweep run SPACE --study study --from {home}/study/spool.jsonl"
         assert [command in line and "trial 1 (fits)" in line for line in said] == [True]
-        assert study.ledger.to_retry() == ()
-        assert study.ledger.trials_spent() == 2
+        assert (study.ledger.to_retry(), study.ledger.trials_spent()) == ((), 2)
         assert study.tell(*begin(study, batch=2)).verdict is Verdict.FITS
     snapshot = read_study("study", url=url, home=home)
     assert [w for w in snapshot.warnings if command in w]
@@ -115,7 +208,10 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
     said.clear()
     with open_it(url, home, warn=said.append) as study:
         study.recover()
-    assert any(command in line for line in said)
+        assert any(command in line for line in said)
+        # Once the configuration was measured again nothing is left to say.
+        run_one(study, batch=8)
+    assert read_study("study", url=url, home=home).warnings == ()
 
 
 def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path, url: str) -> None:
@@ -128,25 +224,6 @@ def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path,
         with pytest.raises(EnvironmentFault, match=r"no longer driven from here.*is safe in"):
             study.tell(trial, record)
     assert "is kept in" in read_study("study", url=url, home=home).warnings[0]
-
-
-def test_a_database_restored_from_a_copy_gets_no_result_of_the_trial_that_had_the_number(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        run_one(study, batch=1)
-    shutil.copy(home / "sweep.db", home / "copy.db")
-    with open_it(url, home) as study:
-        run_one(study, fits(7777.0), batch=2)
-    shutil.copy(home / "copy.db", home / "sweep.db")
-    with open_it(url, home) as study:
-        begin(study, batch=8)
-    (warning,) = read_study("study", url=url, home=home).warnings
-    assert "the result of trial 1 (fits) is kept in" in warning
-    with open_it(url, home) as study:
-        study.recover()
-        (_, lost) = study.records()
-        assert (lost.verdict, lost.config.micro_batch_size) == (Verdict.LOST, 8)
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])
@@ -177,171 +254,35 @@ def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_
         assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
 
 
-def test_once_the_configuration_was_measured_again_nothing_is_left_to_say(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        trial, record = begin(study)
-        fail_from_outside(url, trial.number)
-        study.tell(trial, record)
-    with open_it(url, home) as study:
-        run_one(study, batch=8)
-        assert len(study._spool.read().records) == 2
-    assert read_study("study", url=url, home=home).warnings == ()
-
-
 def test_a_disk_that_takes_no_spool_does_not_keep_a_result_from_a_healthy_database(
     tmp_path: Path,
 ) -> None:
     home, url, said = tmp_path / "runs", f"sqlite:///{tmp_path}/elsewhere.db", list[str]()
-    with open_it(url, home, warn=said.append) as study:
-        shutil.rmtree(home)
-        home.write_text("not a directory any more")
-        record = run_one(study)
-        assert study.records() == (record,)
-        (line,) = said
-        assert str(home) in line
-        assert "is in the database alone" in line
-        trial, record = begin(study)
-        (tmp_path / "elsewhere.db").unlink()
-        with pytest.raises(EnvironmentFault, match=rf"{url}.*nowhere.*{home}"):
-            study.tell(trial, record)
-
-
-def test_a_study_goes_on_where_its_directory_takes_no_files_at_all(tmp_path: Path) -> None:
-    home, url, said = tmp_path / "runs", f"sqlite:///{tmp_path}/elsewhere.db", list[str]()
     home.write_text("a file")
     with open_it(url, home, warn=said.append) as study:
+        assert "study.json" in said.pop()
         study.recover()
         record = run_one(study)
+        assert study.records() == (record,)
+        assert any(str(home) in line and "is in the database alone" in line for line in said)
+        trial, other = begin(study)
+        (tmp_path / "elsewhere.db").rename(tmp_path / "away.db")
+        with pytest.raises(EnvironmentFault, match=rf"{url}.*nowhere.*{home}"):
+            study.tell(trial, other)
+    (tmp_path / "away.db").rename(tmp_path / "elsewhere.db")
     assert read_study("study", url=url, home=home).records == (record,)
-    assert any("study.json" in line for line in said)
-
-
-# What a worker left whose driver died.
-
-
-OTHER = Attempt(id="other", study="another", number=0, started_at=STARTED_AT)
-
-
-def left_behind(study: OpenStudy) -> OutcomeFile:
-    return OutcomeFile(study._spool.path.with_name("outcome.json"))
-
-
-def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
-    home: Path, url: str
-) -> None:
-    with open_it(url, home) as study:
-        directory = study._spool.path.parent
-        for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
-            _, record = begin(study, batch=batch)
-            attempt = an_attempt(study, record)
-            beside_log(directory / name).write(attempt, record.config, fits(1000.0 + batch))
-    with open_it(url, home) as study:
-        assert study.recover() == ()
-        assert [r.outcome for r in study.records()] == [fits(1004.0), fits(1008.0)]
-        told = study.records()[-1]
-        assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
-        assert told.device_seconds == 4.0
-    removed = remove_study("study", url=url, home=home)
-    assert {path.name for path in removed.files} >= {"outcome.json", "outcome-1.json"}
-    assert removed.left == ()
 
 
 @pytest.mark.parametrize(
-    ("left", "verdict"),
+    "garbage",
     [
-        (fits(peak=BUDGET + 1), Verdict.OOM),
-        (OutOfMemory(stage="forward"), Verdict.OOM),
-        (OutOfMemory(stage="forward", flags=("neighbour",)), Verdict.LOST),
-        (Crashed(phase="measure"), Verdict.CRASHED),
+        bytes(range(256)) * 50 + b"\n",
+        b"[" * 100_000 + b"\n",
+        b'{"study": 1, "record": 2}\n[]\nnull\n',
+        b"x" * (5 * 1024 * 1024) + b"\n",
     ],
-    ids=["over the budget", "out of memory", "a neighbour's doing", "crashed"],
+    ids=["binary", "nested", "another type", "long"],
 )
-def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
-    home: Path, url: str, left: Outcome, verdict: Verdict
-) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study)
-        left_behind(study).write(an_attempt(study, record), record.config, left)
-    with open_it(url, home) as study:
-        study.recover()
-        assert [r.verdict for r in study.records()] == [verdict]
-
-
-def test_what_a_worker_left_of_another_attempt_or_configuration_is_none(
-    home: Path, url: str
-) -> None:
-    for changes in ({"attempt": OTHER}, {"config": TrialConfig(micro_batch_size=1)}):
-        with open_it(url, home) as study:
-            _, record = begin(study)
-            values: dict[str, Any] = {"attempt": an_attempt(study, record), "config": record.config}
-            left_behind(study).write(**(values | changes), outcome=fits())
-        with open_it(url, home) as study:
-            study.recover()
-            assert study.records()[-1].verdict is Verdict.LOST
-
-
-@pytest.mark.parametrize("what", ["failed from outside", "deleted"])
-def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_another_runs(
-    home: Path, url: str, what: str
-) -> None:
-    with open_it(url, home) as study:
-        errand = Errand(purpose="confirm", series=1, confirms=0)
-        first = run_one(study, batch=4)
-        trial = study.ask_again()
-        attempt = study.begin(trial, first.config, STARTED_AT, errand=errand)
-        left_behind(study).write(attempt, first.config, fits(1234.0))
-    closed = "UPDATE trials SET state = 'FAIL' WHERE state = 'RUNNING'"
-    gone = "DELETE FROM trials WHERE state = 'RUNNING'"
-    execute(url, closed if what == "failed from outside" else gone)
-    for _ in range(2):
-        said: list[str] = []
-        with open_it(url, home, warn=said.append) as study:
-            study.recover()
-            (kept,) = [r for r in study._spool.read().records if r.attempt_id == attempt.id]
-        assert "the result of trial 1 (fits) is kept in" in " ".join(said)
-    assert kept.outcome == fits(1234.0)
-    assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
-    assert (kept.purpose, kept.series, kept.confirms) == ("confirm", 1, 0)
-
-
-def test_nothing_is_kept_of_what_was_told_or_is_another_studys(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study, batch=4)
-        mine = an_attempt(study, record)
-        left_behind(study).write(mine, record.config, fits(5.0))
-    with open_it(url, home) as study:
-        study.recover()
-        left_behind(study).write(OTHER, record.config, fits(6.0))
-    with open_it(url, home) as study:
-        study.recover()
-        assert [r.outcome for r in study.records()] == [fits(5.0)]
-        assert study._spool.read().records == ()
-
-
-def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        _, record = begin(study, fits(1000.0))
-        study._spool.append(record)
-        left_behind(study).write(an_attempt(study, record), record.config, fits(2.0))
-    with open_it(url, home) as study:
-        study.recover()
-        assert study.records() == (record,)
-
-
-# What may stand in a spool.
-
-
-GARBAGE = {
-    "binary": bytes(range(256)) * 50 + b"\n",
-    "nested": b"[" * 100_000 + b"\n",
-    "another type": b'{"study": 1, "record": 2}\n[]\nnull\n',
-    "long": b"x" * (5 * 1024 * 1024) + b"\n",
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garbage: bytes) -> None:
     said: list[str] = []
     with open_it(url, home) as study:
@@ -357,3 +298,214 @@ def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garb
         run_one(study, batch=1)
     assert any("cannot be read" in line for line in said)
     assert spool.read_bytes().startswith(garbage)
+
+
+# What a worker left whose driver died
+
+OTHER = Attempt(id="other", study="another", number=0, started_at=STARTED_AT)
+
+
+def left_behind(study: OpenStudy) -> OutcomeFile:
+    return OutcomeFile(study._spool.path.with_name("outcome.json"))
+
+
+def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
+    home: Path, url: str
+) -> None:
+    with open_it(url, home) as study:
+        directory = study._spool.path.parent
+        for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
+            _, record = begin(study, batch=batch)
+            mine = an_attempt(study, record)
+            beside_log(directory / name).write(mine, record.config, fits(1000.0 + batch))
+    with open_it(url, home) as study:
+        assert study.recover() == ()
+        assert [r.outcome for r in study.records()] == [fits(1004.0), fits(1008.0)]
+        told = study.records()[-1]
+        assert (told.attempt_id, told.started_at) == (record.attempt_id, STARTED_AT)
+        assert told.device_seconds == 4.0
+        # Nothing is kept of what was told or is another study's.
+        left_behind(study).write(OTHER, record.config, fits(6.0))
+    with open_it(url, home) as study:
+        study.recover()
+        assert (len(study.records()), study._spool.read().records) == (2, ())
+    removed = remove_study("study", url=url, home=home)
+    assert {path.name for path in removed.files} >= {"outcome.json", "outcome-1.json"}
+    assert removed.left == ()
+
+
+@pytest.mark.parametrize(
+    ("left", "changes", "verdict"),
+    [
+        (fits(peak=BUDGET + 1), {}, Verdict.OOM),
+        (OutOfMemory(stage="forward"), {}, Verdict.OOM),
+        # A neighbour's doing.
+        (OutOfMemory(stage="forward", flags=("neighbour",)), {}, Verdict.LOST),
+        (Crashed(phase="measure"), {}, Verdict.CRASHED),
+        # Of another attempt or configuration.
+        (fits(), {"attempt": OTHER}, Verdict.LOST),
+        (fits(), {"config": TrialConfig(micro_batch_size=1)}, Verdict.LOST),
+    ],
+)
+def test_what_a_worker_left_is_judged_as_if_its_driver_had_lived(
+    home: Path, url: str, left: Outcome, changes: dict[str, Any], verdict: Verdict
+) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study)
+        values: dict[str, Any] = {"attempt": an_attempt(study, record), "config": record.config}
+        left_behind(study).write(**(values | changes), outcome=left)
+    with open_it(url, home) as study:
+        study.recover()
+        assert [r.verdict for r in study.records()] == [verdict]
+
+
+@pytest.mark.parametrize("statement", ["UPDATE trials SET state = 'FAIL'", "DELETE FROM trials"])
+def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_another_runs(
+    home: Path, url: str, statement: str
+) -> None:
+    with open_it(url, home) as study:
+        errand = Errand(purpose="confirm", series=1, confirms=0)
+        first = run_one(study, batch=4)
+        mine = study.begin(study.ask_again(), first.config, STARTED_AT, errand=errand)
+        left_behind(study).write(mine, first.config, fits(1234.0))
+    execute(url, f"{statement} WHERE state = 'RUNNING'")
+    for _ in range(2):
+        said: list[str] = []
+        with open_it(url, home, warn=said.append) as study:
+            study.recover()
+            (kept,) = [r for r in study._spool.read().records if r.attempt_id == mine.id]
+        assert "the result of trial 1 (fits) is kept in" in " ".join(said)
+    assert kept.outcome == fits(1234.0)
+    assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
+    assert (kept.purpose, kept.series, kept.confirms) == ("confirm", 1, 0)
+
+
+def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:
+    with open_it(url, home) as study:
+        _, record = begin(study, fits(1000.0))
+        study._spool.append(record)
+        left_behind(study).write(an_attempt(study, record), record.config, fits(2.0))
+        assert read_study("study", url=url, home=home).warnings == ()
+    (warning,) = read_study("study", url=url, home=home).warnings
+    assert "the result of trial 0 (fits) is in" in warning
+    with open_it(url, home) as study:
+        study.recover()
+        assert study.records() == (record,)
+
+
+# Whose a directory is
+
+
+def drive_once(url: str, home: Path) -> None:
+    with open_it(url, home) as study:
+        run_one(study)
+    write_report(read_study("study", url=url, home=home), home / "study" / "report.html")
+
+
+def tree(directory: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(directory.rglob("*"))}
+
+
+def delete(database: Path) -> None:
+    database.unlink()
+
+
+def empty(database: Path) -> None:
+    database.write_bytes(b"")
+
+
+def delete_the_study(database: Path) -> None:
+    tables = ("study_user_attributes", "study_directions", "trials", "studies")
+    execute(f"sqlite:///{database}", *(f"DELETE FROM {table}" for table in tables))
+
+
+def put_another_in_its_place(database: Path) -> None:
+    database.unlink()
+    open_it(f"sqlite:///{database}", database.parent / "elsewhere").close()
+    shutil.rmtree(database.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("lose", [delete, empty, delete_the_study, put_another_in_its_place])
+def test_what_a_database_no_longer_knows_is_not_started_anew_beside_it(
+    home: Path, url: str, lose: Callable[[Path], None]
+) -> None:
+    drive_once(url, home)
+    lose(home / "sweep.db")
+    before = tree(home)
+    with pytest.raises(InputError, match=r"--storage.*--study.*move or remove") as caught:
+        open_it(url, home)
+    assert str(home / "study") in str(caught.value)
+    if lose in (delete, delete_the_study):
+        gone = rf"files in {home}/study are of a study that is not there.*driven in {url}"
+        with pytest.raises(InputError, match=gone):
+            read_study("study", url=url, home=home)
+    assert tree(home) == before
+    open_it(url, home, name="another").close()
+    shutil.move(home / "study", home / "away")
+    open_it(url, home).close()
+
+
+def test_two_databases_do_not_share_a_directory(home: Path, url: str, tmp_path: Path) -> None:
+    other = f"sqlite:///{tmp_path}/other.db"
+    drive_once(url, home)
+    with pytest.raises(InputError, match=r"runs/sweep\.db"):
+        open_it(other, home)
+    assert not (tmp_path / "other.db").exists()
+    open_it(other, tmp_path / "elsewhere").close()
+    assert read_study("study", url=url, home=home).warnings == ()
+    (warning,) = read_study("study", url=other, home=home).warnings
+    assert "of another study" in warning
+    # Removing a study leaves the files of another one.
+    before = tree(home / "study")
+    removed = remove_study("study", url=other, home=home)
+    assert (removed.files, len(removed.left)) == ((), len(before))
+    assert tree(home / "study") == before
+    assert list_studies(other, home) == []
+
+
+def test_a_directory_with_nothing_of_a_study_is_no_hindrance(home: Path, url: str) -> None:
+    (home / "study").mkdir(parents=True)
+    for name, text in (("notes.txt", "mine"), ("worker.log", "of whatever"), ("spool.jsonl", "")):
+        (home / "study" / name).write_text(text)
+    open_it(url, home).close()
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff"])
+def test_an_identity_that_cannot_be_read_stops_its_own_study_least_of_all(
+    home: Path, url: str, content: bytes
+) -> None:
+    drive_once(url, home)
+    (home / "study" / STUDY).write_bytes(content)
+    with open_it(url, home) as study:
+        assert study.was_resumed
+        file = read_identity(home / "study")
+        assert file is not None
+        assert file.identity == study.identity
+
+
+# Removal
+
+
+def test_a_study_goes_with_its_files_and_others_and_what_is_not_its_own_stay(
+    home: Path, url: str
+) -> None:
+    for name in ("mine", "other"):
+        with open_it(url, home, name=name) as study:
+            run_one(study)
+            with pytest.raises(EnvironmentFault, match="is driven by"):
+                remove_study(name, url=url, home=home)
+    directory = home / "mine"
+    # Of the study, of a killed process of its own, and of a person.
+    theirs = {"notes.txt", ".mine.tmp"}
+    own = {"report.html", "slurm-17.log", ".0123456789abcdef.sweep.tmp"}
+    for name in theirs | own:
+        (directory / name).write_text("<!doctype html>")
+    assert count_trials("mine", url=url) == 1
+    removed = remove_study("mine", url=url, home=home)
+    assert {path.name for path in removed.files} >= {"spool.jsonl", "study.json", "report.html"}
+    assert {path.name for path in removed.left} == set(os.listdir(directory)) == theirs
+    assert [s.name for s in list_studies(url, home)] == ["other"]
+    with pytest.raises(InputError, match="no study 'mine'"):
+        count_trials("mine", url=url)
+    with open_it(url, home, name="mine") as study:
+        assert study.records() == ()

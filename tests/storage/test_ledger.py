@@ -87,7 +87,6 @@ def test_a_ledger_says_of_any_sequence_of_trials_what_looking_at_all_of_them_say
 @pytest.mark.parametrize(
     ("outcomes", "is_retried"),
     [
-        ([], False),
         ([Lost()], True),
         ([CRASH, TimedOut(phase="warmup")], True),
         ([CRASH, CRASH, CRASH], False),
@@ -101,11 +100,6 @@ def test_what_came_to_nothing_is_tried_three_times_at_most(
 ) -> None:
     records = [a_record(number, outcome) for number, outcome in enumerate(outcomes)]
     assert bool(Ledger(records).to_retry()) == is_retried
-
-
-def test_configurations_are_retried_in_the_order_in_which_they_were_first_tried() -> None:
-    records = [a_record(i, CRASH, batch=batch) for i, batch in enumerate((8, 2, 4, 8))]
-    assert [config.micro_batch_size for config in Ledger(records).to_retry()] == [8, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,57 @@
+"""The order of a study's trials, what is measured again, what the best gained, what did not fit."""
+
 from __future__ import annotations
 
 import gc
+import math
 import random
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import Objective
+from storage.confirmations import T_975, Confirmations, Ratio, Spread, logarithms, pool, scaled
 from storage.definition import StudySnapshot, TargetSpeed
-from storage.ranking import Ranking, pareto_front, rank, rank_study, verdict_counts
+from storage.ranking import (
+    Gain,
+    Ranking,
+    measured_of,
+    pareto_front,
+    rank,
+    rank_study,
+    verdict_counts,
+)
 from storage.records import (
     Crashed,
     Diverged,
+    DominatedOutOfMemory,
+    Measured,
+    Measurement,
+    Need,
     Outcome,
     OutOfMemory,
+    PredictedOutOfMemory,
+    PredictionRecord,
     PrunedSlow,
+    SoakReport,
     TrialRecord,
     Verdict,
+    need_of,
+    predicted_need,
 )
-from tests.storage.builders import a_definition, a_measurement, a_record, confirmed, fits
+from tests.storage.builders import BUDGET, a_definition, a_measurement, a_record, confirmed, fits
 
 OOM = OutOfMemory(stage="backward")
-CLASSES = {
-    "lora_rank": {"choices": [8, 16, 64, 128]},
-    "micro_batch_size": {"choices": [4, 8]},
-    "seq_len": {"choices": [512, 1024]},
-    "target_modules": {"choices": ["qv", "attention", ["q_proj", "v_proj"]]},
-}
-SPEED_AND_MEMORY: tuple[Objective, ...] = ("tokens_per_second", "peak_memory")
+SPEED: tuple[Objective, ...] = ("tokens_per_second",)
+MEMORY: tuple[Objective, ...] = ("peak_memory",)
+BOTH: tuple[Objective, ...] = (*SPEED, *MEMORY)
+FEW = {"step_seconds_ci95": None}
 
 
 def ranked(*records: TrialRecord, **space: Any) -> Ranking:
@@ -49,198 +68,175 @@ def pruned(speed: float) -> PrunedSlow:
     return PrunedSlow(measurement=a_measurement(speed))
 
 
+def trials(*outcomes: Outcome) -> tuple[TrialRecord, ...]:
+    """Return a trial of each outcome, each with a micro-batch size of its own."""
+    return tuple(a_record(n, outcome, batch=n + 1) for n, outcome in enumerate(outcomes))
+
+
+def at(speed: float, gib: float, **changes: Any) -> Measured:
+    return fits(speed, peak=int(gib * GIB), **changes)
+
+
 def classed(number: int, outcome: Outcome, **config: object) -> TrialRecord:
     return TrialRecord(number=number, config=TrialConfig.model_validate(config), outcome=outcome)
 
 
-def test_the_winner_is_the_fastest_that_fits() -> None:
-    ranking = ranked(
-        a_record(0, fits(100.0), batch=1),
-        a_record(1, pruned(900.0), batch=2),
-        a_record(2, fits(300.0), batch=3),
-        a_record(3, fits(200.0), batch=4),
-        a_record(4, OOM, batch=5),
-    )
-    assert numbers(ranking.ranked) == [2, 3, 0]
-    assert ranking.winner == ranking.ranked[0]
-    assert ranking.front == ()
+def broken(speed: float) -> Measured:
+    measured = a_measurement().model_copy(update={"tokens_per_second": speed})
+    return fits().model_copy(update={"measurement": measured})
 
 
-def test_equal_speeds_are_won_by_less_memory_and_then_by_the_earlier_trial() -> None:
-    records = [
-        a_record(0, fits(100.0, peak=9 * GIB), batch=1),
-        a_record(1, fits(100.0, peak=8 * GIB), batch=2),
-        a_record(2, fits(100.0, peak=8 * GIB), batch=3),
-    ]
-    for seed in range(6):
-        shuffled = random.Random(seed).sample(records, 3)
-        assert numbers(ranked(*shuffled).ranked) == [1, 2, 0]
+ENDS = trials(at(100, 4), at(200, 12))
+COUNTED = trials(
+    at(300, 9, trainable_parameters=10),
+    at(200, 4, trainable_parameters=10),
+    at(100, 6, trainable_parameters=30),
+)
+ORDERS: dict[str, tuple[tuple[TrialRecord, ...], tuple[Objective, ...], list[int], list[int]]] = {
+    # records, objectives, their order, the front of several objectives
+    "the fastest that fits": (
+        trials(fits(100.0), pruned(900.0), fits(300.0), fits(200.0), OOM),
+        *(SPEED, [2, 3, 0], []),
+    ),
+    "less memory of equal speeds, then the earlier": (
+        trials(at(100, 9), at(100, 8), at(100, 8))[::-1],
+        *(SPEED, [1, 2, 0], []),
+    ),
+    "a speed that is none": (
+        trials(fits(1.0), *map(broken, (math.nan, math.inf, 0.0, -1.0))),
+        *(SPEED, [0], []),
+    ),
+    "once, by its last measurement": (
+        (
+            a_record(0, fits(500.0), batch=1),
+            a_record(1, fits(300.0), batch=2),
+            a_record(2, fits(200.0), batch=1),
+        ),
+        *(SPEED, [1, 2], []),
+    ),
+    "out of memory after it fitted": (
+        (a_record(0, batch=1), a_record(1, OOM, batch=1), a_record(2, batch=2)),
+        *(SPEED, [2], []),
+    ),
+    "diverged after it fitted": ((a_record(0), a_record(1, Diverged(step=2))), SPEED, [], []),
+    "crashed after it fitted": (
+        (a_record(0), a_record(1, Crashed(phase="build")), a_record(2, pruned(10.0))),
+        *(SPEED, [0], []),
+    ),
+    "nothing": ((), BOTH, [], []),
+    "nothing that fits": (trials(OOM, pruned(10.0)), BOTH, [], []),
+    "memory": (COUNTED, MEMORY, [1, 2, 0], []),
+    "equal counts by speed": (COUNTED, ("trainable_parameters",), [2, 0, 1], []),
+    "the knee of several, and the front first": (
+        # The least memory, the fastest, the nearest to both, and what that one beats in both.
+        trials(at(100, 4), at(200, 12), at(180, 6), at(170, 7)),
+        *(BOTH, [2, 1, 0, 3], [2, 1, 0]),
+    ),
+    "of two ends the objective that was named first": (ENDS, BOTH, [1, 0], [1, 0]),
+    "of two ends the other": (ENDS, BOTH[::-1], [0, 1], [0, 1]),
+    "an objective in which all are equal": (
+        trials(at(100, 8), at(200, 8)),
+        *(("trainable_parameters", *BOTH), [1, 0], [1]),
+    ),
+}
 
 
-@pytest.mark.parametrize("records", [[], [a_record(0, OOM)], [a_record(0, pruned(10.0))]])
-@pytest.mark.parametrize("objectives", [["tokens_per_second"], SPEED_AND_MEMORY])
-def test_where_nothing_fits_nothing_wins(
-    records: list[TrialRecord], objectives: list[Objective]
+@pytest.mark.parametrize(("records", "objectives", "order", "front"), ORDERS.values(), ids=ORDERS)
+def test_trials_are_ordered_by_what_is_asked_for(
+    records: tuple[TrialRecord, ...],
+    objectives: tuple[Objective, ...],
+    order: list[int],
+    front: list[int],
 ) -> None:
     ranking = ranked(*records, objectives=objectives)
-    assert (ranking.winner, ranking.ranked, ranking.tied, ranking.front) == (None, (), (), ())
+    assert numbers(ranking.ranked) == order
+    assert sorted(numbers(ranking.front)) == sorted(front)
+    assert ranking.winner == next(iter(ranking.ranked), None)
 
 
-def test_a_configuration_counts_once_by_its_last_measurement() -> None:
-    ranking = ranked(
-        a_record(0, fits(500.0), batch=1),
-        a_record(1, fits(300.0), batch=2),
-        a_record(2, fits(200.0), batch=1),
-    )
-    assert numbers(ranking.ranked) == [1, 2]
-
-
-@pytest.mark.parametrize("later", [OOM, Diverged(step=2)])
-def test_a_configuration_that_failed_after_it_fitted_no_longer_fits(later: Outcome) -> None:
-    assert ranked(a_record(0, fits(), batch=1), a_record(1, later, batch=1)).winner is None
-
-
-@pytest.mark.parametrize("later", [Crashed(phase="build"), pruned(10.0)])
-def test_a_later_trial_that_says_nothing_about_the_fit_leaves_it(later: Outcome) -> None:
-    ranking = ranked(a_record(0, fits(), batch=1), a_record(1, later, batch=1))
-    assert numbers(ranking.ranked) == [0]
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 0.0, -1.0])
-def test_a_speed_that_is_not_a_finite_positive_number_is_never_ranked(broken: float) -> None:
-    odd = a_measurement().model_copy(update={"tokens_per_second": broken})
-    odd_record = a_record(1, batch=2).model_copy(
-        update={"outcome": fits().model_copy(update={"measurement": odd})}
-    )
-    assert numbers(ranked(a_record(0, fits(10.0), batch=1), odd_record).ranked) == [0]
-
-
-BY_OBJECTIVE = (
-    a_record(0, fits(300.0, peak=9 * GIB, trainable_parameters=10), batch=1),
-    a_record(1, fits(200.0, peak=4 * GIB, trainable_parameters=10), batch=2),
-    a_record(2, fits(100.0, peak=6 * GIB, trainable_parameters=30), batch=3),
-)
-
-
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [
-        ("tokens_per_second", [0, 1, 2]),
-        ("peak_memory", [1, 2, 0]),
-        # Equal counts are ordered by speed.
-        ("trainable_parameters", [2, 0, 1]),
-    ],
-)
-def test_one_objective_is_what_trials_are_ordered_by(
-    objective: Objective, expected: list[int]
-) -> None:
-    assert numbers(ranked(*BY_OBJECTIVE, objectives=[objective]).ranked) == expected
-
-
-def test_of_several_objectives_the_knee_of_the_front_wins_and_the_front_comes_first() -> None:
-    ranking = ranked(
-        a_record(0, fits(100.0, peak=4 * GIB), batch=1),  # the least memory
-        a_record(1, fits(200.0, peak=12 * GIB), batch=2),  # the fastest
-        a_record(2, fits(180.0, peak=6 * GIB), batch=3),  # nearest to both
-        a_record(3, fits(170.0, peak=7 * GIB), batch=4),  # beaten by 2 in both
-        objectives=SPEED_AND_MEMORY,
-    )
-    assert numbers(ranking.front) == [2, 1, 0]
-    assert numbers(ranking.ranked) == [2, 1, 0, 3]
-    assert ranking.winner == ranking.front[0]
-
-
-@pytest.mark.parametrize(
-    ("objectives", "expected"),
-    [(SPEED_AND_MEMORY, 1), (("peak_memory", "tokens_per_second"), 0)],
-)
-def test_of_two_ends_the_objective_that_was_named_first_decides(
-    objectives: tuple[Objective, ...], expected: int
-) -> None:
-    ends = (
-        a_record(0, fits(100.0, peak=4 * GIB), batch=1),
-        a_record(1, fits(200.0, peak=12 * GIB), batch=2),
-    )
-    winner = ranked(*ends, objectives=objectives).winner
-    assert winner is not None
-    assert winner.number == expected
-
-
-def test_an_objective_in_which_all_are_equal_leaves_the_knee_to_the_others() -> None:
-    objectives = ("trainable_parameters", *SPEED_AND_MEMORY)
-    ranking = ranked(
-        a_record(0, fits(100.0, peak=8 * GIB), batch=1),
-        a_record(1, fits(200.0, peak=8 * GIB), batch=2),
-        objectives=objectives,
-    )
-    assert numbers(ranking.front) == [1]
-    assert numbers(ranking.ranked) == [1, 0]
+def test_the_front_of_any_trials_is_what_comparing_all_pairs_gives() -> None:
+    rng = random.Random(0)
+    objectives: tuple[Objective, ...] = (*BOTH, "trainable_parameters")
+    for _ in range(50):
+        points = [tuple(rng.randint(1, 5) for _ in range(3)) for _ in range(12)]
+        records = trials(*(fits(s, peak=p, trainable_parameters=t) for s, p, t in points))
+        beaten = {
+            n
+            for n, (s, p, t) in enumerate(points)
+            if any(o != (s, p, t) and o[0] >= s and o[1] <= p and o[2] >= t for o in points)
+        }
+        assert set(numbers(pareto_front(records, objectives))) == set(range(12)) - beaten
 
 
 def test_what_overlaps_the_winner_is_close_and_a_tie_once_measured_beside_it() -> None:
-    records = [
-        a_record(0, fits(1000.0, spread=0.02), batch=1),
-        a_record(1, fits(985.0, spread=0.02), batch=2),
-        a_record(2, fits(900.0, spread=0.02), batch=3),
-        a_record(3, fits(960.0, spread=0.05), batch=4),
-        a_record(4, pruned(999.0), batch=5),
-    ]
+    speeds = ((1000.0, 0.02), (985.0, 0.02), (900.0, 0.02), (960.0, 0.05))
+    records = trials(*(fits(speed, spread=spread) for speed, spread in speeds), pruned(999.0))
     ranking = ranked(*records)
     assert (numbers(ranking.close), ranking.tied) == ([1, 3], ())
-    again = confirmed(*records[:3])
-    assert rank(records, ranking.definition, again).tied == (1,)
-
-
-def test_a_speed_without_an_interval_is_close_to_nothing() -> None:
-    few = {"step_seconds_ci95": None}
-    ranking = ranked(
-        a_record(0, fits(1000.0, spread=0.02), batch=1),
-        a_record(1, fits(999.0, spread=0.5, **few), batch=2),
-    )
-    assert ranking.close == ()
-    sure_second = a_record(1, fits(999.0, spread=0.5), batch=2)
-    unsure_first = a_record(0, fits(1000.0, spread=0.02, **few), batch=1)
-    assert ranked(unsure_first, sure_second).close == ()
+    assert rank(records, ranking.definition, confirmed(*records[:3])).tied == (1,)
+    # A speed without an interval is close to nothing.
+    for first, second in ((FEW, {}), ({}, FEW)):
+        known = (fits(1000.0, spread=0.02, **first), fits(999.0, spread=0.5, **second))
+        assert ranked(*trials(*known)).close == ()
 
 
 @pytest.mark.parametrize(
     ("objectives", "expected"),
-    [
-        (["peak_memory"], (2,)),
-        (["trainable_parameters"], (1, 2)),
-        (SPEED_AND_MEMORY, (2,)),
-        (["tokens_per_second"], (1, 2)),
-    ],
+    [(MEMORY, (2,)), (("trainable_parameters",), (1, 2)), (BOTH, (2,)), (SPEED, (1, 2))],
 )
 def test_ties_are_in_what_is_ranked_by(
-    objectives: list[Objective], expected: tuple[int, ...]
+    objectives: tuple[Objective, ...], expected: tuple[int, ...]
 ) -> None:
-    records = [
-        a_record(0, fits(1000.0, peak=4 * GIB, spread=0.02), batch=1),
-        a_record(1, fits(999.0, peak=4 * GIB + 1, spread=0.02), batch=2),
-        a_record(2, fits(990.0, peak=4 * GIB, spread=0.02), batch=3),
-    ]
+    peaks = (4 * GIB, 4 * GIB + 1, 4 * GIB)
+    speeds = zip((1000.0, 999.0, 990.0), peaks, strict=True)
+    records = trials(*(fits(speed, peak=peak, spread=0.02) for speed, peak in speeds))
     searched = ranked(*records, objectives=objectives)
     assert tuple(numbers(searched.close)) == expected
-    has_speed = "tokens_per_second" in objectives
-    assert searched.tied == (() if has_speed else expected)
+    assert searched.tied == (() if "tokens_per_second" in objectives else expected)
     ranking = rank(records, searched.definition, confirmed(*records))
-    assert ranking.winner is not None
-    assert ranking.winner.number == 0
-    assert ranking.tied == expected
+    assert (numbers(ranking.ranked)[0], ranking.tied) == (0, expected)
+
+
+def test_every_verdict_is_counted_zero_included() -> None:
+    counts = verdict_counts(trials(OOM, fits(), fits()))
+    assert counts == dict.fromkeys(map(str, Verdict), 0) | {"oom": 1, "fits": 2}
+
+
+def test_a_study_is_ranked_once_and_a_changed_one_anew() -> None:
+    study = StudySnapshot("study", a_definition(), {}, (a_record(0),))
+    assert rank_study(study) is rank_study(study)
+    grown = replace(study, records=(a_record(0), a_record(1, fits(2_000.0), batch=2)))
+    assert numbers(rank_study(grown).ranked) == [1, 0]
+    kept = weakref.ref(study)
+    del study
+    gc.collect()
+    assert kept() is None, "a ranking keeps no study that nobody reads any more"
+
+
+# The baseline, and classes of capacity
+
+CLASSES = {
+    "lora_rank": {"choices": [8, 16, 64, 128]},
+    "micro_batch_size": {"choices": [4, 8]},
+    "seq_len": {"choices": [512, 1024]},
+    "target_modules": {"choices": ["qv", "attention", ["q_proj", "v_proj"]]},
+}
+
+
+def as_baseline(record: TrialRecord) -> TrialRecord:
+    return record.model_copy(update={"is_baseline": True})
 
 
 def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
-    outside = classed(0, fits(900.0), lora_rank=16).model_copy(update={"is_baseline": True})
+    outside = as_baseline(classed(0, fits(900.0), lora_rank=16))
     inside = classed(1, fits(100.0), lora_rank=64, micro_batch_size=2)
-    for objectives in (["tokens_per_second"], ["peak_memory"], SPEED_AND_MEMORY):
+    for objectives in (SPEED, MEMORY, BOTH):
         ranking = ranked(outside, inside, fixed={"lora_rank": 64}, objectives=objectives)
-        assert numbers(ranking.ranked) == [1]
-        assert ranking.tied == ()
+        assert (numbers(ranking.ranked), ranking.tied) == ([1], ())
         assert [best.number for best in ranking.fastest_by_class] == [1]
-        assert ranking.baseline == outside
-        assert not ranking.is_baseline_in_space
-    assert ranked(outside, fixed={"lora_rank": 64}).winner is None
+        assert (ranking.baseline, ranking.is_baseline_in_space) == (outside, False)
+    again = [as_baseline(a_record(n, outcome)) for n, outcome in enumerate((fits(), fits(), OOM))]
+    assert ranked(*again).baseline == again[1], "as it was last measured"
 
 
 @pytest.mark.parametrize(
@@ -256,8 +252,7 @@ def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
 def test_a_baseline_that_trains_as_the_space_does_is_held_however_it_is_spelled(
     baseline: dict[str, Any], space: dict[str, Any]
 ) -> None:
-    record = classed(0, fits(), **baseline).model_copy(update={"is_baseline": True})
-    assert numbers(ranked(record, **space).ranked) == [0]
+    assert numbers(ranked(as_baseline(classed(0, fits(), **baseline)), **space).ranked) == [0]
 
 
 def test_every_class_of_capacity_has_its_fastest_trial() -> None:
@@ -270,107 +265,39 @@ def test_every_class_of_capacity_has_its_fastest_trial() -> None:
         classed(5, OOM, lora_rank=128),
         # The same modules by their names: no class of its own.
         classed(6, fits(110.0), lora_rank=8, target_modules=["q_proj", "v_proj"]),
+        # What was stopped stands for a class only where nothing was finished.
+        classed(7, pruned(900.0), lora_rank=8),
+        classed(8, pruned(50.0), lora_rank=16),
+        classed(9, pruned(70.0), lora_rank=16, micro_batch_size=8),
         dimensions=CLASSES,
     )
-    found = [(b.lora_rank, b.target_modules, b.seq_len, b.number) for b in ranking.fastest_by_class]
+    found = [
+        (b.lora_rank, b.target_modules, b.seq_len, b.number, b.is_partial)
+        for b in ranking.fastest_by_class
+    ]
     assert found == [
-        (8, "attention", 512, 1),
-        (8, "attention", 1024, 4),
-        (8, "qv", 512, 2),
-        (64, ("q_proj", "v_proj"), 512, 3),
+        (8, "attention", 512, 1, False),
+        (8, "attention", 1024, 4, False),
+        (8, "qv", 512, 2, False),
+        (16, "attention", 512, 9, True),
+        (64, ("q_proj", "v_proj"), 512, 3, False),
     ]
-
-
-def test_a_partial_measurement_stands_for_a_class_only_where_nothing_was_finished() -> None:
-    ranking = ranked(
-        classed(0, fits(100.0), lora_rank=8),
-        classed(1, pruned(900.0), lora_rank=8, micro_batch_size=8),
-        classed(2, pruned(50.0), lora_rank=16),
-        classed(3, pruned(70.0), lora_rank=16, micro_batch_size=8),
-        dimensions=CLASSES,
-    )
-    found = [(b.lora_rank, b.number, b.is_partial) for b in ranking.fastest_by_class]
-    assert found == [(8, 0, False), (16, 3, True)]
-
-
-def test_the_baseline_is_as_it_was_last_measured() -> None:
-    ranking = ranked(
-        a_record(0, fits(100.0), is_baseline=True),
-        a_record(1, fits(125.0), is_baseline=True),
-        a_record(2, fits(250.0), batch=2),
-        a_record(3, OOM, is_baseline=True),
-    )
-    assert ranking.baseline is not None
-    assert ranking.baseline.number == 1
-
-
-def test_the_front_keeps_what_nothing_beats() -> None:
-    records = [
-        a_record(0, fits(100.0, peak=4 * GIB), batch=1),
-        a_record(1, fits(200.0, peak=8 * GIB), batch=2),
-        a_record(2, fits(150.0, peak=9 * GIB), batch=3),
-        a_record(3, fits(200.0, peak=8 * GIB), batch=4),
-        a_record(4, fits(90.0, peak=4 * GIB), batch=5),
-    ]
-    assert numbers(pareto_front(records, SPEED_AND_MEMORY)) == [1, 3, 0]
-    assert numbers(pareto_front(records, ("tokens_per_second",))) == [1, 3]
-
-
-def test_the_front_of_any_trials_is_what_comparing_all_pairs_gives() -> None:
-    rng = random.Random(0)
-    objectives: tuple[Objective, ...] = (*SPEED_AND_MEMORY, "trainable_parameters")
-    for _ in range(50):
-        points = [tuple(rng.randint(1, 5) for _ in range(3)) for _ in range(12)]
-        records = [
-            a_record(n, fits(s, peak=p, trainable_parameters=t), batch=n + 1)
-            for n, (s, p, t) in enumerate(points)
-        ]
-        beaten = {
-            n
-            for n, (s, p, t) in enumerate(points)
-            if any(o != (s, p, t) and o[0] >= s and o[1] <= p and o[2] >= t for o in points)
-        }
-        assert set(numbers(pareto_front(records, objectives))) == set(range(12)) - beaten
-
-
-def test_more_trainable_parameters_are_worth_a_slower_step() -> None:
-    records = [
-        a_record(0, fits(200.0, trainable_parameters=10), batch=1),
-        a_record(1, fits(100.0, trainable_parameters=20), batch=2),
-    ]
-    front = pareto_front(records, ("tokens_per_second", "trainable_parameters"))
-    assert numbers(front) == [0, 1]
-
-
-def test_every_verdict_is_counted_zero_included() -> None:
-    counts = verdict_counts([a_record(0, OOM), a_record(1), a_record(2)])
-    assert counts == dict.fromkeys(map(str, Verdict), 0) | {"oom": 1, "fits": 2}
-
-
-def test_a_study_is_ranked_once_and_a_changed_one_anew() -> None:
-    study = StudySnapshot("study", a_definition(), {}, (a_record(0),))
-    assert rank_study(study) is rank_study(study)
-    grown = replace(study, records=(a_record(0), a_record(1, fits(2_000.0), batch=2)))
-    assert numbers(rank_study(grown).ranked) == [1, 0]
-    kept = weakref.ref(study)
-    del study
-    gc.collect()
-    assert kept() is None, "a ranking keeps no study that nobody reads any more"
 
 
 def test_the_baseline_has_a_recipe_in_every_class_and_is_its_own() -> None:
-    base = classed(0, fits(100.0), lora_rank=16).model_copy(update={"is_baseline": True})
+    base = as_baseline(classed(0, fits(100.0), lora_rank=16))
     own = classed(1, fits(200.0), lora_rank=16, micro_batch_size=8)
-    space = {"dimensions": CLASSES}
     other = classed(2, fits(300.0), lora_rank=64, target_modules="qv", micro_batch_size=8)
-    ranking = ranked(base, own, other, **space)
+    ranking = ranked(base, own, other, dimensions=CLASSES)
     assert ranking.recipe_for(own.config) == TrialConfig()
     assert ranking.recipe_for(other.config) == TrialConfig(lora_rank=64, target_modules="qv")
     assert ranking.reference_for(own.config) == base
     assert ranking.reference_for(other.config) is None
-    own_recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
-    assert ranked(base, other, own_recipe, **space).reference_for(other.config) == own_recipe
+    recipe = classed(3, fits(150.0), lora_rank=64, target_modules="qv")
+    assert ranked(base, other, recipe, dimensions=CLASSES).reference_for(other.config) == recipe
 
+
+# Classes of numerics, where another GPU may stand in for the target
 
 NUMERICS = {
     "micro_batch_size": {"choices": [4, 8]},
@@ -381,11 +308,11 @@ PREDICTED = {
     number: TargetSpeed(speed, None, None, "predicted")
     for number, speed in {0: 500.0, 1: 550.0, 2: 900.0, 3: 800.0}.items()
 }
-BOTH_CLASSES = (
-    classed(0, fits(100.0, spread=0.01)),
-    classed(1, fits(200.0, spread=0.01), micro_batch_size=8),
-    classed(2, fits(150.0, spread=0.01), compute_dtype="int8"),
-    classed(3, fits(190.0, spread=0.01), compute_dtype="int8", micro_batch_size=8),
+FOUR = (
+    classed(0, at(100, 10, spread=0.01)),
+    classed(1, at(200, 10, spread=0.01), micro_batch_size=8),
+    classed(2, at(150, 10, spread=0.01), compute_dtype="int8"),
+    classed(3, at(190, 10, spread=0.01), compute_dtype="int8", micro_batch_size=8),
 )
 
 
@@ -403,48 +330,492 @@ def for_a_target(
 
 
 def test_the_target_itself_measures_which_class_of_numerics_is_faster() -> None:
-    ranking = for_a_target(*BOTH_CLASSES, emulated_on=None)
-    assert numbers(ranking.ranked) == [1, 3, 2, 0]
-    assert ranking.numerics_choice == "measured"
+    ranking = for_a_target(*FOUR, emulated_on=None)
+    assert (numbers(ranking.ranked), ranking.numerics_choice) == ([1, 3, 2, 0], "measured")
     assert ranking.fastest_with_16_bits is None
     found = [(b.numerics, b.number) for b in ranking.fastest_by_class]
     assert found == [("16-bit", 1), ("int8", 3)]
+    # A class without a prediction is compared as measured.
+    some = for_a_target(*FOUR, speeds={1: PREDICTED[1]})
+    assert (numbers(some.ranked), some.numerics_choice) == ([1, 3, 2, 0], "measured")
 
 
 def test_where_another_gpu_stands_in_the_target_is_predicted_between_classes() -> None:
     # The best of each was measured: 200 on the stand-in is 550 on the target, and 190 is 800. That
     # trial 2 is predicted to be faster there than trial 3 does not count: both were measured.
-    ranking = for_a_target(*BOTH_CLASSES)
-    assert numbers(ranking.ranked) == [3, 2, 1, 0]
-    assert ranking.numerics_choice == "predicted"
-    assert ranking.winner is not None
-    assert ranking.winner.measurement == BOTH_CLASSES[3].measurement
-    assert ranking.fastest_with_16_bits == BOTH_CLASSES[1]
+    ranking = for_a_target(*FOUR)
+    assert (numbers(ranking.ranked), ranking.numerics_choice) == ([3, 2, 1, 0], "predicted")
+    assert measured_of(ranking.ranked[0]) == measured_of(FOUR[3])
+    assert ranking.fastest_with_16_bits == FOUR[1]
     # Overlapping intervals on the stand-in say nothing of the target.
     assert ranking.close == ()
-
-
-def test_a_class_without_a_prediction_is_compared_as_measured() -> None:
-    ranking = for_a_target(*BOTH_CLASSES, speeds={1: PREDICTED[1]})
-    assert numbers(ranking.ranked) == [1, 3, 2, 0]
-    assert ranking.numerics_choice == "measured"
-
-
-def test_confirming_the_predicted_class_leaves_the_answer_as_it_was() -> None:
-    winner, baseline = BOTH_CLASSES[3], BOTH_CLASSES[0]
-    ranking = for_a_target(*BOTH_CLASSES, runs=confirmed(baseline, winner))
+    assert numbers(for_a_target(FOUR[1], FOUR[3], objectives=BOTH).front) == [3]
     # Trial 1 outran the baseline, which was measured again, and stays the best of its class.
-    assert numbers(ranking.ranked)[0] == 3
+    again = for_a_target(*FOUR, runs=confirmed(FOUR[0], FOUR[3]))
+    assert (numbers(again.ranked)[0], again.is_confirmed, again.tied) == (3, True, ())
+    assert again.fastest_with_16_bits is not None
+    assert again.fastest_with_16_bits.number == 1
+
+
+# Runs that measure again: their pooled speed and its interval
+
+
+def ends(measured: Measurement) -> tuple[float, float]:
+    assert measured.step_seconds_ci95 is not None
+    return measured.step_seconds_ci95
+
+
+def test_students_t_is_the_tables() -> None:
+    from scipy.special import stdtrit
+
+    assert [round(float(stdtrit(n, 0.975)), 3) for n in range(1, 11)] == list(T_975)
+
+
+def test_the_interval_covers_the_truth_between_runs_95_times_in_100() -> None:
+    """Runs differ by 3 %, the steps within one by a tenth of that."""
+    rng = np.random.default_rng(0)
+
+    def drawn() -> Measurement:
+        return a_measurement(1000.0 * math.exp(rng.normal(0, 0.03)), spread=0.003)
+
+    covered = alone = 0
+    for _ in range(400):
+        groups = [[drawn(), drawn()] for _ in range(3)]
+        low, high = ends(pool(groups[0], spread=Spread.of(map(logarithms, groups))))
+        covered += low <= 4.096 <= high
+        one_low, one_high = ends(groups[0][0])
+        alone += one_low <= 4.096 <= one_high
+    assert covered / 400 >= 0.94
+    assert alone / 400 < 0.2, "an interval of one run would have missed it most of the time"
+
+
+def test_what_spreads_more_keeps_its_own_spread_and_what_agrees_is_no_surer_than_its_runs() -> None:
+    steady = [a_measurement(1000.0), a_measurement(1001.0)]
+    wild = [a_measurement(900.0), a_measurement(1100.0)]
+    spread = Spread.of(map(logarithms, [steady, steady, steady, wild]))
+    widths = [high / low for low, high in (ends(pool(g, spread=spread)) for g in (steady, wild))]
+    assert widths[1] > widths[0] ** 1.5
+    same = [a_measurement(1000.0, spread=0.04)] * 2
+    low, high = ends(pool(same, spread=Spread.of(map(logarithms, [same, same]))))
+    assert math.log(high / low) / 2 == pytest.approx(-math.log(0.96) / math.sqrt(2), rel=1e-6)
+
+
+def test_what_runs_spent_adds_up_and_their_energy_is_a_mean() -> None:
+    spent = {"setup_seconds": 2.0, "measured_seconds": 3.0, "training_seconds": 4.0}
+    one = a_measurement(**spent, joules_per_token=0.04, compile_seconds=5.0, flags=("noisy", "x"))
+    two = a_measurement(**spent, joules_per_token=0.05, compile_seconds=0.5, flags=("x",))
+    both = pool([one, two], spread=Spread(0.001, 4))
+    assert (both.setup_seconds, both.measured_seconds, both.training_seconds) == (4, 6, 8)
+    assert (both.compile_seconds, both.joules_per_token) == (5.5, pytest.approx(0.045))
+    # Runs that disagree are noisy, and uneven steps alone are not.
+    assert (both.flags, both.is_noisy) == (("x",), False)
+    plain = pool([a_measurement()] * 2, spread=Spread(0.0, 1))
+    assert (plain.joules_per_token, plain.compile_seconds) == (None, None)
+    busy = [a_measurement(1000.0), a_measurement(300.0)]
+    assert pool(busy, spread=Spread.of([logarithms(busy)])).is_noisy
+
+
+SOAKED = SoakReport(
+    steps=50,
+    seconds=15.0,
+    evaluation_loss=2.0,
+    evaluation_seconds=0.5,
+    checkpoint_bytes=1000,
+    checkpoint_seconds=0.1,
+)
+
+
+def trial(number: int, speed: float, **changes: Any) -> TrialRecord:
+    record = a_record(number, fits(speed, **changes), batch=2**number)
+    return as_baseline(record) if number == 0 else record
+
+
+class Runs:
+    """Collects what measures trials again."""
+
+    def __init__(self) -> None:
+        self.records: list[TrialRecord] = []
+
+    def add(self, of: TrialRecord, outcome: Outcome, **changes: Any) -> Runs:
+        ran = sum(r.config == of.config for r in self.records)
+        values = {
+            # In turns: the first runs of all come before the second ones.
+            "number": 1000 * (1 + ran) + len(self.records),
+            "config": of.config,
+            "outcome": outcome,
+            "purpose": "confirm",
+            "series": 1,
+            "confirms": of.number,
+        }
+        self.records.append(TrialRecord.model_validate(values | changes))
+        return self
+
+    def runs(self, of: TrialRecord, *speeds: float, series: int = 1, **changes: Any) -> Runs:
+        for speed in speeds:
+            self.add(of, fits(speed, **changes), series=series)
+        return self
+
+    def soak(self, of: TrialRecord, outcome: Outcome | None = None, **changes: Any) -> Runs:
+        return self.add(of, outcome or fits(soak=SOAKED, **changes), purpose="soak")
+
+
+def measured_again(*records: TrialRecord, runs: Runs, **space: Any) -> Ranking:
+    return rank(records, a_definition(**space), runs.records)
+
+
+BASE, SLOW, FAST = trial(0, 100.0), trial(1, 200.0, spread=0.01), trial(2, 210.0, spread=0.01)
+THREE = (BASE, SLOW, FAST)
+
+
+def test_the_speed_of_several_runs_is_their_middle_and_one_run_confirms_nothing() -> None:
+    runs = Runs().runs(FAST, 190.0, 200.0, peak=11 * GIB)
+    measured = measured_of(measured_again(SLOW, FAST, runs=runs).records[1])
+    assert measured.tokens_per_second == pytest.approx(math.sqrt(190.0 * 200.0))
+    assert measured.step_seconds == pytest.approx(4096 / measured.tokens_per_second)
+    assert (measured.steps_measured, measured.peak_allocated_bytes) == (12, 11 * GIB)
+    once = measured_again(FAST, runs=Runs().runs(FAST, 190.0))
+    assert measured_of(once.records[0]).tokens_per_second == 210.0
+    assert not once.is_measured_again(once.records[0])
+
+
+def test_confirmed_is_measured_again_and_soaked() -> None:
+    again = Runs().runs(FAST, 209.0, 210.0)
+    assert not measured_again(FAST, runs=again).is_confirmed
+    assert measured_again(FAST, runs=again, confirm={"soak_seconds": 0}).is_confirmed
+    soaked = measured_again(FAST, runs=again.soak(FAST))
+    assert (soaked.is_confirmed, soaked.runs, soaked.soak is None) == (True, 2, False)
+    # What a further search finds faster wins until it is measured again.
+    further = measured_again(BASE, FAST, trial(3, 220.0), runs=again)
+    assert (numbers(further.ranked)[0], further.is_confirmed) == (3, False)
+
+
+NOISE = 0.02
+CONFIGS = [TrialConfig(micro_batch_size=n) for n in range(1, 6)]
+"""The first is twice as fast as the second."""
+
+
+def in_turns(
+    rng: np.random.Generator, *, configs: int, rounds: int, drift: float
+) -> Iterator[TrialRecord]:
+    """Runs of several configurations, whose speed drifts from round to round."""
+    (run,) = Runs().runs(BASE, 1.0).records
+    measured = measured_of(run)
+    for n in range(rounds):
+        drifted = rng.normal(0, drift)
+        for config in CONFIGS[:configs]:
+            faster = math.exp(drifted + rng.normal(0, NOISE)) * (1 + (config is CONFIGS[0]))
+            outcome = Measured.model_construct(measurement=scaled(measured, faster))
+            yield run.model_copy(update={"number": n, "config": config, "outcome": outcome})
+
+
+@pytest.mark.parametrize(
+    ("configs", "rounds", "drift"),
+    [(2, 2, 0.0), (2, 2, 3 * NOISE), (2, 4, NOISE), (3, 2, NOISE), (3, 3, 0.0), (5, 4, 3 * NOISE)],
+)
+def test_the_interval_of_a_ratio_covers_the_truth_95_times_in_100(
+    configs: int, rounds: int, drift: float
+) -> None:
+    """Where rounds drift it is narrower than the intervals of both."""
+    rng, covered, widths, apart = np.random.default_rng(0), 0, list[float](), list[float]()
+    for _ in range(300):
+        known = Confirmations(tuple(in_turns(rng, configs=configs, rounds=rounds, drift=drift)))
+        ratio = known.ratio(CONFIGS[0], CONFIGS[1])
+        assert ratio is not None
+        assert ratio.low is not None
+        assert ratio.high is not None
+        covered += ratio.low <= 2.0 <= ratio.high
+        widths.append(math.log(ratio.high / ratio.low))
+        both = [ends(pooled) for c in CONFIGS[:2] if (pooled := known.pooled(c)) is not None]
+        apart.append(math.hypot(*(math.log(high / low) for low, high in both)))
+    assert covered / 300 >= 0.93
+    if drift == 3 * NOISE and rounds > 2:
+        assert np.median(widths) < 0.8 * np.median(apart)
+    if (rounds, drift) == (2, 0.0):
+        assert np.quantile(widths, 0.9) < 16 * NOISE, "two rounds on a quiet GPU tell it closely"
+
+
+def test_what_joins_later_is_paired_with_what_ran_beside_it() -> None:
+    """The GPU is half as fast from the third round on."""
+    runs = Runs().runs(FAST, 200.0, 202.0, 101.0, 100.0).runs(BASE, 100.0, 100.0)
+    third, fourth = (r.number for r in runs.records[2:4])
+    for number, speed in ((third, 80.0), (fourth, 81.0)):
+        runs.add(SLOW, fits(speed), number=number + 500)
+    known = Confirmations(tuple(sorted(runs.records, key=lambda r: r.number)))
+    beside, before = known.ratio(FAST.config, SLOW.config), known.ratio(BASE.config, SLOW.config)
+    assert beside is not None
+    assert beside.value == pytest.approx(100.5 / 80.5, rel=1e-3)
+    assert before is None
+    # They never ran in one round: all that drifted is in the interval of their speeds.
+    ranking = measured_again(*THREE, runs=runs)
+    assert ranking.ratio(ranking.records[0], ranking.records[1]).is_open
+
+
+def test_noise_takes_no_gain_away_that_is_sure_and_leaves_none_that_may_not_be() -> None:
+    sure = Runs().runs(FAST, 210.0, 130.0, 300.0).runs(BASE, 20.0, 11.0, 26.0).soak(FAST)
+    ranking = measured_again(BASE, FAST, runs=sure)
+    assert measured_of(ranking.ranked[0]).is_noisy
     assert ranking.is_confirmed
-    assert ranking.tied == ()
-    assert ranking.fastest_with_16_bits is not None
-    assert ranking.fastest_with_16_bits.number == 1
+    ratio = ranking.gain.ratio
+    assert ratio is not None
+    assert ratio.low is not None
+    assert 5.0 < ratio.low < 10.0 < ratio.value
+    unsure = Runs().runs(FAST, 210.0, 20.0, 300.0).runs(BASE, 100.0, 90.0, 8.0).soak(FAST)
+    ranking = measured_again(BASE, FAST, runs=unsure)
+    assert (ranking.is_confirmed, ranking.tied) == (True, (BASE.number,))
+    assert (ranking.gain.ratio, ranking.gain.reason) == (None, "not_shown")
 
 
-def test_several_objectives_weigh_speed_as_it_is_predicted_between_classes() -> None:
-    records = (
-        classed(1, fits(200.0, peak=9 * GIB), micro_batch_size=8),
-        classed(3, fits(190.0, peak=9 * GIB), compute_dtype="int8", micro_batch_size=8),
+@pytest.mark.parametrize(
+    ("fast", "slow", "soak", "order", "tied", "fallen"),
+    [
+        # The fastest is recommended, and what is as fast is a tie whatever it needs.
+        ((205.0, 206.0), (204.0, 206.5), {}, [2, 1, 0], (1,), []),
+        ((230.0, 231.0), (204.0, 205.0), {}, [2, 1, 0], (), []),
+        # An allocator that gave memory back counts against a tie.
+        ((205.0, 206.0), (204.0, 206.5), {"allocator_retries": 3}, [1, 2, 0], (2,), []),
+        # What runs out in its soak does not fit; a crash of the machine takes nothing away.
+        ((230.0, 231.0), (204.0, 205.0), OOM, [1, 0], (), [2]),
+        ((230.0, 231.0), (204.0, 205.0), Crashed(phase="measure"), [2, 1, 0], (), []),
+    ],
+)
+def test_what_was_measured_again_and_soaked_is_ranked_by_that(
+    fast: tuple[float, ...],
+    slow: tuple[float, ...],
+    soak: Any,
+    order: list[int],
+    tied: tuple[int, ...],
+    fallen: list[int],
+) -> None:
+    runs = Runs().runs(FAST, *fast, peak=19 * GIB).runs(SLOW, *slow, peak=11 * GIB)
+    runs = runs.soak(FAST, **soak) if isinstance(soak, dict) else runs.soak(FAST, soak)
+    ranking = measured_again(*THREE, runs=runs.runs(FAST, fast[0]))
+    assert (numbers(ranking.ranked), ranking.tied, list(ranking.fallen)) == (order, tied, fallen)
+    assert ranking.is_confirmed is (isinstance(soak, dict) and order[0] == 2)
+    measured = {r.number: r.measurement for r in ranking.records}[2]
+    if measured is not None and soak == {"allocator_retries": 3}:
+        assert (measured.allocator_retries, "allocator_retries" in measured.flags) == (3, True)
+
+
+def test_on_a_machine_that_got_slower_all_speeds_are_of_the_confirmation() -> None:
+    third, fourth = trial(3, 205.0, spread=0.01), trial(4, 413.0)
+    stopped = fourth.model_copy(update={"outcome": pruned(413.0)})
+    runs = Runs().runs(FAST, 104.0, 106.0).runs(SLOW, 99.0, 100.0)
+    ranking = measured_again(*THREE, third, stopped, runs=runs)
+    assert numbers(ranking.ranked) == [2, 1, 3, 0]
+    speeds = {r.number: measured_of(r).tokens_per_second for r in ranking.records}
+    expected = {0: 50.0, 1: 99.5, 2: 105.0, 3: 102.5, 4: 206.5}
+    assert speeds == pytest.approx(expected, rel=1e-3)
+    # It was never measured beside the winner, and the search told them apart.
+    assert (ranking.tied, ranking.close) == ((), ())
+    # The scale is that of the fastest of the space and not of a faster baseline.
+    outside = as_baseline(a_record(0, fits(300.0), batch=64))
+    runs = Runs().runs(FAST, 105.0, 105.0).runs(outside, 300.0, 300.0)
+    ranking = measured_again(outside, trial(1, 190.0), FAST, runs=runs)
+    assert (numbers(ranking.ranked), ranking.scale) == ([2, 1], pytest.approx(0.5))
+
+
+def test_speeds_are_those_of_the_newest_series_in_which_anything_ran_twice() -> None:
+    runs = Runs().runs(FAST, 205.0, 206.0).runs(FAST, 150.0, series=2)
+    assert Confirmations(tuple(runs.records)).series == 1
+    known = Confirmations(tuple(runs.runs(FAST, 152.0, series=2).records))
+    assert known.series == known.newest == 2
+    pooled = known.pooled(FAST.config)
+    assert pooled is not None
+    assert pooled.tokens_per_second == pytest.approx(math.sqrt(150.0 * 152.0))
+    # Running out in an earlier series still counts.
+    lost = Runs().soak(FAST, OOM).runs(SLOW, 1.0, 1.0, series=2)
+    assert measured_again(SLOW, FAST, runs=lost).fallen.keys() == {FAST.number}
+
+
+# Gains: within one capacity class, with an interval that noise widens
+
+SPACE: dict[str, Any] = {
+    "dimensions": {
+        "lora_rank": {"choices": [16, 64]},
+        "micro_batch_size": {"choices": [1, 2, 4]},
+    }
+}
+TWO = {"micro_batch_size": 2}
+BY_NAME = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MODULES = {"dimensions": {"target_modules": {"choices": ["qv", BY_NAME]}}}
+
+
+def searched(*found: tuple[Outcome, dict[str, Any]]) -> list[TrialRecord]:
+    """Return trials of a search, of which the first is the baseline."""
+    records = [classed(number, outcome, **config) for number, (outcome, config) in enumerate(found)]
+    return [as_baseline(records[0]), *records[1:]]
+
+
+def noisy(speed: float, flag: str = "noisy") -> Measured:
+    return fits(speed, spread=0.3, flags=(flag,))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "winner", "config", "space", "gain"),
+    [
+        (fits(100.0, spread=0.01), fits(250.0, spread=0.02), TWO, SPACE, (2.4, 2.5, 2.6)),
+        # Noise widens the interval; only where it may have made all of it there is no gain.
+        (noisy(100.0), noisy(250.0), TWO, SPACE, (1.0, 2.5, 6.0)),
+        (noisy(100.0), noisy(250.0, "neighbour"), TWO, SPACE, (1.0, 2.5, 6.0)),
+        (noisy(100.0), noisy(120.0), TWO, SPACE, "not_shown"),
+        # Runs of a few steps have a gain where they agree.
+        (fits(100.0), fits(250.0, **FEW), TWO, SPACE, (2.4, 2.5, 2.6)),
+        # So has a GPU that its power limit slows down steadily.
+        (fits(100.0), fits(250.0, flags=("emulated", "throttled")), TWO, SPACE, (2.4, 2.5, 2.6)),
+        # Another spelling of the target modules is no other class.
+        (fits(100.0), fits(200.0), {"target_modules": BY_NAME}, MODULES, (1.9, 2.0, 2.1)),
+        (OutOfMemory(stage="load"), fits(), TWO, SPACE, "not_measured"),
+        (fits(100.0), fits(300.0), {"lora_rank": 64, **TWO}, SPACE, "not_measured"),
+    ],
+)
+def test_a_gain_is_over_the_baseline_with_the_ends_of_both_intervals(
+    baseline: Outcome,
+    winner: Outcome,
+    config: dict[str, Any],
+    space: dict[str, Any],
+    gain: tuple[float, float, float] | str,
+) -> None:
+    records = searched((baseline, {}), (winner, config))
+    found = rank(records, a_definition(**space), confirmed(*records)).gain
+    if isinstance(gain, str):
+        assert (found.ratio, found.reason) == (None, gain)
+        return
+    least, value, most = gain
+    assert found.ratio is not None
+    assert found.ratio.low is not None
+    assert found.ratio.high is not None
+    assert found.ratio.value == pytest.approx(value)
+    assert least < found.ratio.low <= value <= found.ratio.high < most
+
+
+@pytest.mark.parametrize("again", [[], [0], [1]])
+def test_the_gain_of_what_was_not_measured_again_is_that_of_the_search(again: list[int]) -> None:
+    records = searched((fits(100.0, spread=0.02), {}), (fits(200.0, spread=0.02), TWO))
+    runs = confirmed(*(records[number] for number in again), soak=False)
+    found = rank(records, a_definition(**SPACE), runs).gain
+    assert found.ratio is not None
+    assert found.ratio.low is not None
+    assert 1.8 < found.ratio.low < found.ratio.value == pytest.approx(2.0)
+
+
+def test_a_gain_without_intervals_has_none_and_the_baseline_gained_nothing_for_sure() -> None:
+    bare = searched((fits(100.0), {}), (fits(250.0, **FEW), TWO))
+    assert rank(bare, a_definition(**SPACE)).gain.ratio == Ratio(2.5, None, None)
+    alone = rank(searched((fits(100.0, spread=0.02), {})), a_definition(**SPACE)).gain.ratio
+    assert alone is not None
+    assert (alone.value, alone.low, alone.high) == (1.0, 1.0, 1.0)
+    lost = searched((fits(100.0), {"lora_rank": 8}), (OOM, {}))
+    assert rank(lost, a_definition(**SPACE)).gain.reason == "no_winner"
+    other = searched((fits(100.0), {}), (fits(200.0), {"target_modules": "qv"}))
+    over = rank(other, a_definition(**MODULES), confirmed(*other)).gain.over
+    assert over is not None
+    assert over.number == 1, "the winner is the baseline's recipe on q,v itself"
+
+
+def test_across_capacity_classes_the_baselines_own_class_has_its_gain() -> None:
+    records = searched(
+        (fits(100.0), {"lora_rank": 16}),
+        (fits(300.0), {"lora_rank": 64, **TWO}),
+        (fits(150.0), {"lora_rank": 16, **TWO}),
+        (fits(140.0), {"lora_rank": 16, "micro_batch_size": 1}),
     )
-    ranking = for_a_target(*records, objectives=SPEED_AND_MEMORY)
-    assert numbers(ranking.front) == [3]
+    ranking = rank(records, a_definition(**SPACE), confirmed(*records))
+    assert (ranking.gain.ratio, ranking.gain.reason) == (None, "not_measured")
+    fastest = ranking.fastest_of_baselines_class
+    assert fastest is not None
+    assert fastest.number == 2
+    of_class = ranking.gain_of(fastest).ratio
+    assert of_class is not None
+    assert of_class.value == pytest.approx(1.5)
+
+
+def in_another_class(config: dict[str, Any], *outcomes: Outcome) -> Gain:
+    """Return the gain of a winner of rank 64 where a confirmation ran another recipe as well."""
+    records = searched((fits(100.0), {}), (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}))
+    errand = {"purpose": "confirm", "series": 1, "confirms": None}
+    recipe = [
+        TrialRecord.model_validate({"number": 2000 + n, "config": config, "outcome": o} | errand)
+        for n, o in enumerate(outcomes)
+    ]
+    return rank(records, a_definition(**SPACE), (*confirmed(records[1]), *recipe)).gain
+
+
+@pytest.mark.parametrize(
+    ("config", "outcomes", "reason"),
+    [
+        # Run once, of a third class, or out of memory.
+        ({"lora_rank": 64}, (fits(150.0),), "not_measured"),
+        ({"lora_rank": 32}, (fits(150.0), fits(150.0)), "not_measured"),
+        ({"lora_rank": 64}, (OOM,), "did_not_fit"),
+        ({"lora_rank": 64}, (fits(148.0), fits(152.0)), None),
+    ],
+)
+def test_in_another_class_the_gain_is_over_the_recipe_in_that_class(
+    config: dict[str, Any], outcomes: tuple[Outcome, ...], reason: str | None
+) -> None:
+    found = in_another_class(config, *outcomes)
+    assert found.reason == reason
+    assert (found.ratio is None) is (found.over is None) is (reason is not None)
+    if found.ratio is not None and found.over is not None:
+        # One of its runs alone had the winner beside it.
+        assert found.ratio.value == pytest.approx(300 / 148, rel=0.001)
+        assert found.ratio.low < 2.0 < found.ratio.high
+        assert found.over.config == TrialConfig(lora_rank=64)
+
+
+def test_a_recipe_that_the_search_measured_is_what_a_gain_is_over_before_a_confirmation() -> None:
+    records = searched(
+        (fits(100.0), {"lora_rank": 16}),
+        (fits(300.0, spread=0.01), {"lora_rank": 64, **TWO}),
+        (fits(150.0, spread=0.01), {"lora_rank": 64}),
+    )
+    found = rank(records, a_definition(**SPACE)).gain
+    assert found.over == records[2]
+    assert found.ratio is not None
+    assert found.ratio.value == pytest.approx(2.0)
+
+
+# What did not fit needs more than the budget
+
+
+def ran_out(gib: float | None = None) -> OutOfMemory:
+    peak = None if gib is None else int(gib * GIB)
+    return OutOfMemory(stage="forward", peak_allocated_bytes=peak, requested_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "predicted", "expected"),
+    [
+        (ran_out(), None, (20, False)),
+        # Below the budget is where it was, not what it needs.
+        (ran_out(15), None, (20, False)),
+        (ran_out(22), None, (22, False)),
+        (ran_out(19), 23, (23, True)),
+        (ran_out(19), 18, (20, False)),
+        (ran_out(24), 23, (24, False)),
+        (DominatedOutOfMemory(by=0), None, (20, False)),
+        (DominatedOutOfMemory(by=0), 30, (30, True)),
+        (fits(), 30, None),
+        (Crashed(phase="build"), 30, None),
+    ],
+)
+def test_what_ran_out_needs_at_least_the_budget_what_was_seen_and_what_was_predicted(
+    outcome: Outcome, predicted: int | None, expected: tuple[int, bool] | None
+) -> None:
+    record = a_record(0, outcome)
+    if predicted is not None:
+        size = {"peak_allocated_bytes": predicted * GIB, "peak_reserved_bytes": 0}
+        record = record.model_copy(update={"prediction": PredictionRecord(**size)})
+    found = need_of(record, budget_bytes=BUDGET)
+    if expected is None:
+        assert found is None
+    else:
+        gib, is_predicted = expected
+        assert found == Need(gib * GIB, is_lower_bound=True, is_predicted=is_predicted)
+
+
+def test_what_was_never_launched_has_a_prediction_and_no_bound() -> None:
+    record = a_record(0, PredictedOutOfMemory(predicted_bytes=25 * GIB))
+    expected = Need(25 * GIB, is_lower_bound=False, is_predicted=True)
+    assert need_of(record, budget_bytes=BUDGET) == expected
+    assert predicted_need(record) == 25 * GIB

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.trial import TrialState
 
 from search_spaces.errors import InputError
 from storage.codec import FORMAT_WRITTEN
 from storage.definition import StudySnapshot, UnreadableStudy
-from storage.reading import list_studies, read_study
-from tests.storage.builders import DISTRIBUTIONS, fits, open_it, run_one
+from storage.reading import list_studies, read_study, shown_storage
+from storage.records import Errand, OutOfMemory
+from tests.storage.builders import DISTRIBUTIONS, a_record, begun, fits, open_it, run_one
 
 DAMAGED = 2
 """The trial that is damaged: the fastest, so that it would be missed."""
@@ -73,29 +76,22 @@ def stored_text(path: Path, key: str, *, number: int = DAMAGED) -> Any:
     return json.loads(text)
 
 
-def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda record: record | changes
+def measured(record: dict[str, Any]) -> Any:
+    record["outcome"]["measurement"] |= {"tokens_per_second": "fast"}
+    return record
 
 
-def measured(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    def change(record: dict[str, Any]) -> Any:
-        record["outcome"]["measurement"] |= changes
-        return record
-
-    return change
-
-
-def configured(**changes: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda record: record | {"config": record["config"] | changes}
+def configured(record: dict[str, Any], **changes: Any) -> Any:
+    return record | {"config": record["config"] | changes}
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "an unknown verdict": (changed(outcome={"verdict": "melted"}), "verdict|'melted'"),
-    "a key of a newer version": (changed(moon="full"), "unknown key 'moon'"),
-    "a newer configuration": (configured(lora_colour="red"), "unknown key 'lora_colour'"),
-    "no outcome": (changed(outcome=None), "outcome"),
-    "a speed in words": (measured(tokens_per_second="fast"), "tokens_per_second"),
-    "a rank beyond bounds": (configured(lora_rank=10**300), "lora_rank"),
+    "an unknown verdict": (lambda r: r | {"outcome": {"verdict": "melted"}}, "verdict|'melted'"),
+    "a key of a newer version": (lambda r: r | {"moon": "full"}, "unknown key 'moon'"),
+    "a newer configuration": (lambda r: configured(r, lora_colour="red"), "unknown key 'lora_col"),
+    "no outcome": (lambda r: r | {"outcome": None}, "outcome"),
+    "a speed in words": (measured, "tokens_per_second"),
+    "a rank beyond bounds": (lambda r: configured(r, lora_rank=10**300), "lora_rank"),
 }
 
 
@@ -187,17 +183,71 @@ def test_a_name_that_is_no_directorys_is_read_and_touches_no_file(name: str, pat
 # Going on
 
 
-@pytest.mark.parametrize(("key", "text"), [("definition", "7"), ("runs", "7"), ("format", '"two"')])
-def test_a_study_that_cannot_be_read_is_not_gone_on_with(key: str, text: str, path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("definition", "7", "study 'mine' cannot be .*definition"),
+        ("runs", "7", "study 'mine' cannot be .*runs"),
+        ("format", '"two"', "study 'mine' cannot be .*format"),
+        ("format", str(FORMAT_WRITTEN + 1), r"a newer sweep wrote it \(format 2.*pip install -U"),
+    ],
+)
+def test_a_study_that_cannot_be_read_is_not_gone_on_with_and_left_as_it_is(
+    key: str, text: str, words: str, path: Path
+) -> None:
     of_study(key, text)(path)
-    with pytest.raises(InputError, match=f"study 'mine' cannot be .*{key}"):
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=words):
         open_it(f"sqlite:///{path}", path.parent, name="mine")
-
-
-def test_a_study_of_a_newer_sweep_is_refused_and_left_as_it_is(path: Path) -> None:
-    of_study("format", str(FORMAT_WRITTEN + 1))(path)
-    before, newer = path.read_bytes(), r"a newer sweep wrote it \(format 2.*pip install -U"
-    with pytest.raises(InputError, match=newer):
-        open_it(f"sqlite:///{path}", path.parent, name="mine")
-    assert_only_mine_is_unreadable(path, newer)
+    if "newer" in words:
+        assert_only_mine_is_unreadable(path, words)
     assert path.read_bytes() == before
+
+
+# What tools for Optuna see of it
+
+
+def test_one_study_is_shown_with_what_tools_look_for_and_nothing_can_be_written(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/sweep.db"
+    for name in ("other", "mine"):
+        with open_it(url, tmp_path, name=name) as study:
+            run_one(study, batch=2)
+            run_one(study, OutOfMemory(stage="forward"), batch=8)
+    before = (tmp_path / "sweep.db").read_bytes()
+    with shown_storage("mine", url=url) as storage:
+        (shown,) = storage.get_all_studies()
+        assert shown.study_name == "mine"
+        number = storage.get_study_id_from_name("mine")
+        names = {"study:metric_names": ["tokens_per_second"]}
+        assert storage.get_study_system_attrs(number) == names
+        fitted, ran_out = storage.get_all_trials(number)
+        assert storage.get_best_trial(number).number == fitted.number
+        for write in (
+            lambda: storage.delete_study(number),
+            lambda: storage.create_new_trial(number),
+            lambda: storage.set_study_user_attr(number, "a", 1),
+            lambda: storage.set_trial_user_attr(1, "a", 1),
+            lambda: storage.set_trial_state_values(1, TrialState.FAIL),
+        ):
+            with pytest.raises((StorageInternalError, UpdateFinishedTrialError)):
+                write()
+    assert (tmp_path / "sweep.db").read_bytes() == before
+    assert fitted.user_attrs.keys() == {"verdict", "tokens_per_second", "peak_gib"}
+    assert ran_out.user_attrs["stage"] == "forward"
+    assert fitted.system_attrs["constraints"][0] < 0 < ran_out.system_attrs["constraints"][0]
+
+
+def test_it_is_seen_as_it_goes_on_and_without_what_measures_again(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/sweep.db"
+    with open_it(url, tmp_path) as study, shown_storage("study", url=url) as storage:
+        number = storage.get_study_id_from_name("study")
+        assert storage.get_all_trials(number) == []
+        first = run_one(study)
+        assert [t.state for t in storage.get_all_trials(number)] == [TrialState.COMPLETE]
+        again = study.ask_again()
+        errand = Errand(purpose="confirm", series=1, confirms=first.number)
+        record = a_record(again.number, **errand.model_dump())
+        study.tell(again, begun(study, again, record, errand=errand))
+        assert [t.number for t in storage.get_all_trials(number)] == [first.number]

@@ -39,10 +39,6 @@ NO_NUMBERS = dict.fromkeys(
 OOM = ROW | NO_NUMBERS | {"verdict": "oom"}
 
 
-def without(values: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != key}
-
-
 def a_file(directory: Path, *lines: Any) -> str:
     path = directory / "s.jsonl"
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
@@ -54,16 +50,23 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
     tmp_path: Path,
 ) -> None:
     longer = OOM | {"config": {"micro_batch_size": 64, "packing": "none"}, "comment": "ignored"}
-    surface = read_surface(a_file(tmp_path, HEADER, ROW, "", longer))
+    # Rows that agree count once, however the configuration is written.
+    same = ROW | {"config": {"micro_batch_size": 8, "lora_alpha": 32}, "tokens_per_second": 8100.0}
+    header = HEADER | {"gpu": "NVIDIA H200"}
+    surface = read_surface(a_file(tmp_path, header, ROW, "", same, longer))
     assert surface.model.config["hidden_size"] == 4096
-    assert (surface.gpu, surface.card.name) == ("h200", "h200")
+    assert (surface.gpu, surface.card.name, surface.repeated) == ("h200", "h200", 1)
     fits, oom = surface.rows
     assert fits.config == TrialConfig(micro_batch_size=8)
     assert oom.config == TrialConfig(micro_batch_size=64)
     assert fits.fits(8 * GIB)
     assert not fits.fits(8 * GIB - 1)
     assert not oom.fits(1000 * GIB)
+
     assert surface.fitting(8 * GIB) == (fits,)
+
+
+PACKED = {"config": {"packing": "packed"}}
 
 
 @pytest.mark.parametrize(
@@ -74,26 +77,14 @@ def test_a_surface_says_what_was_measured_and_a_key_left_out_takes_its_default(
         ([ROW], "line 1: surface is missing"),
         ([HEADER | {"surface": 2}, ROW], "line 1: surface is of version 2, and this sweep reads 1"),
         ([HEADER | {"gpu": "h2000"}, ROW], "line 1: gpu: unknown GPU 'h2000'; did you mean 'h200'"),
-        (
-            [HEADER | {"measured_on": "Voodoo 2"}, ROW],
-            "line 1: measured_on: unknown GPU 'Voodoo 2'",
-        ),
-        ([without(HEADER, "model_config"), ROW], "line 1: model_config is missing"),
-        ([HEADER, without(ROW, "device_seconds")], "line 2: device_seconds must be a number where"),
+        ([HEADER | {"measured_on": "Voodoo 2"}, ROW], "measured_on: unknown GPU 'Voodoo 2'"),
+        ([HEADER, {"config": {}, "verdict": "fits"}], "line 2: tokens_per_second must be a number"),
         ([HEADER, ROW | {"step_seconds": "1"}], "line 2: step_seconds must be a number, got '1'"),
-        (
-            [HEADER, ROW | {"peak_allocated_bytes": 10**400}],
-            "line 2: peak_allocated_bytes must be less than 1",
-        ),
-        (
-            [HEADER, ROW | {"config": {"micro_batch": 8}}],
-            "line 2: unknown key 'micro_batch' under config; did you mean 'micro_batch_size'",
-        ),
+        ([HEADER, ROW | {"peak_allocated_bytes": 10**400}], "peak_allocated_bytes must be less th"),
+        ([HEADER, ROW | {"config": {"micro_batch": 8}}], "key 'micro_batch' under config; did you"),
+        ([HEADER, ROW | PACKED], "line 2: config packing packed is of texts"),
         ([HEADER, "{"], "line 2: not valid JSON"),
-        (
-            [HEADER, ROW, ROW | {"tokens_per_second": 9000.0}],
-            "line 3: tokens_per_second 9000.0 contradicts line 2, which says 8000.0",
-        ),
+        ([HEADER, ROW, ROW | {"tokens_per_second": 9000.0}], "9000.0 contradicts line 2, which sa"),
         ([HEADER, ROW, OOM], "line 3: verdict 'oom' contradicts line 2, which says 'fits'"),
     ],
 )
@@ -105,18 +96,6 @@ def test_a_bad_surface_is_refused_naming_file_line_and_key(
         read_surface(name)
     assert str(caught.value).startswith(name)
     assert message in str(caught.value)
-
-
-def test_the_card_may_be_named_as_its_product_is(tmp_path: Path) -> None:
-    surface = read_surface(a_file(tmp_path, HEADER | {"gpu": "NVIDIA H200"}, ROW))
-    assert surface.gpu == "h200"
-
-
-def test_rows_that_agree_count_once_however_the_configuration_is_written(tmp_path: Path) -> None:
-    same = ROW | {"config": {"micro_batch_size": 8, "lora_alpha": 32}, "tokens_per_second": 8100.0}
-    surface = read_surface(a_file(tmp_path, HEADER, ROW, same, ROW))
-    assert len(surface.rows) == 1
-    assert surface.repeated == 2
 
 
 def test_a_study_is_a_surface_of_what_was_measured(tmp_path: Path) -> None:
@@ -148,25 +127,12 @@ def test_what_another_study_ran_took_what_its_measurement_says(tmp_path: Path) -
     assert [row.device_seconds for row in surface.rows] == [2.0, None]
 
 
-def test_a_study_of_which_nothing_was_measured_is_no_surface() -> None:
+def test_a_study_of_nothing_on_a_dataset_or_on_an_unknown_gpu_is_no_surface() -> None:
     with pytest.raises(NothingFits, match="has nothing to export"):
         surface_text(a_snapshot())
-
-
-def test_a_study_on_a_card_that_the_catalogue_lacks_is_no_surface() -> None:
     with pytest.raises(InputError, match="a surface is of a GPU of the catalogue"):
         surface_text(a_snapshot(*TRIALS, emulated_on="Voodoo 2"))
-
-
-def test_a_study_on_texts_is_no_surface() -> None:
     plain = a_snapshot(*TRIALS, emulated_on="NVIDIA H200")
     of_texts = plain.definition.model_copy(update={"texts": a_summary(source="mine.jsonl")})
     with pytest.raises(InputError, match=r"full rows, and its trials trained on mine\.jsonl"):
         surface_text(replace(plain, definition=of_texts))
-
-
-@pytest.mark.parametrize("packing", ["packed", "grouped"])
-def test_a_row_on_texts_is_none_of_a_surface(tmp_path: Path, packing: str) -> None:
-    row = ROW | {"config": {"packing": packing}}
-    with pytest.raises(InputError, match=f"line 2: config packing {packing} is of texts"):
-        read_surface(a_file(tmp_path, HEADER, row))
