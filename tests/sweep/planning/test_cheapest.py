@@ -188,14 +188,6 @@ def test_the_longest_rows_are_those_that_asking_of_every_length_finds(budget_gib
     assert answer.limit == 4096
 
 
-def test_of_what_fits_at_the_longest_length_the_fastest_is_told() -> None:
-    roomy = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=30))
-    first = roomy.rows[0].forecast
-    assert (first.config.seq_len, first.config.checkpoint_fraction) == (4096, 0.0)
-    tight = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=7))
-    assert tight.best.forecast.config.checkpoint_fraction == 1.0
-
-
 def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:
     answer = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=5.2))
     assert [row.micro_batch_size for row in answer.rows] == [1, 2, 3, 8]
@@ -203,14 +195,6 @@ def test_rows_end_with_the_first_micro_batch_at_which_nothing_fits() -> None:
     nothing = longest_rows(SPACE, a_forecaster(model=SHORT, budget_gib=4))
     assert (nothing.best, len(nothing.rows)) == (None, 1)
     assert longest_document(nothing)["longest"] is None
-
-
-def test_micro_batches_go_into_the_effective_batch() -> None:
-    space = a_space(dimensions=SPACE.model_dump()["dimensions"], fixed={"effective_batch_size": 6})
-    answer = longest_rows(space, a_forecaster(model=SHORT))
-    assert [row.micro_batch_size for row in answer.rows] == [1, 2, 3]
-    configs = [row.forecast.config for row in answer.rows if row.forecast is not None]
-    assert [config.accumulation_steps for config in configs] == [6, 3, 2]
 
 
 def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None:
@@ -300,12 +284,6 @@ def test_only_useful_changes_that_leave_the_task_alone_are_worth_a_line() -> Non
     assert 0 < len(shown) < len(changes) / 2
     assert not {change.key for change in shown} & set(TASK_KEYS)
     assert Use.NONE not in {change.use for change in shown}
-
-
-def test_nothing_is_asked_of_what_a_rule_forbids() -> None:
-    forecaster = a_forecaster(gpu="t4")
-    assert forecaster.expect(RECIPE).broken is not None
-    assert what_ifs(forecaster.expect(RECIPE)) == ()
 
 
 def test_a_measured_configuration_is_compared_by_what_is_predicted_of_both() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,20 +27,17 @@ from sweep.planning.evidence import (
     with_target_speeds,
 )
 from sweep.planning.plan import plan_card, workload_of
-from sweep.planning.question import PlanRequest, resolve_request
 from sweep.planning.survey import survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import Calibration, calibrate
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, a_snapshot
 from tests.sweep.planning.imagined import an_offer
 from tests.sweep.predict.predicted_steps import predict_step
-from tests.sweep.predict.speed.test_published_speeds import STUDY, published
-from tests.sweep.prepared_texts import Reader, a_summary, prepared_texts
+from tests.sweep.prepared_texts import a_summary
 
 A10 = find_gpu("a10")
 CONFIG = TrialConfig(micro_batch_size=4, seq_len=512)
@@ -115,21 +110,6 @@ def test_epochs_of_texts_are_asked_about_as_epochs() -> None:
     assert "epoch" not in card_document(plan_card(random_rows, work=AskedWork(), offers=[]))
 
 
-def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
-    # Random rows of very different lengths: the more in a micro-batch, the more of it is pads.
-    rows = np.tile([20, 20, 20, 20, 20, 20, 20, 1000], 200)
-    batches = {"micro_batch_size": {"choices": [1, 2, 4, 8, 16]}}
-    fixed = {"seq_len": 1024, "packing": "none"}
-    space = SearchSpace.model_validate({"name": "mine", "dimensions": batches, "fixed": fixed})
-    forecaster = a_forecaster(rows)
-    plan = plan_card(survey(space, forecaster), work=AskedWork(), offers=[])
-    asked = [forecaster.expect(space.config(params)) for params in space.combinations()]
-    best = max(asked, key=lambda forecast: forecast.tokens_per_second)
-    assert plan.shown.config.micro_batch_size == best.config.micro_batch_size < 16
-    # What the texts make no batch of is forbidden.
-    assert a_forecaster([50, 60, 70]).expect(CONFIG).broken.rule == "texts-make-no-micro-batch"
-
-
 @pytest.mark.parametrize(
     ("studied", "asked", "said"),
     [
@@ -138,9 +118,7 @@ def test_the_fastest_on_texts_need_not_be_the_largest_micro_batch() -> None:
         ("cafe", "beef", "trained on mine.jsonl"),
     ],
 )
-def test_a_study_of_other_texts_calibrates_no_plan(
-    studied: str | None, asked: str | None, said: str
-) -> None:
+def test_other_texts_calibrate_no_plan(studied: str | None, asked: str | None, said: str) -> None:
     about = {"model": MISTRAL, "gpu": A10, "shapes": shapes()}
     with pytest.raises(InputError, match=said):
         evidence_from(study_of(studied), **about, texts=summary(asked))
@@ -156,31 +134,6 @@ def study_of(fingerprint: str | None) -> StudySnapshot:
     known = a_snapshot()
     about = known.definition.model_copy(update={"texts": summary(fingerprint)})
     return replace(known, definition=about)
-
-
-def question(tmp_path: Path, **typed: Any) -> Any:
-    return resolve_request(
-        PlanRequest(**typed),
-        predictor=lambda _model, _gpu: ImaginedPredictor(),
-        card=lambda: None,
-        read_study=lambda _name, _url: a_snapshot(),
-        read_texts=Reader(prepared_texts(tmp_path / "prepared")),
-    )
-
-
-def test_a_presets_space_is_searched_with_the_texts_lengths_and_packing(tmp_path: Path) -> None:
-    known = question(tmp_path, space="a10", data={"texts": "mine.jsonl"})
-    about = known.about(A10)
-    assert about.values_of("seq_len") == (384, 448)
-    assert about.values_of("packing") == ("none", "packed", "grouped")
-    assert len(known.text_notes(A10)) == 2
-
-
-def test_packing_and_options_of_texts_need_texts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.text_column is about a dataset"):
-        question(tmp_path, space="a10", data={"text_column": "body"})
-    with pytest.raises(InputError, match="--longest"):
-        question(tmp_path, space="a10", data={"texts": "x.jsonl"}, is_longest=True)
 
 
 # A study that another GPU stood in for says how fast its trials are on the GPU it is for
@@ -226,14 +179,6 @@ def test_what_was_not_measured_and_what_cannot_be_predicted_has_no_speed() -> No
     definition = synthetic.definition().model_copy(update=unknown)
     snapshot = with_target_speeds(synthetic.snapshot((record,), definition=definition))
     assert snapshot.target_speed(record) is None
-
-
-def test_what_a_stand_in_measured_would_not_make_other_gpus_better_predicted() -> None:
-    def error(calibration: Calibration | None) -> float:
-        found = published(calibration)
-        return statistics.mean(abs(math.log(one.measured_over_predicted)) for one in found)
-
-    assert error(calibrate(STUDY, model=MODEL, gpu=find_gpu("h200"))) > error(None)
 
 
 # What a configuration would need is handed to a report where it was traced before, else not

@@ -52,7 +52,7 @@ def test_two_that_dominate_each_other_are_equal(one: Footprint, other: Footprint
 
 
 @given(configs, larger, larger)
-def test_dominance_is_transitive(
+def test_it_is_transitive(
     config: TrialConfig, more: dict[str, Any], still_more: dict[str, Any]
 ) -> None:
     low = footprint(config, model=MODEL)
@@ -130,7 +130,7 @@ SHARED_2, SHARED_4 = (count | {"sharding": "fsdp"} for count in (TWO, FOUR))
         (TWO, SHARED_2, False),
     ],
 )
-def test_of_two_one_needs_no_less_than_the_other(
+def test_one_needs_no_less(
     larger_one: dict[str, Any], smaller_one: dict[str, Any], holds: bool
 ) -> None:
     larger, smaller = (
@@ -150,7 +150,7 @@ def test_of_two_one_needs_no_less_than_the_other(
         (SHARED_2, SHARED_4, False),
     ],
 )
-def test_a_base_that_cannot_be_loaded_rules_out_all_that_is_trained_on_it(
+def test_a_base_that_cannot_be_loaded(
     keys: dict[str, Any], other: dict[str, Any], holds: bool
 ) -> None:
     base, changed = (

@@ -99,9 +99,7 @@ def test_rows_that_are_all_full_are_predicted_as_full_rows_are() -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"packing": "grouped"}, {"packing": "packed"}, {"effective_batch_size": 16}]
 )
-def test_the_speed_is_that_of_all_micro_batches_one_by_one(
-    values: dict[str, Any], share: float
-) -> None:
+def test_speed_is_that_of_all_micro_batches(values: dict[str, Any], share: float) -> None:
     config, supervised = full(**values), np.maximum((LENGTHS * share).astype(int) - 1, 1)
     whole: Epoch = epoch(LENGTHS, supervised, config, seed=0)
     shape = ShapeOnTexts.of(config, largest=whole, mean=whole)
@@ -123,21 +121,7 @@ def test_grouped_and_packed_texts_go_faster_than_padded_ones(forecaster: Forecas
     assert speeds[0] < SpeedForecast(model=MODEL, gpu=A10).predict(FULL)
 
 
-def test_a_mask_costs_attention_and_nothing_else() -> None:
-    pairs = [full(packing=packing) for packing in ("none", "packed")]
-    plain, masked = (StepTimes([config], model=MODEL, gpu=A10) for config in pairs)
-    assert masked.seconds > plain.seconds
-    assert masked.uncertainty > plain.uncertainty
-    work = masked.phases.compute - plain.phases.compute
-    assert (work != 0).sum() == 1
-    for attention in ("flash_attention_2", "eager"):
-        alike = seconds(*(full(packing=p, attention=attention) for p in ("none", "packed")))
-        assert alike[0] == alike[1]
-
-
-def test_of_many_rows_a_sample_says_the_same_and_the_longest_is_among_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sample_of_many_rows_has_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = LENGTHS.copy()
     lengths[1234] = 1000
     whole = shapes_of(lengths)
@@ -179,9 +163,7 @@ def test_one_by_one_and_together_are_the_same(forecaster: Forecaster) -> None:
     )
 
 
-def test_texts_that_make_no_batch_are_refused_and_stand_for_themselves(
-    forecaster: Forecaster,
-) -> None:
+def test_texts_that_make_no_batch_are_refused(forecaster: Forecaster) -> None:
     too_large = full(micro_batch_size=4096)
     assert forecaster.expect(too_large).is_refused
     assert forecaster.forecast([too_large]).tokens_per_step == pytest.approx([4096 * 1024])

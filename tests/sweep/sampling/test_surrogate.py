@@ -64,9 +64,7 @@ def test_the_front_is_what_no_other_matches_in_everything() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 1000, 10_000])
 @pytest.mark.parametrize("objectives", [1, 2, 3])
-def test_of_many_the_best_and_the_newest_are_among_those_learned_from(
-    count: int, objectives: int
-) -> None:
+def test_the_best_and_the_newest_are_learned_from(count: int, objectives: int) -> None:
     trials = speeds(count, of=objectives)
     kept = most_telling(trials, most=64)
     assert kept == sorted(set(kept))

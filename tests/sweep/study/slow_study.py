@@ -1,7 +1,4 @@
-"""A program: a slow simulated study that says each beat and takes signals as `sweep run` does.
-
-What is slow is the trial's beats, or the check of the second trial's configuration.
-"""
+"""A program: a slow simulated study that says each beat and takes signals as `sweep run` does."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from search_spaces.config import TrialConfig
 from sweep.running.replay import ReplayRunner
 from sweep.study.events import Event, Interruption, StopReason, TrialFinished, TrialProgress
 from tests.sweep.simulated_device import a_study, train
-from tests.sweep.study.driven import a_forecaster, drive
+from tests.sweep.study.driven import drive
 
 
 def say(line: str) -> None:
@@ -29,21 +25,13 @@ def listen(event: Event) -> None:
         say(f"{event.record.number} told")
 
 
-def main(home: Path, beat_seconds: float, slow: str) -> int:
+def main(home: Path, beat_seconds: float) -> int:
     runner = ReplayRunner(otherwise=train, pause=lambda: time.sleep(beat_seconds))
-    interruption, seen = Interruption(cancel=runner.cancel), set[str]()
-
-    def check(config: TrialConfig) -> None:
-        seen.add(config.key())
-        if slow == "check" and len(seen) > 1:
-            say("checking")
-            time.sleep(600)
-
-    reason, forecaster = StopReason.INTERRUPTED, a_forecaster(violation=check)
+    interruption, reason = Interruption(cancel=runner.cancel), StopReason.INTERRUPTED
     told = {"on_event": listen, "interruption": interruption, "clock": time.monotonic}
     try:
         with a_study(home) as study, interruption.handling_signals():
-            reason = drive(study, runner, forecaster=forecaster, **told)
+            reason = drive(study, runner, **told)
     except KeyboardInterrupt:
         if not interruption.is_requested():
             raise
@@ -53,4 +41,4 @@ def main(home: Path, beat_seconds: float, slow: str) -> int:
 if __name__ == "__main__":
     # A suite that was started with nohup has it ignored, and hands that on.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

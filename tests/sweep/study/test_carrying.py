@@ -57,9 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> StudySnapshot:
     return snapshot(home, "narrow")
 
 
-def test_what_was_measured_is_there_marked_and_costs_nothing(
-    source: StudySnapshot, tmp_path: Path
-) -> None:
+def test_what_is_taken_over_costs_nothing(source: StudySnapshot, tmp_path: Path) -> None:
     kept = [r for r in source.records if r.verdict in ("fits", "oom")]
     with opened(tmp_path, "wide", **WIDER) as study:
         sampler = study.study.sampler
@@ -102,7 +100,7 @@ def test_to_carry_over_again_takes_nothing_twice(source: StudySnapshot, tmp_path
     assert {mark.study for mark in marks if mark} == {"narrow"}
 
 
-def test_killed_on_the_way_it_goes_on_where_it_stopped(
+def test_killed_it_goes_on(
     source: StudySnapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, "wide", **WIDER) as study:
@@ -147,7 +145,7 @@ BASELINE = {"lora_rank": 64, "micro_batch_size": 4}
         ({}, RAN_OUT, LONGER, True),
     ],
 )
-def test_only_what_the_device_said_and_would_say_again_holds(
+def test_what_the_device_would_say_holds(
     keys: Any, outcome: Any, changes: Any, holds: bool
 ) -> None:
     record = a_record(TrialConfig(**keys), outcome)

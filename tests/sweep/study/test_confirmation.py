@@ -67,6 +67,16 @@ def ranking_of(study: OpenStudy) -> Ranking:
     return rank(study.records(), study.definition, study.confirmations())
 
 
+def confirmed(
+    home: Path, device: Answer = train, soak: Answer = soaking, **space: Any
+) -> tuple[Ranking, list[int], list[int]]:
+    """Drive a study; return its ranking, what was run again in turns, and what was soaked."""
+    runner = a_runner(device, soak)
+    with a_grid(home, **(SPACE | space)) as study:
+        drive(study, runner)
+        return ranking_of(study), batches(study.confirmations()), soaked(runner)
+
+
 def by_batch(speeds: dict[int, Iterator[float]], **changes: Any) -> Answer:
     """A GPU whose speed is a function of the micro-batch and of how often it was asked."""
     return lambda config: at_speed(config, next(speeds[config.micro_batch_size]), **changes)
@@ -123,30 +133,24 @@ def test_a_search_that_goes_on_asks_what_it_would_have_asked_anyway(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("section", "device", "runs", "is_confirmed"),
+    ("section", "device", "runs"),
     [
-        (False, train, 0, False),
-        (0, train, 0, False),
-        (CONFIRM, lambda _: OutOfMemory(stage="forward"), 0, False),
-        (CONFIRM | {"soak_seconds": 0}, train, 4, True),
+        (False, train, 0),
+        (0, train, 0),
+        (CONFIRM, lambda _: OutOfMemory(stage="forward"), 0),
+        (CONFIRM | {"soak_seconds": 0}, train, 4),
     ],
     ids=["off", "zero", "nothing fits", "no soak"],
 )
-def test_what_is_not_asked_for_or_cannot_be_is_not_run(
-    tmp_path: Path, section: Any, device: Answer, runs: int, is_confirmed: bool
+def test_what_is_not_asked_for_is_not_run(
+    tmp_path: Path, section: Any, device: Answer, runs: int
 ) -> None:
-    runner = a_runner(device)
-    with a_grid(tmp_path, **(SPACE | {"confirm": section})) as study:
-        drive(study, runner)
-        assert len(study.confirmations()) == runs
-        assert ranking_of(study).is_confirmed is is_confirmed
-    assert (soaked(runner), runner.renewals) == ([], int(runs > 0))
+    ranking, order, soaks = confirmed(tmp_path, device, confirm=section)
+    assert (len(order), ranking.is_confirmed, soaks) == (runs, runs > 0, [])
 
 
 @pytest.mark.parametrize(("after", "known"), [(2, []), (5, [10, 8])])
-def test_interrupted_the_rest_is_run_next_time(
-    tmp_path: Path, after: int, known: list[int]
-) -> None:
+def test_interrupted_it_is_run_next_time(tmp_path: Path, after: int, known: list[int]) -> None:
     runner = a_runner()
     with a_grid(tmp_path, **SPACE) as study:
         stops = StopsWhen(lambda: len(runner.ran) >= after)
@@ -207,9 +211,7 @@ def test_ties_are_run_again_until_they_separate(tmp_path: Path) -> None:
         },
         spread=0.02,
     )
-    with a_grid(tmp_path, **(SPACE | {"baseline": {"micro_batch_size": 4}})) as study:
-        drive(study, a_runner(card))
-        ranking, order = ranking_of(study), batches(study.confirmations())
+    ranking, order, _ = confirmed(tmp_path, card, baseline={"micro_batch_size": 4})
     assert (ranking.is_confirmed, ranking.tied) == (True, ())
     assert ranking.winner.config.micro_batch_size == 10
     # What the gain is over goes second: cut short, that is known first.
@@ -218,24 +220,10 @@ def test_ties_are_run_again_until_they_separate(tmp_path: Path) -> None:
 
 
 def test_ties_that_remain_are_ties_and_the_smaller_one_is_recommended(tmp_path: Path) -> None:
-    runner = a_runner(all_equal())
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, runner)
-        ranking = ranking_of(study)
-        assert Counter(batches(study.confirmations())) == {4: 4, 8: 4, 10: 4}
+    ranking, order, soaks = confirmed(tmp_path, all_equal())
+    assert Counter(order) == {4: 4, 8: 4, 10: 4}
     assert ranking.winner.config.micro_batch_size == 4
-    assert len(ranking.tied) == 2
-    assert soaked(runner) == [4]
-
-
-def test_past_its_budget_only_the_winner_and_the_baseline_are_run(tmp_path: Path) -> None:
-    with a_grid(tmp_path, **(SPACE | {"confirm": CONFIRM | {"seconds": 2.0}})) as study:
-        drive(study, a_runner(all_equal()))
-        counted = Counter(batches(study.confirmations()))
-        assert ranking_of(study).is_confirmed
-    # All were as fast in the search, and the first to be measured again was the first by number.
-    assert counted[8] == 2
-    assert counted.total() <= 6
+    assert (len(ranking.tied), soaks) == (2, [4])
 
 
 def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -> None:
@@ -243,15 +231,14 @@ def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -
     speeds = {size: itertools.repeat(10_000.0) for size in (4, 6, 8)}
     card = by_batch(speeds | {2: itertools.repeat(100.0)}, spread=0.01)
     run_seconds = 1.0 + 12 * 4 * 512 / 10_000.0
-    space = SPACE | {
+    space = {
         "dimensions": {"micro_batch_size": {"choices": [4, 6, 8]}},
         "baseline": {"micro_batch_size": 2},
         "confirm": CONFIRM | {"seconds": 1.1 * run_seconds, "soak_seconds": 0.0},
     }
-    with a_grid(tmp_path, **space) as study:
-        drive(study, a_runner(card))
-        assert batches(study.confirmations()) == [4, 2, 6, 4, 2, 6]
-        assert ranking_of(study).tied != ()
+    ranking, order, _ = confirmed(tmp_path, card, **space)
+    assert order == [4, 2, 6, 4, 2, 6]
+    assert ranking.tied != ()
 
 
 def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> None:
@@ -270,49 +257,15 @@ def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> 
     assert ranking.reference_for(ranking.winner.config) is not None
 
 
-def test_a_gpu_that_slows_down_slows_down_for_all(tmp_path: Path) -> None:
-    """It lost 20 % since the search and loses another 3 % over the runs: they are interleaved."""
-    runs = itertools.count()
-
-    def drifting(config: TrialConfig) -> Outcome:
-        number = next(runs)
-        speed = {4: 5_000.0, 8: 10_000.0, 10: 10_400.0}[config.micro_batch_size]
-        factor = 1.0 if number < 3 else 0.8 * (1 - 0.004 * (number - 3))
-        return at_speed(config, speed * factor, spread=0.02)
-
-    with a_grid(tmp_path, **(SPACE | {"baseline": {"micro_batch_size": 4}})) as study:
-        drive(study, a_runner(drifting))
-        ranking = ranking_of(study)
-    assert ranking.winner.config.micro_batch_size == 10
-    assert ranking.gain.ratio.low <= 2.08 <= ranking.gain.ratio.high
-
-
 @pytest.mark.parametrize(("noise", "runs"), [(0.01, 2), (0.06, 4)])
-def test_what_noise_leaves_unsure_is_run_more_often(
-    tmp_path: Path, noise: float, runs: int
-) -> None:
+def test_what_noise_leaves_open_is_run_more(tmp_path: Path, noise: float, runs: int) -> None:
     luck = random.Random(0)
 
     def card(config: TrialConfig) -> Outcome:
         speed = {4: 5_000.0, 8: 7_000.0, 10: 10_000.0}[config.micro_batch_size]
         return at_speed(config, speed * math.exp(luck.gauss(0, noise)))
 
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, a_runner(card))
-        assert Counter(batches(study.confirmations())) == {10: runs, 8: runs}
-
-
-def test_on_a_busy_machine_runs_end_after_the_repeats_and_confirm(tmp_path: Path) -> None:
-    luck = itertools.cycle((1.0, 0.3, 0.05, 0.7, 0.02))
-
-    def busy(config: TrialConfig) -> Outcome:
-        return at_speed(config, 10_000.0 * next(luck), spread=0.5, flags=("noisy",))
-
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, a_runner(busy))
-        assert ranking_of(study).is_confirmed
-        counted = Counter(batches(study.confirmations()))
-    assert max(counted.values()) == CONFIRM["repeats"]
+    assert Counter(confirmed(tmp_path, card)[1]) == {10: runs, 8: runs}
 
 
 def test_what_runs_out_in_its_soak_loses_and_what_is_larger_is_not_tried(tmp_path: Path) -> None:
@@ -337,13 +290,9 @@ def test_retries_of_the_allocator_count_against_a_tie(tmp_path: Path) -> None:
     def straining(config: TrialConfig) -> Outcome:
         return soaking(config, allocator_retries=2 if config.micro_batch_size == 4 else 0)
 
-    runner = a_runner(all_equal(), straining)
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, runner)
-        winner = ranking_of(study).winner
-    first, second = soaked(runner)
-    assert (first, second) in ((4, 8), (4, 10))
-    assert winner.config.micro_batch_size == second
+    ranking, _, soaks = confirmed(tmp_path, all_equal(), straining)
+    assert soaks in ([4, 8], [4, 10])
+    assert ranking.winner.config.micro_batch_size == soaks[1]
 
 
 def test_a_soak_that_keeps_crashing_is_given_up_until_the_next_run(tmp_path: Path) -> None:
@@ -361,12 +310,10 @@ def test_a_soak_that_keeps_crashing_is_given_up_until_the_next_run(tmp_path: Pat
 
 def test_every_run_of_a_confirmation_crashing_is_an_end_and_no_loop(tmp_path: Path) -> None:
     ran = itertools.count()
-    runner = a_runner(lambda c: train(c) if next(ran) < 3 else Crashed(phase="attach"))
-    with a_grid(tmp_path, **SPACE) as study:
-        drive(study, runner)
-        assert not ranking_of(study).is_confirmed
+    crash = Crashed(phase="attach")
+    ranking, order, _ = confirmed(tmp_path, lambda c: train(c) if next(ran) < 3 else crash)
     # Without the winner there is nothing to be measured beside.
-    assert len(runner.ran) == 3 + 3
+    assert (ranking.is_confirmed, len(order)) == (False, 3)
 
 
 def test_a_further_search_that_finds_a_faster_one_begins_a_series(tmp_path: Path) -> None:
@@ -397,9 +344,7 @@ def test_the_fastest_of_the_baselines_own_class_is_confirmed_too(tmp_path: Path)
         speed = 1_000.0 * config.micro_batch_size * (1.5 if config.lora_rank == 8 else 1.0)
         return at_speed(config, speed)
 
-    with a_grid(tmp_path, **RANKS) as study:
-        drive(study, a_runner(card))
-        ranking = ranking_of(study)
+    ranking, *_ = confirmed(tmp_path, card, **RANKS)
     assert ranking.gain_of(ranking.fastest_of_baselines_class).ratio.value == pytest.approx(2.0)
     # The winner's own gain is over what the recipe reaches at its rank.
     assert ranking.gain.ratio.value == pytest.approx(2.0)
@@ -430,7 +375,7 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
         (Crashed(phase="measure"), [10, 4, 10, 4, 4], None),
     ],
 )
-def test_a_recipe_that_fails_keeps_nothing_from_an_end(
+def test_a_recipe_may_fail(
     tmp_path: Path, ended: Outcome, runs: list[int], reason: str | None
 ) -> None:
     with a_grid(tmp_path, **LARGER) as study:
@@ -448,19 +393,8 @@ def test_a_recipe_that_fails_keeps_nothing_from_an_end(
         assert ranking_of(study).gain.ratio is not None
 
 
-def test_of_several_objectives_the_knee_is_confirmed(tmp_path: Path) -> None:
-    objectives = {"objectives": ["tokens_per_second", "peak_memory"]}
-    with a_grid(tmp_path, **(SPACE | objectives)) as study:
-        drive(study, a_runner())
-        ranking = ranking_of(study)
-    assert ranking.is_confirmed
-    assert len(ranking.front) > 1
-
-
 @pytest.mark.parametrize("objectives", [[], ["peak_memory"]], ids=["speed", "two"])
-def test_a_machine_that_got_slower_has_not_all_measured_again(
-    tmp_path: Path, objectives: list[str]
-) -> None:
+def test_a_slower_machine_measures_few_again(tmp_path: Path, objectives: list[str]) -> None:
     """Whatever is measured again falls behind all that was not, by half."""
     ran: Counter[TrialConfig] = Counter()
 
@@ -469,10 +403,9 @@ def test_a_machine_that_got_slower_has_not_all_measured_again(
         speed = 1_000.0 * config.micro_batch_size + 5_000.0 - config.lora_rank
         return at_speed(config, speed * (1.0 if ran[config] == 1 else 0.5))
 
-    batch_sizes = {"micro_batch_size": {"choices": list(range(1, 13))}}
-    space = SPACE | {"dimensions": batch_sizes, "objectives": ["tokens_per_second", *objectives]}
-    with a_grid(tmp_path, **(space | {"trials": 12})) as study:
-        drive(study, a_runner(slowing))
-        again = Counter(record.config for record in study.confirmations())
+    space = {"micro_batch_size": {"choices": list(range(1, 13))}}
+    both = ["tokens_per_second", *objectives]
+    confirmed(tmp_path, slowing, dimensions=space, objectives=both, trials=12)
+    again = Counter({config: runs - 1 for config, runs in ran.items() if runs > 1})
     assert len(again) <= 8
-    assert max(again.values()) <= CONFIRM["repeats"] + 1
+    assert max(again.values()) <= CONFIRM["repeats"]

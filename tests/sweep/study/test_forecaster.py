@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,16 +163,6 @@ def test_compiled_and_eager_trials_are_calibrated_apart() -> None:
     assert forecaster.expect(batch(320, compile=True)).refusal is None
 
 
-def test_a_configuration_is_predicted_once_however_often_it_is_asked_about() -> None:
-    predictor = TenthOfAGibibyte()
-    forecaster = a_forecaster(predictor=predictor)
-    for _ in range(3):
-        expected = forecaster.expect(batch(204))
-        assert (expected.is_refused, expected.refusal) == (False, None)
-        assert expected.record is not None
-    assert predictor.asked == [batch(204)]
-
-
 class Faulty(TenthOfAGibibyte):
     """Fails as it is told to, by the configuration's kernels."""
 
@@ -190,9 +179,7 @@ class Faulty(TenthOfAGibibyte):
 
 
 @pytest.mark.parametrize("kind", [InputError, Untraceable, EnvironmentFault])
-def test_what_cannot_be_predicted_is_told_once_and_the_rest_is_predicted(
-    kind: type[SweepError],
-) -> None:
+def test_what_cannot_be_predicted_is_told_once(kind: type[SweepError]) -> None:
     warnings: list[str] = []
     reasons = {"liger": [kind("module 'mamba'")], "fused-loss": [Untraceable("data decides")]}
     forecaster = a_forecaster(predictor=Faulty(**reasons), warn=warnings.append)
@@ -235,17 +222,8 @@ def widened(prediction: MemoryPrediction, residuals: Residuals) -> MemoryPredict
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=1))
-def test_no_trial_seen_so_far_would_have_been_called_impossible_by_what_it_leads_to(
-    shares: list[float],
-) -> None:
+def test_no_trial_that_was_seen_would_be_called_impossible(shares: list[float]) -> None:
     residuals = Residuals(measured_at(share) for share in shares)
     prediction = widened(imagined(10 * GIB, uncertainty=EAGER), residuals)
     for share in shares:
         assert prediction.fits(int(share * 10 * GIB)) is not Fit.NO
-
-
-def test_a_residual_within_what_is_stated_changes_nothing() -> None:
-    prediction = imagined(10 * GIB, uncertainty=EAGER)
-    assert widened(prediction, Residuals([measured_at(0.985)])) is prediction
-    wider = widened(prediction, Residuals([measured_at(0.9)]))
-    assert wider == replace(prediction, uncertainty=pytest.approx(0.11))

@@ -24,12 +24,10 @@ ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def a_slow_study(
-    home: Path, *, until: str, beat_seconds: float = 0.0, slow: str = "trial"
-) -> Iterator[subprocess.Popen[str]]:
+def a_slow_study(home: Path, *, until: str, beat: float) -> Iterator[subprocess.Popen[str]]:
     """Start the program and wait until it says so: the trial's number and its phase."""
     program = (sys.executable, "-m", "tests.sweep.study.slow_study")
-    command = [*program, str(home), str(beat_seconds), slow]
+    command = [*program, str(home), str(beat)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert until in (line.strip() for line in process.stdout)  # type: ignore[union-attr]
@@ -40,7 +38,7 @@ def a_slow_study(
 
 def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(tmp_path: Path) -> None:
     # A trial of minutes.
-    with a_slow_study(tmp_path, beat_seconds=0.5, until="0 attach") as process:
+    with a_slow_study(tmp_path, beat=0.5, until="0 attach") as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 130
     with a_study(tmp_path) as study:
@@ -50,18 +48,8 @@ def test_a_signal_ends_the_running_trial_and_a_resume_tries_it_again(tmp_path: P
     assert retried == (record.config,)
 
 
-def test_a_signal_stops_what_takes_long_between_trials(tmp_path: Path) -> None:
-    with a_slow_study(tmp_path, until="checking", slow="check") as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
-    with a_study(tmp_path) as study:
-        study.recover()
-        (first,) = study.records()
-    assert first.verdict is not Verdict.LOST
-
-
 def test_a_driver_that_was_killed_leaves_a_study_that_can_go_on(tmp_path: Path) -> None:
-    with a_slow_study(tmp_path, beat_seconds=0.1, until="1 attach") as process:
+    with a_slow_study(tmp_path, beat=0.1, until="1 attach") as process:
         process.kill()
         process.wait(timeout=60)
     with a_study(tmp_path) as study:
@@ -126,14 +114,6 @@ def test_a_result_is_given_the_time_to_reach_the_disk_and_no_more() -> None:
         now[0] = SETTLING_SECONDS
         with pytest.raises(KeyboardInterrupt):
             interruption.request()
-
-
-def test_what_is_entered_after_a_request_is_cut_short_by_another_one_alone() -> None:
-    interruption = Interruption(requests=1)
-    with interruption.interruptible(), interruption.settling():
-        pass
-    with pytest.raises(KeyboardInterrupt):
-        interruption.request()
 
 
 @pytest.mark.usefixtures("listening")

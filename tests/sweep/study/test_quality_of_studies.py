@@ -125,7 +125,7 @@ def test_tokens_are_as_named_or_as_the_study_chose_before(tmp_path: Path) -> Non
         (0.1, 3, 250),
     ],
 )
-def test_a_minute_is_two_digits_and_no_more_than_an_epoch(
+def test_a_minute_is_no_more_than_an_epoch(
     speed: float, loss_tokens: int | None, tokens: int
 ) -> None:
     nothing = dict.fromkeys(("rows", "rows_cut", "rows_left_out", "tokens_left_out", "steps"), 2)
@@ -135,9 +135,7 @@ def test_a_minute_is_two_digits_and_no_more_than_an_epoch(
     assert default_tokens(speed, None if loss_tokens is None else epoch) == tokens
 
 
-def test_the_front_holds_what_speed_alone_would_not_and_nothing_without_a_loss(
-    searched: Any,
-) -> None:
+def test_the_front_holds_what_speed_alone_would_not(searched: Any) -> None:
     _, ranking = searched
     assert {r.config.lora_rank for r in ranking.front} == {8, 16, 32, 64}
     least = min(ranking.front, key=lambda r: r.measurement.quality.eval_loss)
@@ -205,9 +203,7 @@ def test_the_few_on_the_front_are_trained_with_further_seeds(confirmed: Ranking)
     assert confirmed.winner.measurement.quality in several
 
 
-def test_the_two_that_a_claim_is_judged_over_are_trained_with_further_seeds(
-    tmp_path: Path,
-) -> None:
+def test_what_a_claim_is_judged_over_takes_further_seeds(tmp_path: Path) -> None:
     baseline = {"lora_rank": 8, "micro_batch_size": 8, "target_modules": "attention"}
     _, ranking = driven(tmp_path, confirm=CONFIRM, baseline=baseline)
     pair = claimed_pair(ranking.ranked)

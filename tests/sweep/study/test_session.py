@@ -14,28 +14,29 @@ from typer.main import get_command
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import find_gpu
+from search_spaces.gpus import GIB, find_gpu
 from search_spaces.loading import load_space, with_fixed
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
+from storage.definition import StudySnapshot, Target
 from storage.reading import list_studies, read_spooled_study, read_study
 from storage.records import Measured, Outcome, TrialRecord
 from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
 from sweep.predict.memory.profiles import Untraceable
-from sweep.running.device_info import ChosenCard
+from sweep.running.device_info import Card, ChosenCard
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Lane, Lanes, Observer, Runner, keep_going
 from sweep.running.wire import TrialRequest
 from sweep.study import session
 from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive, prepare, prepare_again, supervised_runner
+from sweep.study.targets import check_budget, least_weight_bytes, resolve_target
 from sweep.terminal.driving import LocalGpus
 from sweep.terminal.options import settings
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.simulated_device import a_measurement, train
-from tests.sweep.study.test_targets import a_card
+from tests.sweep.simulated_device import a_measurement, a_space, train
 
 
 @pytest.fixture(autouse=True)
@@ -171,9 +172,7 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"held": {"compile": True, "target_modules": "qv"}}, "a10-4edef8"),
     ],
 )
-def test_a_study_is_named_after_its_space_and_what_it_is_for(
-    changes: dict[str, Any], name: str
-) -> None:
+def test_a_study_is_named_after_what_it_is_of(changes: dict[str, Any], name: str) -> None:
     assert prepared("a10", **changes).name == name
 
 
@@ -184,7 +183,7 @@ def test_settings_that_are_typed_are_fixed_and_the_rest_is_searched() -> None:
 
 
 @pytest.mark.parametrize(("effective", "micro"), [(16, 4), (6, 3), (1, 1)])
-def test_the_baselines_micro_batch_goes_into_an_effective_batch_that_is_typed(
+def test_the_baseline_goes_into_an_effective_batch_that_is_typed(
     effective: int, micro: int
 ) -> None:
     space = load_space("a10").model_copy(update={"baseline": {"micro_batch_size": 4}})
@@ -205,9 +204,7 @@ def test_the_baselines_micro_batch_goes_into_an_effective_batch_that_is_typed(
         ({"confirm": {"soak_seconds": -1.0}}, "soak_seconds"),
     ],
 )
-def test_what_cannot_be_is_refused_naming_key_and_value(
-    home: Path, typed: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_is_refused_by_key(home: Path, typed: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         prepared("a10", **typed)
     assert list(home.iterdir()) == []
@@ -257,9 +254,7 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
         ("gpu: t4\nfixed: {compute_dtype: bf16}", "no configuration is valid: bf16-needs-ampere"),
     ],
 )
-def test_a_space_in_which_nothing_can_be_valid_is_refused(
-    tmp_path: Path, lines: str, said: str
-) -> None:
+def test_a_space_of_nothing_valid_is_refused(tmp_path: Path, lines: str, said: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"budget_gib: 8\ndimensions: {{lora_rank: {{low: 1, high: 256}}}}\n{lines}\n")
     with pytest.raises(InputError, match=said):
@@ -327,9 +322,7 @@ class Meddled(ReplayRunner):
         return outcome
 
 
-def test_results_of_trials_that_somebody_closed_are_taken_over_from_the_spool(
-    home: Path, url: str
-) -> None:
+def test_results_of_trials_that_somebody_closed_are_in_the_spool(home: Path, url: str) -> None:
     batch = prepared().space.baseline_config().micro_batch_size
     meddled, said, told = Meddled(url, batch=batch), list[str](), list[TrialRecord]()
 
@@ -405,9 +398,7 @@ def traced_by(monkeypatch: pytest.MonkeyPatch, predict_all: Any) -> ImaginedPred
     return predictor
 
 
-def test_the_runner_is_started_before_the_space_is_traced_and_closed_in_the_end(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runner_is_started_first(home: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, told = EagerRunner(), list[Event]()
 
     def trace(on_progress: Any) -> None:
@@ -439,7 +430,7 @@ def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(url: 
     assert "start" not in runner.calls
 
 
-def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_trial(
+def test_a_request_to_stop_while_tracing(
     home: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = EagerRunner()
@@ -458,7 +449,7 @@ def test_a_request_to_stop_while_the_space_is_traced_stops_before_the_first_tria
     assert runner.calls == ["start", "close"]
 
 
-def test_what_cannot_be_traced_is_warned_of_and_the_study_goes_on(
+def test_what_cannot_be_traced_is_warned_of(
     home: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trace(_: Any) -> None:
@@ -471,3 +462,110 @@ def test_what_cannot_be_traced_is_warned_of_and_the_study_goes_on(
         is StopReason.TRIALS_SPENT
     )
     assert [text for text in warnings if "gave no answer" in text]
+
+
+def a_card(name: str = "h200", **changes: Any) -> Card:
+    spec = find_gpu(name)
+    values: dict[str, Any] = {
+        "product": spec.product,
+        "memory_bytes": spec.memory_bytes + GIB // 2,
+        "free_bytes": spec.memory_bytes,
+        "compute_capability": spec.compute_capability,
+        "driver": "570.1",
+        "cuda": "12.8",
+    }
+    return Card(**(values | changes))
+
+
+A10 = find_gpu("a10")
+UNKNOWN = a_card("h200", product="NVIDIA Z1", memory_bytes=40 * GIB)
+SLICE = a_card("a10", memory_bytes=A10.memory_bytes - 4 * GIB)
+SHARED = a_card("h200", product="NVIDIA GB10", memory_bytes=120 * GIB, shares_host_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "card", "gpu", "budget_bytes", "emulated_on"),
+    [
+        ({"gpu": "auto"}, a_card("h200"), "h200", find_gpu("h200").budget_bytes, None),
+        ({"gpu": "a10"}, a_card("a10"), "a10", A10.budget_bytes, None),
+        ({"gpu": "a10"}, a_card("h200"), "a10", A10.budget_bytes, find_gpu("h200").product),
+        ({"gpu": "a10", "budget_gib": 8}, a_card("a10"), "a10", 8 * GIB, None),
+        # A slice of a GPU has less than the catalogue says, and one that it does not have is its
+        # own target; what shares the host's memory leaves the host some.
+        ({"gpu": "a10"}, SLICE, "a10", A10.budget_bytes - 4 * GIB, None),
+        ({"gpu": "auto"}, UNKNOWN, "NVIDIA Z1", 39 * GIB, None),
+        ({"gpu": "auto"}, SHARED, "NVIDIA GB10", 0.85 * 120 * GIB, None),
+        ({"gpu": "cpu", "budget_gib": 0.5}, None, "cpu", GIB // 2, None),
+    ],
+)
+def test_a_target_is_what_is_here_unless_another_is_named(
+    changes: dict[str, Any],
+    card: Card | None,
+    gpu: str,
+    budget_bytes: float,
+    emulated_on: str | None,
+) -> None:
+    target = resolve_target(a_space(**changes), card).target
+    assert (target.gpu, target.emulated_on) == (gpu, emulated_on)
+    assert target.budget_bytes == pytest.approx(budget_bytes, abs=1)
+    assert target.device == ("cpu" if card is None else "cuda")
+
+
+def test_a_configuration_must_be_valid_on_the_target_and_on_its_host() -> None:
+    resolved = resolve_target(a_space(gpu="t4"), a_card("h200"))
+    assert resolved.compute_capability == find_gpu("t4").compute_capability
+    assert resolved.host_capability == find_gpu("h200").compute_capability
+
+
+def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> None:
+    known = resolve_target(a_space(gpu="t4"), a_card("h200", compute_capability=None))
+    assert known.host_capability == find_gpu("h200").compute_capability
+    other = a_card("h200", product="NVIDIA Z1", compute_capability=None)
+    unknown = resolve_target(a_space(gpu="t4"), other)
+    assert unknown.compute_capability == find_gpu("t4").compute_capability
+    assert unknown.host_capability is None
+    assert resolve_target(a_space(gpu="auto"), other).compute_capability is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "card", "error", "message"),
+    [
+        ({"gpu": "auto"}, None, EnvironmentFault, "no NVIDIA GPU.*sweep doctor"),
+        ({"gpu": "a10"}, None, EnvironmentFault, "is for the a10.*no NVIDIA GPU"),
+        ({"gpu": "h200"}, a_card("a10"), EnvironmentFault, "cannot stand in for the h200"),
+        ({"gpu": "cpu"}, None, InputError, "budget_gib is missing"),
+        ({"gpu": "a10", "budget_gib": 30}, a_card("a10"), InputError, "30 is more than the 21"),
+        ({"gpu": "a11"}, a_card("a10"), InputError, "unknown GPU 'a11'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    changes: dict[str, Any], card: Card | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve_target(a_space(**changes), card)
+
+
+def test_a_budget_smaller_than_the_model_is_refused_before_anything_is_loaded() -> None:
+    model = load_model_spec("llama-2-13b")
+    small = Target(gpu="a10", device="cuda", budget_bytes=4 * GIB)
+    with pytest.raises(InputError, match=r"'llama-2-13b' needs at least 6\.\d+ GiB.*4\.00 GiB"):
+        check_budget(a_space(), model, small)
+    check_budget(a_space(), model, small.model_copy(update={"budget_bytes": 7 * GIB}))
+
+
+def test_the_least_that_weights_take_depends_on_how_they_may_be_stored() -> None:
+    model = load_model_spec("mistral-7b-v0.3")
+    quantized = least_weight_bytes(a_space(), model)
+    plain = least_weight_bytes(a_space(fixed={"quantization": "none"}), model)
+    either = a_space(dimensions={"quantization": {"choices": ["none", "nf4"]}}, fixed={})
+    assert 3.5 * GIB < quantized < 4 * GIB
+    assert 13 * GIB < plain < 14 * GIB
+    assert least_weight_bytes(either, model) == quantized
+
+
+def test_experts_that_are_one_tensor_take_two_bytes_a_weight() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000}
+    mixtral = ModelSpec("mixtral-8x7b", "directory", {**config, **sizes, **heads})
+    assert 84 * GIB < least_weight_bytes(a_space(), mixtral) < 87 * GIB

@@ -159,24 +159,6 @@ def test_nothing_more_is_owed_where_speed_is_not_asked_for(tmp_path: Path) -> No
     assert not of_rank(study, 16)
 
 
-def test_a_search_that_measured_the_baselines_class_owes_nothing() -> None:
-    space = a_space(**TWO_RANKS)
-    small, own = TrialConfig(lora_rank=8), TrialConfig(kernels="liger")
-    definition = a_definition(**TWO_RANKS)
-    stopping = Stopping(
-        space, fastest_of=lambda wanted, measured: own if wanted(own) and not measured else None
-    )
-
-    def owed(*records: TrialRecord) -> TrialConfig | None:
-        return stopping.still_owed(rank(records, definition))
-
-    won = a_record(small, two_ranks(small), number=1)
-    assert owed(RECORDS[0], won) == own
-    assert owed(RECORDS[0], won, a_record(own, number=2)) is None
-    assert owed(a_record(own, number=2)) is None
-    assert owed() is None
-
-
 def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
     one = {"dimensions": {"micro_batch_size": {"choices": [4]}}, "fixed": {}}
     reason, study = run(tmp_path, **one)
@@ -267,9 +249,7 @@ def lacking(cause: Any) -> list[Outcome]:
         (lacking("too_few_descriptors"), "ulimit -n"),
     ],
 )
-def test_failing_alike_again_and_again_is_the_machines_fault(
-    outcomes: list[Outcome], said: str
-) -> None:
+def test_failing_alike_is_the_machines_fault(outcomes: list[Outcome], said: str) -> None:
     failures = counted(*outcomes[:-1])
     with pytest.raises(EnvironmentFault, match=said):
         failures.count(outcomes[-1])
@@ -344,9 +324,7 @@ def test_rivals_are_the_trials_that_ran_to_the_end_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("emulated_on", "count"), [("NVIDIA H200", 0), (None, 1)])
-def test_a_trial_is_stopped_by_another_class_on_the_target_alone(
-    emulated_on: str | None, count: int
-) -> None:
+def test_another_class_stops_on_the_target_alone(emulated_on: str | None, count: int) -> None:
     fast = TrialConfig(kernels="fused-loss")
     rivals = Rivals(a_definition(emulated_on=emulated_on), [a_record(fast)])
     assert len(rivals.of(fast.model_copy(update={"compute_dtype": "int8"}))) == count

@@ -66,9 +66,7 @@ def own_space(home: Path, data: str = "mine.jsonl") -> dict[str, Any]:
     return {"space": "own.yaml", "data": None}
 
 
-def test_texts_that_are_named_are_read_for_the_model_and_held_with_the_study(
-    reader: Reader, home: Path
-) -> None:
+def test_texts_that_are_named_are_kept_with_the_study(reader: Reader, home: Path) -> None:
     what = prepared(reader)
     (asked,) = reader.asked
     assert asked.source == str(home / "mine.jsonl")
@@ -77,9 +75,7 @@ def test_texts_that_are_named_are_read_for_the_model_and_held_with_the_study(
     assert what.name == "cpu-demo-mine"
 
 
-def test_a_presets_lengths_are_those_of_the_texts_and_packing_is_searched(
-    reader: Reader, home: Path
-) -> None:
+def test_a_presets_lengths_are_those_of_the_texts(reader: Reader, home: Path) -> None:
     what = prepared(reader)
     assert what.space.dimensions["seq_len"].values() == (384, 448)
     assert what.space.dimensions["packing"].values() == ("none", "packed", "grouped")
@@ -115,9 +111,7 @@ def test_texts_of_which_nothing_can_be_asked_are_refused_before_anything_runs(ho
         prepared(Reader(prepared_texts(home / "none", lengths)), space="own.yaml", data=None)
 
 
-def test_typed_texts_take_the_place_of_a_files_with_what_was_said_of_its_rows(
-    reader: Reader, home: Path
-) -> None:
+def test_typed_texts_take_the_place_of_a_files(reader: Reader, home: Path) -> None:
     own_space(home, "{texts: other.jsonl, text_column: body, eval_fraction: 0.2}")
     data = prepared(reader, space="own.yaml").space.data
     assert (data.texts, data.text_column) == (str(home / "mine.jsonl"), None)
@@ -158,9 +152,7 @@ def test_each_trial_keeps_what_an_epoch_is_to_it(reader: Reader, url: str) -> No
     assert best["epoch"]["seconds"] == pytest.approx(best["epoch"]["loss_tokens"] / speed)
 
 
-def test_a_study_goes_on_with_its_own_texts_where_nobody_names_any(
-    reader: Reader, home: Path, url: str
-) -> None:
+def test_a_study_goes_on_with_its_own_texts(reader: Reader, home: Path, url: str) -> None:
     what = prepared(reader, study="mine")
     driven(what, url)
     again = prepared(reader, study="mine", data=None, url=url)
@@ -178,9 +170,7 @@ def test_a_study_goes_on_with_its_own_texts_where_nobody_names_any(
     assert len(reader.asked) == 2
 
 
-def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
-    reader: Reader, home: Path, url: str
-) -> None:
+def test_a_space_file_goes_on_without_its_texts(reader: Reader, home: Path, url: str) -> None:
     kept = prepared_texts(texts_directory() / "cafe")
     driven(prepared(reader, **own_space(home)), url)
     (home / "mine.jsonl").unlink()
@@ -201,7 +191,7 @@ def test_a_space_file_goes_on_where_the_texts_that_it_names_are_gone(
         ({}, r"texts: .*cafe.* -> .*beef"),
     ],
 )
-def test_a_study_is_not_gone_on_with_on_other_texts(
+def test_other_texts_are_refused(
     reader: Reader, home: Path, url: str, typed: dict[str, Any], said: str
 ) -> None:
     driven(prepared(reader, study="mine"), url)
@@ -222,9 +212,7 @@ def test_a_micro_batch_that_the_texts_do_not_fill_never_runs(home: Path, url: st
     assert all(getattr(o, "rule", "") == "texts-make-no-micro-batch" for o in invalid)
 
 
-def test_an_out_of_memory_of_unpacked_rows_says_nothing_of_packed_ones(
-    reader: Reader, url: str
-) -> None:
+def test_an_out_of_memory_says_nothing_of_packed_rows(reader: Reader, url: str) -> None:
     out_of_memory = OutOfMemory(stage="forward", step=0)
     what = prepared(reader, trials=16, sampler="random")
     driven(what, url, lambda c: out_of_memory if c.packing == "none" else fitting(c))

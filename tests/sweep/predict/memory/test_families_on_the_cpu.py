@@ -79,16 +79,14 @@ def growths(
     "family",
     ["gemma3_text", "gpt_oss", "smollm3", "llama", "mistral", "phi3", "qwen3", "qwen3_moe"],
 )
-def test_a_sample_more_takes_what_is_predicted_of_it(
-    tracing_child: TracingChildren, tmp_path: Path, family: str
-) -> None:
+def test_a_sample_more(tracing_child: TracingChildren, tmp_path: Path, family: str) -> None:
     growth, expected, _ = growths(family, "none", tracer=tracing_child, home=tmp_path)
     assert growth - expected == pytest.approx(2 * LENGTH * BYTES_OF_A_TOKEN, abs=4096)
     assert growth == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(("family", "error"), [("llama", 0.01), ("gemma3_text", 0.015)])
-def test_a_packed_sample_more_takes_what_is_predicted_of_it(
+def test_a_packed_sample_more(
     tracing_child: TracingChildren, tmp_path: Path, family: str, error: float
 ) -> None:
     """The kernels of a GPU keep the same tensors, and two models were measured there."""

@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from search_spaces.config import parse_config
+from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from sweep.predict.memory import prediction as memory
 from sweep.predict.memory.predictor import CPU_UNCERTAINTY, CpuMemory, Fit, MemoryPrediction
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.replay import runs_under
+from tests.sweep.predict.predicted_steps import predict_steps
 from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
@@ -34,6 +37,8 @@ from tests.sweep.predict.rows import (
     is_compiled,
     is_recomputed,
     is_sharded,
+    model_of,
+    read_rows,
 )
 
 ROUNDING = 0.005
@@ -135,7 +140,7 @@ for kind, (stated, rows) in KINDS.items():
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_a_stated_uncertainty_covers_the_rows_it_is_claimed_for_and_hardly_more(
+def test_a_stated_uncertainty_covers_its_rows_and_hardly_more(
     predict_row: Predict, name: str
 ) -> None:
     known = STATEMENTS[name](predict_row)
@@ -165,9 +170,7 @@ def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) 
         ([0.01] * 99 + [-0.2], 0.95, 0.0103),
     ],
 )
-def test_few_rows_support_less_than_many(
-    errors: list[float], share: float, supported: float
-) -> None:
+def test_few_rows_support_less(errors: list[float], share: float, supported: float) -> None:
     assert Statement(0.0, errors, share=share).supported == pytest.approx(supported)
 
 
@@ -197,20 +200,11 @@ def test_an_uncertainty_has_one_meaning_wherever_it_decides(predict_row: Predict
         assert prediction.fits(int(least) - 1) is Fit.NO
 
 
-def test_compiled_layers_of_a_16_bit_base_keep_what_was_measured(predict_row: Predict) -> None:
-    """The compiler keeps a copy of what an adapter reads, and not PEFT's wider casts of it."""
-    rows = [row for row in COMPILED if row["config"]["quantization"] == "none"]
-    assert len(rows) >= 2
-    assert max(map(abs, _allocated(predict_row, rows))) < 0.01
-
-
 # What no constant was fitted to
 
 
 @pytest.mark.parametrize("model", sorted({row["model"] for row in TABLE}))
-def test_memory_is_right_to_half_a_percent_allocated_and_six_reserved(
-    predict_row: Predict, model: str
-) -> None:
+def test_memory_is_right_to_half_a_percent(predict_row: Predict, model: str) -> None:
     rows = [row for row in TABLE if row["model"] == model]
     allocated = _allocated(predict_row, [row for row in rows if not is_compiled(row)])
     assert statistics.median(map(abs, allocated)) <= 0.002
@@ -225,9 +219,7 @@ def test_random_configurations_are_half_a_percent_off_in_the_median(predict_row:
         assert statistics.median(map(abs, errors)) <= 0.005
 
 
-def test_every_configuration_it_was_not_made_with_is_within_what_it_states(
-    predict_row: Predict,
-) -> None:
+def test_every_other_configuration_is_within_what_is_stated(predict_row: Predict) -> None:
     for row in (*HELD_OUT, *NEW_MODELS):
         known = predict_row(row)
         (allocated,), (reserved,) = _allocated(predict_row, [row]), _reserved(predict_row, [row])
@@ -235,9 +227,7 @@ def test_every_configuration_it_was_not_made_with_is_within_what_it_states(
         assert abs(reserved) <= known.reserved_uncertainty, describe(row)
 
 
-def test_at_the_edge_of_a_budget_no_sure_verdict_is_wrong_and_most_are_sure(
-    predict_row: Predict,
-) -> None:
+def test_at_the_edge_of_a_budget_no_sure_verdict_is_wrong(predict_row: Predict) -> None:
     """Only configurations that were tried close to a budget, under it."""
     right, likely = 0, 0
     for row in EDGES:
@@ -252,9 +242,7 @@ def test_at_the_edge_of_a_budget_no_sure_verdict_is_wrong_and_most_are_sure(
 
 
 @pytest.mark.parametrize("gib", [6, 8, 10, 12, 16, 20, 24, 32])
-def test_far_from_an_edge_no_sure_verdict_is_wrong_and_nearly_all_are_sure(
-    predict_row: Predict, gib: int
-) -> None:
+def test_far_from_an_edge_nearly_all_are_sure(predict_row: Predict, gib: int) -> None:
     """Budgets that a measurement without a cap settles: easy ones, so all are to be right."""
     budget, verdicts = gib * 2**30, []
     for row in (*TABLE, *HELD_OUT):
@@ -288,3 +276,28 @@ def test_peaks_on_a_cpu_are_within_what_is_stated_and_decide_alone_what_fits(
     assert known.peak_reserved_bytes == peak
     verdicts = [known.fits(int(times * peak)) for times in (1.3, 1.0, 0.75)]
     assert verdicts == [Fit.YES, Fit.UNCERTAIN, Fit.NO]
+
+
+# Two studies on an H100, a GPU that no rate, efficiency or memory profile was fitted to
+
+ROWS = read_rows("studies_h100.jsonl")
+CONFIGS = [config_of(row) for row in ROWS]
+MODEL = model_of(ROWS[0])
+
+
+def test_its_memory_is_predicted_as_an_h200s(predict_row: Predict) -> None:
+    for row in ROWS:
+        memory = predict_row(row)
+        assert abs(memory.peak_allocated_bytes / row["peak_allocated_bytes"] - 1) < 0.0025
+        assert abs(memory.peak_reserved_bytes / row["peak_reserved_bytes"] - 1) < 0.01
+
+
+def test_a_step_takes_what_is_predicted_within_what_is_stated() -> None:
+    """All but one: 2 x 512 without compiled layers waits for the host, which was twice as slow."""
+    steps = predict_steps(CONFIGS, model=MODEL, gpu=find_gpu("h100-80gb"))
+    off = []
+    for row, step in zip(ROWS, steps, strict=True):
+        assert not isinstance(step, Exception)
+        off.append((row["step_seconds"] / step.step_seconds - 1.0, step.uncertainty))
+    assert sum(abs(error) > stated for error, stated in off) <= 1
+    assert abs(float(np.median([error for error, _ in off]))) < 0.12
