@@ -16,7 +16,6 @@ from sweep.study.recorded import Recorded, search, trials_of
 from sweep.terminal.replay import document_of
 from tests.storage.test_surfaces import HEADER, OOM, ROW, a_file
 from tests.sweep.predict.rows import HELD_OUT, TABLE, config_of, model_of
-from tests.sweep.study.wrong_priors import wrong
 
 BUDGET = int(21.5 * GIB)
 
