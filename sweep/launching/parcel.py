@@ -14,11 +14,10 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -37,8 +36,8 @@ from sweep.request import BESIDE, RunRequest
 
 NAME = "qlora-sweep"
 TOKEN = "HF_TOKEN"
-CONSTRAINTS, THERE = "constraints.txt", "there.py"
-WHEELS = f"{NAME.replace('-', '_')}-*.whl"
+FILES = (f"{NAME.replace('-', '_')}-*.whl", "constraints.txt", "there.py")
+"""What `write` writes."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that hold a model's weights, in lower case."""
 _PACKAGES = ("search_spaces", "storage", "sweep", "reports")
@@ -51,8 +50,7 @@ _TEMPLATES = "additional_chat_templates"
 """The one directory below a tokenizer's that is of it."""
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """A wheel in memory."""
 
     name: str
@@ -64,12 +62,8 @@ class Wheel:
         return hashlib.sha256(self.data).hexdigest()
 
 
-def version() -> str:
-    """Return the version that runs here. Raises `EnvironmentFault`: it is not installed."""
-    return _distribution().version
-
-
-def _distribution() -> metadata.Distribution:
+def distribution() -> metadata.Distribution:
+    """Return what is known of this installation. Raises `EnvironmentFault`: there is none."""
     try:
         return metadata.distribution(NAME)
     except metadata.PackageNotFoundError as error:
@@ -86,8 +80,8 @@ def make_wheel() -> Wheel:
     Raises:
         EnvironmentFault: it is not installed, or a file of it cannot be read.
     """
-    distribution = _distribution()
-    stem = f"{NAME.replace('-', '_')}-{distribution.version}"
+    own = distribution()
+    stem = f"{NAME.replace('-', '_')}-{own.version}"
     info, root = f"{stem}.dist-info", Path(__file__).resolve().parents[2]
     # In a checkout it has its place in a room; a wheel has it beside the packages.
     start, files = root / "sweep" / "entry_point.py", dict[str, bytes]()
@@ -99,7 +93,7 @@ def make_wheel() -> Wheel:
                     files[file.relative_to(root).as_posix()] = file.read_bytes()
     except OSError as error:
         raise EnvironmentFault(f"{error.filename}: {error.strerror}") from error
-    files[f"{info}/METADATA"] = (distribution.read_text("METADATA") or "").encode()
+    files[f"{info}/METADATA"] = (own.read_text("METADATA") or "").encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsweep = qlora_sweep:main\n"
     files[f"{info}/WHEEL"] = (
         b"Wheel-Version: 1.0\nGenerator: qlora-sweep\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -136,8 +130,8 @@ def write(directory: Path) -> Path:
     wheel = make_wheel()
     with writing(directory):
         replace(directory / wheel.name, wheel.data)
-        replace(directory / CONSTRAINTS, constraints().encode())
-        replace(directory / THERE, Path(__file__).with_name(THERE).read_bytes())
+        replace(directory / FILES[1], constraints().encode())
+        replace(directory / FILES[2], Path(__file__).with_name(FILES[2]).read_bytes())
     return (directory / wheel.name).absolute()
 
 
@@ -154,7 +148,7 @@ def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version there and version here of what sweep needs, where they differ."""
     here = installed_versions()
     theirs = {canonicalize_name(name): told.partition("+")[0] for name, told in there.items()}
-    requires = map(Requirement, _distribution().requires or ())
+    requires = map(Requirement, distribution().requires or ())
     for name in sorted(canonicalize_name(one.name) for one in requires if one.marker is None):
         if name in theirs and name in here and theirs[name] != here[name]:
             yield name, theirs[name], here[name]

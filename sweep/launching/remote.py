@@ -125,7 +125,7 @@ class RemoteStudy:
         Raises:
             EnvironmentFault: it cannot be installed, or not now.
         """
-        where, here = self._connection.address, parcel.version()
+        where, here = self._connection.address, parcel.distribution().version
         has_sweep = target is not None and target["sweep"] is not None
         if target is not None and has_sweep and target["stamp"] is None:
             # Somebody else installed it.

@@ -20,12 +20,11 @@ from functools import cache
 from getpass import getuser
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search_spaces.config import TrialConfig
 from search_spaces.costs import SECONDS_PER_HOUR, Bill, Workload, checkpoint_bytes, usd_per_hour
 from search_spaces.documents import Strict
 from search_spaces.errors import (
@@ -49,7 +48,6 @@ from sweep.planning.survey import (
     START_SECONDS,
     STEPS_OVER_FEWEST,
     TRIAL_SECONDS,
-    Survey,
     survey,
 )
 from sweep.predict.forecast import Progress
@@ -60,15 +58,8 @@ HOURS_MAX = 24.0
 HOURS_LEAST = 1.0
 SLACK = 2.0
 """Of the longest that a study is predicted to take, where nobody says what it may cost."""
-RESULTS = "rented"
-"""Directory that results are fetched to, where no database takes the place of a local one."""
 NAME_MAX = 40
 """Letters of an app or a machine."""
-LOGIN_SECONDS = 300.0
-"""SkyPilot starts a server of its own at the first question, which took a minute here."""
-LIMITS = ("trials", "time_budget_seconds")
-"""Of a search, by the keys of a space."""
-_DIRECTORY = "launch"
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ class Machine:
 
 
 class Provider(Strict):
-    """Who rents machines, or one of its clouds: ``providers.yaml`` explains the keys."""
+    """Who rents machines: ``providers.yaml`` explains the keys."""
 
     name: str
     title: str
@@ -93,49 +84,47 @@ class Provider(Strict):
     login: str
     logged_in: str
     log_in: str
-    gpus: dict[str, str]
-    gpus_max: int | None = None
-    gpus_max_of: Mapping[str, int] = {}
+    gpus: Mapping[str, str]
+    gpus_max: Mapping[str, int] = {}
     usd_factor: float = 1.0
     usd_beside: float = 0.0
     idle_seconds: float = 0.0
-    spot_refusal: str | None = None
+    spot: str | Mapping[str, Any] = {}
     store: str
     volume: str | None
     volume_pattern: str
     volume_words: str
-    start: str
-    stop: str
-    start_spot: str | None = None
-    stop_spot: str | None = None
-    results: dict[str, str]
+    commands: Mapping[str, str]
     sold_by: str | None = None
-    """What price lists call it; None for the names of all its clouds, or its title."""
-    clouds: Mapping[str, dict[str, Any]] = {}
+    clouds: Mapping[str, Mapping[str, Any]] = {}
 
-    def on(self, cloud: str | None) -> Provider:
-        """Return it with what one of its clouds has of its own."""
-        if cloud is None:
-            return self
-        if cloud not in self.clouds:
-            raise InputError(
-                f"--with cloud: unknown cloud '{cloud}'{did_you_mean(cloud, self.clouds)}"
-            )
-        return Provider(**{**self.model_dump(), "clouds": {}, **self.clouds[cloud]})
+    def of(self, machine: Machine) -> Provider:
+        """Return it with what its cloud and spot machines have of their own.
 
-    def check(self, machine: Machine) -> None:
-        """Raise an `InputError` where it has no such machine."""
-        gpu, where = machine.gpu.name, self.sold_by or self.title
-        if gpu not in self.gpus:
-            raise InputError(f"--gpu: {where} has no {gpu}; it has {listed(self.gpus)}")
-        most = self.gpus_max_of.get(gpu, self.gpus_max)
-        if most is not None and machine.gpus > most:
+        Raises:
+            InputError: it has no such machine.
+        """
+        cloud, gpu, own = machine.cloud, machine.gpu.name, self
+        if cloud is not None:
+            if cloud not in self.clouds:
+                raise InputError(
+                    f"--with cloud: unknown cloud '{cloud}'{did_you_mean(cloud, self.clouds)}"
+                )
+            own = self.model_copy(update={"clouds": {}, **self.clouds[cloud]})
+        where = own.sold_by or own.title
+        if gpu not in own.gpus:
+            raise InputError(f"--gpu: {where} has no {gpu}; it has {listed(own.gpus)}")
+        most = own.gpus_max.get(gpu, machine.gpus)
+        if machine.gpus > most:
             raise InputError(
                 f"--devices must be at most {most}: {where} has no container with more of {gpu}, "
                 f"got {machine.gpus}"
             )
-        if machine.is_spot and self.spot_refusal is not None:
-            raise InputError(f"--with spot: {self.spot_refusal}")
+        if not machine.is_spot:
+            return own
+        if isinstance(own.spot, str):
+            raise InputError(f"--with spot: {own.spot}")
+        return own.model_copy(update={"commands": {**own.commands, **own.spot}})
 
     def checked_volume(self, typed: str | None) -> str:
         """Return the volume of all studies: what was typed, or the same at every call.
@@ -161,44 +150,31 @@ class Provider(Strict):
             InputError: no price is known, or the GPU is rented by more at once alone.
         """
         sellers = {self.sold_by or self.title, *(one["sold_by"] for one in self.clouds.values())}
-        own = [
-            one
-            for one in offers
-            if one.provider == TYPED_PROVIDER
-            or (one.provider in sellers and one.is_spot is machine.is_spot)
-        ]
+        asked = {(seller, machine.is_spot) for seller in sellers} | {(TYPED_PROVIDER, False)}
+        own = [one for one in offers if (one.provider, one.is_spot) in asked]
         gpu = machine.gpu.name
         if not own:
-            on = f"{machine.cloud} with " if machine.cloud else ""
+            on = f"{machine.cloud} with {self.title}" if machine.cloud else self.title
             raise InputError(
-                f"no price is known of {gpu}{' spot' if machine.is_spot else ''} on "
-                f"{on}{self.title}: give the dollars of an hour, --with price=0.75 say, or a "
-                "file, --with prices=FILE"
+                f"no price is known of {gpu}{' spot' if machine.is_spot else ''} on {on}: give the "
+                "dollars of an hour, --with price=0.75 say, or a file, --with prices=FILE"
             )
         if (least := min(one.gpus for one in own)) > machine.gpus:
             raise InputError(
                 f"--devices must be at least {least}: {own[0].provider} rents {gpu} by {least}, "
                 f"got {machine.gpus}"
             )
-        whole = [
-            one.model_copy(
-                update={
-                    "usd_per_hour": usd_per_hour(one, machine.gpus),
-                    "gpus": 1,
-                    "boot_seconds": one.boot_seconds + self.idle_seconds,
-                    "provider": self.title if one.provider == TYPED_PROVIDER else one.provider,
-                }
-            )
-            for one in own
-            if one.gpus <= machine.gpus
-        ]
-        return min(whole, key=lambda one: one.usd_per_hour)
+        rented = (one for one in own if one.gpus <= machine.gpus)
+        best = min(rented, key=lambda one: usd_per_hour(one, machine.gpus))
+        changes = {
+            "usd_per_hour": usd_per_hour(best, machine.gpus),
+            "gpus": 1,
+            "boot_seconds": best.boot_seconds + self.idle_seconds,
+            "provider": self.title if best.provider == TYPED_PROVIDER else best.provider,
+        }
+        return best.model_copy(update=changes)
 
-    def usd_per_hour_most(self, offer: Offer) -> float:
-        """Return what an hour may cost at most, with what is billed beside the GPU."""
-        return math.ceil((offer.usd_per_hour * self.usd_factor + self.usd_beside) * 100) / 100
-
-    def require(self, machine: Machine) -> None:
+    def require(self, cloud: str | None) -> None:
         """Check that its tool is installed and knows an account.
 
         Raises:
@@ -210,22 +186,16 @@ class Provider(Strict):
                 f"{self.title}'s command {self.tool} is not installed: "
                 f"pip install {self.package} (in an environment of its own), {alone}"
             )
-        cloud, words = machine.cloud, [*self.login.split(), *filter(None, [machine.cloud])]
+        words = f"{self.login} {cloud or ''}".split()
         try:
-            done = subprocess.run(
-                words,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=LOGIN_SECONDS,
-            )
+            # SkyPilot starts a server of its own at the first question, which took a minute here.
+            done = subprocess.run(words, input="", capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise EnvironmentFault(f"{self.tool} does not answer: {words_of(error)}") from error
-        pattern = self.logged_in.format(cloud=cloud or r"[^\"]*")
+        pattern = self.logged_in.format(cloud=cloud or '[^"]*')
         if done.returncode or not re.search(pattern, done.stdout, re.IGNORECASE):
-            where = "" if cloud is None else f" for {cloud}"
-            log_in = f"{self.log_in} {cloud or ''}".strip()
-            raise EnvironmentFault(f"{self.title} knows no account{where}: {log_in}, {alone}")
+            where = f" for {cloud}: {self.log_in} {cloud}" if cloud else f": {self.log_in}"
+            raise EnvironmentFault(f"{self.title} knows no account{where}, {alone}")
 
 
 @cache
@@ -238,8 +208,7 @@ def providers() -> Mapping[str, Provider]:
 # What it costs.
 
 
-@dataclass(frozen=True)
-class Course:
+class Course(NamedTuple):
     """How a study goes on one machine."""
 
     seconds: tuple[float, float] | None
@@ -268,60 +237,45 @@ def predicted(
         InputError: what is fixed makes no space.
         EnvironmentFault: the tracing process does not answer.
     """
+    gpu, model = machine.gpu, question.model
     # The space is run as it is: another GPU's own does not take its place.
-    space = replace(question, has_own_spaces=False).about(machine.gpu)
-    if isinstance(space, TrialConfig):
+    space = replace(question, has_own_spaces=False).about(gpu)
+    if not isinstance(space, SearchSpace):
         raise InputError(
             "what is typed leaves nothing to search: rent for a study, and leave one setting open"
         )
-    assert isinstance(space, SearchSpace)
-    space = space.model_copy(update={key: getattr(typed, key) for key in LIMITS})
-    is_fetched = space.weights == "pretrained" and question.model.source == "hub"
-    download = checkpoint_bytes(question.model) if is_fetched else 0.0
-    least = START_SECONDS + TRIAL_SECONDS
+    limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
+    space = space.model_copy(update=limits)
+    is_fetched = space.weights == "pretrained" and model.source == "hub"
+    download, least = checkpoint_bytes(model) if is_fetched else 0.0, START_SECONDS + TRIAL_SECONDS
     try:
-        looked = survey(space, question.forecaster(machine.gpu), directory=cache, progress=progress)
+        looked = survey(space, question.forecaster(gpu), directory=cache, progress=progress)
     except InputError as error:
-        return Course(None, least, download, note=str(error))
-    found, steps = looked.found, space.steps
+        return Course(None, least, download, str(error))
+    found, seconds, confirm = looked.found, looked.study_seconds(), typed.confirm
     if not found.fit + found.uncertain:
         raise NothingFits(
-            f"space '{space.name}': nothing of it is predicted to fit {machine.gpu.name}, so none "
-            f"is rented: sweep plan {space.name} --gpu {machine.gpu.name} says by how much"
+            f"space '{space.name}': nothing of it is predicted to fit {gpu.name}, so none is "
+            f"rented: sweep plan {space.name} --gpu {gpu.name} says by how much"
         )
-    least += found.compiled_share * COMPILE_SECONDS
-    least += (steps.warmup_min + steps.measured_min) * (found.step_seconds or 0.0)
-    seconds = looked.study_seconds()
-    if seconds is not None:
+    if seconds is None or found.step_seconds is None:
+        return Course(None, least, download)
+    fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
+    error_share = min(found.step_uncertainty, 0.9)
+    for end, sign in zip(seconds, (-1, 1), strict=True):
+        step = found.step_seconds * (1.0 + sign * error_share)
         # Trials are spread over the GPUs, each of which starts a worker; one confirms the winner.
-        again = _confirming(looked, typed)
-        low, high = (
-            START_SECONDS + max(0.0, one - START_SECONDS) / machine.gpus + more
-            for one, more in zip(seconds, again, strict=True)
-        )
-        seconds = low, high
-    return Course(seconds, least, download)
-
-
-def _confirming(looked: Survey, typed: SearchSpace) -> tuple[float, float]:
-    """Return what follows the search: the runs of the winner and its rivals, and the soak.
-
-    The winner and what its gain is stated over are measured whatever that takes, and what was begun
-    when the budget's time is over ends first.
-    """
-    budget, step = typed.confirm, looked.found.step_seconds
-    if budget is None or step is None:
-        return 0.0, 0.0
-    error = min(looked.found.step_uncertainty, 0.9)
-    fewest = looked.space.steps.warmup_min + looked.space.steps.measured_min
-    ends = []
-    for step_seconds in (step * (1.0 - error), step * (1.0 + error)):
-        soak = min(budget.soak_seconds, budget.soak_steps * step_seconds)
-        ends.append(TRIAL_SECONDS + soak if budget.soak_seconds else 0.0)
-    runs = 2 * RUNS_TO_CONFIRM
-    most = TRIAL_SECONDS + STEPS_OVER_FEWEST * fewest * step * (1.0 + error)
-    low = runs * (TRIAL_SECONDS + fewest * step * (1.0 - error))
-    return low + ends[0], max(runs * most, budget.seconds + most) + ends[1]
+        end = START_SECONDS + max(0.0, end - START_SECONDS) / machine.gpus
+        if confirm is not None:
+            # At most its time is over while a run is under way; twice each is measured in any case.
+            run = TRIAL_SECONDS + step * fewest * (1.0 if sign < 0 else STEPS_OVER_FEWEST)
+            runs = 2 * RUNS_TO_CONFIRM * run
+            end += runs if sign < 0 else max(runs, confirm.seconds + run)
+            soak = min(confirm.soak_seconds, confirm.soak_steps * step)
+            end += TRIAL_SECONDS + soak if soak else 0.0
+        ends.append(end)
+    least += found.compiled_share * COMPILE_SECONDS + fewest * found.step_seconds
+    return Course((ends[0], ends[1]), least, download)
 
 
 @dataclass(frozen=True)
@@ -359,20 +313,19 @@ class Cost:
         }
 
 
-def cost_of(
-    course: Course, offer: Offer, *, usd_per_hour_most: float, max_dollars: float | None
-) -> Cost:
+def cost_of(course: Course, offer: Offer, provider: Provider, max_dollars: float | None) -> Cost:
     """Return what a study costs by the planner's bill.
 
     Args:
         course: how long it takes.
         offer: the whole machine's.
-        usd_per_hour_most: what an hour may cost at most.
+        provider: who rents it.
         max_dollars: what it may cost; None limits it by its time.
 
     Raises:
         InputError: the limit does not pay for one trial.
     """
+    rate = math.ceil((offer.usd_per_hour * provider.usd_factor + provider.usd_beside) * 100) / 100
     hours = usd = None
     if course.seconds is not None:
         # Its time is one long step.
@@ -380,19 +333,19 @@ def cost_of(
         low, high = (Bill(work, step_seconds=one, offer=offer) for one in course.seconds)
         hours, usd = (low.billed_hours, high.billed_hours), (low.usd, high.usd)
     if max_dollars is not None:
-        most = max_dollars / usd_per_hour_most
+        most = max_dollars / rate
     else:
         most = HOURS_MAX if hours is None else max(HOURS_LEAST, SLACK * hours[1])
     limit = int(min(most, HOURS_MAX) * SECONDS_PER_HOUR)
     least = course.least_seconds + offer.boot_seconds + STOP_SECONDS
     if max_dollars is not None and limit < least:
-        needed = math.ceil(least * usd_per_hour_most / SECONDS_PER_HOUR * 100) / 100
+        needed = math.ceil(least * rate / SECONDS_PER_HOUR * 100) / 100
         raise InputError(
-            f"--max-dollars {max_dollars:g} pays for {limit} s at ${usd_per_hour_most:.2f} an "
-            f"hour, and the start, one trial and the end take about {math.ceil(least)} s: give at "
-            f"least {needed:.2f}"
+            f"--max-dollars {max_dollars:g} pays for {limit} s at ${rate:.2f} an hour, and the "
+            f"start, one trial and the end take about {math.ceil(least)} s: give at least "
+            f"{needed:.2f}"
         )
-    return Cost(offer, hours, usd, usd_per_hour_most, limit)
+    return Cost(offer, hours, usd, rate, limit)
 
 
 # The job.
@@ -425,53 +378,40 @@ class Rental:
         mark = hashlib.sha256(whole.encode()).hexdigest()[:8]
         return f"{slug[: NAME_MAX - len(mark) - 1].strip('-')}-{mark}"
 
-    def _said(self, command: str, **words: object) -> str:
-        volume = self.volume.rstrip("/")
-        words |= {"volume": self.volume, "study": self.study, "address": volume}
-        if "://" not in volume:
-            words["address"] = f"{self.provider.store}://{volume}"
-        words |= {"into": RESULTS, "to": f"{RESULTS}/{self.study}"}
+    def command(self, what: str, file: Path | str = "") -> str:
+        """Return a command of the provider's: to ``start`` the job of a file, which resumes it too,
+        to ``stop`` it before its time, or to fetch the ``results`` from where they are kept.
+        """
+        scheme, is_address, _ = self.volume.partition("://")
+        volume, store = self.volume.rstrip("/"), scheme if is_address else self.provider.store
+        words = {
+            "file": file,
+            "volume": volume,
+            "address": volume if is_address else f"{store}://{volume}",
+            "study": self.study,
+            "to": f"rented/{self.study}",
+        }
         quoted = {key: shlex.quote(str(word)) for key, word in words.items()}
         secrets = "".join(f" --secret {one}" for one in self.secrets)
-        return command.format(name=self.name, secrets=secrets, **quoted)
-
-    def start(self, file: Path | str) -> str:
-        """Return the command that starts its job, and resumes it."""
-        spot = self.provider.start_spot if self.machine.is_spot else None
-        return self._said(spot or self.provider.start, file=file)
-
-    @property
-    def stop(self) -> str:
-        """The command that ends it before its time."""
-        spot = self.provider.stop_spot if self.machine.is_spot else None
-        return self._said(spot or self.provider.stop)
-
-    @property
-    def results(self) -> str:
-        """The command that fetches report and database from where they are kept."""
-        scheme, is_address, _ = self.volume.partition("://")
-        return self._said(self.provider.results[scheme if is_address else self.provider.store])
+        line = self.provider.commands[store if what == "results" else what]
+        return line.format(name=self.name, secrets=secrets, **quoted)
 
     def text(self) -> str:
         """Return its job."""
         environment = Environment(
-            loader=PackageLoader("sweep.launching"),
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
+            loader=PackageLoader("sweep.launching"), undefined=StrictUndefined, trim_blocks=True
         )
         # What was typed stays a value: Python and YAML both read JSON's texts.
         environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.filters["quote"] = shlex.quote
-        parcel_files = [self.wheel.with_name(name) for name in (parcel.CONSTRAINTS, parcel.THERE)]
+        files = (self.wheel.name, *parcel.FILES[1:])
         return environment.get_template(f"{self.provider.template}.j2").render(
             rental=self,
             cost=self.cost,
             machine=self.machine,
             gpu=self.provider.gpus[self.machine.gpu.name],
             python=f"{sys.version_info.major}.{sys.version_info.minor}",
-            parcel={one.name: str(one) for one in (self.wheel, *parcel_files)},
+            parcel={name: str(self.wheel.with_name(name)) for name in files},
             inputs={name: str(path) for name, path in self.inputs.items()},
             request=REQUEST,
         )
@@ -479,7 +419,7 @@ class Rental:
 
 def job_directory(study: Path) -> Path:
     """Return where jobs of a study are written, below its own directory."""
-    return study / _DIRECTORY
+    return study / "launch"
 
 
 def remove_jobs(study: Path) -> tuple[Path, ...]:
@@ -493,9 +433,8 @@ def remove_jobs(study: Path) -> tuple[Path, ...]:
     directory = job_directory(study)
     if directory.is_symlink() or not directory.is_dir():
         return ()
-    names = (*(one.template for one in providers().values()), parcel.CONSTRAINTS, parcel.THERE)
-    patterns = (*names, parcel.WHEELS, REQUEST)
-    files = tuple(sorted(path for pattern in patterns for path in directory.glob(pattern)))
+    ours = [*(one.template for one in providers().values()), *parcel.FILES, REQUEST]
+    files = tuple(sorted(path for pattern in ours for path in directory.glob(pattern)))
     try:
         for path in files:
             path.unlink()

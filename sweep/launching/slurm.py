@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +30,14 @@ IDLE_ALLOCATIONS_MAX = 3
 """In a row without a result, after which a job does not requeue itself: they would never end."""
 OWN_TERM_SLACK_SECONDS = 30
 """SLURM's own TERM comes at the limit, this much early at most; one before that is a person's."""
-_SBATCH_SECONDS = 120.0
-_LOOK_SECONDS = 0.2
 _FINAL = (0, 1, 2, 4)
 """Done, nothing fits, bad input, an error of sweep's own: no other allocation would change that."""
-_STOPPED = tuple(
-    128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-)
+_STOPPED = (129, 130, 138, 143)
+"""Ended by SIGHUP, SIGINT, SIGUSR1 or SIGTERM."""
 _ONE_WORD = re.compile(r"[^\s'\"\\]+")
 _GPUS = re.compile(r"(?:[\w.-]+:)*\d{1,4}")
 _OPTION = re.compile(r"--?\w[\w-]*(?:=[^\s'\"\\]+)?")
-_CARDS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
+_GPU_OPTIONS = re.compile(r"-G.*|--?(?:gres|gpus(?:-per-\w+)?)(?:[= ].*)?")
 _AWAY = re.compile(r"(?i)contact slurm controller|timed out|connection refused|i/o error")
 
 
@@ -56,18 +53,15 @@ class Allocation:
     """Further options of sbatch, as they are typed for it: ``partition=gpu``."""
 
     def __post_init__(self) -> None:
-        if self.gpus is not None and _GPUS.fullmatch(self.gpus) is None:
-            raise InputError(
-                "--with gpus must be a count, or type and count as in a100:2, "
-                f"got {quote(self.gpus)}"
-            )
-        if self.limit_seconds is not None and self.limit_seconds < LIMIT_SECONDS_MIN:
-            raise InputError(
-                f"--with time must be at least {LIMIT_SECONDS_MIN // 60}m, "
-                f"got {self.limit_seconds:g} s"
-            )
+        gpus, limit = self.gpus, self.limit_seconds
+        if gpus is not None and _GPUS.fullmatch(gpus) is None:
+            must = "must be a count, or type and count as in a100:2"
+            raise InputError(f"--with gpus {must}, got {quote(gpus)}")
+        if limit is not None and limit < LIMIT_SECONDS_MIN:
+            least = f"{LIMIT_SECONDS_MIN // 60}m"
+            raise InputError(f"--with time must be at least {least}, got {limit:g} s")
         for option in self.options:
-            if _CARDS.fullmatch(_dashed(option)) is not None:
+            if _GPU_OPTIONS.fullmatch(_dashed(option)) is not None:
                 raise InputError(
                     f"--with {option}: it would stand in the place of gpus: ask for GPUs with "
                     "--with gpus=2 or gpus=a100:2"
@@ -107,13 +101,7 @@ def _dashed(option: str) -> str:
 
 
 def job_script(
-    study: str,
-    allocation: Allocation,
-    *,
-    python: str,
-    request: str,
-    files: Path,
-    variables: Mapping[str, str],
+    study: str, allocation: Allocation, *, python: str, request: str, files: Path
 ) -> str:
     """Return the script of a job that resumes its study until that has ended.
 
@@ -123,59 +111,34 @@ def job_script(
         python: of the environment that the job runs in.
         request: what the study is, in one line, which does not depend on where it is started.
         files: the study's own directory, with its spool, where the job's log goes; absolute.
-        variables: set beside those that sbatch hands on.
 
     Raises:
         InputError: a directory's name cannot stand in a script's head.
     """
-    here = Path.cwd()
+    here, warning = Path.cwd(), allocation.warning_seconds
     for path in (here, files):
         if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
             raise InputError(
                 f"{quote(str(path))}: SLURM takes no directory with a space, a quote or % in it"
             )
-    warning = allocation.warning_seconds
-    head = [
-        f"--job-name=sweep-{study}",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--chdir={here}",
-        f"--output={files}/slurm-%j.log",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{warning}",
-        *allocation.directives(),
-    ]
-    command = [python, "-P", "-m", "sweep.launching.slurm", str(files), str(warning)]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# {WRITTEN_BY}.",
-            *(f"#SBATCH {line}" for line in head),
-            "",
-            f"# Study {study}: resumes before each time limit, until it has ended.",
-            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-            f"exec {shlex.join(command)} <<'REQUEST'",
-            request,
-            "REQUEST",
-            "",
-        ]
-    )
+    command = shlex.join([python, "-P", "-m", "sweep.launching.slurm", str(files), str(warning)])
+    asked = "".join(f"\n#SBATCH {line}" for line in allocation.directives())
+    return f"""#!/bin/bash
+# {WRITTEN_BY}.
+#SBATCH --job-name=sweep-{study}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --chdir={here}
+#SBATCH --output={files}/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@{warning}{asked}
 
-
-def find_sbatch() -> str:
-    """Return where the queue's program is.
-
-    Raises:
-        EnvironmentFault: there is none here.
-    """
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
-        raise EnvironmentFault(
-            "there is no sbatch here, so nothing was submitted: run this on a machine of the "
-            "cluster, or print the script with --dry-run and submit it there"
-        )
-    return sbatch
+# Study {study}: resumes before each time limit, until it has ended.
+exec {command} <<'REQUEST'
+{request}
+REQUEST
+"""
 
 
 def submit(script: str, path: Path) -> str:
@@ -186,21 +149,19 @@ def submit(script: str, path: Path) -> str:
         EnvironmentFault: there is no sbatch here, it does not reach its controller, or the script
             cannot be written.
     """
-    sbatch = find_sbatch()
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise EnvironmentFault(
+            "there is no sbatch here, so nothing was submitted: run this on a machine of the "
+            "cluster, or print the script with --dry-run and submit it there"
+        )
     with writing(path):
         # A link, or a file that others may read, gives way.
         path.unlink(missing_ok=True)
         replace(path, script.encode())
+    command = [sbatch, "--parsable", str(path)]
     try:
-        done = subprocess.run(
-            [sbatch, "--parsable", str(path)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SBATCH_SECONDS,
-            check=False,
-        )
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentFault(f"sbatch cannot be run: {words_of(error)}") from error
     if done.returncode != 0:
@@ -211,7 +172,7 @@ def submit(script: str, path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def run_allocation(command: Sequence[str], files: Path, *, warning_seconds: float, job: str) -> int:
+def run_allocation(command: list[str], files: Path, *, warning_seconds: float, job: str) -> int:
     """Run a study in one allocation of its job, and requeue the job where that is of use.
 
     Args:
@@ -224,30 +185,41 @@ def run_allocation(command: Sequence[str], files: Path, *, warning_seconds: floa
         The exit code for SLURM: the study's, or 0 where the job was requeued.
     """
     idle_file = files / f"slurm-{job}.idle"
-    supervisor, before = Supervisor(), _results(files)
+    supervisor, spool = Supervisor(), files / SPOOL
+
+    def results() -> int:
+        return spool.read_bytes().count(b"\n") if spool.exists() else 0
+
+    before = results()
 
     def hurry() -> None:
         """Ask a study that does not stop again, then end it, before SLURM does."""
         waited = time.monotonic() - supervisor.heard[0][1] if supervisor.heard else 0.0
         if supervisor.asked == 1 and waited >= 0.4 * warning_seconds:
             supervisor.ask()
-        if waited >= 0.8 * warning_seconds:
-            supervisor.kill()
+        if waited >= 0.8 * warning_seconds and supervisor.child is not None:
+            supervisor.child.kill()
 
-    code = supervisor.run(list(command), tick=hurry, seconds=_LOOK_SECONDS)
-    is_told, is_limit = _why(supervisor.heard, warning_seconds - OWN_TERM_SLACK_SECONDS)
+    code = supervisor.run(command, tick=hurry, seconds=0.2)
+    is_told, warned_at = False, None
+    for number, at in supervisor.heard:
+        if number == signal.SIGUSR1:
+            warned_at = at
+        # At the limit SLURM itself sends TERM; behind the warning, and before that, somebody does.
+        elif warned_at is None or at - warned_at < warning_seconds - OWN_TERM_SLACK_SECONDS:
+            is_told = True
     if code in _FINAL:
         idle_file.unlink(missing_ok=True)
         return code
     # Cancelled, which may reach the study alone; whoever preempted it requeues it.
-    if is_told or (code in _STOPPED and not is_limit):
+    if is_told or (code in _STOPPED and warned_at is None):
         return code
     idle = 0
-    if _results(files) == before:
+    if results() == before:
         idle = 1 + (int(idle_file.read_text()) if idle_file.exists() else 0)
     replace(idle_file, str(idle).encode())
     # A fault without a limit in sight may be the node's, but only behind a result.
-    if idle >= IDLE_ALLOCATIONS_MAX or (idle and not is_limit):
+    if idle >= IDLE_ALLOCATIONS_MAX or (idle and warned_at is None):
         idle_file.unlink()
         _say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
         return code
@@ -256,25 +228,6 @@ def run_allocation(command: Sequence[str], files: Path, *, warning_seconds: floa
         _say("SLURM did not requeue it: submit it again, to go on.")
         return code
     return 0
-
-
-def _why(heard: Sequence[tuple[int, float]], cancelled_within: float) -> tuple[bool, bool]:
-    """Return whether the job was told to stop by somebody, and whether its limit is near.
-
-    At the limit SLURM itself sends TERM; behind the warning and before that, it is a cancellation.
-    """
-    is_told, warned_at = False, None
-    for number, at in heard:
-        if number == signal.SIGUSR1:
-            warned_at = at
-        elif warned_at is None or at - warned_at < cancelled_within:
-            is_told = True
-    return is_told, warned_at is not None and not is_told
-
-
-def _results(files: Path) -> int:
-    spool = files / SPOOL
-    return spool.read_bytes().count(b"\n") if spool.exists() else 0
 
 
 def _say(text: str) -> None:
@@ -287,18 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     in its place; its request is on stdin. Return the exit code for SLURM.
     """
     directory, warning, *command = sys.argv[1:] if arguments is None else arguments
-    job = os.environ.get("SLURM_JOB_ID")
+    files, job = Path(directory), os.environ.get("SLURM_JOB_ID")
     if job is None:
         _say("error: SLURM_JOB_ID is not set: submit this with sbatch")
         return EnvironmentFault.exit_code
-    request = Path(directory, "slurm.run.json")
-    # A second script of this study may be one for other files: a request is written anew each time.
+    request = files / "slurm.run.json"
+    # A link, or a file that others may read, gives way.
     request.unlink(missing_ok=True)
     replace(request, sys.stdin.buffer.read())
-    command = command or [sys.executable, "-P", "-c", SWEEP, "run"]
-    return run_allocation(
-        [*command, str(request)], Path(directory), warning_seconds=float(warning), job=job
-    )
+    os.environ["SWEEP_HOME"] = str(files.parents[1])
+    command = [*(command or [sys.executable, "-P", "-c", SWEEP, "run"]), str(request)]
+    return run_allocation(command, files, warning_seconds=float(warning), job=job)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,8 @@ STAMP = ".qlora-sweep-wheel"
 ALONE = ".qlora-sweep-lock"
 """In an environment that is made or installed into by sweep: one process does it at a time."""
 OUT, ERR, LOCK, END, PID = "stdout", "stderr", "lock", "end.json", "pid.json"
-_LOOK_SECONDS = 0.1
-_PATIENCE_SECONDS = 0.3
-"""Whoever looks whether a study runs holds its lock for an instant."""
 _OTHERS = ("PYTHON", "SWEEP_", "VIRTUAL_ENV", "SSH_", "CONDA_PREFIX")
 """How variables begin that are of the login, or of another Python."""
-_NEWEST = (3, 11)
-"""What sweep needs."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Supervisor:
@@ -77,7 +71,7 @@ class Supervisor:
         self.asked = 0
         """How often the command was to be asked to stop."""
         self._is_asked_once = is_asked_once
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._hear)
 
@@ -89,19 +83,14 @@ class Supervisor:
         """Ask the command to stop; before it is started, as soon as it is."""
         if not (self._is_asked_once and self.asked):
             self.asked += 1
-            if self._child is not None:
-                self._child.terminate()
-
-    def kill(self) -> None:
-        """End the command by force."""
-        if self._child is not None:
-            self._child.kill()
+            if self.child is not None:
+                self.child.terminate()
 
     def run(
         self,
         command: list[str],
         *,
-        tick: Callable[[], None] | None = None,
+        tick: Callable[[], None] = lambda: None,
         seconds: float = 1.0,
         **options: Any,
     ) -> int:
@@ -114,52 +103,45 @@ class Supervisor:
             options: of `subprocess.Popen`.
         """
         options.update(start_new_session=True, preexec_fn=_stop_with_parent)
-        self._child = child = subprocess.Popen(command, **options)
+        self.child = child = subprocess.Popen(command, **options)
         for _ in range(self.asked):
             child.terminate()
         while True:
             try:
-                code = child.wait(None if tick is None else seconds)
+                code = child.wait(seconds)
                 return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
-                assert tick is not None
                 tick()
 
 
 def _stop_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # PR_SET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 # The installation.
 
 
 def look(directory: str, python: str) -> dict[str, Any]:
-    """Return whether a study runs, and what is installed for this Python and for another."""
-    return {
-        "runs": _runs(_place(directory) / "job"),
-        "base": installed(),
-        "target": _installed_for(_place(python)),
-    }
+    """Return whether a study runs, and what is installed for the Python that would run it."""
+    return {"runs": _runs(_job(directory)), "target": _installed_for(Path(python).expanduser())}
 
 
 def installed() -> dict[str, Any]:
     """Return what this Python is, and what is installed for it."""
-    # Those whose files are really here: an editable one's are elsewhere.
-    places = list(dict.fromkeys(sysconfig.get_path(key) for key in ("purelib", "platlib")))
-    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name}
     config = _read(Path(sys.prefix, "pyvenv.cfg")) or ""
+    # Of sweep, whose files are really here: an editable one's are elsewhere.
+    places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    ours = [d.version for d in importlib.metadata.distributions(name=PACKAGE, path=places)]
     return {
-        "is_new_enough": sys.version_info >= _NEWEST,
+        "is_new_enough": sys.version_info >= (3, 11),
         "executable": sys.executable,
-        "prefix": sys.prefix,
         "is_environment": sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists(),
         "sees_system": "include-system-site-packages = true" in config,
         "has_pip": importlib.util.find_spec("pip") is not None,
         "has_torch": importlib.util.find_spec("torch") is not None,
-        "versions": versions,
-        "sweep": next(
-            (d.version for d in importlib.metadata.distributions(name=PACKAGE, path=places)), None
-        ),
+        "versions": {d.name: d.version for d in importlib.metadata.distributions() if d.name},
+        "sweep": ours[0] if ours else None,
         "stamp": _read(Path(sys.prefix, STAMP)),
     }
 
@@ -172,8 +154,7 @@ def _installed_for(python: Path) -> dict[str, Any] | None:
         done = subprocess.run(command, input=source, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    found: dict[str, Any] = json.loads(done.stdout.partition(MARK.encode())[2])
-    return found
+    return dict(json.loads(done.stdout.partition(MARK.encode())[2]))
 
 
 def install(python: str, wheel: str, version: str, extra: str, studies: str) -> dict[str, Any]:
@@ -186,9 +167,8 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         extra: of the package; '' for none.
         studies: directory of studies: beneath one that runs nothing is installed; '' for none.
     """
-    target = _place(python)
-    seen = _installed_for(target)
-    environment = target.parents[1] if seen is None else Path(seen["prefix"])
+    target = Path(python).expanduser()
+    environment = target.parents[1]
     environment.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, _alone(environment):
         if wheel == "-":
@@ -198,8 +178,13 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         if _read(environment / STAMP) == digest:
             # Somebody else was first.
             return {}
-        if studies:
-            _refuse_beneath(_place(studies), str(target))
+        for job in sorted(Path(studies).expanduser().glob("*/job") if studies else ()):
+            if _runs(job) and json.loads(_read(job / PID) or "{}").get("python") == str(target):
+                raise SystemExit(
+                    f"study {job.parent.name} runs with {target}, and another sweep would be "
+                    "installed beneath it: wait until it has ended, or name another environment "
+                    "with --with python=PATH"
+                )
         seen, pip = _made(environment, target, version)
         # A torch that is there fits its GPU and driver, and is kept.
         lines = Path(wheel).with_name("constraints.txt").read_text().splitlines()
@@ -255,25 +240,13 @@ def _alone(environment: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(lock)
 
 
-def _refuse_beneath(studies: Path, python: str) -> None:
-    for job in sorted(studies.glob("*/job")):
-        if _runs(job) and json.loads(_read(job / PID) or "{}").get("python", python) == python:
-            raise SystemExit(
-                f"study {job.parent.name} runs with {python}, and another sweep would be installed "
-                "beneath it: wait until it has ended, or name another environment with "
-                "--with python=PATH"
-            )
-
-
 def _done(command: list[str]) -> None:
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
+    done = subprocess.run(command, input="", capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        errors = [line for line in lines if line.lstrip(" ×").lower().startswith("error")]
+        errors = [line for line in lines if line.lower().startswith("error")]
         said = (errors or lines or [f"exit status {done.returncode}"])[0]
-        raise SystemExit(f"{' '.join(command[:4])}: {said.removeprefix('ERROR: ')}")
+        raise SystemExit(f"{' '.join(command[:4])}: {said}")
 
 
 # A study.
@@ -281,60 +254,50 @@ def _done(command: list[str]) -> None:
 
 def start(directory: str, python: str) -> dict[str, Any]:
     """Start the command on stdin, with the files behind it; return whether one runs already."""
-    place = _place(directory)
-    job, target = place / "job", _place(python)
+    job, target = _job(directory), Path(python).expanduser()
     job.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        environment = target.parents[1]
-        if os.access(environment / ALONE, os.W_OK):
-            stack.enter_context(_alone(environment, fcntl.LOCK_SH))
+        if os.access(target.parents[1] / ALONE, os.W_OK):
+            stack.enter_context(_alone(target.parents[1], fcntl.LOCK_SH))
         lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        if not _locked(lock):
+        for _ in range(6):
+            # Whoever looks whether it runs holds it for an instant.
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        else:
             return {"was_running": True}
         asked = json.loads(sys.stdin.buffer.readline())
-        _unpack(place)
+        _unpack(job.parent)
         for name in (OUT, ERR, END, PID):
             (job / name).unlink(missing_ok=True)
         (job / ERR).touch(0o600)
         keeper = os.fork()
         if keeper == 0:
             try:
-                _keep(place, str(target), asked)
+                _keep(job, str(target), asked)
             finally:
                 os._exit(0)
-        os.close(lock)
-        is_up = True
-        while not (job / PID).exists() and not (job / END).exists():
-            if not is_up:
-                raise SystemExit(f"nothing can be written to {job}, so nothing runs: full disk?")
-            # Looked at before the files are, the last time.
-            is_up = os.waitpid(keeper, os.WNOHANG) == (0, 0)
-            time.sleep(0.02)
+        try:
+            _write(job / PID, {"pid": keeper, "python": str(target)})
+        except OSError:
+            # Nobody could ask it to stop.
+            os.kill(keeper, signal.SIGTERM)
+            raise
     return {"was_running": False}
 
 
-def _locked(lock: int) -> bool:
-    """Take a lock that whoever looks may hold for a moment; return whether that was possible."""
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < until:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _keep(place: Path, python: str, asked: dict[str, Any]) -> None:
+def _keep(job: Path, python: str, asked: dict[str, Any]) -> None:
     """Run a command to its end, in a session of its own, and note how it ended."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    supervisor, job, code = Supervisor(), place / "job", 127
+    supervisor, code = Supervisor(), 127
     # What ends a connection is no request.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        _write(job / PID, {"pid": os.getpid(), "python": python})
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
         path = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', '')}"
         with open(job / OUT, "wb") as out, open(job / ERR, "ab") as err:
@@ -342,7 +305,7 @@ def _keep(place: Path, python: str, asked: dict[str, Any]) -> None:
                 code = supervisor.run(
                     # Never from what is in the directory.
                     [python, "-P", "-c", SWEEP, *asked["words"]],
-                    cwd=place,
+                    cwd=job.parent,
                     env={**asked["variables"], **kept, "SWEEP_HOME": ".", "PATH": path},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -356,7 +319,7 @@ def _keep(place: Path, python: str, asked: dict[str, Any]) -> None:
 
 def follow(directory: str, offset: str) -> None:
     """Print what the command says on stderr, from a byte on, until it has ended."""
-    job = _place(directory) / "job"
+    job = _job(directory)
     with open(job / ERR, "rb") as file:
         file.seek(int(offset))
         is_running = True
@@ -368,23 +331,21 @@ def follow(directory: str, offset: str) -> None:
                 sys.stdout.buffer.write(said)
                 sys.stdout.buffer.flush()
             elif is_running:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(0.1)
 
 
 def _runs(job: Path) -> bool:
     try:
         with open(job / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        pass
+    except (BlockingIOError, FileNotFoundError) as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
 def ask(directory: str) -> dict[str, Any]:
     """Ask the command to stop, as Ctrl-C does."""
-    job = _place(directory) / "job"
+    job = _job(directory)
     # It may end at any moment.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         if _runs(job):
@@ -394,7 +355,7 @@ def ask(directory: str) -> dict[str, Any]:
 
 def end(directory: str) -> dict[str, Any]:
     """Return how the command ended, and what it printed; None for what nobody noted."""
-    job = _place(directory) / "job"
+    job = _job(directory)
     ended = json.loads(_read(job / END) or "{}")
     return {"exit": ended.get("exit"), "stdout": _read(job / OUT) or ""}
 
@@ -403,16 +364,15 @@ def fetch(directory: str, study: str, bytes_max: str) -> None:
     """Print an archive of a study's files, without the large ones, which are named, and of a
     consistent copy of its database.
     """
-    runs = _place(directory) / "runs"
+    runs = _job(directory).parent / "runs"
     with (
         tempfile.TemporaryDirectory() as scratch,
         tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive,
     ):
         if (runs / "sweep.db").exists():
             copy = str(Path(scratch, "host.db"))
-            database = sqlite3.connect(str(runs / "sweep.db"), timeout=60)
-            with contextlib.closing(database):
-                database.execute("VACUUM INTO ?", (copy,))
+            with contextlib.closing(sqlite3.connect(str(runs / "sweep.db"), timeout=60)) as base:
+                base.execute("VACUUM INTO ?", (copy,))
             archive.add(copy, "host.db")
         for file in sorted((runs / study).glob("*")):
             if file.is_file() and not file.is_symlink() and not file.name.startswith("."):
@@ -430,8 +390,8 @@ def _unpack(place: Path) -> None:
         archive.extractall(place, **safely)
 
 
-def _place(path: str) -> Path:
-    return Path(path).expanduser()
+def _job(directory: str) -> Path:
+    return Path(directory, "job").expanduser()
 
 
 def _read(path: Path) -> str | None:
@@ -447,21 +407,13 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     half.replace(path)
 
 
-VERBS: dict[str, Callable[..., dict[str, Any] | None]] = {
-    verb.__name__: verb for verb in (look, installed, install, start, follow, ask, end, fetch)
-}
-
-
-def _main(verb: str, *arguments: str) -> None:
-    sys.stdout.write(f"{MARK}\n")
-    sys.stdout.flush()
-    answer = VERBS[verb](*arguments)
-    if answer is not None:
-        sys.stdout.write(json.dumps(answer))
-
-
+VERBS: tuple[Any, ...] = (look, installed, install, start, follow, ask, end, fetch)
 if __name__ == "__main__":
+    print(MARK, flush=True)  # noqa: T201 - a program's own stdout
     try:
-        _main(*sys.argv[1:])
+        (called,) = (verb for verb in VERBS if verb.__name__ == sys.argv[1])
+        answer = called(*sys.argv[2:])
     except OSError as error:
         raise SystemExit(str(error)) from error
+    if answer is not None:
+        print(json.dumps(answer))  # noqa: T201

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import socket
 import sqlite3
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,13 +36,9 @@ QUIET_SECONDS = 90.0
 STOP_SECONDS = 30.0
 """Before the limit: the worker's end, the report and the last copy take as long."""
 DONE, NOTHING_FITS, FAULT, INTERRUPTED = 0, 1, 3, 130
-_LEDGER, _FILES, _PART = "paid.json", "runs", ".part"
+_PART = ".part"
 _NEVER_KEPT = (".lock", "-journal", "-wal", "-shm", _PART)
 """What belongs to a machine: locks, and halves of transactions, which a backup has whole."""
-
-
-def _nonce() -> str:
-    return uuid.uuid4().hex
 
 
 @dataclass
@@ -58,7 +53,7 @@ class Ledger:
     overhead_seconds: float = 0.0
     """Of each machine: paid for, and not seen from inside."""
     clock: Callable[[], float] = time.time
-    owner: str = field(default_factory=_nonce)
+    owner: str = field(default_factory=lambda: uuid.uuid4().hex)
     """This process."""
     machine: str | None = None
     """What is paid for: one machine, whatever is started on it in turn; None: the owner's own."""
@@ -81,15 +76,14 @@ class Ledger:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path} holds no ledger") from error
 
-    @property
-    def _own_seconds(self) -> float:
-        return max(0.0, self.clock() - self.since) + self.overhead_seconds
+    def _paid(self) -> dict[str, float]:
+        own = max(0.0, self.clock() - self.since) + self.overhead_seconds
+        return {**self._others, self.machine or self.owner: round(own, 1)}
 
     @property
     def is_spent(self) -> bool:
         """Whether it is time to stop, so that stopping is within the limit too."""
-        paid = sum(self._others.values()) + self._own_seconds
-        return paid + STOP_SECONDS >= self.limit_seconds
+        return sum(self._paid().values()) + STOP_SECONDS >= self.limit_seconds
 
     @property
     def is_ours(self) -> bool:
@@ -121,26 +115,20 @@ class Ledger:
                 if self.clock() - began >= self.quiet_seconds:
                     raise
             else:
-                if said is None or said.get("owner") in (None, self.owner) or said.get("has_ended"):
+                if said is None or said.get("has_ended") or said.get("owner") in (None, self.owner):
                     break
                 if seen is None:
-                    seen = said["written"]
                     # Clocks of two machines differ: what is of the future was written just now.
-                    until = self.clock() + self.quiet_seconds - max(0.0, self.clock() - seen)
-                elif said["written"] != seen:
+                    seen, until = said["written"], min(said["written"], began) + self.quiet_seconds
+                if said["written"] != seen:
                     return False
                 if self.clock() >= until:
                     break
             if not wait(min(1.0, self.quiet_seconds / 5)):
                 return False
-        paid = {} if said is None else said["seconds"]
-        self._others = {one: seconds for one, seconds in paid.items() if one != self._key}
+        self._others = {} if said is None else said["seconds"]
         self.write(force=True)
         return True
-
-    @property
-    def _key(self) -> str:
-        return self.machine or self.owner
 
     def write(self, *, force: bool = False, is_last: bool = False) -> None:
         """Write down what has been paid for and whose the study is, unless that was just done.
@@ -152,16 +140,8 @@ class Ledger:
         now = self.clock()
         if not (force or is_last) and now - self._written < LEDGER_SECONDS:
             return
-        said = {
-            "seconds": {**self._others, self._key: round(self._own_seconds, 1)},
-            "owner": self.owner,
-            "written": now,
-            "has_ended": is_last,
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + _PART)
-        part.write_text(json.dumps(said), encoding="utf-8")
-        os.replace(part, self.path)
+        said = {"owner": self.owner, "written": now, "has_ended": is_last}
+        _put(self.path, json.dumps({"seconds": self._paid(), **said}).encode())
         self._written = now
 
 
@@ -180,9 +160,9 @@ class Copies:
 
     def restore(self) -> int:
         """Fetch what the volume keeps; return the number of files. Raises `OSError`."""
-        for path in _files(self.volume / _FILES):
-            _copy(self.volume / _FILES / path, self.home / _FILES / path)
-            self._saved[path] = _stamp(self.home / _FILES / path)
+        for path in _files(self.volume):
+            _put(self.home / path, (self.volume / path).read_bytes())
+        self._saved = _files(self.home)
         return len(self._saved)
 
     def save(self) -> bool:
@@ -195,56 +175,54 @@ class Copies:
             OSError: the volume does not take it. What it held stays, and the next call tries again.
             sqlite3.Error: the database cannot be read.
         """
-        stamps = {path: _stamp(self.home / _FILES / path) for path in _files(self.home / _FILES)}
+        stamps = _files(self.home)
         changed = [path for path, stamp in stamps.items() if self._saved.get(path) != stamp]
         for path in sorted(changed, key=lambda path: path.suffix == ".db"):
-            source = self.home / _FILES / path
+            source = self.home / path
             if path.suffix == ".db":
-                copied = self.home / path.name
+                source = self.home / path.name
                 with (
-                    closing(sqlite3.connect(source, timeout=30)) as live,
-                    closing(sqlite3.connect(copied)) as copy,
+                    closing(sqlite3.connect(self.home / path, timeout=30)) as live,
+                    closing(sqlite3.connect(source)) as copy,
                 ):
                     live.backup(copy)
-                source = copied
-            _copy(source, self.volume / _FILES / path)
+            _put(self.volume / path, source.read_bytes())
             self._saved[path] = stamps[path]
-        gone = [path for path in self._saved if path not in stamps]
+        gone = self._saved.keys() - stamps.keys()
         for path in gone:
-            (self.volume / _FILES / path).unlink(missing_ok=True)
+            (self.volume / path).unlink(missing_ok=True)
             del self._saved[path]
         return bool(changed or gone)
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory that are to be kept, relative to it. Raises `OSError`."""
+def _files(home: Path) -> dict[Path, tuple[int, ...]]:
+    """Return the files of studies that are to be kept, with what changes when one does: of a
+    database, with what is yet to be folded into it too. Raises `OSError`.
+    """
 
     def refuse(error: OSError) -> None:
         # What cannot be listed is not empty.
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    for folder, _, names in os.walk(directory, onerror=refuse):
-        for name in sorted(names):
-            if not name.endswith(_NEVER_KEPT):
-                yield Path(folder, name).relative_to(directory)
+    found = {}
+    for folder, _, names in os.walk(home / "runs", onerror=refuse):
+        for path in (Path(folder, name) for name in names if not name.endswith(_NEVER_KEPT)):
+            stats = [one.stat() for one in (path, Path(f"{path}-wal")) if one.exists()]
+            numbers = ((stat.st_mtime_ns, stat.st_size) for stat in stats)
+            found[path.relative_to(home)] = tuple(number for pair in numbers for number in pair)
+    return found
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes with a file; of a database, with what is yet to be folded into it too."""
-    stats = [one.stat() for one in (path, path.with_name(f"{path.name}-wal")) if one.exists()]
-    return tuple(number for stat in stats for number in (stat.st_mtime_ns, stat.st_size))
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file so that ``target`` is the old one or the new one, never a part.
+def _put(path: Path, data: bytes) -> None:
+    """Write a file so that it is the old one or the new one, never a part. Raises `OSError`.
 
     Its contents alone: what buckets are mounted with takes no permissions and no times.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + _PART)
-    shutil.copyfile(source, part)
-    os.replace(part, target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + _PART)
+    part.write_bytes(data)
+    os.replace(part, path)
 
 
 def keep(
@@ -257,24 +235,11 @@ def keep(
     touched.
     """
     # Asked twice, a study cuts short how it ends.
-    supervisor = Supervisor(is_asked_once=True)
-    is_lost = False
+    supervisor, is_lost = Supervisor(is_asked_once=True), False
 
     def wait(most: float) -> bool:
         time.sleep(min(most, save_seconds))
         return not supervisor.asked
-
-    def tick() -> None:
-        nonlocal is_lost
-        is_lost = is_lost or not ledger.is_ours
-        if is_lost and not supervisor.asked:
-            _say("another machine goes on with this study: stopping it here, and keeping no more")
-            supervisor.ask()
-        elif not is_lost:
-            save()
-        if ledger.is_spent and not supervisor.asked:
-            _say("what the study may cost is spent: stopping it")
-            supervisor.ask()
 
     def save(*, is_last: bool = False) -> bool:
         try:
@@ -283,6 +248,18 @@ def keep(
             _say(f"the volume could not be written: {error}")
             return False
         return True
+
+    def tick() -> None:
+        nonlocal is_lost
+        is_lost = is_lost or not ledger.is_ours
+        why = "what the study may cost is spent" if ledger.is_spent else ""
+        if is_lost:
+            why = "another machine goes on with this study, and no more is kept here"
+        else:
+            save()
+        if why and not supervisor.asked:
+            _say(f"{why}: stopping it")
+            supervisor.ask()
 
     try:
         is_claimed = ledger.claim(wait=wait)
@@ -303,14 +280,12 @@ def keep(
         _say(f"the volume could not be read or written, so nothing was started: {error}")
         return FAULT
     _say(f"resuming from {files} files of the volume" if files else "starting a new study")
-    home = {**os.environ, "SWEEP_HOME": str(copies.home)}
-    home.pop("SWEEP_STORAGE", None)
-    code = supervisor.run(command, tick=tick, seconds=save_seconds, env=home)
+    variables = {key: value for key, value in os.environ.items() if key != "SWEEP_STORAGE"}
+    variables["SWEEP_HOME"] = str(copies.home)
+    code = supervisor.run(command, tick=tick, seconds=save_seconds, env=variables)
     if is_lost or not ledger.is_ours or not save(is_last=True):
         return FAULT
-    if code == NOTHING_FITS or (code == INTERRUPTED and ledger.is_spent):
-        return DONE
-    return code
+    return DONE if code == NOTHING_FITS or (code == INTERRUPTED and ledger.is_spent) else code
 
 
 def _say(text: str) -> None:
@@ -327,18 +302,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--since", type=Path, help="file with the second the machine began")
     parser.add_argument("command", nargs="+", help="what follows `sweep`")
     options = parser.parse_args(arguments)
-    since, machine = time.time(), None
+    paid, limit, since, machine = options.volume / "paid.json", options.limit_seconds, None, None
     if options.since is not None and options.since.exists():
         since = float(options.since.read_text(encoding="ascii"))
         # A second start on this machine is told by that.
-        machine = f"{int(since)}-{socket.gethostname()}"
-    ledger = Ledger(
-        options.volume / _LEDGER,
-        limit_seconds=options.limit_seconds,
-        overhead_seconds=options.overhead_seconds,
-        since=since,
-        machine=machine,
-    )
+        machine = f"{since:.0f}-{socket.gethostname()}"
+    ledger = Ledger(paid, limit, since or time.time(), options.overhead_seconds, machine=machine)
     copies = Copies(options.volume, Path(tempfile.mkdtemp(prefix="sweep-rented-")))
     return keep([sys.executable, "-P", "-c", SWEEP, *options.command], copies=copies, ledger=ledger)
 

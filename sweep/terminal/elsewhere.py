@@ -187,7 +187,6 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         python=_python(where.settings.get("env")),
         request=request.model_copy(update=changes).model_dump_json(),
         files=files,
-        variables={"SWEEP_HOME": str(files.parents[1])},
     )
     about = {"study": name, "on": "slurm"}
     if is_dry:
@@ -280,8 +279,7 @@ def on_rented(
             raise InputError(f"{option} names what a rented machine cannot see: leave it out")
     study, space = request.named()
     machine = _machine(request, where, space)
-    provider = providers()[where.kind].on(machine.cloud)
-    provider.check(machine)
+    provider = providers()[where.kind].of(machine)
     # As it is read there.
     changes = {
         "study": study,
@@ -294,7 +292,7 @@ def on_rented(
     is_started = not is_dry and (is_sure or sys.stdin.isatty())
     if is_started:
         with working(f"asking {provider.title} for your account"):
-            provider.require(machine)
+            provider.require(machine.cloud)
     cost = _cost(request, where.settings, machine, provider, typed=space, predictor=predictor)
     file = job_directory(runs_directory() / study) / provider.template
     sent, files = parcel.packed(request, with_weights=True)
@@ -306,7 +304,7 @@ def on_rented(
     with writing(file):
         put(own, sent.model_dump_json().encode())
         put(file, rental.text().encode())
-    command = rental.start(file)
+    command, results = rental.command("start", file), rental.command("results")
     note_folded(cost_words(cost, machine), indent=2)
     if is_started and not is_sure:
         is_started = confirmed(f"Start it on {provider.title} now?")
@@ -316,7 +314,7 @@ def on_rented(
             # What it prints is progress.
             code = subprocess.run(words, stdout=sys.stderr.fileno(), check=False).returncode
         except KeyboardInterrupt:
-            note(f"It may go on at {provider.title}; what stops it: {rental.stop}")
+            note(f"It may go on at {provider.title}; what stops it: {rental.command('stop')}")
             raise
         except OSError as error:
             raise EnvironmentFault(f"cannot run {words[0]}: {error.strerror}") from error
@@ -329,7 +327,7 @@ def on_rented(
         "study": study,
         "file": str(file),
         "command": command,
-        "results": rental.results,
+        "results": results,
         "gpu": {"name": machine.gpu.name, "count": machine.gpus},
         "volume": volume,
         "cost": cost.to_json(),
@@ -337,7 +335,7 @@ def on_rented(
     }
     wrote = f"Wrote {file}; nothing was started. What starts it, and resumes it:\n  "
     text = "" if is_started else f"{wrote}{command}\n"
-    text += f"What came of it, once it has begun:\n  {rental.results}"
+    text += f"What came of it, once it has begun:\n  {results}"
     say_result(document, text, as_json=request.as_json)
     return DONE
 
@@ -403,8 +401,7 @@ def _cost(
         course = predicted(question, machine, typed=typed, cache=surveys, progress=progress)
     if course.note is not None:
         note_folded(f"how long it takes is not predicted: {course.note}")
-    most = provider.usd_per_hour_most(offer)
-    return cost_of(course, offer, usd_per_hour_most=most, max_dollars=typed.max_dollars)
+    return cost_of(course, offer, provider, typed.max_dollars)
 
 
 def cost_words(cost: Cost, machine: Machine) -> str:

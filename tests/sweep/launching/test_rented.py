@@ -319,7 +319,7 @@ def test_a_token_of_the_hub_goes_along_where_it_is_needed_and_is_in_no_file(
     for provider in providers():
         rental = a_rental(provider, secrets=("HF_TOKEN",))
         assert "HF_TOKEN" in rental.text()
-        assert "hf_made_up" not in rental.text() + rental.start("job")
+        assert "hf_made_up" not in rental.text() + rental.command("start", "job")
 
 
 def test_the_command_line_reaches_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +345,8 @@ def cost(
     **offer: Any,
 ) -> Cost:
     course = Course(seconds, least_seconds=10.0, download_bytes=download_bytes)
-    return cost_of(course, an_offer(**offer), usd_per_hour_most=1.5, max_dollars=max_dollars)
+    provider = providers()["modal"].model_copy(update={"usd_beside": 0.3})
+    return cost_of(course, an_offer(**offer), provider, max_dollars)
 
 
 def test_the_bill_is_of_the_study_the_start_and_the_download() -> None:
@@ -391,17 +392,19 @@ def test_the_cheapest_whole_machine_is_rented_by_its_own_provider() -> None:
     # Until it is gone it is paid for.
     assert sky.offer(a_machine(), [aws]).boot_seconds == 360
     typed = an_offer(provider=TYPED_PROVIDER)
-    assert sky.on("gcp").offer(a_machine(), [aws, typed]).provider == "SkyPilot"
-    assert modal.usd_per_hour_most(an_offer()) == 1.65
-    assert sky.usd_per_hour_most(an_offer(usd_per_hour=1.29)) == 1.62
+    assert sky.of(a_machine("l4", 1, "gcp")).offer(a_machine(), [aws, typed]).provider == "SkyPilot"
+    course = Course(None, 0, 0)
+    assert cost_of(course, an_offer(), modal, None).usd_per_hour_most == 1.65
+    assert cost_of(course, an_offer(usd_per_hour=1.29), sky, None).usd_per_hour_most == 1.62
 
 
 def test_gpus_and_clouds_are_those_of_the_catalogue_and_the_price_list() -> None:
     modal, sky = providers()["modal"], providers()["skypilot"]
-    places = [modal, sky, *map(sky.on, sky.clouds)]
-    assert {name for place in places for name in place.gpus} <= set(gpu_catalogue())
+    clouds = sky.clouds.values()
+    gpus = {*modal.gpus, *sky.gpus, *(name for cloud in clouds for name in cloud["gpus"])}
+    assert gpus <= set(gpu_catalogue())
     sellers = {offer.provider for offers in load_prices().values() for offer in offers}
-    assert {place.sold_by or place.title for place in places} - {"SkyPilot"} <= sellers
+    assert {modal.title, *(cloud["sold_by"] for cloud in clouds)} <= sellers
 
 
 # The jobs.
@@ -451,14 +454,14 @@ def test_a_study_is_kept_in_a_bucket_or_on_a_network_volume(
     found = task["file_mounts"].get("~/sweep-volume")
     assert found == (None if mount is None else {**mount, "mode": "MOUNT"})
     assert task.get("volumes") == ({"/sweep-volume": "kept"} if mount is None else None)
-    assert fetched in rental.results
+    assert fetched in rental.command("results")
 
 
 def test_a_spot_machine_is_a_job_that_skypilot_recovers() -> None:
     spot = a_rental("skypilot", a_machine("l4", is_spot=True))
-    assert spot.start("job").startswith("sky jobs launch ")
-    assert spot.stop.startswith("sky jobs cancel ")
-    assert a_rental("skypilot").stop == "sky down sweep-mine"
+    assert spot.command("start", "job").startswith("sky jobs launch ")
+    assert spot.command("stop").startswith("sky jobs cancel ")
+    assert a_rental("skypilot").command("stop") == "sky down sweep-mine"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not here")

@@ -40,7 +40,6 @@ def a_job(queue: Queue, program: str, *, warning: float = 3) -> Path:
         python=sys.executable,
         request='{"it is": "one"}',
         files=files,
-        variables={"MINE": "a b"},
     )
     command = shlex.join(["bash", "-c", f"cd '{files}'; {program}"])
     script = script.replace(f" {slurm.WARNING_SECONDS} <<", f" {warning} {command} <<")
@@ -121,9 +120,9 @@ def test_a_script_sets_what_it_was_given_and_is_its_owners_alone(queue: Queue) -
     planted.write_text("mine")
     for name in ("slurm.sh", "slurm.run.json"):
         (files / name).symlink_to(planted)
-    a_job(queue, 'echo "$MINE" > said; cat "$0" >> said')
+    a_job(queue, 'echo "$SWEEP_HOME" > said; cat "$0" >> said')
     assert queue.allocation() == (0, False)
-    assert (files / "said").read_text() == 'a b\n{"it is": "one"}\n'
+    assert (files / "said").read_text() == f'{files.parents[1]}\n{{"it is": "one"}}\n'
     assert planted.read_text() == "mine"
     for name in ("slurm.sh", "slurm.run.json"):
         assert stat.S_IMODE((files / name).lstat().st_mode) == 0o600

@@ -19,7 +19,7 @@ from search_spaces.presets import preset_texts
 from storage.directory import StudyFile, note_identity
 from storage.reading import read_study
 from sweep.cli import main
-from sweep.launching.parcel import version
+from sweep.launching.parcel import distribution
 from sweep.launching.remote import RemoteStudy
 from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
 from sweep.launching.there import ALONE, STAMP
@@ -79,7 +79,7 @@ def environment_with(directory: Path, *, sweep: str) -> Path:
 
 @pytest.fixture(scope="module")
 def pretending(server: Server) -> Path:
-    return environment_with(server.directory / "pretending", sweep=version())
+    return environment_with(server.directory / "pretending", sweep=distribution().version)
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
     # As on a full disk: nothing can be noted.
     for name in ("pid.half", "end.half"):
         (study.place / "job" / name).mkdir(parents=True)
-    with pytest.raises(EnvironmentFault, match="disk"):
+    with pytest.raises(EnvironmentFault, match="Is a directory"):
         study.run()
     assert not study.look()["runs"]
 
@@ -293,7 +293,7 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(
     connection: Connection, server: Server, tmp_path: Path
 ) -> None:
-    python = environment_with(server.directory / "broken", sweep=version())
+    python = environment_with(server.directory / "broken", sweep=distribution().version)
     (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
     (packages / "qlora_sweep.py").write_text("import no_such_module")
     study = Study(connection, python, tmp_path, server.home)
