@@ -23,12 +23,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from search_spaces.documents import exists, home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, words_of
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
 from storage.directory import SPOOL
 from storage.directory import STUDY as IDENTITY
-from storage.files import replace, writing
+from storage.files import replace
 from sweep.data.rows import is_on_hub
 from sweep.data.texts import text_files
 from sweep.paths import runs_directory
@@ -46,8 +46,6 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 """The same files make the same wheel."""
 _LEFT_OUT = re.compile(r"(?:triton|nvidia-.*|cuda-.*|pip|setuptools|wheel|qlora-sweep)")
 """What a build of torch asks for itself, and what installs."""
-_TEMPLATES = "additional_chat_templates"
-"""The one directory below a tokenizer's that is of it."""
 
 
 class Wheel(NamedTuple):
@@ -75,24 +73,17 @@ def distribution() -> metadata.Distribution:
 
 @cache
 def make_wheel() -> Wheel:
-    """Return this installation as a wheel.
-
-    Raises:
-        EnvironmentFault: it is not installed, or a file of it cannot be read.
-    """
+    """Return this installation as a wheel. Raises what `distribution` does, and `OSError`."""
     own = distribution()
     stem = f"{NAME.replace('-', '_')}-{own.version}"
     info, root = f"{stem}.dist-info", Path(__file__).resolve().parents[2]
     # In a checkout it has its place in a room; a wheel has it beside the packages.
     start, files = root / "sweep" / "entry_point.py", dict[str, bytes]()
-    try:
-        files[_START] = (start if start.exists() else root / _START).read_bytes()
-        for package in _PACKAGES:
-            for file in sorted((root / package).rglob("*")):
-                if file.is_file() and "__pycache__" not in file.parts and file != start:
-                    files[file.relative_to(root).as_posix()] = file.read_bytes()
-    except OSError as error:
-        raise EnvironmentFault(f"{error.filename}: {error.strerror}") from error
+    files[_START] = (start if start.exists() else root / _START).read_bytes()
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts and file != start:
+                files[file.relative_to(root).as_posix()] = file.read_bytes()
     files[f"{info}/METADATA"] = (own.read_text("METADATA") or "").encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nsweep = qlora_sweep:main\n"
     files[f"{info}/WHEEL"] = (
@@ -124,14 +115,12 @@ def constraints() -> str:
 def write(directory: Path) -> Path:
     """Write what is installed elsewhere into a directory; return the wheel.
 
-    Raises:
-        EnvironmentFault: it is not installed here, or cannot be read or written.
+    Raises what `make_wheel` does.
     """
     wheel = make_wheel()
-    with writing(directory):
-        replace(directory / wheel.name, wheel.data)
-        replace(directory / FILES[1], constraints().encode())
-        replace(directory / FILES[2], Path(__file__).with_name(FILES[2]).read_bytes())
+    replace(directory / wheel.name, wheel.data)
+    replace(directory / FILES[1], constraints().encode())
+    replace(directory / FILES[2], Path(__file__).with_name(FILES[2]).read_bytes())
     return (directory / wheel.name).absolute()
 
 
@@ -173,11 +162,17 @@ def packed(
     model, files = load_model_spec(space.model), dict[str, Path]()
 
     def put(kind: str, path: Path) -> str:
+        """Let a file go along, or of a directory what a study reads; return its name there."""
+        found, is_whole = [path], kind == "model" and space.weights == "pretrained"
+        if path.is_dir() and kind == "data":
+            found = [file for _, file in text_files(str(path))]
+        elif path.is_dir():
+            found = sorted((*path.iterdir(), *path.glob("additional_chat_templates/*")))
+            shown = (file for file in found if file.is_file() and file.name[0] != ".")
+            found = [file for file in shown if is_whole or file.suffix.lower() not in WEIGHTS]
         # What a link is called says what its dataset is, as its ending does.
-        there = f"{kind}/{Path(os.path.abspath(path)).name}"
-        is_whole = kind == "model" and space.weights == "pretrained"
-        found = files_below(kind, path, with_weights=is_whole)
-        files.update((f"{there}{below}", file.absolute()) for below, file in found)
+        there = Path(kind, Path(os.path.abspath(path)).name)
+        files.update((str(there / file.relative_to(path)), file.absolute()) for file in found)
         return f"{BESIDE}{there}"
 
     overrides = dict(request.overrides)
@@ -213,35 +208,6 @@ def packed(
                 files[f"{there}/{file.name}"] = file.absolute()
         changes["carried"] = f"{BESIDE}{there}/{path.name}"
     return request.model_copy(update=changes), files
-
-
-def files_below(kind: str, path: Path, *, with_weights: bool = False) -> Iterator[tuple[str, Path]]:
-    """Yield the files of an option's that a study reads, each behind what is below the option's
-    own name there: ``/a/b.jsonl``, and nothing for a file that is named itself.
-
-    Args:
-        kind: ``data``, ``model`` or ``tokenizer``.
-        path: a file, or a directory; what is hidden in it is left out.
-        with_weights: those of a model, too.
-
-    Raises:
-        InputError: there are no texts in it.
-        EnvironmentFault: it cannot be read.
-    """
-    if not path.is_dir():
-        yield "", path
-    elif kind == "data":
-        for _, file in text_files(str(path)):
-            yield f"/{file.relative_to(path)}", file
-    else:
-        try:
-            found = sorted((*path.iterdir(), *path.glob(f"{_TEMPLATES}/*")))
-        except OSError as error:
-            raise EnvironmentFault(f"{path}: cannot be read: {words_of(error)}") from error
-        for file in found:
-            is_weights = file.suffix.lower() in WEIGHTS
-            if file.is_file() and file.name[0] != "." and (with_weights or not is_weights):
-                yield f"/{file.relative_to(path)}", file
 
 
 def hub_variables(request: RunRequest) -> dict[str, str]:

@@ -14,11 +14,10 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from search_spaces.errors import EnvironmentFault, words_of
+from search_spaces.errors import EnvironmentFault
 from sweep.launching import parcel, there
 from sweep.launching.ssh import Connection, ConnectionLostError
 
@@ -29,7 +28,6 @@ PYTHON = "~/.cache/qlora-sweep/venv/bin/python"
 RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Pauses before each attempt, which takes as long as ssh waits besides."""
 FILE_BYTES_MAX = 512 * 1024 * 1024
-_LOOK_SECONDS = 0.2
 _MARK = f"{there.MARK}\n".encode()
 _FIND = (
     "echo {mark}; for version in {versions}; do for python in {pythons}; do "
@@ -39,18 +37,6 @@ _FIND = (
     'PATH="$PATH:$HOME/.local/bin" command -v uv >/dev/null || exit 0; done'
 )
 """Prints a Python that is new enough for sweep, or, beside uv, for what is done there."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """What was fetched of a study."""
-
-    database: Path
-    """A copy of its database; not there where it had none yet."""
-    files: Mapping[str, Path]
-    """Of its directory, by name; copies."""
-    left_out: tuple[str, ...]
-    """Names of those that are too large to be kept here, too."""
 
 
 class RemoteStudy:
@@ -79,15 +65,12 @@ class RemoteStudy:
             printed = connection.call(f"sh -c {shlex.quote(find)}", nothing)
         with printed:
             found = printed.read().partition(_MARK)[2].decode().splitlines()
-        if not found and python is not None:
-            raise EnvironmentFault(
-                f"--with python: {python} on {connection.address} is no Python 3.11 or newer"
-            )
         if not found:
-            raise EnvironmentFault(
-                f"{connection.address}: no Python 3.11 or newer is found there, and no uv: install "
-                "one, or name a Python with --with python=PATH"
-            )
+            words = f"--with python: {python} on {connection.address} is no Python 3.11 or newer"
+            if python is None:
+                words = f"{connection.address}: no Python 3.11 or newer is found there, and no uv: "
+                words += "install one, or name a Python with --with python=PATH"
+            raise EnvironmentFault(words)
         self._base = found[0]
         self._python = PYTHON if python is None else self._base
 
@@ -126,16 +109,16 @@ class RemoteStudy:
             EnvironmentFault: it cannot be installed, or not now.
         """
         where, here = self._connection.address, parcel.distribution().version
-        has_sweep = target is not None and target["sweep"] is not None
-        if target is not None and has_sweep and target["stamp"] is None:
+        seen = target or {}
+        if seen.get("sweep") and seen["stamp"] is None:
             # Somebody else installed it.
-            if target["sweep"] != here:
+            if seen["sweep"] != here:
                 raise EnvironmentFault(
-                    f"{where} has sweep {target['sweep']} in {target['executable']}, and here is "
+                    f"{where} has sweep {seen['sweep']} in {seen['executable']}, and here is "
                     f"{here}: install the same there, or leave it out"
                 )
-        elif target is None or not has_sweep or target["stamp"] != parcel.make_wheel().digest:
-            if target is not None and not target["is_environment"]:
+        elif not seen.get("sweep") or seen["stamp"] != parcel.make_wheel().digest:
+            if seen and not seen["is_environment"]:
                 raise EnvironmentFault(
                     f"--with python: {self._python} on {where} is of no environment, and sweep is "
                     "not installed for it: name an environment's, or leave the option out"
@@ -146,9 +129,8 @@ class RemoteStudy:
                 with tarfile.open(fileobj=packed, mode="w") as archive:
                     archive.add(scratch, ".")
                 self._do("install", self._python, "-", "", "", HOME, stdin=packed)
-            target = self.look()["target"]
-        assert target is not None, "it is installed"
-        differing = [f"{n} {t} (here {h})" for n, t, h in parcel.differences(target["versions"])]
+            seen = self.look()["target"]
+        differing = [f"{n} {t} (here {h})" for n, t, h in parcel.differences(seen["versions"])]
         if differing:
             say(f"On {where} other versions run than here: {', '.join(differing)}.")
 
@@ -163,19 +145,17 @@ class RemoteStudy:
             variables: that the login there may not have. They are in no file and no command line.
 
         Raises:
-            EnvironmentFault: a file cannot be read, or not be written there.
+            OSError: a file cannot be read.
+            EnvironmentFault: one cannot be written there, or nothing can be started.
         """
         # On the disk: a dataset may be larger than the memory.
         with tempfile.TemporaryFile() as packed:
             asked = {"words": list(words), "variables": dict(variables)}
             packed.write(json.dumps(asked).encode() + b"\n")
-            try:
-                # What a link stands for; a link would stand for nothing there.
-                with tarfile.open(fileobj=packed, mode="w|", dereference=True) as archive:
-                    for name, path in files.items():
-                        archive.add(path, name)
-            except OSError as error:
-                raise EnvironmentFault(f"it cannot be sent: {words_of(error)}") from error
+            # What a link stands for; a link would stand for nothing there.
+            with tarfile.open(fileobj=packed, mode="w|", dereference=True) as archive:
+                for name, path in files.items():
+                    archive.add(path, name)
             answer = self._do("start", self.directory, self._python, stdin=packed)
             return bool(answer["was_running"])
 
@@ -231,7 +211,7 @@ class RemoteStudy:
                     while requests() > self._asked:
                         self._do("ask", self.directory)
                         self._asked += 1
-                    if not select.select([output], [], [], _LOOK_SECONDS)[0]:
+                    if not select.select([output], [], [], 0.2)[0]:
                         continue
                     chunk = os.read(output, 65536)
                     if not chunk:
@@ -255,12 +235,18 @@ class RemoteStudy:
             if rest:
                 hear(rest.decode(errors="replace"))
 
-    def fetch(self, into: Path, *, bytes_max: int = FILE_BYTES_MAX) -> Fetched:
-        """Fetch its files, and a copy of its database as of one moment.
+    def fetch(
+        self, into: Path, *, bytes_max: int = FILE_BYTES_MAX
+    ) -> tuple[Path, Mapping[str, Path], list[str]]:
+        """Fetch a copy of its database as of one moment, and its files.
 
         Args:
             into: an empty directory for them.
             bytes_max: of a file that is fetched; the database is, whatever its size.
+
+        Returns:
+            The database, which is not there where it has none yet; copies of its files by name;
+            names of those that are too large to be kept here, too.
 
         Raises:
             EnvironmentFault: they cannot be had.
@@ -281,4 +267,4 @@ class RemoteStudy:
                 path.parent.mkdir(exist_ok=True)
                 with path.open("wb") as file:
                     shutil.copyfileobj(content, file)
-        return Fetched(into / "host.db", found["files"], tuple(found["left"]))
+        return into / "host.db", found["files"], list(found["left"])

@@ -27,29 +27,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from search_spaces.costs import SECONDS_PER_HOUR, Bill, Workload, checkpoint_bytes, usd_per_hour
 from search_spaces.documents import Strict
-from search_spaces.errors import (
-    EnvironmentFault,
-    InputError,
-    NothingFits,
-    did_you_mean,
-    listed,
-    quote,
-    words_of,
-)
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, did_you_mean, quote
 from search_spaces.gpus import GpuSpec
 from search_spaces.prices import TYPED_PROVIDER, Offer
 from search_spaces.space import SearchSpace
 from storage.confirmations import RUNS_TO_CONFIRM
 from sweep.launching import parcel
 from sweep.launching.volume import STOP_SECONDS
+from sweep.planning import survey
 from sweep.planning.question import Question
-from sweep.planning.survey import (
-    COMPILE_SECONDS,
-    START_SECONDS,
-    STEPS_OVER_FEWEST,
-    TRIAL_SECONDS,
-    survey,
-)
 from sweep.predict.forecast import Progress
 from sweep.request import REQUEST
 
@@ -113,7 +99,7 @@ class Provider(Strict):
             own = self.model_copy(update={"clouds": {}, **self.clouds[cloud]})
         where = own.sold_by or own.title
         if gpu not in own.gpus:
-            raise InputError(f"--gpu: {where} has no {gpu}; it has {listed(own.gpus)}")
+            raise InputError(f"--gpu: {where} has no {gpu}; it has {', '.join(own.gpus)}")
         most = own.gpus_max.get(gpu, machine.gpus)
         if machine.gpus > most:
             raise InputError(
@@ -191,7 +177,7 @@ class Provider(Strict):
             # SkyPilot starts a server of its own at the first question, which took a minute here.
             done = subprocess.run(words, input="", capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise EnvironmentFault(f"{self.tool} does not answer: {words_of(error)}") from error
+            raise EnvironmentFault(f"{self.tool} does not answer: {error}") from error
         pattern = self.logged_in.format(cloud=cloud or '[^"]*')
         if done.returncode or not re.search(pattern, done.stdout, re.IGNORECASE):
             where = f" for {cloud}: {self.log_in} {cloud}" if cloud else f": {self.log_in}"
@@ -247,9 +233,12 @@ def predicted(
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
     space = space.model_copy(update=limits)
     is_fetched = space.weights == "pretrained" and model.source == "hub"
-    download, least = checkpoint_bytes(model) if is_fetched else 0.0, START_SECONDS + TRIAL_SECONDS
+    download, least = (
+        checkpoint_bytes(model) if is_fetched else 0.0,
+        survey.START_SECONDS + survey.TRIAL_SECONDS,
+    )
     try:
-        looked = survey(space, question.forecaster(gpu), directory=cache, progress=progress)
+        looked = survey.survey(space, question.forecaster(gpu), directory=cache, progress=progress)
     except InputError as error:
         return Course(None, least, download, str(error))
     found, seconds, confirm = looked.found, looked.study_seconds(), typed.confirm
@@ -265,16 +254,18 @@ def predicted(
     for end, sign in zip(seconds, (-1, 1), strict=True):
         step = found.step_seconds * (1.0 + sign * error_share)
         # Trials are spread over the GPUs, each of which starts a worker; one confirms the winner.
-        end = START_SECONDS + max(0.0, end - START_SECONDS) / machine.gpus
+        end = survey.START_SECONDS + max(0.0, end - survey.START_SECONDS) / machine.gpus
         if confirm is not None:
             # At most its time is over while a run is under way; twice each is measured in any case.
-            run = TRIAL_SECONDS + step * fewest * (1.0 if sign < 0 else STEPS_OVER_FEWEST)
+            run = survey.TRIAL_SECONDS + step * fewest * (
+                1.0 if sign < 0 else survey.STEPS_OVER_FEWEST
+            )
             runs = 2 * RUNS_TO_CONFIRM * run
             end += runs if sign < 0 else max(runs, confirm.seconds + run)
             soak = min(confirm.soak_seconds, confirm.soak_steps * step)
-            end += TRIAL_SECONDS + soak if soak else 0.0
+            end += survey.TRIAL_SECONDS + soak if soak else 0.0
         ends.append(end)
-    least += found.compiled_share * COMPILE_SECONDS + fewest * found.step_seconds
+    least += found.compiled_share * survey.COMPILE_SECONDS + fewest * found.step_seconds
     return Course((ends[0], ends[1]), least, download)
 
 
@@ -428,18 +419,15 @@ def remove_jobs(study: Path) -> tuple[Path, ...]:
     Whatever else is there is somebody else's, and stays; so does a link in the directory's place.
 
     Raises:
-        EnvironmentFault: a file cannot be removed.
+        OSError: a file cannot be removed.
     """
     directory = job_directory(study)
     if directory.is_symlink() or not directory.is_dir():
         return ()
     ours = [*(one.template for one in providers().values()), *parcel.FILES, REQUEST]
     files = tuple(sorted(path for pattern in ours for path in directory.glob(pattern)))
-    try:
-        for path in files:
-            path.unlink()
-    except OSError as error:
-        raise EnvironmentFault(f"cannot remove {directory}: {words_of(error)}") from error
+    for path in files:
+        path.unlink()
     # Not where something else is in them.
     with suppress(OSError):
         directory.rmdir()

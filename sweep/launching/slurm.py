@@ -18,7 +18,7 @@ from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage.directory import SPOOL
-from storage.files import WRITTEN_BY, replace, writing
+from storage.files import WRITTEN_BY, replace
 from sweep.launching.there import SWEEP, Supervisor
 
 WARNING_SECONDS = 300
@@ -146,8 +146,8 @@ def submit(script: str, path: Path) -> str:
 
     Raises:
         InputError: sbatch refuses it; in its own words.
-        EnvironmentFault: there is no sbatch here, it does not reach its controller, or the script
-            cannot be written.
+        EnvironmentFault: there is no sbatch here, or it does not reach its controller.
+        OSError: the script cannot be written.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -155,10 +155,9 @@ def submit(script: str, path: Path) -> str:
             "there is no sbatch here, so nothing was submitted: run this on a machine of the "
             "cluster, or print the script with --dry-run and submit it there"
         )
-    with writing(path):
-        # A link, or a file that others may read, gives way.
-        path.unlink(missing_ok=True)
-        replace(path, script.encode())
+    # A link, or a file that others may read, gives way.
+    path.unlink(missing_ok=True)
+    replace(path, script.encode())
     command = [sbatch, "--parsable", str(path)]
     try:
         done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120)

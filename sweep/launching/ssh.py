@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from search_spaces.errors import EnvironmentFault, InputError, quote
@@ -101,12 +100,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         close = [*self._command, "-O", "exit", "--", f"ssh://{self.address}"]
         subprocess.run(close, capture_output=True, check=False)
         self._directory.cleanup()
@@ -114,19 +108,12 @@ class Connection:
     def start(
         self, command: str, *, stdin: IO[bytes], stdout: IO[bytes] | int, stderr: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Return a command that runs there, in the user's shell; it reads from a file's beginning.
-
-        Raises:
-            EnvironmentFault: ssh cannot be started.
-        """
+        """Return a command that runs there, in the user's shell; it reads a file from its start."""
         stdin.seek(0)
         line = [*self._command, "--", f"ssh://{self.address}", command]
-        try:
-            return subprocess.Popen(
-                line, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
-            )
-        except OSError as error:
-            raise EnvironmentFault(f"ssh cannot be started: {error.strerror}") from error
+        return subprocess.Popen(
+            line, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+        )
 
     def call(self, command: str, stdin: IO[bytes]) -> IO[bytes]:
         """Return what a command prints there, in a temporary file that is the caller's to close.

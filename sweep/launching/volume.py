@@ -9,7 +9,6 @@ beside it gives way. Runs as ``python -P -m sweep.launching.volume``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -294,22 +293,23 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sweep` on this machine as the options say; return its exit code for the provider."""
-    parser = argparse.ArgumentParser(prog="python -P -m sweep.launching.volume")
-    parser.add_argument("--volume", type=Path, required=True, help="directory of this study alone")
-    parser.add_argument("--limit-seconds", type=float, required=True, help="of all machines")
-    parser.add_argument("--overhead-seconds", type=float, default=0.0, help="of each machine")
-    parser.add_argument("--since", type=Path, help="file with the second the machine began")
-    parser.add_argument("command", nargs="+", help="what follows `sweep`")
-    options = parser.parse_args(arguments)
-    paid, limit, since, machine = options.volume / "paid.json", options.limit_seconds, None, None
-    if options.since is not None and options.since.exists():
-        since = float(options.since.read_text(encoding="ascii"))
+    """Run `sweep` on this machine; return its exit code for the provider.
+
+    Args:
+        arguments: the study's own directory on the volume, the seconds that all machines may take,
+            those of each that are not seen from inside, a file with the second that this machine
+            began or '', and what follows `sweep`.
+    """
+    volume, limit, overhead, begun, *words = sys.argv[1:] if arguments is None else arguments
+    since, machine = time.time(), None
+    if begun:
+        since = float(Path(begun).read_text(encoding="ascii"))
         # A second start on this machine is told by that.
         machine = f"{since:.0f}-{socket.gethostname()}"
-    ledger = Ledger(paid, limit, since or time.time(), options.overhead_seconds, machine=machine)
-    copies = Copies(options.volume, Path(tempfile.mkdtemp(prefix="sweep-rented-")))
-    return keep([sys.executable, "-P", "-c", SWEEP, *options.command], copies=copies, ledger=ledger)
+    paid = Path(volume, "paid.json")
+    ledger = Ledger(paid, float(limit), since, float(overhead), machine=machine)
+    copies = Copies(Path(volume), Path(tempfile.mkdtemp(prefix="sweep-rented-")))
+    return keep([sys.executable, "-P", "-c", SWEEP, *words], copies=copies, ledger=ledger)
 
 
 if __name__ == "__main__":

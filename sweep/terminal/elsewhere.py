@@ -16,14 +16,13 @@ from typing import Any
 from reports import units
 from search_spaces.costs import SECONDS_PER_HOUR
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
+from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from search_spaces.prices import PRICE_OPTION
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace, parse_duration
 from storage.files import replace as put
-from storage.files import writing
 from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.texts import prepare_texts
@@ -130,17 +129,13 @@ def _followed(
 def _keep(there: RemoteStudy, name: str, address: str, *, url: str) -> None:
     home = runs_directory()
     with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
-        try:
-            found = there.fetch(Path(directory))
-        except OSError as error:
-            raise EnvironmentFault(f"no room in {directory}: {words_of(error)}") from error
-        if found.database.exists():
-            kept: dict[str, Any] = {"database": found.database, "files": found.files}
-            take_in(name, host=address, url=url, home=home, **kept)
-    if found.left_out:
+        database, files, left_out = there.fetch(Path(directory))
+        if database.exists():
+            take_in(name, host=address, database=database, files=files, url=url, home=home)
+    if left_out:
         note_folded(
             f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
-            f"{', '.join(found.left_out)}."
+            f"{', '.join(left_out)}."
         )
 
 
@@ -301,9 +296,8 @@ def on_rented(
         wheel = parcel.write(file.parent)
     inputs = {REQUEST: own.absolute(), **files}
     rental = Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
-    with writing(file):
-        put(own, sent.model_dump_json().encode())
-        put(file, rental.text().encode())
+    put(own, sent.model_dump_json().encode())
+    put(file, rental.text().encode())
     command, results = rental.command("start", file), rental.command("results")
     note_folded(cost_words(cost, machine), indent=2)
     if is_started and not is_sure:
@@ -316,8 +310,6 @@ def on_rented(
         except KeyboardInterrupt:
             note(f"It may go on at {provider.title}; what stops it: {rental.command('stop')}")
             raise
-        except OSError as error:
-            raise EnvironmentFault(f"cannot run {words[0]}: {error.strerror}") from error
         if code:
             raise EnvironmentFault(
                 f"`{command}` ended with exit code {code}: what it said is above"

@@ -311,12 +311,10 @@ def test_a_file_that_is_too_large_is_named_and_the_database_is_always_fetched(
         (runs / study.place.name / file).write_bytes(b"x" * size)
     with contextlib.closing(sqlite3.connect(runs / "sweep.db")) as database:
         database.execute("CREATE TABLE mine (id)")
-    fetched = study.fetch(tmp_path, bytes_max=50)
-    assert {name: path.read_bytes() for name, path in fetched.files.items()} == {
-        "spool.jsonl": b"x" * 10
-    }
-    assert fetched.left_out == ("worker.log",)
-    with contextlib.closing(sqlite3.connect(fetched.database)) as database:
+    copy, files, left_out = study.fetch(tmp_path, bytes_max=50)
+    assert {name: path.read_bytes() for name, path in files.items()} == {"spool.jsonl": b"x" * 10}
+    assert left_out == ["worker.log"]
+    with contextlib.closing(sqlite3.connect(copy)) as database:
         assert database.execute("SELECT * FROM mine").fetchall() == []
 
 

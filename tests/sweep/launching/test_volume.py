@@ -343,8 +343,7 @@ def test_the_module_runs_sweep_and_a_second_start_on_one_machine_is_paid_for_onc
         done = subprocess.run(
             [
                 *(sys.executable, "-P", "-m", "sweep.launching.volume"),
-                *("--volume", str(tmp_path / "volume"), "--limit-seconds", "600"),
-                *("--since", str(tmp_path / "since"), "--", "presets"),
+                *(str(tmp_path / "volume"), "600", "0", str(tmp_path / "since"), "presets"),
             ],
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,
