@@ -15,68 +15,48 @@ from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
 from sweep.export.formats import export
-from sweep.finetuning.subject import (
-    Subject,
-    candidates,
-    next_smaller,
-    refuse_too_large,
-    subject_of,
-)
+from sweep.finetuning.subject import candidates, next_smaller, refuse_too_large, subject_of
 from sweep.predict.memory.prediction import Fit
 from tests.sweep.export.studies import a_study
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
+LARGE = TrialConfig(micro_batch_size=4, seq_len=512)
 
 
-def missing(name: str) -> StudySnapshot:
-    raise InputError(f"no study '{name}'")
+def study(name: str) -> StudySnapshot:
+    """Read study a10, or demo; there is no other."""
+    if name not in ("a10", "demo-study"):
+        raise InputError(f"no study '{name}'")
+    return a_study(WINNER, name=name, model=load_model_spec("mistral-7b-v0.3"))
 
 
-def of(name: str, **options: object) -> Subject:
-    values = {"number": None, "model": None, "read_study": missing, **options}
-    return subject_of(name, **values)  # type: ignore[arg-type]
-
-
-def study(**options: object) -> StudySnapshot:
-    return a_study(WINNER, model=load_model_spec("mistral-7b-v0.3"), **options)  # type: ignore[arg-type]
+def of(name: str, *, number: int | None = None, model: str | None = None) -> Any:
+    return subject_of(name, number=number, model=model, read_study=study)
 
 
 def test_the_winner_of_a_study_comes_with_its_record() -> None:
-    subject = of("a10", read_study=lambda _: study(name="a10"))
+    subject = of("a10")
     assert subject.config == WINNER
     assert subject.words == "the winner of study 'a10', trial 17"
-    assert subject.record is not None
     assert subject.record.measurement.tokens_per_second == 16_800.0
-    other = of("a10", model="demo", read_study=lambda _: study())
+    other = of("a10", model="demo")
     assert (other.model.name, other.record) == ("demo", None)
-
-
-def test_a_trial_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match="has no trial 7"):
-        of("a10", number=7, read_study=lambda _: study())
 
 
 def test_a_shipped_model_is_the_standard_recipe_where_no_study_has_its_name() -> None:
     assert of("demo").config == TrialConfig()
     assert "no study 'demo'" in of("demo").words
-    assert of("demo", read_study=lambda _: study(name="demo")).config == WINNER
-    with pytest.raises(InputError, match=r"no study 'dmo'.*did you mean 'demo'"):
-        of("dmo")
-    with pytest.raises(InputError, match="no study 'demo'"):
-        of("demo", number=3)
 
 
 def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Path) -> None:
     alone, exported = tmp_path / "alone.json", tmp_path / "exported.json"
     alone.write_text(json.dumps({"lora_rank": 4}))
-    exported.write_text(export(study(name="a10"), format="json"))
+    exported.write_text(export(study("a10"), format="json"))
     assert of(str(alone), model="demo").config == TrialConfig(lora_rank=4)
     subject = of(str(exported))
     layers = {"target_modules": ("k_proj", "o_proj", "q_proj", "v_proj")}
     assert subject.config == canonical(WINNER).model_copy(update=layers)
-    assert subject.model.name == "mistral-7b-v0.3"
-    assert subject.record is not None
-    assert subject.record.label == "trial 17 of study 'a10'"
+    assert (subject.model.name, subject.record.number) == ("mistral-7b-v0.3", 17)
     assert of(str(exported), model="demo").record is None
     with pytest.raises(InputError, match="says no model: name one with --model"):
         of(str(alone))
@@ -85,18 +65,25 @@ def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("name", "number", "said"),
     [
-        ('{"lora_rnk": 4}', "lora_rank"),
-        ('{"config": 3, "model": "demo"}', "not whole"),
-        ("[]", "object"),
-        ("{", "x.json"),
+        ("a10", 7, "has no trial 7"),
+        ("dmo", None, "did you mean 'demo'"),
+        ("demo", 3, "no study 'demo'"),
+        ('{"lora_rnk": 4}', None, "lora_rank"),
+        ('{"config": 3, "model": "demo"}', None, "not whole"),
+        ("[]", None, "object"),
+        ("{", None, "x.json"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "x.json").write_text(text)
+def test_what_is_no_study_and_no_configuration_is_named(
+    tmp_path: Path, name: str, number: int | None, said: str
+) -> None:
+    if not name.isalnum():
+        (tmp_path / "x.json").write_text(name)
+        name = str(tmp_path / "x.json")
     with pytest.raises(InputError, match=said):
-        of(str(tmp_path / "x.json"), model="demo")
+        of(name, number=number, model="demo")
 
 
 def test_smaller_configurations_train_the_same_before_they_train_another_thing() -> None:
@@ -110,32 +97,24 @@ def test_smaller_configurations_train_the_same_before_they_train_another_thing()
     assert shortest[-1] == 1
 
 
-class Predicted:
-    """What needs so many bytes."""
-
-    def __init__(self, bytes_: int, budget: int) -> None:
-        self.peak_allocated_bytes, self.fit = bytes_, self.fits_in(bytes_, budget)
-        self.memory = self
-
-    @staticmethod
-    def fits_in(bytes_: int, budget: int) -> Fit:
-        return Fit.YES if bytes_ <= budget else Fit.NO
-
-    def fits(self, budget: int) -> Fit:
-        return self.fits_in(self.peak_allocated_bytes, budget)
-
-    def needed_bytes(self, budget: int) -> int:
-        return max(self.peak_allocated_bytes, budget)
-
-
 def forecaster(
     budget: int, needs: Callable[[TrialConfig], int] | None, is_valid: Any = lambda _: True
 ) -> Any:
     """Return what predicts a configuration's memory; None predicts nothing."""
 
+    def fits(bytes_: int, room: int) -> Fit:
+        return Fit.YES if bytes_ <= room else Fit.NO
+
     def expect(config: TrialConfig) -> Any:
-        nothing = SimpleNamespace(memory=None)
-        return nothing if needs is None else Predicted(needs(config), budget)
+        if needs is None:
+            return SimpleNamespace(memory=None)
+        bytes_ = needs(config)
+        memory = SimpleNamespace(
+            peak_allocated_bytes=bytes_,
+            fits=lambda room: fits(bytes_, room),
+            needed_bytes=lambda room: max(bytes_, room),
+        )
+        return SimpleNamespace(memory=memory, fit=fits(bytes_, budget))
 
     return SimpleNamespace(budget_bytes=budget, expect=expect, is_valid=is_valid)
 
@@ -150,17 +129,23 @@ def by_rows(config: TrialConfig) -> int:
 
 
 def test_what_is_predicted_not_to_fit_is_refused_with_the_next_smaller_that_does() -> None:
-    config = TrialConfig(micro_batch_size=4, seq_len=512)
     with pytest.raises(NothingFits) as refused:
-        refuse_too_large(config, forecaster(1100 * 2**20, by_tokens))
+        refuse_too_large(LARGE, forecaster(1100 * 2**20, by_tokens))
     for words in ("needs 2.00 GiB", "budget is 1.07 GiB", "micro_batch_size 2", "1.00 GiB"):
         assert words in str(refused.value)
-    refuse_too_large(config, forecaster(2**31, by_tokens))
-    refuse_too_large(config, forecaster(1, None))
-    assert next_smaller(config, forecaster(1, by_tokens)) is None
-    # After out of memory: less than was predicted of what ran out.
-    told = next_smaller(config, forecaster(2**32, by_rows), has_run_out=True)
-    assert told == "micro_batch_size 1, effective_batch_size 4 (predicted: 1.00 GiB)"
-    valid = forecaster(1, None, is_valid=lambda other: other.micro_batch_size < 2)
-    told = next_smaller(config, valid, has_run_out=True)
-    assert told == "micro_batch_size 1, effective_batch_size 4 (not predicted)"
+    refuse_too_large(LARGE, forecaster(2**31, by_tokens))
+    refuse_too_large(LARGE, forecaster(1, None))
+    assert next_smaller(LARGE, forecaster(1, by_tokens)) is None
+
+
+@pytest.mark.parametrize(
+    ("expects", "words"),
+    [
+        # Less than was predicted of what ran out.
+        (forecaster(2**32, by_rows), "predicted: 1.00 GiB"),
+        (forecaster(1, None, lambda other: other.micro_batch_size < 2), "not predicted"),
+    ],
+)
+def test_what_is_named_after_out_of_memory(expects: Any, words: str) -> None:
+    told = next_smaller(LARGE, expects, has_run_out=True)
+    assert told == f"micro_batch_size 1, effective_batch_size 4 ({words})"
