@@ -14,12 +14,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search_spaces.config import (
-    EIGHT_BIT,
-    TORCH_DTYPES,
-    allocator_settings,
-    liger_kernels,
-)
+from search_spaces.config import EIGHT_BIT, TORCH_DTYPES, allocator_settings
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.files import WRITTEN_BY
@@ -33,7 +28,6 @@ SURFACE = "surface"
 _COMMENT_WIDTH = 96
 _ROWS, _KERNELS = "rows.py", "eight_bit.py"
 """What lies beside a script: it reads examples, and stores and computes in 8 bits."""
-_SCRIPT_TRIED = "Tried with transformers 5.10.1 to 5.17.0, PEFT 0.19 to 0.21.2, TRL 1.15 to 1.16."
 
 
 @dataclass(frozen=True)
@@ -94,11 +88,6 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
         return Export(surface_text(snapshot))
     record = record_of(snapshot, number=number).model_copy(update={"format": format})
     return _FORMATS[format][0](record)
-
-
-def export(snapshot: StudySnapshot, *, format: str, number: int | None = None) -> str:
-    """Return the text of `exported`."""
-    return exported(snapshot, format=format, number=number).text
 
 
 # Documents for programs
@@ -165,39 +154,22 @@ def _script(record: Record) -> Export:
         for key, sentence in trainers.unsupported(record, "trl").items()
         if key == "sharding"
     )
-    training = trainers.training_arguments(record) | {"optim": config.optimizer}
-    training |= {"save_total_limit": 2, "remove_unused_columns": False}
-    if liger := liger_kernels(config.kernels):
-        training |= {"use_liger_kernel": True, "liger_kernel_config": liger}
-    if texts:
-        training |= {"per_device_eval_batch_size": config.micro_batch_size}
-        training |= {"prediction_loss_only": True}
-        if config.packing == "grouped":
-            training |= {"train_sampling_strategy": "group_by_length"}
-            training |= {"length_column_name": "length"}
     is_whole = config.quantized_count(record.layers) == record.layers
     text = _template("script.py.j2").render(
-        header=comment((*facts(record), _SCRIPT_TRIED, *lost)),
-        beside=list(copied),
-        eight_bit=_KERNELS in copied,
+        header=comment((*facts(record), trainers.trainers()["script"]["tried"], *lost)),
+        record=record,
         config=config,
+        texts=texts,
+        beside=list(copied),
         gpus=config.data_parallel,
         lora=lora_options(record),
-        base=config.model_dump(
-            mode="json", include={"quantization", "double_quant", "quantized_fraction"}
-        ),
-        rows=config.model_dump(mode="json", include={"packing", "attention", "compile"}),
-        measurement=record.measurement,
-        weights=record.model.weights,
         dtype=TORCH_DTYPES[record.dtype],
         adapter_dtype=TORCH_DTYPES[config.adapter_dtype],
         quantized_whole=is_whole,
         partly_quantized=config.is_quantized and not is_whole,
         environment=allocator_settings(config.expandable_segments),
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
-        texts=texts,
-        training=training,
-        output=record.output_dir,
+        training=trainers.spelled(record, "script"),
     )
     needed = {
         name: f"# {WRITTEN_BY}, for the scripts beside it.\n"

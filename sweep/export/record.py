@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    computed_field,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from reports import units, words
 from reports.sentences import status_words
@@ -41,13 +32,9 @@ from storage.files import WRITTEN_BY
 from storage.ranking import NoGain, Ranking, measured_of, rank_study
 from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
 
-Trainer = Literal["trl", "axolotl", "llama-factory", "unsloth"]
-"""Those that others wrote, and files are exported for."""
+Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
+"""What trains an exported file: transformers' `Trainer` in our script, or a program of others."""
 
-_LIBRARIES = (
-    *("torch", "transformers", "peft", "bitsandbytes", "accelerate", "liger-kernel", "trl"),
-    "datasets",
-)
 _EVERY_LINEAR = "all-linear"
 
 
@@ -126,13 +113,6 @@ class RecordedTexts(_Part):
         return self.summary.text_column or "text"
 
 
-class RecordedBaseline(_Part):
-    """The trial that a gain is over."""
-
-    trial: int
-    tokens_per_second: float
-
-
 class Provenance(_Part):
     """Where a measurement comes from; null where nothing recorded it."""
 
@@ -148,7 +128,8 @@ class Provenance(_Part):
     """What the trial is in its study, in words."""
     certainty: str = ""
     """Whether it was measured again, and what to type where it was not."""
-    baseline: RecordedBaseline | None = None
+    baseline_trial: int | None = None
+    baseline_tokens_per_second: float | None = None
     gain: Ratio | None = None
     no_gain: NoGain | None = None
     """Why no gain over it is stated."""
@@ -178,18 +159,6 @@ class Record(_Part):
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an optimizer step."""
-        return self.config.accumulation_steps
-
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def output_dir(self) -> str:
         """A directory for what a training leaves: no other export has it."""
@@ -277,10 +246,11 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    again, is_best = (
-        ranking.is_measured_again(trial),
-        best is not None and trial.number == best.number,
-    )
+    names = resolve_targets(trial.config, spec)
+    targets = _EVERY_LINEAR if _EVERY_LINEAR in names else tuple(sorted(names))
+    place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
+    again = ranking.is_measured_again(trial)
+    is_best = best is not None and trial.number == best.number
     is_confirmed = ranking.is_confirmed if is_best else again
     gain = ranking.gain_of(trial)
     baseline = ranking.reference_for(trial.config) or ranking.baseline
@@ -288,11 +258,13 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         study=snapshot.name,
         number=trial.number,
         model=RecordedModel(
-            **spec.to_json(), weights=_place(spec), fingerprint=definition.model_fingerprint
+            **spec.to_json(),
+            weights=None if spec.source == "shipped" else place,
+            fingerprint=definition.model_fingerprint,
         ),
         weights=definition.space.weights,
         gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=_resolved(trial.config, spec),
+        config=canonical(trial.config).model_copy(update={"target_modules": targets}),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
         texts=_texts(snapshot),
@@ -309,13 +281,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             certainty=status_words(ranking, study=snapshot.name)
             if is_best
             else f"{'' if again else 'not '}measured again",
-            baseline=None
-            if baseline is None
-            else RecordedBaseline(
-                trial=baseline.number, tokens_per_second=measured_of(baseline).tokens_per_second
-            ),
+            baseline_trial=baseline and baseline.number,
+            baseline_tokens_per_second=baseline and measured_of(baseline).tokens_per_second,
             gain=gain.ratio,
-            no_gain=None if baseline is None else gain.reason,
+            no_gain=gain.reason,
         ),
     )
 
@@ -333,20 +302,6 @@ def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecor
             "that was"
         )
     return record
-
-
-def _place(spec: ModelSpec) -> str | None:
-    """Return where weights are, a directory or a hub id; None for a shipped architecture."""
-    if spec.source == "shipped":
-        return None
-    return str(spec.path) if spec.source == "directory" and spec.path else spec.name
-
-
-def _resolved(config: TrialConfig, spec: ModelSpec) -> TrialConfig:
-    """Return a configuration with every default and set of layers written out."""
-    names = resolve_targets(config, spec)
-    targets = _EVERY_LINEAR if _EVERY_LINEAR in names else tuple(sorted(names))
-    return canonical(config).model_copy(update={"target_modules": targets})
 
 
 def _texts(snapshot: StudySnapshot) -> RecordedTexts | None:
@@ -393,30 +348,27 @@ def read_record(typed: str) -> tuple[Record, Path]:
             )
         (path,) = found
     record = beside(path)
-    if record.is_file():
-        told = parse_object(read_text(record, label=str(record)), where=str(record))
-        return parse_record(told, where=str(record)), path.resolve()
-    values = _document(path, label=typed) or {}
-    if not {"config", "measurement"} <= values.keys():
+    is_alone = not record.is_file()
+    values = _document(path if is_alone else record, label=typed if is_alone else str(record))
+    if is_alone and not {"config", "measurement"} <= values.keys():
         raise InputError(
             f"{typed}: no record of what was measured in it or beside it ({record.name}): name a "
             "study, or a file that `sweep export --format script`, trl, json or yaml wrote"
         )
-    alone = parse_record(values, where=typed).model_copy(update={"format": "json"})
-    return alone, path.resolve()
+    told = parse_record(values, where=typed)
+    return told.model_copy(update={"format": "json"}) if is_alone else told, path.resolve()
 
 
-def _document(path: Path, *, label: str) -> dict[str, Any] | None:
-    """Return the values of a JSON or YAML file; None of another."""
+def _document(path: Path, *, label: str) -> dict[str, Any]:
+    """Return the values of a JSON or YAML file; of another none."""
     if path.suffix == ".json":
         return parse_object(read_text(path, label=label), where=label)
-    if path.suffix not in (".yaml", ".yml"):
-        return None
+    is_yaml = path.suffix in (".yaml", ".yml")
     try:
-        values = yaml.safe_load(read_text(path, label=label))
+        values = yaml.safe_load(read_text(path, label=label)) if is_yaml else None
     except yaml.YAMLError as error:
         raise InputError(f"{label}: no YAML: {str(error).splitlines()[0]}") from error
-    return values if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 def parse_record(values: dict[str, Any], *, where: str) -> Record:
@@ -425,9 +377,12 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
     Raises:
         InputError: names the key that is missing or cannot be.
     """
-    best = values.get("best")
+    best, model = values.get("best"), values.get("model")
+    told = {**values, **best} if isinstance(best, dict) else values
     try:
-        return Record.model_validate({**values, **best} if isinstance(best, dict) else values)
+        return Record.model_validate(
+            {**told, "model": {"name": model}} if isinstance(model, str) else told
+        )
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         key = ".".join(map(str, fault["loc"]))
@@ -444,7 +399,7 @@ def facts(record: Record) -> tuple[str, ...]:
     origin = record.provenance
     assert origin is not None, "a study's record has one"
     here, versions = record.environment, record.environment.get("versions") or {}
-    known = [f"{name} {versions[name]}" for name in _LIBRARIES if versions.get(name)]
+    known = [f"{name} {v}" for name, v in versions.items() if v and name != "qlora-sweep"]
     kinds = [
         KNOBS[key].phrase(getattr(record.config, key)) for key in ("quantization", "compute_dtype")
     ]
@@ -484,16 +439,16 @@ def figures(measured: Measurement) -> str:
 def gain_words(record: Record) -> str:
     """Return how the trial compares with its study's baseline, as a sentence."""
     origin = record.provenance
-    if origin is None or origin.baseline is None:
+    if origin is None or origin.baseline_trial is None:
         return "Baseline: none was measured beside it, so no gain is stated."
-    if origin.baseline.trial == record.number:
+    if origin.baseline_trial == record.number:
         return "Baseline: this trial itself, so there is no gain to state."
     gained = f"not stated: {words.why_no_gain(origin.no_gain, 'it')}"
     if origin.gain is not None:
         gained = words.gain(origin.gain)
     return (
-        f"Baseline: trial {origin.baseline.trial}, "
-        f"{units.rate(origin.baseline.tokens_per_second)} tokens/s; gain {gained}."
+        f"Baseline: trial {origin.baseline_trial}, "
+        f"{units.rate(origin.baseline_tokens_per_second)} tokens/s; gain {gained}."
     )
 
 

@@ -62,7 +62,8 @@ def spelled(record: Record, trainer: Trainer) -> dict[str, Any]:
     for setting, options in known["when"].items():
         told |= options.get(cases[setting], {})
     found: dict[str, Any] = _filled(told, _values(record))
-    return found | training_arguments(record) if trainer in ("trl", "llama-factory") else found
+    is_of_transformers = trainer in ("script", "trl", "llama-factory")
+    return found | training_arguments(record) if is_of_transformers else found
 
 
 def training_arguments(record: Record) -> dict[str, Any]:
@@ -120,6 +121,9 @@ def _values(record: Record) -> dict[str, Any]:
         "recomputed": recomputed,
         "recomputed_layers": recomputed
         and {**recomputed, **({"every_n_layers": nth} if nth else {})},
+        "eval_batch_size": config.micro_batch_size if record.texts else None,
+        "is_evaluated": True if record.texts else None,
+        "liger": layers,
         "liger_layers": config.kernels == "liger",
         "liger_without_loss": {**layers, "fused_linear_cross_entropy": False},
     }

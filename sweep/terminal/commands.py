@@ -11,7 +11,7 @@ from reports.comparison import Comparison, compare, of_plan, of_study
 from reports.page import render, render_comparison, write_page
 from search_spaces.costs import AskedWork
 from search_spaces.documents import parse_object, read_text
-from search_spaces.errors import InputError, listed, quote
+from search_spaces.errors import InputError, quote
 from search_spaces.models import ModelSpec
 from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, is_file_name
@@ -156,7 +156,7 @@ def export(
     export = formats.exported(snapshot, format=format, number=trial)
     lost = list(export.lost)
     if path is None and export.beside:
-        lost.append(f"it needs {listed(export.beside)} beside it, which -o FILE writes too.")
+        lost.append(f"it needs {' and '.join(export.beside)} beside it, which -o FILE writes too.")
     if path is None and export.record:
         lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
     for sentence in lost:

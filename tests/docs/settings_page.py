@@ -184,7 +184,7 @@ def _section(key: str, rows: list[Row], searched: dict[str, str]) -> list[str]:
     option = OPTION_KEYS.get(key, f"--set {key}=...")
     said = [
         f"{trainer['name']} `{option}`"
-        for trainer in trainers().values()
+        for trainer in list(trainers().values())[1:]
         for option, value in trainer["options"].items()
         if value == f"${key}"
     ]

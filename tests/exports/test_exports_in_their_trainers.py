@@ -17,8 +17,7 @@ import pytest
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
-from sweep.export.formats import export
-from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import TINY, tiny_config
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
-from sweep.export.formats import export
 from sweep.export.record import Record, RecordedModel, record_of
 from sweep.hugging_face import (
     ThroughputCallback,
@@ -29,7 +28,7 @@ from sweep.hugging_face import (
     trl_args,
 )
 from sweep.training.adapters import attached
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, export
 from tests.sweep.export.test_export_script import described
 from tests.sweep.export.weights import saved_model
 from tests.sweep.training.tiny import TINY, tiny_base, tiny_config

@@ -10,8 +10,7 @@ import pytest
 
 from search_spaces.models import ModelSpec
 from storage.definition import StudySnapshot
-from sweep.export.formats import export
-from tests.sweep.export.studies import imported
+from tests.sweep.export.studies import export, imported
 from tests.sweep.export.weights import saved_model
 
 

@@ -16,6 +16,7 @@ from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, TrialRecord
 from sweep.data import rows
+from sweep.export.formats import exported
 
 MODEL = ModelSpec(
     name="mistral-7b-v0.3",
@@ -120,3 +121,8 @@ def imported(script: str, path: Path) -> ModuleType:
     sys.modules["rows"] = rows
     spec.loader.exec_module(module)
     return module
+
+
+def export(study: StudySnapshot, *, format: str) -> str:
+    """Return the text of a study's winner in a format."""
+    return exported(study, format=format).text

@@ -1,154 +1,122 @@
-"""``sweep export``: a recipe on stdout or in a file, and one message where there is none."""
+"""``sweep export``: a winner on stdout or in files, and one message where there is none."""
 
 from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from optuna.samplers import RandomSampler
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.linears import CapacityClass
 from storage.reading import read_study
+from storage.study import open_study
 from sweep.cli import main
 from sweep.export.formats import format_names
 from sweep.predict.forecast import Forecaster
 from sweep.running.replay import ReplayRunner
 from sweep.study.driver import Driver
 from sweep.study.tuner import tune
-from sweep.training import eight_bit
-from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+from tests.sweep.simulated_device import BUDGET, MODEL, a_definition, train
 
-TOO_LARGE = {"trials": 1, "baseline": {"micro_batch_size": 32, "checkpoint_fraction": 0.0}}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    return tmp_path
+SPACES: dict[str, dict[str, Any]] = {
+    "study": {"trials": 3},
+    "8-bit": {"trials": 1, "fixed": {"compute_dtype": "fp8", "quantization": "fp8"}},
+    "too-large": {"trials": 1, "baseline": {"micro_batch_size": 32, "checkpoint_fraction": 0.0}},
+}
+Said = Callable[..., tuple[int, str, str]]
 
 
-def finished_study(home: Path, **space: Any) -> str:
-    """Run a short study on a simulated GPU and return its name."""
-    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-    with a_study(home / "runs", **({"trials": 3} | space)) as study:
-        tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
-    return "study"
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with short studies on a simulated GPU."""
+    home = tmp_path_factory.mktemp("home")
+    for name, space in SPACES.items():
+        forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
+        url, runs = f"sqlite:///{home}/runs/sweep.db", home / "runs"
+        made = {"definition": a_definition(**space), "sampler": RandomSampler(seed=0)}
+        with open_study(name, url=url, environment={}, home=runs, **made) as study:
+            tune(Driver(study, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWEEP_HOME", str(home))
+        yield home
 
 
-def test_the_winner_goes_to_stdout_or_to_a_file(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study, path = finished_study(home), home / "axolotl.yaml"
-    assert main(["export", study, "--format", "script"]) == 0
-    printed = capsys.readouterr().out
+@pytest.fixture
+def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run the command; return its exit code, and what it says on stdout and stderr."""
+
+    def run(*options: str) -> tuple[int, str, str]:
+        code = main(["export", *options])
+        out, err = capsys.readouterr()
+        return code, out, " ".join(err.split())
+
+    return run
+
+
+def test_the_winner_goes_to_stdout_or_to_a_file(said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    code, printed, err = said("study", "--format", "script")
+    assert code == 0
+    assert "it needs rows.py beside it" in err
     ast.parse(printed)
-    assert main(["export", study, "-o", "-"]) == 0
-    assert capsys.readouterr().out == printed
-    assert main(["export", study, "--format", "axolotl", "-o", str(path)]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
-    assert yaml.safe_load(path.read_text())["base_model"].endswith(MODEL.name)
+    assert said("study", "-o", "-")[1] == printed
+    assert said("study", "--format", "axolotl", "-o", str(path))[:2] == (0, f"{path}\n")
+    assert said("study", "--format", "json")[::2] == (0, ""), "it can say all"
 
 
-def test_a_script_that_computes_in_8_bits_has_its_kernels_beside_it(
-    home: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_script_imports_and_its_record_are_written_beside_it(
+    said: Said, tmp_path: Path
 ) -> None:
-    study = finished_study(home, fixed={"compute_dtype": "fp8", "quantization": "fp8"})
-    path, kernels = home / "train.py", home / "eight_bit.py"
-    export = ["export", study, "-o", str(path)]
+    path, kernels, rows = (tmp_path / name for name in ("train.py", "eight_bit.py", "rows.py"))
+    export = ("8-bit", "-o", str(path))
     kernels.write_text("mine = 1\n")
-    assert main(export) == 2
-    assert "eight_bit.py is not sweep's to replace" in capsys.readouterr().err
-    assert not path.exists()
+    code, _, err = said(*export)
+    assert (code, path.exists()) == (2, False)
+    assert "eight_bit.py is not sweep's to replace" in err
     kernels.unlink()
-    assert main(export) == 0
-    assert capsys.readouterr().out == f"{path}\n{home / 'rows.py'}\n{kernels}\n{path}.json\n"
-    assert kernels.read_text().endswith(Path(eight_bit.__file__).read_text())
-    assert main(export) == 0, "both are sweep's to replace"
-    assert main([*export[:2], "-o", str(kernels)]) == 2
-    capsys.readouterr()
-    assert main(export[:2]) == 0
-    assert "rows.py or eight_bit.py beside it" in " ".join(capsys.readouterr().err.split())
+    assert said(*export)[:2] == (0, f"{path}\n{rows}\n{kernels}\n{path}.json\n")
+    assert said(*export)[0] == 0, "all are sweep's to replace"
+    assert said("8-bit", "-o", str(kernels))[0] == 2
 
 
-def test_another_trial_than_the_winner_is_exported_and_says_that_it_is_not_the_best(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = finished_study(home)
-    assert main(["best", study, "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["best"]["number"]
-    records = read_study(study, url=f"sqlite:///{home}/runs/sweep.db", home=home / "runs").records
+def test_another_trial_than_the_winner_says_that_it_is_not_the_best(said: Said, home: Path) -> None:
+    best = json.loads(said("study", "--format", "json")[1])["number"]
+    records = read_study("study", url=f"sqlite:///{home}/runs/sweep.db", home=home / "runs").records
     other = next(r for r in records if r.number != best and r.measurement is not None)
-    assert main(["export", study, "--format", "json", "--trial", str(other.number)]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(said("study", "--format", "json", "--trial", str(other.number))[1])
     assert document["number"] == other.number
-    written = TrialConfig(**document["config"])
-    assert CapacityClass.of(written, MODEL) == CapacityClass.of(other.config, MODEL)
     same = {"target_modules": other.config.target_modules}
-    assert written.model_copy(update=same) == canonical(other.config)
-    assert main(["export", study, "--trial", str(other.number)]) == 0
-    assert "One of the configurations that fit, not the best" in capsys.readouterr().out
-    assert main(["export", study, "--trial", str(best)]) == 0
-    chosen = capsys.readouterr().out
-    assert main(["export", study]) == 0
-    assert capsys.readouterr().out == chosen
-
-
-def test_a_report_prices_the_training_that_is_asked_about(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = finished_study(home)
-    assert main(["report", study, "--work", "tokens=1000000", "--work", "epochs=3", "-o", "-"]) == 0
-    assert "3 epochs of 1,000,000 tokens" in capsys.readouterr().out
-    assert main(["report", study, "--work", "epochs=3"]) == 2
-    assert "epochs needs tokens or dataset-samples" in capsys.readouterr().err
+    assert TrialConfig(**document["config"]).model_copy(update=same) == canonical(other.config)
+    assert "fit, not the best" in said("study", "--trial", str(other.number))[1]
+    assert said("study", "--trial", str(best)) == said("study")
 
 
 @pytest.mark.parametrize(
-    ("options", "space", "code", "complaint"),
+    ("options", "code", "complaint"),
     [
-        (["--format", "axolot"], {}, 2, "did you mean 'axolotl'?"),
+        (["study", "--format", "axolot"], 2, "did you mean 'axolotl'?"),
         # As `best` does.
-        ([], TOO_LARGE, 1, "has nothing to export"),
-        (["--trial", "77"], {}, 2, "has no trial 77"),
-        (["--trial", "0"], TOO_LARGE, 2, "trial 0 of study 'study' was not measured to fit"),
-        (["--trial", "0", "--format", "surface"], {}, 2, "a surface is of all trials"),
+        (["too-large"], 1, "has nothing to export"),
+        (["study", "--trial", "77"], 2, "has no trial 77"),
+        (["too-large", "--trial", "0"], 2, "trial 0 of study 'too-large' was not measured to fit"),
+        (["study", "--trial", "0", "--format", "surface"], 2, "a surface is of all trials"),
     ],
 )
 def test_nothing_to_export_is_said_and_writes_nothing(
-    options: list[str],
-    space: dict[str, Any],
-    code: int,
-    complaint: str,
-    home: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], code: int, complaint: str, said: Said, tmp_path: Path
 ) -> None:
-    path = home / "recipe"
-    assert main(["export", finished_study(home, **space), *options, "-o", str(path)]) == code
-    said = capsys.readouterr()
-    assert complaint in said.err
-    assert said.out == ""
-    assert not path.exists()
+    path = tmp_path / "recipe"
+    ended, out, err = said(*options, "-o", str(path))
+    assert (ended, out, path.exists()) == (code, "", False)
+    assert complaint in err
 
 
-def test_the_help_names_every_format(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert [name for name in format_names() if name not in said] == []
-
-
-def test_what_the_trainer_cannot_do_is_said_on_stderr(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = finished_study(home)
-    assert main(["export", study, "--format", "trl"]) == 0
-    said = capsys.readouterr()
-    assert "trl: kernels" in said.err
-    assert "memory and speed differ a little from what was measured" in " ".join(said.err.split())
-    assert "trl: kernels" not in said.out
-    yaml.safe_load(said.out)
-    assert main(["export", study, "--format", "json"]) == 0
-    assert capsys.readouterr().err == ""
+def test_the_help_names_every_format_and_what_a_trainer_cannot_do_is_said(said: Said) -> None:
+    shown = said("--help")[1]
+    assert [name for name in format_names() if name not in shown] == []
+    code, out, err = said("study", "--format", "trl")
+    assert (code, "trl: kernels" in err, "trl: kernels" in out) == (0, True, False)

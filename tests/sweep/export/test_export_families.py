@@ -16,8 +16,7 @@ from search_spaces.config import liger_kernels
 from search_spaces.linears import target_sets
 from search_spaces.models import ModelSpec, shipped_models
 from storage.definition import StudySnapshot
-from sweep.export.formats import export
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, export
 from tests.sweep.export.test_export_script import described
 from tests.sweep.training.tiny import tiny_config
 

@@ -19,8 +19,8 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data import rows
-from sweep.export.formats import export, exported, format_names
-from tests.sweep.export.studies import HOSTILE, a_study, imported, some_texts
+from sweep.export.formats import exported, format_names
+from tests.sweep.export.studies import HOSTILE, a_study, export, imported, some_texts
 from tests.sweep.export.test_export_formats import dataset_info
 from tests.sweep.export.weights import a_row, saved_model, written_texts
 from tests.sweep.training.tiny import tiny_config

@@ -11,8 +11,7 @@ import yaml
 
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
-from sweep.export.formats import export
-from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.test_export_formats import studies
 from tests.sweep.export.weights import written_texts
 from tests.sweep.training.tiny import tiny_config

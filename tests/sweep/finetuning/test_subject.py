@@ -14,10 +14,9 @@ from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.models import load_model_spec
 from storage.definition import StudySnapshot
-from sweep.export.formats import export
 from sweep.finetuning.subject import candidates, next_smaller, refuse_too_large, subject_of
 from sweep.predict.memory.prediction import Fit
-from tests.sweep.export.studies import a_study
+from tests.sweep.export.studies import a_study, export
 
 WINNER = TrialConfig(micro_batch_size=8, lora_rank=32)
 LARGE = TrialConfig(micro_batch_size=4, seq_len=512)
