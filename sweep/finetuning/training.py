@@ -22,7 +22,6 @@ from search_spaces.errors import (
 )
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
-from search_spaces.rules import violation
 from search_spaces.space import SearchSpace, Weights
 from storage import files, records
 from sweep.data.choice import ReadTexts, texts_of_study, typed_texts
@@ -123,12 +122,15 @@ def prepare_training(
         output.refuse_taken(request.output)
     here = card()
     resolved = _resolved(subject, here)
+    rule = partial(resolved.violation, model=model, has_texts=True)
     if (cards := subject.config.data_parallel) > 1:
         raise InputError(
             f"{subject.words} has data_parallel {cards}, and sweep train takes one GPU: what "
             "`sweep export --format script` writes trains on several, or name another trial with "
             "--trial"
         )
+    if (broken := rule(subject.config)) is not None:
+        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     known = None if study is None else study.space.data
     choice = typed_texts(known, request.texts)
     if choice is None:
@@ -176,13 +178,7 @@ def prepare_training(
         forecaster=Forecaster(
             model=model,
             budget_bytes=budget,
-            violation=partial(
-                violation,
-                model=model,
-                compute_capability=resolved.compute_capability,
-                device=resolved.target.device,
-                has_texts=True,
-            ),
+            violation=rule,
             predictor=None if is_on_cpu else traced,
             shapes=ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed)),
             warn=warn,
@@ -191,7 +187,7 @@ def prepare_training(
         notes=tuple(filter(None, notes)),
     )
     if (broken := prepared.forecaster.broken(subject.config)) is not None:
-        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
+        raise InputError(f"{texts.summary.source}: {broken.reason}")
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     else:

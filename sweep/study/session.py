@@ -19,7 +19,7 @@ from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting, Violation, violation
+from search_spaces.rules import Setting, Violation
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.directory import keep_outcomes
@@ -451,12 +451,9 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     if is_on_card:
         least = resolved.host_capability
         memory = TracingPredictor(model, cache_dir=cache, compute_capability=least)
+    has_texts = prepared.texts is not None
     rule: Callable[[TrialConfig], Violation | None] = partial(
-        violation,
-        model=model,
-        compute_capability=resolved.compute_capability,
-        device=target.device,
-        has_texts=prepared.texts is not None,
+        resolved.violation, model=model, has_texts=has_texts
     )
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reports import units
+from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
 from search_spaces.linears import expert_weights, is_tied, linear_shapes
 from search_spaces.models import ModelSpec
+from search_spaces.rules import Violation, violation
 from search_spaces.space import SearchSpace
 from storage.definition import Target
 from sweep.running.device_info import Card
@@ -33,6 +35,18 @@ class ResolvedTarget:
     is not known."""
     host_capability: tuple[int, int] | None
     """Of the GPU that really runs; None as above."""
+
+    def violation(
+        self, config: TrialConfig, *, model: ModelSpec, has_texts: bool
+    ) -> Violation | None:
+        """Return the rule that forbids a configuration of a model here, or None."""
+        return violation(
+            config,
+            model=model,
+            compute_capability=self.compute_capability,
+            device=self.target.device,
+            has_texts=has_texts,
+        )
 
 
 def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
