@@ -53,17 +53,12 @@ class Kind:
     is_partial: bool = False
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _signalling(number: signal.Signals, times: int = 1) -> Callable[[], None]:
+    def strike() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), number)
 
-
-def _interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _interrupt_twice() -> None:
-    _interrupt()
-    _interrupt()
+    return strike
 
 
 def _raising(error: BaseException) -> Callable[[], None]:
@@ -71,14 +66,6 @@ def _raising(error: BaseException) -> Callable[[], None]:
         raise error
 
     return strike
-
-
-def _system(number: int) -> Callable[[], None]:
-    return _raising(OSError(number, os.strerror(number)))
-
-
-def _database(words: str) -> Callable[[], None]:
-    return _raising(sqlite3.OperationalError(words))
 
 
 def _jump(seconds: float) -> Callable[[], None]:
@@ -106,23 +93,31 @@ _ANY_END = frozenset({DONE, FAULT})
 """Where something else than the study was at stake, a driver may go on."""
 
 KINDS: dict[str, Kind] = {
-    "killed": Kind(_kill, frozenset({KILLED})),
-    "killed after": Kind(_kill, frozenset({KILLED}), is_after=True),
-    "interrupted": Kind(_interrupt, frozenset({INTERRUPTED, DONE})),
-    "interrupted twice": Kind(_interrupt_twice, frozenset({INTERRUPTED, DONE})),
+    "killed": Kind(_signalling(signal.SIGKILL), frozenset({KILLED})),
+    "killed after": Kind(_signalling(signal.SIGKILL), frozenset({KILLED}), is_after=True),
+    "interrupted": Kind(_signalling(signal.SIGINT), frozenset({INTERRUPTED, DONE})),
+    "interrupted twice": Kind(_signalling(signal.SIGINT, 2), frozenset({INTERRUPTED, DONE})),
     "out of memory": Kind(_raising(MemoryError()), frozenset({FAULT})),
     "blocked": Kind(lambda: time.sleep(BLOCKED_SECONDS), frozenset({DONE})),
     "clock forward": Kind(_jump(JUMP_SECONDS), frozenset({DONE})),
     "clock back": Kind(_jump(-JUMP_SECONDS), frozenset({DONE})),
-    "locked": Kind(_database("database is locked"), frozenset({DONE})),
-    "database I/O error": Kind(_database("disk I/O error"), _ANY_END),
-    "database full": Kind(_database("database or disk is full"), _ANY_END),
-    "answer lost": Kind(_database("disk I/O error"), _ANY_END, is_after=True),
-    "locked after": Kind(_database("database is locked"), frozenset({DONE}), is_after=True),
-    "I/O error": Kind(_system(errno.EIO), _ANY_END),
-    "disk full": Kind(_system(errno.ENOSPC), _ANY_END, is_partial=True),
-    "too many open files": Kind(_system(errno.EMFILE), _ANY_END),
-    "interrupted call": Kind(_system(errno.EINTR), _ANY_END),
+    "locked": Kind(_raising(sqlite3.OperationalError("database is locked")), frozenset({DONE})),
+    "database I/O error": Kind(_raising(sqlite3.OperationalError("disk I/O error")), _ANY_END),
+    "database full": Kind(_raising(sqlite3.OperationalError("database or disk is full")), _ANY_END),
+    "answer lost": Kind(
+        _raising(sqlite3.OperationalError("disk I/O error")), _ANY_END, is_after=True
+    ),
+    "locked after": Kind(
+        _raising(sqlite3.OperationalError("database is locked")), frozenset({DONE}), is_after=True
+    ),
+    "I/O error": Kind(_raising(OSError(errno.EIO, os.strerror(errno.EIO))), _ANY_END),
+    "disk full": Kind(
+        _raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), _ANY_END, is_partial=True
+    ),
+    "too many open files": Kind(
+        _raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))), _ANY_END
+    ),
+    "interrupted call": Kind(_raising(OSError(errno.EINTR, os.strerror(errno.EINTR))), _ANY_END),
     # Those of a message are the worker's doing: see `obedient_worker`.
     **{
         kind: Kind(lambda: None, frozenset({KILLED if "driver" in kind else DONE}))

@@ -1,7 +1,8 @@
 """The sweep over the n-th operation: one fault in each run of a driver, until nothing fires.
 
 Run as ``python -m tests.faults.nth_operation [OPERATION:KIND[:STRIDE] ...]``; prints a line of JSON
-for each. Every driver is a fork of this process, which has imported everything and has one thread.
+for each, or with ``--page CASES`` the rows of docs/faults.md, with at most so many cases of each.
+Every driver is a fork of this process, which has imported everything and has one thread.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def every() -> list[tuple[str, str]]:
     return [(name, kind) for name, known in OPERATIONS.items() for kind in known.kinds]
 
 
-def sweep(operation: str, kind: str, *, stride: int = 1, first: int = 1) -> Swept:
-    """Let the n-th operation go wrong for n = first, first + stride, ... until none is left."""
+def sweep(operation: str, kind: str, *, stride: int = 1) -> Swept:
+    """Let the n-th operation go wrong for n = 1, 1 + stride, ... until none is left."""
     broken: list[str] = []
-    for case, n in enumerate(range(first, CASES_MAX, stride)):
+    for case, n in enumerate(range(1, CASES_MAX, stride)):
         fault = Fault(operation, kind, n)
         with new_place(operation) as place:
             found = list(_case(place, fault))
@@ -195,14 +196,29 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def rows(cases: int) -> Iterator[str]:
+    """Yield the page's row of each operation."""
+    for name, known in OPERATIONS.items():
+        never = Fault(name, known.kinds[0], 10**9)
+        with new_place(name) as place:
+            in_a_process(place, lambda never=never, at=place: drive(at, never))
+            total = len(place.said("message")) or int(place.said("counted")[0][0])
+        found = [sweep(name, kind, stride=-(-total // cases)) for kind in known.kinds]
+        kinds = ", ".join(f"{swept.kind} {swept.cases}" for swept in found)
+        yield f"| {name} | {total} | {kinds} | {sum(len(swept.broken) for swept in found)} |"
+
+
 def main() -> None:
     """Sweep what was asked for, or everything."""
     adopt_orphans()
+    if sys.argv[1:2] == ["--page"]:
+        for row in rows(int(sys.argv[2])):
+            print(row, flush=True)
+        return
     for word in sys.argv[1:] or map(":".join, every()):
         operation, kind, *stride = word.split(":")
         swept = sweep(operation, kind, stride=int(*stride or (1,)))
-        sys.stdout.write(json.dumps(asdict(swept)) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(asdict(swept)), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from sweep.processes import bind_to_parent
 BEATS = (("attach", 0), ("warmup", 1), ("measure", 1), ("measure", 2))
 FLOOD_BYTES = 64 * 2**20
 PRINT_BYTES = 500 * 10**6
+UNIT = 1e-6
+"""Relative difference in speed of one run to the next, by which a stored result names its run."""
 MESSAGE_FAULTS = (
     "worker killed",
     "worker killed after",
@@ -74,16 +76,11 @@ class Pipe:
     def _strike(self, line: bytes) -> None:
         write: Callable[[bytes], None] = self._write
         match self._fault["kind"]:
-            case "worker killed":
+            case "worker killed" | "worker killed after" as kind:
+                write(line if "after" in kind else b"")
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "worker killed after":
-                write(line)
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "driver killed":
-                os.kill(os.getppid(), signal.SIGKILL)
-                time.sleep(60)
-            case "driver killed after":
-                write(line)
+            case "driver killed" | "driver killed after" as kind:
+                write(line if "after" in kind else b"")
                 os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(60)
             case "garbage":
@@ -109,8 +106,11 @@ class Pipe:
 
 
 def measurement(batch: int, seq_len: int, run: int) -> dict[str, Any]:
-    """Return what `short_study.measured` says of the same run."""
-    speed = (1100.0 - 50.0 * batch) * (1 + run * 1e-6)
+    """Return what is measured in the n-th run over all drivers.
+
+    The baseline is the slower one, and not by so much that it is stopped.
+    """
+    speed = (1100.0 - 50.0 * batch) * (1 + run * UNIT)
     step = batch * seq_len / speed
     return {
         "tokens_per_second": speed,

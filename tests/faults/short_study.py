@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,7 @@ from storage.definition import StudyDefinition
 from storage.directory import OUTCOME, OutcomeFile
 from storage.lease import holders
 from storage.reading import read_study
-from storage.records import RETRYABLE, Attempt, Lost, Measured, Measurement, Outcome, TrialRecord
-from storage.study import OpenStudy
+from storage.records import RETRYABLE, Attempt, Lost, Measured, Outcome, TrialRecord
 from storage.urls import parse_url
 from sweep.paths import worker_log_path
 from sweep.running.child import LOG_BYTES_MAX
@@ -41,11 +40,12 @@ from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.supervisor import Deadlines, SupervisedRunner
 from sweep.running.wire import TrialRequest
 from sweep.study import session
-from sweep.study.events import Event, Interruption, Listener, StopReason, TrialFinished
+from sweep.study.events import Event, StopReason, TrialFinished
 from sweep.study.session import Prepared, drive
 from sweep.study.targets import resolve_target
 from sweep.terminal.edge import guarded
 from tests.faults.kinds import INTERRUPTED, Fault
+from tests.faults.obedient_worker import UNIT, measurement
 
 NAME = "study"
 _SPACE = """
@@ -66,8 +66,6 @@ BATCHES = (1, 2)
 ROOT = Path(__file__).parents[2]
 _QUICK = Deadlines(start=20.0, build=2.0, attach=2.0, warmup=2.0, measure=2.0, detach=2.0)
 """A worker says everything at once, if it says anything."""
-_UNIT = 1e-6
-"""Relative difference in speed of one run to the next, by which a stored result names its run."""
 
 
 @dataclass(frozen=True)
@@ -129,38 +127,19 @@ def prepared(*, confirms: bool = True) -> Prepared:
     return Prepared(name=NAME, definition=definition, model=model, resolved=resolved, card=None)
 
 
-def _speed(config: TrialConfig) -> float:
-    """Tokens per second: the baseline is the slower one, and not by so much that it is stopped."""
-    return 1100.0 - 50.0 * config.micro_batch_size
-
-
 def measured(config: TrialConfig, run: int) -> Measured:
     """Return what the simulated worker measures in its n-th run over all drivers."""
-    speed = _speed(config) * (1 + run * _UNIT)
-    step = config.tokens_per_step / speed
-    return Measured(
-        measurement=Measurement(
-            tokens_per_second=speed,
-            samples_per_second=speed / config.seq_len,
-            step_seconds=step,
-            step_seconds_ci95=(step * 0.9999, step * 1.0001),
-            steps_measured=12,
-            steps_warmup=1,
-            peak_allocated_bytes=2**20,
-            trainable_parameters=1000,
-            final_loss=2.0,
-            setup_seconds=1.0,
-            measured_seconds=5.0,
-        )
-    )
+    known = measurement(config.micro_batch_size, config.seq_len, run)
+    return Measured.model_validate({"measurement": known})
 
 
 def run_of(record: TrialRecord) -> int | None:
     """Return which run of the worker a record holds; None where it holds none."""
     if not isinstance(record.outcome, Measured):
         return None
-    speed = record.outcome.measurement.tokens_per_second
-    return round((speed / _speed(record.config) - 1) / _UNIT)
+    first = measurement(record.config.micro_batch_size, record.config.seq_len, 0)
+    found = record.outcome.measurement.tokens_per_second / first["tokens_per_second"]
+    return round((found - 1) / UNIT)
 
 
 class JournalingRunner(ReplayRunner):
@@ -208,22 +187,6 @@ def leave(place: Place, attempt: Attempt | None, config: TrialConfig, outcome: O
         OutcomeFile(place.runs / NAME / OUTCOME).write(attempt, config, outcome)
 
 
-@contextmanager
-def watching(place: Place) -> Iterator[Any]:
-    """Yield what hears of a study's events and writes down what it is told is stored."""
-
-    @contextmanager
-    def watch(_study: OpenStudy, _interruption: Interruption) -> Iterator[Listener]:
-        def listen(event: Event) -> None:
-            if isinstance(event, TrialFinished):
-                record = event.record
-                place.say("told", record.number, record.purpose, run_of(record))
-
-        yield listen
-
-    yield watch
-
-
 def run(place: Place, *, beat: Any = lambda do: do(), worker: Fault | None = None) -> StopReason:
     """Start or resume the study and drive it to its end.
 
@@ -238,14 +201,19 @@ def run(place: Place, *, beat: Any = lambda do: do(), worker: Fault | None = Non
     def runner(_: Prepared) -> Runner:
         return JournalingRunner(place, beat) if worker is None else supervised(place, worker)
 
-    with watching(place) as watch:
-        return drive(
-            prepared(confirms=place.confirms),
-            storage=place.url,
-            watch=watch,
-            warn=lambda _: None,
-            new_runner=runner,
-        )
+    def listen(event: Event) -> None:
+        """Write down what is said to be stored."""
+        if isinstance(event, TrialFinished):
+            record = event.record
+            place.say("told", record.number, record.purpose, run_of(record))
+
+    return drive(
+        prepared(confirms=place.confirms),
+        storage=place.url,
+        watch=lambda *_: nullcontext(listen),
+        warn=lambda _: None,
+        new_runner=runner,
+    )
 
 
 def stored(place: Place) -> list[TrialRecord]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,6 @@ def place(cluster: postgres.Cluster, tmp_path: Path) -> Place:
 Trouble = Callable[[postgres.Cluster, Proxy], None]
 
 
-def terminate(cluster: postgres.Cluster, _: Proxy) -> None:
-    cluster.execute(f"SELECT pg_terminate_backend(pid) {_OTHERS}")
-
-
 def cancel(cluster: postgres.Cluster, _: Proxy) -> None:
     for _again in range(30):
         cluster.execute(f"SELECT pg_cancel_backend(pid) {_OTHERS}")
@@ -42,26 +39,9 @@ def read_only(cluster: postgres.Cluster, _: Proxy) -> None:
         time.sleep(1.0)
 
 
-def restart(cluster: postgres.Cluster, _: Proxy) -> None:
-    cluster.restart()
-
-
-def stop_in_its_tracks(cluster: postgres.Cluster, _: Proxy) -> None:
-    with cluster.stopped_in_its_tracks():
+def during(silence: AbstractContextManager[None]) -> None:
+    with silence:
         time.sleep(3.0)
-
-
-def drop_packets(_: postgres.Cluster, proxy: Proxy) -> None:
-    with proxy.silent():
-        time.sleep(3.0)
-
-
-def cut(_: postgres.Cluster, proxy: Proxy) -> None:
-    proxy.cut()
-
-
-def forget(_: postgres.Cluster, proxy: Proxy) -> None:
-    proxy.forget()
 
 
 def refuse(_: postgres.Cluster, proxy: Proxy) -> None:
@@ -71,23 +51,21 @@ def refuse(_: postgres.Cluster, proxy: Proxy) -> None:
     proxy.listen()
 
 
-def lose_the_reply_to_a_commit(_: postgres.Cluster, proxy: Proxy) -> None:
-    proxy.lose_reply_to(b"COMMIT")
-
-
 TROUBLES: dict[str, tuple[Trouble, int]] = {
-    "connections terminated": (terminate, 5),
+    "connections terminated": (
+        lambda cluster, _: cluster.execute(f"SELECT pg_terminate_backend(pid) {_OTHERS}"),
+        5,
+    ),
     "queries cancelled": (cancel, 5),
     "read-only for a second": (read_only, 2),
-    "restarted as after a crash": (restart, 5),
-    "stopped for three seconds": (stop_in_its_tracks, 2),
-    "packets dropped for three seconds": (drop_packets, 2),
-    "connections cut": (cut, 5),
-    "connections forgotten by a firewall": (forget, 1),
+    "restarted as after a crash": (lambda cluster, _: cluster.restart(), 5),
+    "stopped for three seconds": (lambda cluster, _: during(cluster.stopped_in_its_tracks()), 2),
+    "packets dropped for three seconds": (lambda _, proxy: during(proxy.silent()), 2),
+    "connections cut": (lambda _, proxy: proxy.cut(), 5),
+    "connections forgotten by a firewall": (lambda _, proxy: proxy.forget(), 1),
     "connections refused for two seconds": (refuse, 2),
-    "the reply to a COMMIT lost": (lose_the_reply_to_a_commit, 5),
+    "the reply to a COMMIT lost": (lambda _, proxy: proxy.lose_reply_to(b"COMMIT"), 5),
 }
-"""What befalls the server or the way to it, and how often in one study."""
 
 
 @pytest.mark.parametrize("name", TROUBLES)

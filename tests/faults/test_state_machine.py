@@ -89,7 +89,8 @@ class Study(RuleBasedStateMachine):
         self.home.mkdir()
         self.database = self.home / "sweep.db"
         self.url = f"sqlite:///{self.database}"
-        self.database.write_bytes(_empty_database())
+        with _storage(self.url):
+            pass
         self.model = Model()
         self.driver: Driver | None = None
 
@@ -388,20 +389,6 @@ def _storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
         yield storage
     finally:
         close(storage)
-
-
-_EMPTY: list[bytes] = []
-
-
-def _empty_database() -> bytes:
-    """Return a database without studies, which takes longer to make than to copy."""
-    if not _EMPTY:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "sweep.db"
-            with _storage(f"sqlite:///{path}"):
-                pass
-            _EMPTY.append(path.read_bytes())
-    return _EMPTY[0]
 
 
 _RECORDS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from search_spaces.config import KNOBS, TrialConfig, canonical, parse_config
 from search_spaces.dimensions import Choices, FloatRange, IntRange
-from search_spaces.errors import InputError, did_you_mean
+from search_spaces.errors import InputError, did_you_mean, quote, words_of
 from search_spaces.space import SearchSpace
 
 
@@ -301,3 +302,38 @@ def test_combinations_whose_batches_do_not_go_into_each_other_are_not_in_the_spa
     assert space.size() == len(held) == 2 * (4 + 2 + 2)
     assert all(config.samples_per_step % config.micro_batch_size == 0 for config in held)
     assert space.params_of(TrialConfig(micro_batch_size=3, effective_batch_size=6)) is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (datetime.date(2026, 1, 1), "2026-01-01"),
+        ("two\nlines", r"'two\nlines'"),
+        (1e-4, "0.0001"),
+        ([1, None, "a"], "[1, null, 'a']"),
+        ({"low": 1, "log": False}, "{low: 1, log: false}"),
+        ((1, 2), "[1, 2]"),
+        (b"\x00\x01", "2 bytes of binary data"),
+        ({datetime.date(2026, 1, 1)}, "[2026-01-01]"),
+        pytest.param(10**5000, "a number too long to show", id="huge"),
+    ],
+)
+def test_a_value_is_quoted_as_it_was_typed(value: object, text: str) -> None:
+    assert quote(value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyError("foo"), "'foo' is missing"),
+        (PermissionError(13, "Permission denied", "/x"), "/x: Permission denied"),
+        (OSError(24, "Too many open files"), "Too many open files"),
+        (ValueError("not so\nat all"), "not so"),
+        (MemoryError(), "memory error"),
+        (NotImplementedError(), "not implemented error"),
+    ],
+)
+def test_an_exception_is_told_by_what_it_says(error: Exception, words: str) -> None:
+    assert words_of(error) == words

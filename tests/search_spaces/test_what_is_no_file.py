@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.checkpoints import check_weights
 from search_spaces.documents import read_text
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import InputError
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import load_prices
@@ -71,21 +71,3 @@ def test_what_the_shell_hands_over_is_read_though_it_is_a_pipe() -> None:
     finally:
         writer.join()
         os.close(end)
-
-
-@pytest.mark.parametrize("reader", ["a space", "a model's config", "weights"])
-def test_a_directory_that_may_not_be_searched_is_the_machines_fault(
-    tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, read = READERS[reader]
-    locked = tmp_path / "locked" / name
-    stat = Path.stat
-
-    def refuse(path: Path, **options: bool) -> os.stat_result:
-        if locked.parent in (path, path.parent):
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(EnvironmentFault, match="cannot be read: Permission denied"):
-        read(locked)
