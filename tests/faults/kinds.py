@@ -68,6 +68,14 @@ def _raising(error: BaseException) -> Callable[[], None]:
     return strike
 
 
+def _os(number: int) -> Callable[[], None]:
+    return _raising(OSError(number, os.strerror(number)))
+
+
+def _sql(words: str) -> Callable[[], None]:
+    return _raising(sqlite3.OperationalError(words))
+
+
 def _jump(seconds: float) -> Callable[[], None]:
     """Return what sets the wall clock of this process, as somebody does, or a network that is back.
 
@@ -101,23 +109,15 @@ KINDS: dict[str, Kind] = {
     "blocked": Kind(lambda: time.sleep(BLOCKED_SECONDS), frozenset({DONE})),
     "clock forward": Kind(_jump(JUMP_SECONDS), frozenset({DONE})),
     "clock back": Kind(_jump(-JUMP_SECONDS), frozenset({DONE})),
-    "locked": Kind(_raising(sqlite3.OperationalError("database is locked")), frozenset({DONE})),
-    "database I/O error": Kind(_raising(sqlite3.OperationalError("disk I/O error")), _ANY_END),
-    "database full": Kind(_raising(sqlite3.OperationalError("database or disk is full")), _ANY_END),
-    "answer lost": Kind(
-        _raising(sqlite3.OperationalError("disk I/O error")), _ANY_END, is_after=True
-    ),
-    "locked after": Kind(
-        _raising(sqlite3.OperationalError("database is locked")), frozenset({DONE}), is_after=True
-    ),
-    "I/O error": Kind(_raising(OSError(errno.EIO, os.strerror(errno.EIO))), _ANY_END),
-    "disk full": Kind(
-        _raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), _ANY_END, is_partial=True
-    ),
-    "too many open files": Kind(
-        _raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE))), _ANY_END
-    ),
-    "interrupted call": Kind(_raising(OSError(errno.EINTR, os.strerror(errno.EINTR))), _ANY_END),
+    "locked": Kind(_sql("database is locked"), frozenset({DONE})),
+    "database I/O error": Kind(_sql("disk I/O error"), _ANY_END),
+    "database full": Kind(_sql("database or disk is full"), _ANY_END),
+    "answer lost": Kind(_sql("disk I/O error"), _ANY_END, is_after=True),
+    "locked after": Kind(_sql("database is locked"), frozenset({DONE}), is_after=True),
+    "I/O error": Kind(_os(errno.EIO), _ANY_END),
+    "disk full": Kind(_os(errno.ENOSPC), _ANY_END, is_partial=True),
+    "too many open files": Kind(_os(errno.EMFILE), _ANY_END),
+    "interrupted call": Kind(_os(errno.EINTR), _ANY_END),
     # Those of a message are the worker's doing: see `obedient_worker`.
     **{
         kind: Kind(lambda: None, frozenset({KILLED if "driver" in kind else DONE}))

@@ -301,18 +301,12 @@ def test_a_directorys_names_are_part_of_its_texts(
     assert {*same} == {known}
 
 
-def test_the_demos_tokenizer_and_texts_are_as_their_script_makes_them() -> None:
-    from tests.data.demo_texts import TEMPLATE, chats, trained
-
-    rows = list(chats())
-    assert EXAMPLE.read_text(encoding="utf-8") == "".join(f"{json.dumps(row)}\n" for row in rows)
+def test_the_demos_tokenizer_fits_its_model() -> None:
     directory = DEMO.tokenizer_path
     assert directory is not None
     shipped = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    assert json.loads(trained(rows).to_str())["model"] == shipped["model"]
-    assert (directory / "chat_template.jinja").read_text() == TEMPLATE
-    assert len(shipped["model"]["vocab"]) <= DEMO.vocab_size
     vocabulary = shipped["model"]["vocab"]
+    assert len(vocabulary) <= DEMO.vocab_size
     assert vocabulary["<s>"] == DEMO.config["bos_token_id"]
     assert vocabulary["</s>"] == DEMO.config["eos_token_id"]
 
