@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import load_state_dict
@@ -223,9 +224,8 @@ class Merge:
             held = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
             of_base = f"the base's {list(shape)}: another base, or no plain LoRA"
             raise InputError(f"the adapter's '{layer}' ({held}) does not fit {of_base}")
-        patterns = (self._lora.get("alpha_pattern") or {}).items()
-        own = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", layer))
-        alpha, rank = next(own, self._lora.get("lora_alpha", 8)), len(down)
+        alphas, rank = self._lora.get("alpha_pattern") or {}, len(down)
+        alpha = alphas.get(get_pattern_key(alphas, layer), self._lora.get("lora_alpha", 8))
         scaling = alpha / (math.sqrt(rank) if self._lora.get("use_rslora") else rank)
 
         def added(weight: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,7 @@ def merge(
     source, lora = Path(adapter).absolute(), _read_adapter(adapter)
     named = lora.get("base_model_name_or_path") or None
     base, label = _base(source, named, typed=model)
+    is_named = label == named or base == home_expanded(named or "").resolve()
     with _written_whole(target.absolute()) as directory:
         tokenizer = _copy_beside(source, base, directory)
         order = {"base": str(base), "adapter": str(source), "directory": str(directory)}
@@ -85,7 +86,7 @@ def merge(
         "output": str(target.absolute()),
         "adapter": adapter,
         "base": label,
-        "trained_on": named if label != named and base != _resolved(named) else None,
+        "trained_on": None if is_named else named,
         "seconds": time.monotonic() - began,
         "tokenizer": tokenizer,
         **answer,
@@ -177,10 +178,6 @@ def _decoder(model_type: str) -> str:
     return model_type.removesuffix("_model").removesuffix("_text")
 
 
-def _resolved(name: str | None) -> Path | None:
-    return home_expanded(name).resolve() if name else None
-
-
 @contextmanager
 def _written_whole(output: Path) -> Iterator[Path]:
     """Yield a directory beside ``output`` that takes its name once it is whole, or is removed.
@@ -235,9 +232,7 @@ def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
             target = directory / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-    if any(path.suffix != ".jinja" for path in own):
-        return "adapter"
-    return "base" if TokenizerFiles("base", base).files else None
+    return "adapter" if own else "base" if TokenizerFiles("base", base).files else None
 
 
 def _card(base: str, adapter: str, dtype: str) -> str:
