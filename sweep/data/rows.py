@@ -808,14 +808,16 @@ class Encoder:
 
         template = self._template(has_tools=example.tools is not None)
         try:
+            spans = before = None
             are_told = self._completions_only and not prompt
-            text, spans, before = render(turns), None, None
-            _check_said(turns, text)
             if are_told and _MARKS.search(template):
-                _, spans = render(turns, return_assistant_tokens_mask=True)
-            elif are_told:
+                text, spans = render(turns, return_assistant_tokens_mask=True)
+            else:
+                text = render(turns)
+            _check_said(turns, text)
+            if are_told and spans is None:
                 spans = _spans_by_comparing(turns, text, render)
-            elif self._completions_only:
+            elif self._completions_only and prompt:
                 before = _prompt(turns, len(prompt), text, render)
         except Broken:
             raise
