@@ -1,6 +1,6 @@
 """How other trainers are told of a record, and what they cannot do of it, by ``trainers.yaml``.
 
-How they are told of a dataset is in `rows`.
+How they are told of a dataset is in `rows`, by ``datasets.yaml``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from search_spaces.config import (
     liger_kernels,
 )
 from sweep.export.record import Record, Trainer
-from sweep.export.rows import dataset_options, lost_rows
+from sweep.export.rows import dataset_options, filled, lost_rows
 
 
 @cache
@@ -61,7 +61,7 @@ def spelled(record: Record, trainer: Trainer) -> dict[str, Any]:
     told = dict(known["options"])
     for setting, options in known["when"].items():
         told |= options.get(cases[setting], {})
-    found: dict[str, Any] = _filled(told, _values(record))
+    found: dict[str, Any] = filled(told, _values(record))
     is_of_transformers = trainer in ("script", "trl", "llama-factory")
     return found | training_arguments(record) if is_of_transformers else found
 
@@ -82,15 +82,6 @@ def training_arguments(record: Record) -> dict[str, Any]:
         # Every adapter has a gradient in every step, and no buffer ever changes.
         **(parallel if record.config.data_parallel > 1 else {}),
     }
-
-
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return options with values in place of their names, without those that are null."""
-    if isinstance(value, dict):
-        filled = {key: _filled(each, values) for key, each in value.items()}
-        return {key: each for key, each in filled.items() if each is not None}
-    is_named = isinstance(value, str) and value.startswith("$")
-    return values[value[1:]] if is_named else value
 
 
 def _values(record: Record) -> dict[str, Any]:
