@@ -1,22 +1,32 @@
-"""The micro-batches of texts on their way to the device: a trial's few, and a training's all.
+"""The micro-batches of texts on their way to the device: a trial's few, a training's all, and those
+of a training on a budget of tokens with the held-out texts that it is asked about.
 
 Runs in a worker alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from sweep.data import rows as encoding
-from sweep.data.epoch import Epoch, Integers, cut_exactly, epoch
+from sweep.data.epoch import (
+    Epoch,
+    Integers,
+    cut_exactly,
+    epoch,
+    packed,
+    representative,
+    too_few,
+)
 from sweep.data.rows import IGNORED, INPUT, MASK, SEQ_LENGTHS, Collator, split
-from sweep.data.strata import representative
 from sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
 if TYPE_CHECKING:
@@ -27,6 +37,9 @@ _ALIKE = 3
 would be alive less than in a training."""
 _ALIKE_SHARE = 0.05
 """Relative: a round is as fast as its epoch where as large a share of its tokens carries loss."""
+
+BLOCKS_MAX = 64
+"""Of held-out texts: what says how sure their loss is, and no evaluation is slower for it."""
 
 WEIGHT = "weight"
 """Key of a micro-batch for how much its mean loss counts; 1 where there is none."""
@@ -168,7 +181,7 @@ def epoch_of(directory: Path, config: TrialConfig, *, indices: Integers, seed: i
         InputError: the texts make no micro-batch of this size.
     """
     lengths, loss = loss_left(directory, config.seq_len)
-    return epoch(lengths[indices], loss[indices], config, seed=seed, are_cut=True)
+    return epoch(lengths[indices], loss[indices], config, seed=seed)
 
 
 def training_rows(
@@ -221,3 +234,104 @@ def in_parts(batch: Batch, count: int) -> list[Batch]:
         return [batch]
     size = -(-rows // count)
     return [{k: v[at : at + size] for k, v in batch.items()} for at in range(0, rows, size)]
+
+
+class Lesson:
+    """The micro-batches of a training on so many supervised tokens, in whole optimizer steps.
+
+    Each has the weight with which its mean loss counts: by its supervised tokens, as Trainer counts
+    them over an accumulation.
+
+    Raises:
+        InputError: no text carries loss.
+    """
+
+    def __init__(self, texts: Texts, config: TrialConfig, *, tokens: int, seed: int) -> None:
+        lengths, loss = loss_left(texts.directory, config.seq_len)
+        self.config = config
+        self.rows = _rows(texts, config, lengths, loss, tokens=tokens, seed=seed)
+        """Numbers of the texts in each row."""
+        of_rows = np.array([loss[row].sum() for row in self.rows], dtype=np.int64)
+        self.tokens = of_rows.reshape(-1, config.micro_batch_size).sum(1)
+        """Supervised tokens of each micro-batch."""
+        self._tokenized = open_tokens(texts.directory).with_format("numpy")
+        self._collate = Collator(config)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return a micro-batch."""
+        size, steps = self.config.micro_batch_size, self.config.accumulation_steps
+        rows = self.rows[index * size : (index + 1) * size]
+        batch = self._collate([row_of(self._tokenized, row, self.config) for row in rows])
+        of_step = self.tokens[index - index % steps :][:steps]
+        return {**batch, WEIGHT: int(self.tokens[index]) * steps / int(of_step.sum())}
+
+
+def _rows(
+    texts: Texts, config: TrialConfig, lengths: Integers, loss: Integers, *, tokens: int, seed: int
+) -> list[Integers]:
+    """Return the rows of so many optimizer steps as have the budget's tokens."""
+    size, is_packed = config.samples_per_step, config.packing == "packed"
+    # The last step is a whole one: of packed rows, whose texts are not known before, one more.
+    wanted = tokens + (size * config.seq_len if is_packed else 0)
+    train, _ = split(len(loss), texts.eval_fraction, texts.seed)
+    if not np.any(loss[train] > 0):
+        raise InputError(str(too_few(0, config)))
+    # The first texts that have so many, a multiple of `size`: in one order for all configurations,
+    # one epoch after another.
+    random = np.random.default_rng(seed)
+    numbers, have = list[int](), 0
+    while have < wanted or len(numbers) % size:
+        for number in random.permutation(train):
+            if have >= wanted and len(numbers) % size == 0:
+                break
+            if loss[number] > 0:
+                numbers.append(int(number))
+                have += int(loss[number])
+    chosen = np.array(numbers, dtype=np.int64)
+    if config.packing == "grouped":
+        whole = epoch(lengths[chosen], loss[chosen], config, seed=seed)
+        return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
+    if not is_packed:
+        return list(chosen[:, None])
+    rows = packed(lengths[chosen], config.seq_len)
+    found = [chosen[rows[row]] for row in np.random.default_rng(seed).permutation(len(rows))]
+    # The fewest rows of whole optimizer steps that have the tokens, or all of them.
+    sums = np.cumsum([int(loss[row].sum()) for row in found])
+    reached = int(np.searchsorted(sums, tokens)) + 1
+    return found[: min(-(-reached // size), len(found) // size) * size]
+
+
+def held_out_batches(
+    texts: Texts, config: TrialConfig, *, tokens: int, tokens_at_once: int
+) -> Iterator[tuple[int, Batch]]:
+    """Yield held-out texts as micro-batches of like length, each with the number of its block:
+    blocks of as many texts, drawn at random and the same for every configuration.
+
+    Args:
+        texts: of which some are held out.
+        config: to which seq_len they are cut; neither packed nor compiled.
+        tokens: supervised ones that are looked at; all there are where those are fewer.
+        tokens_at_once: of a micro-batch with its pads at most, unless one text has more.
+
+    Raises:
+        InputError: there is none with a token that carries loss.
+    """
+    lengths, loss = loss_left(texts.directory, config.seq_len)
+    _, held = split(len(loss), texts.eval_fraction, texts.seed)
+    order = np.random.default_rng(texts.seed).permutation(held)
+    order = order[loss[order] > 0]
+    if not len(order):
+        raise InputError(
+            "no text with a token that carries loss is held out; take a larger eval_fraction"
+        )
+    chosen = order[: np.searchsorted(np.cumsum(loss[order]), tokens) + 1]
+    kept = np.minimum(lengths, config.seq_len).astype(np.int64)
+    rows, collate = open_tokens(texts.directory).with_format("numpy"), Collator(config)
+    for number, block in enumerate(np.array_split(chosen, min(BLOCKS_MAX, len(chosen)))):
+        left = iter(block[np.lexsort((block, -kept[block]))].tolist())
+        while (first := next(left, None)) is not None:
+            numbers = [first, *islice(left, max(0, tokens_at_once // int(kept[first]) - 1))]
+            yield number, collate([row_of(rows, np.array([one]), config) for one in numbers])

@@ -213,38 +213,41 @@ class Epoch:
         return range(first, min(first + self.config.micro_batch_size, len(self.rows)))
 
 
-def epoch(
-    lengths: ArrayLike,
-    loss_lengths: ArrayLike,
-    config: TrialConfig,
-    *,
-    seed: int,
-    are_cut: bool = False,
-) -> Epoch:
+def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, seed: int) -> Epoch:
     """Return an epoch of texts under a configuration.
 
     Args:
         lengths: tokens of each row.
-        loss_lengths: those of them that carry loss.
+        loss_lengths: those of them that carry loss once it is cut.
         config: what trains on them.
         seed: of the order.
-        are_cut: whether ``loss_lengths`` are of the rows as they are cut, and so exact.
 
     Raises:
         InputError: no row carries loss, or there are fewer rows than a micro-batch has.
     """
-    kept, loss = cut(lengths, loss_lengths, config.seq_len)
-    if are_cut:
-        loss = np.minimum(np.asarray(loss_lengths, dtype=np.int64), np.maximum(kept - 1, 0))
+    whole = np.asarray(lengths, dtype=np.int64)
+    kept = np.minimum(whole, config.seq_len)
+    loss = np.minimum(np.asarray(loss_lengths, dtype=np.int64), np.maximum(kept - 1, 0))
     chosen = np.flatnonzero(loss > 0)
-    _check_texts(len(chosen), config)
-    rows = _rows(chosen, kept[chosen], config, seed=seed)
-    _check_rows(len(rows), len(chosen), config)
-    row_lengths, row_loss = rows.sums(kept), rows.sums(loss)
+    rows = _rows(chosen, kept[chosen], config, seed=seed) if len(chosen) else None
+    if refusal := too_few(0 if rows is None else len(rows), config):
+        raise InputError(refusal)
+    assert rows is not None
+    row_lengths, is_flat = rows.sums(kept), is_flattened(config)
     starts = np.arange(0, len(rows), config.micro_batch_size)
-    widths, padded = _widths(row_lengths, starts, config)
-    masked = _masked_rows(rows, row_lengths, config)
-    longest = _largest_rows(row_lengths, masked, config)
+    longest: Any = (np.add if is_flat else np.maximum).reduceat(row_lengths, starts)
+    widths = padded_widths(longest, config)
+    counts = np.diff(np.append(starts, len(rows)))
+    if config.compile:
+        counts[-1] = config.micro_batch_size
+    padded = widths if is_flat else widths * counts
+    # transformers finds several texts in a row, its pads among them.
+    masked = (rows.counts() > 1) | (row_lengths < config.seq_len)
+    masked &= config.packing == "packed" and not is_flat
+    # Packed rows are all as wide, and the mask that keeps texts apart is what costs memory.
+    largest_rows = np.lexsort((-row_lengths, ~masked))[: config.micro_batch_size]
+    largest = row_lengths[largest_rows]
+    width = int(padded_widths(largest.sum() if is_flat else largest.max(), config))
     return Epoch(
         config=config,
         rows=rows,
@@ -252,33 +255,31 @@ def epoch(
         widths=widths,
         padded=padded,
         filled=np.add.reduceat(row_lengths, starts),
-        loss=np.add.reduceat(row_loss, starts),
-        pairs=np.add.reduceat(rows.sums(kept**2), starts)
-        if is_flattened(config)
-        else padded * widths,
+        loss=np.add.reduceat(rows.sums(loss), starts),
+        pairs=np.add.reduceat(rows.sums(kept**2), starts) if is_flat else padded * widths,
         masked=np.logical_or.reduceat(masked, starts),
-        largest_rows=longest,
-        largest=_largest(row_lengths[longest], config),
-        rows_cut=int(np.count_nonzero(np.asarray(lengths)[chosen] > config.seq_len)),
+        largest_rows=largest_rows,
+        largest=Shape(rows=1 if is_flat else len(largest), width=width),
+        rows_cut=int(np.count_nonzero(whole[chosen] > config.seq_len)),
         rows_left_out=len(kept) - len(chosen),
     )
 
 
-def _check_texts(documents: int, config: TrialConfig) -> None:
-    if not documents:
-        raise InputError(
-            f"no row of the texts has a token that carries loss at seq_len {config.seq_len}; take "
-            "a longer seq_len or let prompts carry loss too"
+def too_few(rows: int, config: TrialConfig) -> str | None:
+    """Return why so many rows that carry loss make no micro-batch; None where they do."""
+    if rows >= config.micro_batch_size:
+        return None
+    if rows == 0:
+        return (
+            f"no row of the texts has a token that carries loss at seq_len {config.seq_len}: take "
+            "a longer seq_len, or let prompts carry loss too"
         )
-
-
-def _check_rows(rows: int, documents: int, config: TrialConfig) -> None:
-    if rows < config.micro_batch_size:
-        packed = f" ({documents:,} texts, packed)" if config.packing == "packed" else ""
-        raise InputError(
-            f"micro_batch_size is {config.micro_batch_size}, and the texts make no more than "
-            f"{rows:,} rows{packed} at seq_len {config.seq_len}; take a smaller micro_batch_size"
-        )
+    row = "row" if rows == 1 else "rows"
+    kind = f"packed {row}" if config.packing == "packed" else f"{row} to train on"
+    return (
+        f"micro_batch_size is {config.micro_batch_size} and the texts make {rows:,} {kind} at "
+        f"seq_len {config.seq_len}: take a smaller micro_batch_size"
+    )
 
 
 def _rows(chosen: Integers, lengths: Integers, config: TrialConfig, *, seed: int) -> Rows:
@@ -348,31 +349,77 @@ def _best_fit(lengths: Integers, seq_len: int) -> list[list[int]]:
     return rows
 
 
-def _widths(lengths: Integers, starts: Integers, config: TrialConfig) -> tuple[Integers, Integers]:
-    """Return the width and the computed tokens of each micro-batch."""
-    reduce: Any = np.add if is_flattened(config) else np.maximum
-    longest = reduce.reduceat(lengths, starts)
-    widths = padded_widths(longest, config)
-    rows = np.diff(np.append(starts, len(lengths)))
-    if config.compile:
-        rows[-1] = config.micro_batch_size
-    return widths, widths if is_flattened(config) else widths * rows
+# The few micro-batches that stand for a whole epoch in a trial
+
+STRATA = 4
+STRATA_MAX = 8
+"""Of packed rows that a mask makes slow or not: nothing lies between. Whole optimizer steps may ask
+for more."""
+MASKED_COST = 3.0
+"""Times that attention takes under the mask that keeps packed texts apart: 2.8 to 3.1 at 4,096
+tokens on an H200 (tests/bench/results/masked_attention.json)."""
+_NEAR = 0.01
+"""Relative: a micro-batch of packed rows that is so near to the epoch's mean stands for all."""
+_ROUNDS = 8
+"""Of exchanges; two or three leave nothing to exchange."""
 
 
-def _largest_rows(lengths: Integers, masked: Mask, config: TrialConfig) -> Integers:
-    """Return the longest rows of the epoch, those that a mask comes of before others."""
-    # Packed rows are all as wide, and the mask that keeps texts apart is what costs memory.
-    return np.lexsort((-lengths, ~masked))[: config.micro_batch_size]
+def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
+    """Return the micro-batches of a round: one of each stratum, a whole number of optimizer steps.
+
+    They are chosen together, so that computed tokens, attention's work and loss-carrying tokens
+    come to the epoch's mean: where one is too large another makes up for it. In an epoch with fewer
+    micro-batches than strata some stand for several.
+
+    Args:
+        epoch: whose micro-batches they are; one with fewer rows is none of them.
+        micro_steps: micro-batches of an optimizer step.
+    """
+    config, count = epoch.config, STRATA
+    whole = len(epoch.rows) // config.micro_batch_size
+    slowed = epoch.masked & (config.attention == "sdpa")
+    attention = (epoch.pairs * np.where(slowed, MASKED_COST, 1.0))[:whole]
+    padded, loss = epoch.padded[:whole], epoch.loss[:whole]
+    by_size = np.lexsort((loss, attention, padded))
+    features = np.stack([padded, attention, loss], axis=1)[by_size].astype(float)
+    relative = features / np.maximum(features.mean(axis=0), 1e-9)
+    if config.packing == "packed":
+        # Padded rows of other widths run through other kernels; packed ones are all as wide.
+        is_near = np.abs(relative - 1.0).max(axis=1).min() <= _NEAR
+        is_mixed = 0 < np.count_nonzero(epoch.masked[:whole]) < whole
+        count = 1 if is_near else STRATA_MAX if is_mixed else STRATA
+    count = -(-count // micro_steps) * micro_steps
+    # Equal shares, of one at least; what is on an edge is in both.
+    edges = np.linspace(0, whole, count + 1)
+    firsts = np.minimum(edges[:-1].astype(int), whole - 1)
+    ends = np.maximum(np.ceil(edges[1:]).astype(int), firsts + 1)
+    strata = [slice(int(first), int(end)) for first, end in zip(firsts, ends, strict=True)]
+    return [int(by_size[place]) for place in _balanced(relative, strata)]
 
 
-def _masked_rows(rows: Rows, lengths: Integers, config: TrialConfig) -> Mask:
-    """Return whether transformers finds several texts in a row, its pads among them."""
-    if config.packing != "packed" or is_flattened(config):
-        return np.zeros(len(lengths), dtype=np.bool_)
-    return (rows.counts() > 1) | (lengths < config.seq_len)
+def _balanced(features: NDArray[np.float64], strata: list[slice]) -> list[int]:
+    """Return one index of each stratum, so that each feature's mean over them is near one.
+
+    From each stratum's middle on, one after another is exchanged for what serves the sum best.
+    """
+    chosen = [(stratum.start + stratum.stop) // 2 for stratum in strata]
+    for _ in range(_ROUNDS):
+        before = list(chosen)
+        for turn, stratum in enumerate(strata):
+            others = features[chosen].sum(axis=0) - features[chosen[turn]]
+            means = (others + features[stratum]) / len(strata)
+            chosen[turn] = stratum.start + int(np.argmin(_misses(means)))
+        if chosen == before:
+            break
+    return chosen
 
 
-def _largest(lengths: Integers, config: TrialConfig) -> Shape:
-    if is_flattened(config):
-        return Shape(rows=1, width=int(padded_widths(lengths.sum(), config)))
-    return Shape(rows=len(lengths), width=int(padded_widths(lengths.max(), config)))
+def _misses(means: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how far off the rates are that rounds of such means would show.
+
+    A rate is loss-carrying tokens over time, which goes with computed tokens, less with attention's
+    work, and in part with neither.
+    """
+    padded, attention, loss = means.T
+    parts = [(loss / padded, 1.0), (loss, 0.5), (loss / attention, 0.25)]
+    return np.sum([weight * np.square(rate - 1.0) for rate, weight in parts], axis=0)

@@ -145,7 +145,7 @@ def waste_at(
         config = TrialConfig.model_validate(
             {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
         )
-        return epoch(lengths, loss, config, seed=_SEED, are_cut=True).waste
+        return epoch(lengths, loss, config, seed=_SEED).waste
 
     return Waste(
         seq_len=seq_len,

@@ -6,13 +6,13 @@ The directory comes to be under a name of its own and is renamed once it is whol
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,8 +45,8 @@ from sweep.data.texts import BROKEN_KEPT, BrokenRow, Progress, Question, is_whol
 
 _ROWS_AT_ONCE = 1000
 _WRITING = "tokens.arrow"
-_LOCK = "lock"
 _UNFINISHED = ".unfinished"
+_LEFT_SECONDS = 24 * 3600.0
 _FEATURES = Features({INPUT: List(Value("int32")), MASK: List(Value("int8"))})
 
 
@@ -65,8 +65,13 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     if is_whole(directory):
         return directory
     files.make_directory(directory.parent)
-    _remove_unfinished(directory.parent)
-    with _unfinished(directory) as unfinished:
+    for left in directory.parent.glob(f"*{_UNFINISHED}"):
+        # Of a preparation that was killed; what is still written to is younger.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".", suffix=_UNFINISHED, dir=directory.parent))
+    try:
         _write(question, source, unfinished, directory.name, on_progress)
         with translated(question.source):
             if question.seen is not None and texts.seen(question.source) != question.seen:
@@ -74,42 +79,16 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
                 raise InputError(
                     f"{question.source}: changed while it was read: run the command again"
                 )
-        _put(unfinished, directory)
-    return directory
-
-
-@contextlib.contextmanager
-def _unfinished(directory: Path) -> Iterator[Path]:
-    """Make a directory of a passing name, locked as long as it is written to."""
-    made = directory.with_name(f".{directory.name}.{os.urandom(4).hex()}{_UNFINISHED}")
-    files.make_directory(made)
-    try:
-        with (made / _LOCK).open("wb") as lock:
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def _remove_unfinished(home: Path) -> None:
-    """Remove what preparations left that were killed; what is still written to is locked."""
-    for left in home.glob(f".*{_UNFINISHED}"):
-        with contextlib.suppress(OSError), (left / _LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _put(unfinished: Path, directory: Path) -> None:
-    """Give a whole directory its name, unless another process was faster with the same."""
-    (unfinished / _LOCK).unlink()
-    if directory.exists() and not is_whole(directory):
-        shutil.rmtree(directory)
-    try:
+        if directory.exists() and not is_whole(directory):
+            shutil.rmtree(directory)
         unfinished.rename(directory)
     except OSError:
+        # Another process may have been faster with the same.
         if not is_whole(directory):
             raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return directory
 
 
 def load_tokenizer(directory: Path, *, name: str) -> Any:
@@ -160,17 +139,17 @@ def _write(
 
     path = directory / _WRITING
     with ArrowWriter(features=_FEATURES, path=str(path)) as writer:
-        for kept in _batched(noted()):
+        good = noted()
+        while kept := list(islice(good, _ROWS_AT_ONCE)):
             writer.write_table(_table(kept))
             lengths += [len(row.ids) for row in kept]
             loss_lengths += [row.loss_count for row in kept]
             largest = max(largest, *(int(row.ids.max()) for row in kept))
             on_progress(source.unit, source.done, source.total)
         if not lengths:
-            place = Place(broken[0].file, broken[0].line)
-            raise InputError(
-                all_broken(place, Broken(broken[0].reason), broken_count, asked.source)
-            )
+            row = broken[0]
+            place, why = Place(row.file, row.line), Broken(row.reason)
+            raise InputError(all_broken(place, why, broken_count, asked.source))
         writer.finalize()
     Dataset.from_file(str(path)).save_to_disk(str(directory / texts.TOKENS))
     path.unlink()
@@ -213,17 +192,6 @@ def _translated(found: Iterable[Read], name: str) -> Iterator[Read]:
     """Yield rows; what is wrong with reading them is said as errors of ours."""
     with translated(name):
         yield from found
-
-
-def _batched(found: Iterator[Tokens]) -> Iterator[list[Tokens]]:
-    batch: list[Tokens] = []
-    for row in found:
-        batch.append(row)
-        if len(batch) == _ROWS_AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _table(kept: list[Tokens]) -> pa.Table:

@@ -265,31 +265,29 @@ def _of_hub(name: str) -> Any:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
+    # Where the hub does not answer, datasets asks for half a minute before it looks into its cache.
+    # What it answers, datasets puts into words.
     try:
-        huggingface_hub.HfApi().dataset_info(name, timeout=5)
-    except HfHubHTTPError:
-        # It answers; what it says is datasets' to put into words.
-        pass
+        with suppress(HfHubHTTPError):
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)
     except Exception:  # noqa: BLE001 - the network's errors are each library's own
-        # datasets then looks into its cache at once, and asks for half a minute otherwise.
-        datasets.config.HF_HUB_OFFLINE = True
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(name, split=_TRAIN)
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise RowsError(
-            f"{name!r}: neither a file or directory here nor a data set that the hub shows you"
-        ) from error
+        where = "neither a file or directory here nor a data set that the hub shows you"
+        raise RowsError(f"{name!r}: {where}") from error
     except (ValueError, TypeError) as error:
         raise RowsError(f"{name}: {error}") from error
-    except ConnectionError as error:
-        raise ConnectionError(
-            f"{name}: neither a file or directory here nor a data set in the cache, and the hub "
-            "cannot be reached: name a file, or fetch it where there is a network"
-        ) from error
     except Exception as error:
         # The hub's client, its HTTP library and datasets each raise errors of their own.
-        raise ConnectionError(f"{name}: cannot be fetched: {error}") from error
+        why = f"cannot be fetched: {error}"
+        if isinstance(error, ConnectionError):
+            why = (
+                "neither a file or directory here nor a data set in the cache, and the hub cannot "
+                "be reached: name a file, or fetch it where there is a network"
+            )
+        raise ConnectionError(f"{name}: {why}") from error
 
 
 def _of_disk(directory: Path) -> tuple[Any, tuple[str, ...]]:
@@ -524,27 +522,24 @@ def recognised(
 ) -> str:
     """Return the kind of rows that have such columns. Raises what `first_rows` raises."""
     if text_column is not None and format not in ("auto", "text"):
-        raise RowsError(
-            f"data.text_column {text_column} and data.format {format} are both given: keep one"
-        )
-    needed = (text_column,) if text_column is not None else KINDS.get(format, ())
-    for column in needed:
-        if column not in columns:
-            why = "" if text_column is not None else f", which data.format {format} needs"
-            near = difflib.get_close_matches(column, columns, n=1)
-            known = ", ".join(columns[:12])
-            meant = f"; did you mean {near[0]!r}?" if near else f"; known are {known}"
-            raise RowsError(f"{name}: no column {column!r}{why}{meant}")
+        typed = f"data.text_column {text_column} and data.format {format}"
+        raise RowsError(f"{typed} are both given: keep one")
+    shown = ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if columns[12:] else "")
+    needed = KINDS.get(format, ()) if text_column is None else (text_column,)
+    for column in set(needed) - set(columns):
+        why = f", which data.format {format} needs" if text_column is None else ""
+        near = difflib.get_close_matches(column, columns, n=1)
+        meant = f"did you mean {near[0]!r}?" if near else f"known are {shown}"
+        raise RowsError(f"{name}: no column {column!r}{why}; {meant}")
     if needed:
-        return "text" if text_column is not None else format
+        return format if text_column is None else "text"
     for kind, names in KINDS.items():
         if set(names) <= set(columns):
             return kind
-    more = f" and {len(columns) - 12} more" if len(columns) > 12 else ""
     known = ", ".join(" with ".join(names) for names in KINDS.values())
     raise RowsError(
-        f"{name}: its columns are {', '.join(map(repr, columns[:12]))}{more}, and none of {known}: "
-        "name the one with the texts with --set data.text_column=NAME"
+        f"{name}: its columns are {shown}, and none of {known}: name the one with the texts with "
+        "--set data.text_column=NAME"
     )
 
 
@@ -747,6 +742,7 @@ class Encoder:
         self._completions_only = completions_only
         self._templates: dict[bool, str] = {}
         self._end: int | None = tokenizer.eos_token_id
+        self._special = dict(tokenizer.special_tokens_map)
         self._fast = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._fast is not None:
             self._fast.no_truncation()
@@ -802,7 +798,7 @@ class Encoder:
                 tools=example.tools,
                 chat_template=template,
                 **options,
-                **{**self._tokenizer.special_tokens_map, **example.options},
+                **{**self._special, **example.options},
             )
             return (texts[0], marked[0]) if "return_assistant_tokens_mask" in options else texts[0]
 
@@ -917,8 +913,11 @@ def _mask_of(row: Rendered, encoding: Any) -> NDArray[np.int8]:
 
 def _common(left: Any, right: Any) -> int:
     """Return how much two texts, or the tokens of two, have in common from their beginning."""
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    shorter = min(len(left), len(right))
+    if isinstance(left, str):
+        left, right = np.array([*left]), np.array([*right])
+    others = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(others[0]) if len(others) else shorter
 
 
 def _said(turn: Mapping[str, Any]) -> str:
@@ -1005,49 +1004,45 @@ def encoded(rows: Iterable[Read], encoder: Encoder) -> Iterator[tuple[Place, Tok
     Some thousand rows are read and rendered ahead: tokenizers let go of Python's lock, so one
     thread is enough to have both going.
     """
-    ahead: deque[tuple[list[tuple[Place, Broken | None]], Future[list[Tokens]]]] = deque()
+    ahead: deque[Future[list[tuple[Place, Tokens | Broken]]]] = deque()
     with ThreadPoolExecutor(max_workers=1) as thread:
-        for places, rendered in _batches(rows, encoder):
-            ahead.append((places, thread.submit(encoder.tokens, rendered)))
+        for batch in _batches(rows, encoder):
+            ahead.append(thread.submit(_tokens_of, batch, encoder))
             if len(ahead) > 2:
-                yield from _told(*ahead.popleft())
-        for batch in ahead:
-            yield from _told(*batch)
+                yield from ahead.popleft().result()
+        for left in ahead:
+            yield from left.result()
 
 
 def _batches(
     rows: Iterable[Read], encoder: Encoder
-) -> Iterator[tuple[list[tuple[Place, Broken | None]], list[Rendered]]]:
+) -> Iterator[list[tuple[Place, Rendered | Broken]]]:
     """Yield rows as texts, a thousand or two million characters at a time."""
-    places: list[tuple[Place, Broken | None]] = []
-    rendered: list[Rendered] = []
+    batch: list[tuple[Place, Rendered | Broken]] = []
     characters = 0
     for place, fields in rows:
         try:
-            if isinstance(fields, Broken):
-                raise fields
-            row = encoder.rendered(fields)
+            row = fields if isinstance(fields, Broken) else encoder.rendered(fields)
         except Broken as broken:
-            places.append((place, broken))
-        else:
-            places.append((place, None))
-            rendered.append(row)
-            characters += len(row.text)
-        if len(places) >= 1000 or characters >= 2_000_000:
-            yield places, rendered
-            places, rendered, characters = [], [], 0
-    yield places, rendered
+            row = broken
+        characters += len(row.text) if isinstance(row, Rendered) else 0
+        batch.append((place, row))
+        if len(batch) >= 1000 or characters >= 2_000_000:
+            yield batch
+            batch, characters = [], 0
+    yield batch
 
 
-def _told(
-    places: list[tuple[Place, Broken | None]], tokens: Future[list[Tokens]]
-) -> Iterator[tuple[Place, Tokens | Broken]]:
-    left = iter(tokens.result())
-    for place, broken in places:
-        row = broken or next(left)
-        if isinstance(row, Tokens) and not row.loss_count:
-            row = Broken("no token of it carries loss" if len(row.ids) else "gives no token")
-        yield place, row
+def _tokens_of(
+    batch: list[tuple[Place, Rendered | Broken]], encoder: Encoder
+) -> list[tuple[Place, Tokens | Broken]]:
+    tokens = iter(encoder.tokens([row for _, row in batch if isinstance(row, Rendered)]))
+    made = ((place, row if isinstance(row, Broken) else next(tokens)) for place, row in batch)
+    nothing = Broken("no token of it carries loss")
+    return [
+        (place, nothing if isinstance(row, Tokens) and not row.loss_count else row)
+        for place, row in made
+    ]
 
 
 def tokenized(

@@ -15,7 +15,7 @@ from search_spaces.errors import InputError
 from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
-from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed
+from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
 from sweep.data.rows import split
 from sweep.data.texts import PreparedTexts
 
@@ -105,20 +105,7 @@ class StudyEpochs:
 
         Quick: it is asked of a whole space.
         """
-        rows = self._rows_of(config)
-        if rows >= config.micro_batch_size:
-            return None
-        if rows == 0:
-            return (
-                f"no row of the texts has a token that carries loss at seq_len {config.seq_len}: "
-                "take a longer seq_len"
-            )
-        row = "row" if rows == 1 else "rows"
-        kind = f"packed {row}" if config.packing == "packed" else f"{row} to train on"
-        return (
-            f"micro_batch_size is {config.micro_batch_size} and the texts make {rows:,} {kind} at "
-            f"seq_len {config.seq_len}: take a smaller micro_batch_size"
-        )
+        return too_few(self._rows_of(config), config)
 
     def epoch(self, config: TrialConfig) -> Epoch:
         """Return one epoch of a configuration.
@@ -134,7 +121,7 @@ class StudyEpochs:
     def fresh(self, config: TrialConfig) -> Epoch:
         """Return the same without keeping it. Raises what `epoch` raises."""
         _, loss = self._cut_at(config.seq_len)
-        return epoch(self.lengths, loss, config, seed=self._seed, are_cut=True)
+        return epoch(self.lengths, loss, config, seed=self._seed)
 
     def record(self, config: TrialConfig) -> EpochRecord | None:
         """Return what a trial's record keeps of its epoch; None where there is none."""

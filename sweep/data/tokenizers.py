@@ -10,25 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_spaces.documents import home_expanded, is_directory
-from search_spaces.errors import EnvironmentFault, InputError, SweepError, words_of
+from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import SECONDS_MAX, ModelSpec, is_hub_id, shipped_models, translate
 
 _FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
+    *("tokenizer.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json", "config.json"),
 )
 """Whatever transformers may read of a tokenizer, the config for its class included."""
 _TEMPLATES = "additional_chat_templates"
@@ -86,13 +75,10 @@ def fetch_tokenizer(name: str) -> Path:
         HfApi().model_info(name, timeout=SECONDS_MAX)
         return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=SECONDS_MAX))
     except (OSError, httpx.HTTPError) as error:
-        raise _of_tokenizer(translate(error, name=name), name) from error
-
-
-def _of_tokenizer(error: SweepError, name: str) -> SweepError:
-    """Return an error of the hub as one about a tokenizer."""
-    words = str(error).replace(f"model '{name}'", f"tokenizer '{name}'")
-    return type(error)(words.replace("its config.json", "its tokenizer's files"))
+        fault = translate(error, name=name)
+        words = str(fault).replace(f"model '{name}'", f"tokenizer '{name}'")
+        words = words.replace("its config.json", "its tokenizer's files")
+        raise type(fault)(words) from error
 
 
 def find_tokenizer(
@@ -107,42 +93,29 @@ def find_tokenizer(
         InputError: there is none, or none is named.
         EnvironmentFault: the hub cannot be reached and its cache does not hold it.
     """
-    if named is not None:
-        return _named(named, fetch=fetch)
-    if model is None:
-        raise InputError(f"texts are counted in a tokenizer's tokens: {NEEDS}")
-    return _own(model, fetch=fetch)
-
-
-def _own(model: ModelSpec, *, fetch: Callable[[str], Path]) -> TokenizerFiles:
-    if model.source == "hub":
-        return _checked(model.name, fetch(model.name))
-    if model.tokenizer_path is None:
-        raise InputError(
-            f"model '{model.name}' ships as an architecture, without a tokenizer: {NEEDS}"
-        )
-    return _checked(model.name, model.tokenizer_path)
-
-
-def _named(name: str, *, fetch: Callable[[str], Path]) -> TokenizerFiles:
-    directory = home_expanded(name)
-    if name and is_directory(directory, label=f"tokenizer '{name}'"):
-        return _checked(name, directory.resolve())
-    shipped = {spec.name: spec for spec in shipped_models()}
-    if name in shipped:
-        return _own(shipped[name], fetch=fetch)
-    if is_hub_id(name):
-        return _checked(name, fetch(name))
-    raise InputError(f"tokenizer '{name}': no such directory, and no hub id (org/name)")
-
-
-def _checked(name: str, directory: Path) -> TokenizerFiles:
+    name, directory = named, None if named is None else home_expanded(named)
+    if named and directory and is_directory(directory, label=f"tokenizer '{named}'"):
+        directory = directory.resolve()
+    elif named is not None and named not in {spec.name for spec in shipped_models()}:
+        if not is_hub_id(named):
+            raise InputError(f"tokenizer '{named}': no such directory, and no hub id (org/name)")
+        directory = fetch(named)
+    else:
+        spec = model if named is None else {s.name: s for s in shipped_models()}[named]
+        if spec is None:
+            raise InputError(f"texts are counted in a tokenizer's tokens: {NEEDS}")
+        name = spec.name
+        directory = fetch(name) if spec.source == "hub" else spec.tokenizer_path
+        if directory is None:
+            raise InputError(
+                f"model '{name}' ships as an architecture, without a tokenizer: {NEEDS}"
+            )
     try:
-        if _has_tokenizer(directory):
-            return TokenizerFiles(name, directory)
+        if not _has_tokenizer(directory):
+            raise InputError(f"'{name}' has no tokenizer (tokenizer.json or its like): {NEEDS}")
     except OSError as error:
         raise EnvironmentFault(f"tokenizer '{name}': {words_of(error)}") from error
-    raise InputError(f"'{name}' has no tokenizer (tokenizer.json or its like): {NEEDS}")
+    return TokenizerFiles(str(name), directory)
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -17,7 +17,7 @@ from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.definition import Target
 from storage.directory import beside_log
 from storage.records import INTERRUPTED, Crashed, Ineffective, Outcome, Phase, TimedOut
-from sweep.data.strata import STRATA_MAX
+from sweep.data.epoch import STRATA_MAX
 from sweep.nvml import FaultWatch
 from sweep.processes import End, oom_kills
 from sweep.running.child import (

@@ -15,8 +15,7 @@ import torch
 
 from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
 from storage.records import Diverged, OutOfMemory, QualityReport
-from sweep.data.batches import Batch, Texts, in_parts, loss_tokens
-from sweep.data.lesson import Lesson, held_out_batches
+from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
 from sweep.training.adapters import Attached, attached, eager
 from sweep.training.device import Device
 from sweep.training.exceptions import out_of_memory

@@ -39,8 +39,8 @@ def test_what_was_typed_overrules_the_columns() -> None:
 @pytest.mark.parametrize(
     ("columns", "typed", "words"),
     [
-        (("story", "label"), (), "its columns are 'story', 'label', and none of messages"),
-        (tuple(f"c{number}" for number in range(100)), (), "'c11' and 88 more"),
+        (("story", "label"), (), "its columns are story, label, and none of messages"),
+        (tuple(f"c{number}" for number in range(100)), (), "c11 and 88 more"),
         (("story",), ("auto", "stroy"), "no column 'stroy'; did you mean 'story'?"),
         (("text",), ("messages",), "no column 'messages', which data.format"),
         (("prompt",), ("prompt-completion",), "no column 'completion', which"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,15 +176,13 @@ def test_texts_are_prepared_anew_only_where_what_makes_them_changed(
 def test_what_a_killed_preparation_left_is_removed_and_no_others(
     prepared: Prepare, tmp_path: Path
 ) -> None:
-    home = tmp_path / "home"
-    left, locked = home / ".a.unfinished", home / ".b.unfinished"
-    for directory in (left, locked):
+    left, written_to = tmp_path / "home" / ".a.unfinished", tmp_path / "home" / ".b.unfinished"
+    for directory in (left, written_to):
         directory.mkdir(parents=True)
-        (directory / "lock").touch()
-    with (locked / "lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        prepared([{"text": "a"}])
-        assert (left.exists(), locked.exists()) == (False, True)
+    two_days_ago = time.time() - 48 * 3600
+    os.utime(left, (two_days_ago, two_days_ago))
+    prepared([{"text": "a"}])
+    assert (left.exists(), written_to.exists()) == (False, True)
 
 
 @pytest.mark.parametrize("missing", [SUMMARY, LENGTHS])

@@ -55,7 +55,7 @@ def learned(base: Any, texts: Any, config: TrialConfig, **changes: Any) -> Quali
 
 
 def batches(texts: Any, config: TrialConfig, *, tokens: int = ASKED.tokens) -> list[Any]:
-    from sweep.data.lesson import Lesson
+    from sweep.data.batches import Lesson
 
     lesson = Lesson(texts, config, tokens=tokens, seed=ASKED.seed)
     return [lesson[index] for index in range(len(lesson))]
@@ -217,9 +217,9 @@ def test_memory_that_runs_out_in_it_is_out_of_memory_and_the_base_goes_on(
 def test_an_evaluation_without_room_for_all_rows_goes_on_with_half_of_them(
     base: Any, texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sweep.data import lesson
+    from sweep.data import batches
 
-    monkeypatch.setattr(lesson, "BLOCKS_MAX", 2)
+    monkeypatch.setattr(batches, "BLOCKS_MAX", 2)
     config = tiny_config(micro_batch_size=8)
     whole = learned(base, texts, config, tokens=50)
     real = type(base.model).forward

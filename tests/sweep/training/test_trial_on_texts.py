@@ -164,7 +164,7 @@ def test_a_long_accumulation_is_derived_from_the_steps_that_were_run(texts: Any)
 @pytest.mark.parametrize(
     ("lengths", "knobs", "found", "words"),
     [
-        ([5, 6, 7], {"micro_batch_size": 4}, "rows", "no more than 3 rows"),
+        ([5, 6, 7], {"micro_batch_size": 4}, "rows", "the texts make 3 rows"),
         ([32] * 12, {"packing": "packed"}, "packing", "no row holds more than one text"),
         ([9] * 12, {"packing": "grouped"}, "packing", "no fewer pads than in random order"),
     ],
