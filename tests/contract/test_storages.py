@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import time
 import traceback
@@ -471,32 +470,6 @@ def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe
     with open_it(url, home, name="another") as study:
         assert carry_over(study, source, is_valid=lambda _: True) == 1
         assert study.records()[0].outcome == record.outcome
-
-
-def test_another_database_does_not_get_a_study_whose_directory_is_taken(
-    url: str, home: Path, tmp_path: Path
-) -> None:
-    with open_it(url, home) as study:
-        run_one(study)
-    other = f"sqlite:///{tmp_path}/other.db"
-    for taken, free in ((url, other), (other, url)):
-        shutil.rmtree(home / "study")
-        open_it(taken, home).close()
-        before = [s.name for s in list_studies(url, home)]
-        with pytest.raises(InputError, match="move or remove"):
-            open_it(free, home)
-        assert [s.name for s in list_studies(url, home)] == before
-
-
-def test_a_configuration_is_retried_twice_and_then_left(url: str, home: Path) -> None:
-    offered = []
-    for _ in range(4):
-        with open_it(url, home) as study:
-            configs = study.recover()
-            offered.append(len(configs))
-            if not offered[0] or configs:
-                run_one(study, Crashed(phase="build"), batch=4, attempt=len(offered))
-    assert offered == [0, 1, 1, 0]
 
 
 def test_a_study_can_be_read_over_and_over_while_it_is_driven(url: str, home: Path) -> None:

@@ -17,7 +17,6 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -89,8 +88,8 @@ def blocks(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
-def of(language: str) -> list[Any]:
-    return [pytest.param(one, id=str(one)) for one in BLOCKS if one.language == language]
+def of(*languages: str) -> list[Any]:
+    return [pytest.param(one, id=str(one)) for one in BLOCKS if one.language in languages]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +145,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracing() -> Iterator[TracingChildren]:
-    """Children that the commands of pages share; those of the first page start their own."""
+    """Children that the commands of pages share."""
     children = TracingChildren(outlive=True)
     yield children
     children.close()
@@ -176,7 +175,7 @@ def test_the_commands_of_a_page_run_one_after_another(
         for program, *arguments in block.commands if block and block.is_run else ():
             if program != "sweep":
                 continue
-            with nullcontext() if page in FIRST else asked_of(tracing):
+            with asked_of(tracing):
                 code = cli.main(arguments)
             out, err = capsys.readouterr()
             assert code == 0, f"sweep {shlex.join(arguments)}: {err}"
@@ -186,10 +185,18 @@ def test_the_commands_of_a_page_run_one_after_another(
                 assert out.rstrip() == after.text.rstrip()
 
 
-@pytest.mark.parametrize("block", of("yaml"))
-def test_every_yaml_file_loads_as_what_it_is(block: Block, tmp_path: Path) -> None:
-    values = yaml.safe_load(block.text)
-    if "offers" in values:
+@pytest.mark.parametrize("block", of("json", "python", "yaml"))
+def test_every_example_is_what_it_is(block: Block, tmp_path: Path) -> None:
+    if block.language == "python":
+        assert ast.parse(block.text).body
+    elif block.language == "json":
+        try:
+            documents = [json.loads(block.text)]
+        except json.JSONDecodeError:
+            documents = [json.loads(line) for line in block.text.splitlines()]
+        for document in documents:
+            assert parse_config(document.get("config", document), where=str(block))
+    elif "offers" in (values := yaml.safe_load(block.text)):
         path = tmp_path / "prices.yaml"
         path.write_text(block.text, encoding="utf-8")
         assert load_prices(path)
@@ -197,21 +204,6 @@ def test_every_yaml_file_loads_as_what_it_is(block: Block, tmp_path: Path) -> No
         assert [GpuSpec.model_validate(card).budget_bytes > 0 for card in values["gpus"]]
     else:
         assert parse_space(block.text, label=str(block)).dimensions
-
-
-@pytest.mark.parametrize("block", of("json"))
-def test_every_json_example_holds_configurations(block: Block) -> None:
-    try:
-        documents = [json.loads(block.text)]
-    except json.JSONDecodeError:
-        documents = [json.loads(line) for line in block.text.splitlines()]
-    for document in documents:
-        assert parse_config(document.get("config", document), where=str(block))
-
-
-@pytest.mark.parametrize("block", of("python"))
-def test_every_piece_of_python_parses(block: Block) -> None:
-    assert ast.parse(block.text).body
 
 
 @pytest.mark.slow
@@ -245,12 +237,3 @@ def test_every_file_and_command_that_a_page_names_is_there(
 def test_every_knob_is_on_its_page_as_declared_and_measured() -> None:
     written = settings_page.PAGE.read_text(encoding="utf-8")
     assert written == settings_page.page(), "run: python -m tests.docs.settings_page"
-
-
-def test_every_effect_comes_from_pairs_that_differ_in_one_knob() -> None:
-    rows = list(settings_page.measured())
-    found = list(settings_page.pairs(rows, "upcast_fp32"))
-    assert len(found) > 10
-    assert all(pair.change == "`true` to `false`" for pair in found)
-    # Without the upcast there are fewer bytes in every pair, whatever else is configured.
-    assert all(pair.gib < 0 for pair in found)

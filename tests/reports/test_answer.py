@@ -15,18 +15,14 @@ import yaml
 
 from reports.advice import how_to_go_faster
 from reports.decision import Card, decision_of
-from reports.document import document_of
 from reports.page import render
-from reports.search import quality_of
-from reports.sections import environment_rows, next_steps_of, texts_of, trials_of
+from reports.sections import texts_of
 from reports.sentences import (
-    classes,
     commands,
     confirmed_rows,
     facts,
     headline,
     rank_claim,
-    runners_up,
     status_words,
 )
 from reports.view import view_of
@@ -42,10 +38,7 @@ from storage.records import (
     Measured,
     Outcome,
     OutOfMemory,
-    PredictedOutOfMemory,
-    PrunedSlow,
     TrialRecord,
-    Verdict,
 )
 from tests.reports.synthetic import (
     HOSTILE,
@@ -60,7 +53,6 @@ from tests.reports.synthetic import (
     learned,
     measurement,
     of_texts,
-    one_of_each,
     predicted,
     record,
     snapshot,
@@ -184,20 +176,6 @@ def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_wit
     )
 
 
-def test_a_baseline_outside_the_space_is_no_answer_where_nothing_of_the_space_fits() -> None:
-    space = {
-        "dimensions": {"micro_batch_size": {"choices": [8, 10]}},
-        "fixed": {"lora_rank": 64},
-        "baseline": {"micro_batch_size": 8, "lora_rank": 16},
-    }
-    alone = fits(0, 8_000.0)
-    wide = alone.config.model_copy(update={"lora_rank": 64})
-    study = snapshot([alone, record(1, OOM, wide)], definition=definition(space=space))
-    assert opening(study).startswith("Nothing of the space was measured to fit in 21.50 GiB.")
-    assert "at 8,000 tokens/s: a reference that the space does not hold" in opening(study)
-    assert commands(view_of(study)) == ()
-
-
 @pytest.mark.parametrize(
     ("objectives", "sentence"),
     [
@@ -214,17 +192,6 @@ def test_the_answer_is_by_what_was_asked_for(objectives: list[str], sentence: st
     )
     about = definition(space={"objectives": objectives})
     assert opening(snapshot(trials, definition=about)).startswith(sentence)
-
-
-def test_what_was_not_measured_again_is_scaled_and_what_was_stopped_is_said_to_be() -> None:
-    study = snapshot(TRIALS, confirmations=confirmed(*TRIALS[:2]))
-    first, second = runners_up(view_of(study))
-    assert first.startswith("trial 2: 9,000 tokens/s (8,911–9,091, scaled), 10.00 GiB: micro-batch")
-    assert second.startswith("trial 0: 8,000 tokens/s (7,943–8,057), 10.00 GiB")
-    wide = TrialConfig(micro_batch_size=8, lora_rank=64)
-    slow = record(2, PrunedSlow(measurement=measurement(4_000.0)), wide)
-    found = classes(view_of(snapshot([*TRIALS[:1], slow], definition=definition(space=RANKS))))
-    assert list(found)[1] == "rank 64 on q,k,v,o: 4,000 at 512 (trial 2, stopped early)"
 
 
 # What to take, and what instead
@@ -417,29 +384,6 @@ def test_a_winner_with_the_largest_micro_batch_of_the_space_asks_for_a_wider_one
 
 
 @pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        ((), "No trial has finished yet."),
-        ((record(0, OOM, is_baseline=True),), "Nothing that was tried was measured to fit in 21.5"),
-    ],
-)
-def test_without_anything_that_fits_there_is_what_it_would_take(
-    records: tuple[TrialRecord, ...], words: str
-) -> None:
-    decision = decision_of(study(*records))
-    assert decision.headline.startswith(words)
-    assert (decision.card, decision.lines) == (None, ())
-    assert any("Less memory" in sentence for sentence in decision.advice) is bool(records)
-    assert decision_of(study(BASE, OWN)).advice == ()
-    needs = (30, 25)
-    refused = [
-        record(n, PredictedOutOfMemory(predicted_bytes=gib * GIB), config)
-        for n, (gib, config) in enumerate(zip(needs, (SLOW, LARGE), strict=True))
-    ]
-    assert "nearest to fitting: trial 1" in advised(*refused)
-
-
-@pytest.mark.parametrize(
     ("lost", "is_advised"),
     [
         ({"rows_cut": 3}, True),
@@ -456,25 +400,6 @@ def test_longer_rows_are_advised_only_where_some_are_cut_or_left_out(
     for told, may_be in ((known, True), (replace(known, definition=about), False)):
         text = "\n".join(how_to_go_faster(view_of(told)))
         assert ("Offer larger values of seq_len" in text) is (is_advised and may_be)
-
-
-# The page's sections of words
-
-
-def test_sections_say_what_the_records_say() -> None:
-    every = trials_of(snapshot(one_of_each()))
-    assert every is not None
-    assert list(every.verdicts) == [str(verdict) for verdict in Verdict]
-    some = trials_of(snapshot([fits(0, 8_000.0), record(1, OOM)]))
-    assert some is not None
-    assert list(some.verdicts.values()) == ["fits (1)", "ran out of memory (1)"]
-    rows = {row.name: row.value for row in environment_rows(snapshot())}
-    known = {"target GPU": "a10", "measured on": "NVIDIA H200", "memory budget": "21.50 GiB"}
-    assert rows.items() >= (known | {"torch": "2.13.0", "commit": "4f2c1d9"}).items()
-    after = next_steps_of(snapshot([fits(0, 8_000.0)]))
-    assert after is not None
-    assert after.commands[-1] == "sweep best a10-mistral --json"
-    assert next_steps_of(snapshot()) is trials_of(snapshot()) is None
 
 
 # A dataset
@@ -577,21 +502,3 @@ def test_a_claim_about_rank_is_not_judged_by_what_another_learning_rate_did() ->
     faster = other.model_copy(update={"config": config})
     assert "no two trials were trained that differ in this rank alone" in claim(own, faster)
     assert "confirmed on this dataset" in claim(own, faster, learned(2, 64, 2.1, 0.01))
-
-
-def test_the_report_shows_loss_against_speed_and_against_rank() -> None:
-    known = about_loss(learned(0, 16, 2.0, 0.01), learned(1, 64, 1.9, 0.02, speed=8_000.0))
-    section = quality_of(document_of(known))
-    assert section is not None
-    (figure,) = section.figures
-    speed, rank = figure.figure.data
-    losses = {16: (2.0, 0.01), 64: (1.9, 0.02)}
-    for trace in (speed, rank):
-        shown = zip(rank.x, zip(trace.y, trace.error_y.array, strict=True), strict=True)
-        assert {at: pytest.approx(one) for at, one in shown} == losses
-    assert sorted(speed.x) == [8_000.0, 9_000.0]
-    assert "on held-out examples" in said(known)["loss"]
-    few = about_loss(learned(0, 16, 2.0, rows=6), learned(1, 64, 1.9, speed=8_000.0))
-    assert "on 6 held-out examples" in said(few)["loss"]
-    assert "fewer than 50 decide little" in said(few)["loss"]
-    assert quality_of(document_of(of_texts(trained(0, 8_000.0, SHORT)))) is None

@@ -6,7 +6,7 @@ What whole studies have on their pages is among the golden answers; here is what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -223,15 +223,6 @@ def test_the_targets_speed_is_drawn_where_another_gpu_stood_in_and_without_whisk
     assert list(front.error_y.arrayminus) == pytest.approx([79.2], abs=1)
 
 
-@pytest.mark.parametrize(
-    "records",
-    [one_of_each()[:1], one_of_each()[1:2], one_of_each()[2:5], one_of_each()[5:]],
-    ids=["one fit", "one slow", "all out of memory", "all failed"],
-)
-def test_any_study_has_a_front(records: Sequence[TrialRecord]) -> None:
-    assert _figure(snapshot(records)).data
-
-
 def test_an_empty_study_has_no_figures() -> None:
     empty = document_of(snapshot())
     assert front_of(empty) is boundary_of(empty) is search_of(empty) is None
@@ -283,20 +274,6 @@ def test_a_cell_never_takes_a_bound_for_a_need(
         else:
             trials.append(record(number, outcome, config, prediction=predicted(22.3)))
     assert _cells(snapshot(trials)) == [cell]
-
-
-def test_panels_are_of_the_checkpointing_and_kernels_that_were_tried() -> None:
-    changes: tuple[dict[str, Any], ...] = ({}, {"kernels": "liger"}, {"checkpoint_fraction": 0.0})
-    trials = [
-        fits(n, 8_000.0 + n, TrialConfig(micro_batch_size=8, **more))
-        for n, more in enumerate(changes)
-    ]
-    assert {(panel.title, panel.is_open) for panel in _boundary(snapshot(trials)).panels} == {
-        ("full checkpointing, standard kernels", False),
-        ("full checkpointing, Liger kernels", False),
-        ("no checkpointing, standard kernels", True),
-    }
-    assert [panel.title for panel in _boundary(snapshot(trials[:1])).panels] == ["all trials"]
 
 
 def test_nearest_to_fitting_goes_by_prediction_not_by_where_the_allocation_failed() -> None:
@@ -358,27 +335,6 @@ def test_errors_are_of_trials_that_fit_with_their_median_and_their_worst() -> No
     shown, _, _ = _trust(study).figures
     assert list(shown.figure.data[0].customdata) == [0, 1, 2]
     assert accuracy_of(snapshot([fits(0, 9_000.0)]), "memory") is None
-
-
-def test_steps_of_the_best_stand_beside_those_of_each_run_that_measured_again() -> None:
-    errand = {"purpose": "confirm", "series": 1, "confirms": 0, "is_baseline": False}
-    runs = [
-        fits(number, speed).model_copy(update=errand)
-        for number, speed in ((10, 8_900.0), (11, 9_100.0))
-    ]
-    (row,) = _trust(snapshot([fits(0, 9_500.0)], confirmations=tuple(runs))).steps
-    assert (row[:2], row[-1]) == (("0", "0.431 s"), "0.460 s, 0.450 s")
-
-
-def test_the_parts_of_the_winners_memory_are_told_where_they_are_known() -> None:
-    study = snapshot([fits(0, 9_000.0)])
-    assert "10.00 GiB allocated, 12.00 GiB reserved" in _trust(study).memory
-    assert _trust(study).parts == ()
-    parts = {"weights": 4 * GIB, "activations": 6 * GIB, "loss": 0}
-    forecast = MemoryForecast(10 * GIB, parts, "yes")
-    known = _trust(replace(study, memory_forecasts={study.records[0].config: forecast}))
-    shares = [(name, share) for name, _, share in known.parts]
-    assert shares == [("activations", 0.6), ("weights", 0.4)]
 
 
 @pytest.mark.parametrize("trials", [0, 1, 60])

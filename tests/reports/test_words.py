@@ -9,7 +9,7 @@ import pytest
 
 from reports import units, words
 from reports.words import VERDICT_LABELS, VERDICT_MEANINGS, outcome_line, verdict_words
-from search_spaces.config import CONFIG_KEYS, TrialConfig
+from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.confirmations import Ratio
 from storage.records import (
@@ -105,23 +105,6 @@ def test_a_configuration_is_told_by_its_differences_from_the_baseline_its_shape_
 ) -> None:
     baseline = TrialConfig(micro_batch_size=8)
     assert units.changes(TrialConfig(**changes), baseline=baseline) == expected
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("checkpoint_fraction", 0.5, "50 % checkpointed"),
-        ("target_modules", "all-linear", "adapters on all linear layers"),
-        ("target_modules", ["k_proj", "q_proj"], "adapters on k_proj, q_proj"),
-        ("lora_alpha", 32.0, "alpha 32"),
-        ("kernels", "fused-loss", "fused-loss kernels"),
-        ("compile", True, "compiled layers"),
-    ],
-)
-def test_settings_read_as_people_say_them(key: str, value: object, expected: str) -> None:
-    assert units.phrase(key, value) == expected
-    defaults = TrialConfig().model_dump(mode="json")
-    assert all(units.phrase(known, defaults[known]) for known in CONFIG_KEYS)
 
 
 @pytest.mark.parametrize(

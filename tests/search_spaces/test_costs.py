@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -209,22 +208,6 @@ def test_different_effective_batches_are_compared_by_the_sample_and_packed_rows_
     # Packed rows hold more tokens each: per row they look dear, per token they are cheap.
     padded = Bill(replace(WORK, tokens_per_sample=200.0), make_offer(), 0.8)
     assert compare_offers([padded, small]).cheapest is small
-
-
-@unhurried
-@given(first=OFFERS, second=OFFERS, first_step=STEP_SECONDS, second_step=STEP_SECONDS)
-def test_break_evens_alternate_between_two_offers(
-    first: Offer, second: Offer, first_step: float, second_step: float
-) -> None:
-    bills = [
-        Bill(WORK, step_seconds=seconds, offer=offer)
-        for seconds, offer in ((first_step, first), (second_step, second))
-    ]
-    points = compare_offers(bills).break_evens
-    assert len(points) <= 2
-    for before, after in pairwise(points):
-        assert before.tokens.value < after.tokens.value
-        assert before.above.offer is after.below.offer
 
 
 # Inside the uncertainty of the steps
