@@ -164,6 +164,24 @@ def lock(descriptor: int) -> None:
             raise
 
 
+def synchronize(*paths: Path) -> None:
+    """Wait until the disk has these files, and the names in these directories; not every file
+    system can be asked for names.
+
+    Raises:
+        OSError: it does not take a file.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            if not path.is_dir():
+                raise
+        finally:
+            os.close(descriptor)
+
+
 def is_temporary(path: Path) -> bool:
     """Whether a file has the name that one has until it is whole."""
     return re.fullmatch(rf"\.[0-9a-f]{{16}}{re.escape(_TEMPORARY)}", path.name) is not None

@@ -11,13 +11,13 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from search_spaces.errors import EnvironmentFault, words_of
+from storage import files
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 COURSE = "course.json"
@@ -90,10 +90,10 @@ def being_written(output: Path, *, step: int) -> Iterator[Path]:
         yield directory
         digests = {path.name: _digest(path) for path in sorted(directory.iterdir())}
         (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-        synchronize(directory)
+        files.synchronize(*directory.iterdir(), directory)
         shutil.rmtree(final, ignore_errors=True)
         directory.rename(final)
-        synchronize_names(output)
+        files.synchronize(output)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -140,35 +140,9 @@ def release(output: Path) -> None:
     (output / RESERVED).unlink(missing_ok=True)
 
 
-def synchronize(directory: Path) -> None:
-    """Wait until the disk has all files below a directory, and their names.
-
-    Raises:
-        OSError: it does not take them.
-    """
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            _fsync(Path(parent, name), os.O_RDONLY)
-        synchronize_names(Path(parent))
-
-
-def synchronize_names(directory: Path) -> None:
-    """Wait until the disk has a directory's names; not every file system can be asked to."""
-    with contextlib.suppress(OSError):
-        _fsync(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_of_the_disk(error: BaseException) -> bool:

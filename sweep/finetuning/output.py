@@ -183,15 +183,18 @@ def finish(trained: TrainedAdapter, tokenizer: TokenizerFiles) -> dict[str, Any]
             TRAINING: json.dumps(document, indent=2) + "\n",
         }
         for file in tokenizer.files:
-            (staging / file.relative_to(tokenizer.directory)).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, staging / file.relative_to(tokenizer.directory))
+            copy = staging / file.relative_to(tokenizer.directory)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
         for name, text in pages.items():
             (staging / name).write_text(text, encoding="utf-8")
         shutil.copyfile(checkpoint / ADAPTER, staging / ADAPTER)
-        checkpoints.synchronize(staging)
+        files.synchronize(*staging.rglob("*"), staging)
         for path in sorted(staging.iterdir(), key=lambda path: (path.name == TRAINING, path.name)):
+            # A directory of an earlier attempt is in the way of its own.
+            shutil.rmtree(output / path.name, ignore_errors=True)
             path.replace(output / path.name)
-        checkpoints.synchronize_names(output)
+        files.synchronize(output)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write {output}: {words_of(error)}. Nothing is lost: the last checkpoint is "

@@ -15,6 +15,8 @@ import pytest
 
 from search_spaces.models import load_model_spec
 from sweep.cli import main
+from sweep.finetuning.protocol import TrainingJob, TrainingResult
+from tests.sweep.finetuning.trainings import run
 
 CONFIG = {
     "micro_batch_size": 2,
@@ -74,6 +76,9 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     assert not (out / "training.json").exists()
     assert not (out / "adapter_model.safetensors").exists()
 
+    # As if it had been killed while it gave its files their names.
+    shutil.copytree(home / "tokenizer", out, dirs_exist_ok=True)
+
     assert main([*COMMAND, *INTO_OUT]) == 2
     assert "--resume resumes it" in capsys.readouterr().err
     assert main([*COMMAND[:-1], "4", *INTO_OUT, "--resume"]) == 2
@@ -88,13 +93,14 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     assert (int(found[1]), int(found[2]) >= 2) == (document["steps"], True)
     leaves_all(out)
 
-    assert main([*COMMAND, "--output", "whole"]) == 0
-    one, other = (load_file(home / name / "adapter_model.safetensors") for name in ("out", "whole"))
+    whole = uninterrupted(home)
+    one, other = (
+        load_file(f"{directory}/adapter_model.safetensors") for directory in (out, whole.checkpoint)
+    )
     assert one.keys() == other.keys()
     assert all(one[name].equal(other[name]) for name in one)
-    whole = json.loads((home / "whole" / "training.json").read_text())
     for key in ("eval_loss", "train_loss", "tokens"):
-        assert document[key] == whole[key]
+        assert document[key] == getattr(whole, key)
 
     # One that was killed before they were gone leaves them to the next.
     for name in ("checkpoint-9", ".removing-8"):
@@ -102,6 +108,16 @@ def test_a_training_that_was_killed_resumes_and_leaves_the_same_adapter(
     assert main([*COMMAND, *INTO_OUT, "--resume"]) == 0
     assert "done: there is nothing left to do" in capsys.readouterr().err
     leaves_all(out)
+
+
+def uninterrupted(home: Path) -> TrainingResult:
+    """Train the same in this process, in one go."""
+    known = json.loads((home / "out" / "run.json").read_text())
+    texts = next((home / "runs" / ".texts").glob("*/texts.json")).parent
+    parts = {"model": load_model_spec("demo").to_json(), "texts": str(texts)}
+    end, _ = run(TrainingJob.model_validate({**known, **parts, "output": str(home / "whole")}))
+    assert isinstance(end, TrainingResult), end
+    return end
 
 
 def leaves_all(output: Path) -> None:

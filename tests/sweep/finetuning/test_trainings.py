@@ -17,7 +17,8 @@ from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import Evaluated, Saved, Started, TrainingResult
 from tests.sweep.data.prepared import prepared
-from tests.sweep.finetuning.trainings import SPEC, job, run
+from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.training.tiny import TINY
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,7 @@ def test_a_training_says_whether_packed_examples_see_each_other(
     from tests.families import spec_of
 
     # Of gpt_oss transformers does not derive a mask from the positions.
-    spec = SPEC if model is None else replace(SPEC, config=spec_of(model).config)
+    spec = TINY if model is None else replace(TINY, config=spec_of(model).config)
     settings = {"attention": "eager", "checkpoint_fraction": 0.0, "max_steps": 1}
     begun = job(tmp_path, texts, packing=packing, model=spec.to_json(), **settings)
     end, said = run(begun)
@@ -284,7 +285,7 @@ def test_what_cannot_be_trained_is_refused(
 
     if "model" in changes:
         config = {**spec_of("gemma3_text").config, "use_bidirectional_attention": True}
-        both_ways = replace(SPEC, config={**config, "vocab_size": 512})
+        both_ways = replace(TINY, config={**config, "vocab_size": 512})
         changes = {**changes, "model": both_ways.to_json()}
     end, _ = run(job(tmp_path, texts, **changes))
     assert isinstance(end, Invalid), end

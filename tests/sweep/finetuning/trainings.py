@@ -8,24 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from search_spaces.config import TrialConfig
-from search_spaces.models import ModelSpec
 from sweep.finetuning.protocol import Saved, TrainingJob, TrainingOutcome
-
-SPEC = ModelSpec(
-    name="tiny",
-    source="shipped",
-    config={
-        "model_type": "mistral",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 128,
-        "max_position_embeddings": 64,
-        "sliding_window": None,
-    },
-)
+from tests.sweep.training.tiny import TINY
 
 
 def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: Any) -> TrainingJob:
@@ -46,7 +30,7 @@ def job(output: Path, texts: Path | None, *, packing: str = "none", **changes: A
     return TrainingJob(
         **{
             "config": TrialConfig.model_validate(values),
-            "model": SPEC.to_json(),
+            "model": TINY.to_json(),
             "texts": None if texts is None else str(texts),
             "eval_fraction": 0.2,
             "device": "cpu",
