@@ -12,57 +12,39 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
-from search_spaces.texts import LengthQuantiles, TextsKind, TextsSummary
+from search_spaces.texts import TextsKind, TextsSummary
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.records import Measured, Measurement, TrialRecord
+from storage.records import Measured, Measurement
 from sweep.data import rows
 from sweep.export.formats import exported
+from tests.storage import builders
+from tests.sweep.prepared_texts import a_summary
 
 MODEL = ModelSpec(
     name="mistral-7b-v0.3",
     source="shipped",
     config={"model_type": "mistral", "num_hidden_layers": 32},
 )
+STARTED_AT = "2026-11-21T10:00:00+00:00"
 HOSTILE = "x'''\"\"\"\\\n__import__('os').abort()\r# {{ 7*7 }} {% raw %}\u2028: - &a !!python\udcff"
 
 
-def some_texts(
-    kind: TextsKind = "messages", *, completions_only: bool = False, source: str = "/texts.jsonl"
-) -> TextsSummary:
+def some_texts(kind: TextsKind = "messages", **changes: Any) -> TextsSummary:
     """Return what a study keeps of texts of a kind."""
-    return TextsSummary(
-        source=source,
-        kind=kind,
-        format="auto",
-        fingerprint="f00d",
-        tokenizer="mine",
-        completions_only=completions_only,
-        rows=60,
-        broken=0,
-        tokens=6000,
-        loss_tokens=5000,
-        longest=200,
-        quantiles=LengthQuantiles(p50=90, p90=120, p95=150, p99=180, max=200),
-    )
+    values: dict[str, Any] = {"kind": kind, "source": "/texts.jsonl", "tokenizer": "mine"}
+    values |= {"fingerprint": "f00d", "rows": 60, "tokens": 6000, "loss_tokens": 5000}
+    values |= {
+        "longest": 200,
+        "quantiles": {"p50": 90, "p90": 120, "p95": 150, "p99": 180, "max": 200},
+    }
+    return a_summary(**values | changes)
 
 
 def a_measurement(**changes: Any) -> Measurement:
-    values: dict[str, Any] = {
-        "tokens_per_second": 16_800.0,
-        "samples_per_second": 32.8,
-        "step_seconds": 0.305,
-        "step_seconds_ci95": (0.304, 0.306),
-        "steps_measured": 12,
-        "steps_warmup": 3,
-        "peak_allocated_bytes": 20 * GIB,
-        "peak_reserved_bytes": 21 * GIB,
-        "trainable_parameters": 13_631_488,
-        "final_loss": 10.4,
-        "setup_seconds": 0.8,
-        "measured_seconds": 3.6,
-        "flags": ("emulated",),
-    }
-    return Measurement.model_validate(values | changes)
+    values: dict[str, Any] = {"step_seconds": 0.305, "step_seconds_ci95": (0.304, 0.306)}
+    values |= {"peak_allocated_bytes": 20 * GIB, "peak_reserved_bytes": 21 * GIB}
+    values |= {"trainable_parameters": 13_631_488, "flags": ("emulated",)}
+    return builders.a_measurement(16_800.0, **values | changes)
 
 
 def a_study(
@@ -102,11 +84,7 @@ def a_study(
             "commit": "0123abcd",
             "versions": {"torch": "2.13.0", "triton": None, "qlora-sweep": "0.1.0"},
         },
-        records=(
-            TrialRecord(
-                number=17, config=tried, outcome=outcome, started_at="2026-11-21T10:00:00+00:00"
-            ),
-        ),
+        records=(builders.a_record(17, outcome, config=tried, started_at=STARTED_AT),),
     )
 
 

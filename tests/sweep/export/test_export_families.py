@@ -16,52 +16,19 @@ from search_spaces.config import liger_kernels
 from search_spaces.linears import target_sets
 from search_spaces.models import ModelSpec, shipped_models
 from storage.definition import StudySnapshot
+from tests.families import config_of, spec_of
 from tests.sweep.export.studies import a_study, export
 from tests.sweep.export.test_export_script import described
 from tests.sweep.training.tiny import tiny_config
-
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "vocab_size": 128,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-ATTENTION = {"gpt_oss": "eager"}
-"""Of those that have no other on a CPU."""
 
 # Of experts without a linear layer PEFT says that no adapter goes on them.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
 
-def small(spec: ModelSpec) -> ModelSpec:
-    """Return an architecture in a size that a CPU trains in milliseconds."""
-    config = spec.config | {key: value for key, value in _SIZES.items() if key in spec.config}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-    rope = dict(config.get("rope_parameters") or {})
-    if rope.get("rope_type") == "longrope":
-        # A factor for each pair of the dimensions that turn.
-        pairs = int(_SIZES["head_dim"] * config.get("partial_rotary_factor", 1.0)) // 2
-        short = {key: rope[key][:pairs] for key in ("short_factor", "long_factor")}
-        config["rope_parameters"] = rope | short
-    return dataclasses.replace(spec, config=config)
+FAMILIES = sorted({spec.model_type for spec in shipped_models()})
 
 
-FAMILIES = {spec.model_type: small(spec) for spec in shipped_models() if spec.name != "demo"}
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_script_builds_what_was_measured(
     family: str, script_of: Callable[[StudySnapshot], ModuleType], tmp_path: Path
 ) -> None:
@@ -72,15 +39,15 @@ def test_the_script_builds_what_was_measured(
     from sweep.training.model import build_base
 
     AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**FAMILIES[family].config)
+        AutoConfig.for_model(**spec_of(family).config)
     ).save_pretrained(tmp_path)
-    spec = dataclasses.replace(FAMILIES[family], source="directory", path=tmp_path)
+    spec = dataclasses.replace(spec_of(family), source="directory", path=tmp_path)
     for knobs in (
         {"checkpoint_fraction": 0.5, "target_modules": "all-linear"},
         # Experts are matrices too where part of the base is in 16 bits.
         {"quantized_fraction": 0.5, "lora_dropout": 0.1, "adapter_dtype": "bf16"},
     ):
-        config = tiny_config(lora_rank=4, attention=ATTENTION.get(family, "sdpa"), **knobs)
+        config = config_of(family, "attention").model_copy(update=knobs)
         built = script_of(a_study(config, model=spec)).load_model(str(tmp_path))
         device = torch.device("cpu")
         base = build_base(config, spec=spec, weights="pretrained", device=device, seed=0)
@@ -90,7 +57,7 @@ def test_the_script_builds_what_was_measured(
         base.close()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_peft_puts_the_adapters_of_its_file_where_the_trial_had_them(
     family: str, tmp_path: Path
 ) -> None:
@@ -99,7 +66,7 @@ def test_peft_puts_the_adapters_of_its_file_where_the_trial_had_them(
     from sweep.training.adapters import with_adapters
     from sweep.training.model import BaseModel
 
-    spec = FAMILIES[family]
+    spec = dataclasses.replace(spec_of(family), source="shipped")
     # Some have one matrix for queries, keys and values.
     named = [("o_proj",), ("q_proj", "o_proj") if "qv" in target_sets(spec) else ("qkv_proj",)]
     for targets in (*target_sets(spec), *named):

@@ -112,7 +112,7 @@ def test_an_epoch_trains_on_every_example_up_to_the_last(
     # Seven full rows, or seven examples beside one that is held out: micro-batches of 2 leave one.
     written_texts(tmp_path / "data.jsonl", kind or "text", rows=8)
     if kind is None:
-        (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a" * (7 * 32 - 1)}))
+        (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a" * (7 * 32 - 2)}))
     texts = None if kind is None else some_texts(kind)
     config = tiny_config(effective_batch_size=4)
     script = script_of(a_study(config, model=TINY, texts=texts))
@@ -156,7 +156,7 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     assert all(resumed[name].equal(tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize(("row", "words"), [({"prompt": "x"}, "text"), ({"text": "a"}, "2 tokens")])
+@pytest.mark.parametrize(("row", "words"), [({"prompt": "x"}, "text"), ({"text": "a"}, "3 tokens")])
 def test_data_that_cannot_be_trained_on_is_refused(
     row: dict[str, str], words: str, script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A directory with the tiny model's random weights and a tokenizer of bytes that knows chats."""
+"""A directory with the tiny model's random weights and the demo's tokenizer, which knows chats."""
 
 from __future__ import annotations
 
@@ -7,36 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from tests.sweep.training.tiny import TINY
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
-_CHAT = (
-    "{% for m in messages %}<|{{ m['role'] }}|>"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + eos_token }}"
-    "{% endgeneration %}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def saved_model(directory: Path) -> ModelSpec:
     """Write weights and tokenizer, and return the model that is there."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY.config)).save_pretrained(directory)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-    fast.chat_template = _CHAT
-    fast.save_pretrained(directory)
+    tokenizer = load_model_spec("demo").tokenizer_path
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(directory)
     return dataclasses.replace(TINY, source="directory", path=directory)
 
 
