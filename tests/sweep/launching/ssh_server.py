@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shlex
@@ -21,11 +22,8 @@ DEPENDENCIES = sorted({path for path in sys.path if Path(path).name == "site-pac
 
 
 def skip_without_ssh() -> None:
-    missing = [name for name in ("ssh", "ssh-keygen") if shutil.which(name) is None]
-    if not os.access(SSHD, os.X_OK):
-        missing.append("sshd")
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not here: install openssh-server, openssh-client")
+    if not (shutil.which("ssh-keygen") and os.access(SSHD, os.X_OK)):
+        pytest.skip("there is no sshd: install openssh-server and openssh-client")
 
 
 class Server:
@@ -37,9 +35,12 @@ class Server:
         self.home.mkdir()
         # What a login prints, whoever logs in.
         (self.home / ".bashrc").write_text("echo Welcome; echo to this machine\n")
-        self.port = _free_port()
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = int(listener.getsockname()[1])
         for name in ("host", "user", "stranger"):
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name))
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)]
+            subprocess.run(command, check=True, timeout=30)
         shutil.copy(directory / "user.pub", directory / "authorized_keys")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -73,11 +74,13 @@ class Server:
         raise AssertionError((self.directory / "log").read_text())
 
     def stop(self) -> None:
-        """End it, and every connection to it."""
+        """End it, and every connection to it, but nothing that was started through it."""
         assert self._process is not None
         for number in _children(self._process.pid):
             for below in (*_children(number), number):
-                _kill_sshd(below)
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{below}/comm").read_text().startswith("sshd"):
+                        os.kill(below, 9)
         self._process.kill()
         self._process.wait()
 
@@ -110,28 +113,7 @@ def environment(directory: Path) -> Path:
     return directory / "bin" / "python"
 
 
-def _kill_sshd(number: int) -> None:
-    """Kill a process of sshd's, and nothing that was started through it."""
-    try:
-        name = Path(f"/proc/{number}/comm").read_text().strip()
-    except OSError:
-        return
-    if name.startswith("sshd"):
-        os.kill(number, 9)
-
-
 def _children(number: int) -> list[int]:
-    try:
+    with contextlib.suppress(OSError):
         return [int(n) for n in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    return []

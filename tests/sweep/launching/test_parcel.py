@@ -48,19 +48,11 @@ def of_space(**data: str) -> RunRequest:
 
 
 def test_a_preset_needs_nothing_and_all_that_was_typed_goes_along() -> None:
-    request = RunRequest(
-        space="cpu-demo",
-        overrides={"trials": 3, "confirm": False},
-        held={"lora_rank": 8},
-        storage="sqlite:///x.db",
-        devices="2",
-        as_json=True,
-    )
-    sent, files = packed(request)
-    assert files == {}
+    typed = {"overrides": {"trials": 3}, "held": {"lora_rank": 8}, "devices": "2", "as_json": True}
+    request = RunRequest(space="cpu-demo", storage="sqlite:///x.db", **typed)
     # The database is this machine's.
     changed = {"storage": None, "study": "cpu-demo-90cac3"}
-    assert sent == request.model_copy(update=changed)
+    assert packed(request) == (request.model_copy(update=changed), {})
 
 
 def test_what_another_machine_reads_is_the_same_study_without_weights(
@@ -151,9 +143,7 @@ def test_what_a_request_names_here_is_never_looked_for_beside_it(tmp_path: Path)
     ("doctored", "more", "says"),
     [
         ('{"space": "cpu-demo", "overrides": {"data": 5}}', [], "holds no request"),
-        ('{"space": "cpu-demo", "overrides": {"changed": 1}}', [], "holds no request"),
         ('{"space": "a10", "more": 1}', [], "holds no request"),
-        ("{", [], "holds no request"),
         ('{"space": "cpu-demo"}', ["--trials", "3"], "no option goes with it"),
     ],
 )

@@ -16,14 +16,12 @@ import pytest
 
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.presets import preset_texts
-from storage.directory import StudyFile, note_identity
 from storage.reading import read_study
 from sweep.cli import main
 from sweep.launching.parcel import distribution
 from sweep.launching.remote import RemoteStudy
 from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
 from sweep.launching.there import ALONE, STAMP
-from tests.storage.builders import a_definition
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
@@ -203,28 +201,25 @@ def test_who_asks_to_stop_here_is_heard_there_as_often_as_that(study: Study) -> 
     assert (code, study.heard[-1]) == (130, "asked 2")
 
 
-def test_a_study_outlives_its_connection_and_is_followed_again(
-    study: Study, server: Server
+@pytest.mark.parametrize("what", ["connection", "follower"])
+def test_a_study_outlives_what_follows_it_and_is_followed_again(
+    study: Study, server: Server, what: str
 ) -> None:
-    study.run()
-    assert study.watch(lambda: (server.stop(), server.start()))[0] == 0
-    assert len(study.said) == 1
-    assert "the study goes on there" in study.said[0]
-    assert study.has_heard_all()
-
-
-def test_a_follower_that_dies_there_is_a_connection_that_is_lost(study: Study) -> None:
-    study.run()
-
-    def kill() -> None:
+    def lose() -> None:
+        if what == "connection":
+            server.stop()
+            server.start()
+            return
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().decode().split("\0")
                 if "follow" in words and study.directory in words:
                     os.kill(int(process.name), signal.SIGKILL)
 
-    assert study.watch(kill)[0] == 0
+    study.run()
+    assert study.watch(lose)[0] == 0
     assert len(study.said) == 1
+    assert "the study goes on there" in study.said[0]
     assert study.has_heard_all()
 
 
@@ -248,35 +243,38 @@ def test_a_study_that_runs_already_is_followed_and_what_it_reads_stays(study: St
     assert not study.look()["runs"]
 
 
+@contextlib.contextmanager
+def stamped(python: Path) -> Iterator[Path]:
+    """Let an environment be one that another checkout was installed into."""
+    stamp = python.parents[1] / STAMP
+    stamp.write_text("of another checkout")
+    yield stamp
+    stamp.unlink()
+
+
 @pytest.mark.parametrize("was_installed_into", [False, True])
 def test_nothing_is_installed_beneath_a_study_that_runs(
     study: Study, pretending: Path, was_installed_into: bool
 ) -> None:
-    alone, stamp = (pretending.parents[1] / name for name in (ALONE, STAMP))
+    alone = pretending.parents[1] / ALONE
     alone.touch() if was_installed_into else alone.unlink(missing_ok=True)
-    stamp.write_text("of another checkout")
-    try:
+    with stamped(pretending):
         study.run()
         with pytest.raises(EnvironmentFault, match=r"study study-.* would be installed beneath it"):
             study.prepare(study.look()["target"], say=study.said.append)
         study.watch()
-    finally:
-        stamp.unlink(missing_ok=True)
 
 
 def test_whoever_follows_a_study_leaves_everything_there_as_it_is(
     study: Study, pretending: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stamp = pretending.parents[1] / STAMP
-    stamp.write_text("of another checkout")
     study.run("first", seconds=3)
-    try:
+    with stamped(pretending) as stamp:
         words = ["--study", study.place.name, "--with", f"python={pretending}"]
         assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}", *words]) == 0
         assert stamp.exists()
-    finally:
-        stamp.unlink(missing_ok=True)
-    assert "runs on" in (said := " ".join(capsys.readouterr().err.split()))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "runs on" in said
     assert "words run first" in said
     assert "Installing" not in said
 
@@ -356,27 +354,9 @@ def test_a_study_is_installed_run_stopped_and_fetched(
     assert json.loads(capsys.readouterr().out)["best"] == document["best"]
 
 
-def test_a_study_of_this_machine_is_never_replaced(
-    server: Server, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = StudyFile(
-        identity="1",
-        name="cpu-demo",
-        database=f"sqlite:///{home}/runs/gone.db",
-        definition=a_definition(),
-        environment={},
-    )
-    note_identity(home / "runs" / "cpu-demo", own)
-    assert main(["run", "cpu-demo", "--on", f"ssh:{server.address}"]) == 2
-    assert "choose another name" in capsys.readouterr().err
-    assert not (server.home / "qlora-sweep" / "cpu-demo").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cpu-dmo"], "did you mean 'cpu-demo'"),
-        (["cpu-demo", "--data", "nope.jsonl"], "nope.jsonl"),
         (["cpu-demo", "--from", "nope"], "--from nope"),
         (["cpu-demo", "--storage", "mysql://u:secret@host/db"], "known are sqlite"),
     ],
