@@ -164,11 +164,11 @@ def test_it_answers_far_from_the_repository(installed: Installed) -> None:
 def test_what_runs_repacks_to_the_wheel_that_it_came_from(
     installed: Installed, wheel: Path
 ) -> None:
-    program = "from sweep.launching.parcel import make_wheel as m; open('w','wb').write(m().data)"
+    program = "from sweep.launching.parcel import make_wheel as m; open('w','wb').write(m()[1])"
     assert installed.run("python", "-c", program).returncode == 0
     again = installed.directory / "w"
     checkout = installed.directory / "checkout.whl"
-    checkout.write_bytes(make_wheel().data)
+    checkout.write_bytes(make_wheel()[1])
     for repacked in (again, checkout):
         assert _ours(repacked) == _ours(wheel)
 

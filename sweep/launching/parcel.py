@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from search_spaces.documents import exists, home_expanded
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.errors import InputError
 from search_spaces.loading import preset_name
 from search_spaces.models import load_model_spec
 from storage.directory import SPOOL
@@ -31,6 +31,7 @@ from storage.directory import STUDY as IDENTITY
 from storage.files import replace
 from sweep.data.rows import is_on_hub
 from sweep.data.texts import text_files
+from sweep.namesakes import NAMES
 from sweep.paths import runs_directory
 from sweep.request import BESIDE, RunRequest
 
@@ -40,7 +41,6 @@ FILES = (f"{NAME.replace('-', '_')}-*.whl", "constraints.txt", "there.py")
 """What `write` writes."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """Endings of files that hold a model's weights, in lower case."""
-_PACKAGES = ("search_spaces", "storage", "sweep", "reports")
 _START = "qlora_sweep.py"
 _DATE = (1980, 1, 1, 0, 0, 0)
 """The same files make the same wheel."""
@@ -48,39 +48,16 @@ _LEFT_OUT = re.compile(r"(?:triton|nvidia-.*|cuda-.*|pip|setuptools|wheel|qlora-
 """What a build of torch asks for itself, and what installs."""
 
 
-class Wheel(NamedTuple):
-    """A wheel in memory."""
-
-    name: str
-    data: bytes
-
-    @property
-    def digest(self) -> str:
-        """What tells it from any other."""
-        return hashlib.sha256(self.data).hexdigest()
-
-
-def distribution() -> metadata.Distribution:
-    """Return what is known of this installation. Raises `EnvironmentFault`: there is none."""
-    try:
-        return metadata.distribution(NAME)
-    except metadata.PackageNotFoundError as error:
-        raise EnvironmentFault(
-            f"{NAME} is not installed here, so that nothing says what it needs elsewhere: "
-            "pip install it, with -e from a checkout"
-        ) from error
-
-
 @cache
-def make_wheel() -> Wheel:
-    """Return this installation as a wheel. Raises what `distribution` does, and `OSError`."""
-    own = distribution()
+def make_wheel() -> tuple[str, bytes]:
+    """Return this installation as a wheel: its name, and what is in it. Raises `OSError`."""
+    own = metadata.distribution(NAME)
     stem = f"{NAME.replace('-', '_')}-{own.version}"
     info, root = f"{stem}.dist-info", Path(__file__).resolve().parents[2]
     # In a checkout it has its place in a room; a wheel has it beside the packages.
     start, files = root / "sweep" / "entry_point.py", dict[str, bytes]()
     files[_START] = (start if start.exists() else root / _START).read_bytes()
-    for package in _PACKAGES:
+    for package in NAMES:
         for file in sorted((root / package).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts and file != start:
                 files[file.relative_to(root).as_posix()] = file.read_bytes()
@@ -96,11 +73,11 @@ def make_wheel() -> Wheel:
     files[f"{info}/RECORD"] = "".join(lines).encode()
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            entry = zipfile.ZipInfo(name, _DATE)
+        for path, data in files.items():
+            entry = zipfile.ZipInfo(path, _DATE)
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
-    return Wheel(f"{stem}-py3-none-any.whl", memory.getvalue())
+    return f"{stem}-py3-none-any.whl", memory.getvalue()
 
 
 def constraints() -> str:
@@ -117,11 +94,11 @@ def write(directory: Path) -> Path:
 
     Raises what `make_wheel` does.
     """
-    wheel = make_wheel()
-    replace(directory / wheel.name, wheel.data)
+    name, wheel = make_wheel()
+    replace(directory / name, wheel)
     replace(directory / FILES[1], constraints().encode())
     replace(directory / FILES[2], Path(__file__).with_name(FILES[2]).read_bytes())
-    return (directory / wheel.name).absolute()
+    return (directory / name).absolute()
 
 
 def installed_versions() -> dict[str, str]:
@@ -137,7 +114,7 @@ def differences(there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version there and version here of what sweep needs, where they differ."""
     here = installed_versions()
     theirs = {canonicalize_name(name): told.partition("+")[0] for name, told in there.items()}
-    requires = map(Requirement, distribution().requires or ())
+    requires = map(Requirement, metadata.requires(NAME) or ())
     for name in sorted(canonicalize_name(one.name) for one in requires if one.marker is None):
         if name in theirs and name in here and theirs[name] != here[name]:
             yield name, theirs[name], here[name]

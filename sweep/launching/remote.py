@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,13 +31,12 @@ RECONNECT_SECONDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 FILE_BYTES_MAX = 512 * 1024 * 1024
 _MARK = f"{there.MARK}\n".encode()
 _FIND = (
-    "echo {mark}; for version in {versions}; do for python in {pythons}; do "
+    "echo {mark}; for python in {pythons}; do "
     'command -v "$python" >/dev/null 2>&1 && '
-    '"$python" -I -c "import sys; sys.exit(sys.version_info < $version)" 2>/dev/null && '
-    'command -v "$python" && exit; done; '
-    'PATH="$PATH:$HOME/.local/bin" command -v uv >/dev/null || exit 0; done'
+    '"$python" -I -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null && '
+    'command -v "$python" && exit; done; true'
 )
-"""Prints a Python that is new enough for sweep, or, beside uv, for what is done there."""
+"""Prints a Python that is new enough."""
 
 
 class RemoteStudy:
@@ -56,11 +56,11 @@ class RemoteStudy:
         self.directory = f"{HOME}/{name}"
         self._program = Path(there.__file__).read_bytes()
         self._heard = self._asked = 0
-        pythons, versions = "python3 python3.13 python3.12 python3.11 python", "'(3, 11)' '(3, 9)'"
+        pythons = "python3 python3.13 python3.12 python3.11 python"
         if python is not None:
             home, rest = ('"$HOME"/', python[2:]) if python.startswith("~/") else ("", python)
-            pythons, versions = home + shlex.quote(rest), "'(3, 11)'"
-        find = _FIND.format(mark=shlex.quote(there.MARK), pythons=pythons, versions=versions)
+            pythons = home + shlex.quote(rest)
+        find = _FIND.format(mark=shlex.quote(there.MARK), pythons=pythons)
         with tempfile.TemporaryFile() as nothing:
             printed = connection.call(f"sh -c {shlex.quote(find)}", nothing)
         with printed:
@@ -68,8 +68,8 @@ class RemoteStudy:
         if not found:
             words = f"--with python: {python} on {connection.address} is no Python 3.11 or newer"
             if python is None:
-                words = f"{connection.address}: no Python 3.11 or newer is found there, and no uv: "
-                words += "install one, or name a Python with --with python=PATH"
+                words = f"{connection.address}: no Python 3.11 or newer is found there: install "
+                words += "one, or name one with --with python=PATH"
             raise EnvironmentFault(words)
         self._base = found[0]
         self._python = PYTHON if python is None else self._base
@@ -108,7 +108,7 @@ class RemoteStudy:
         Raises:
             EnvironmentFault: it cannot be installed, or not now.
         """
-        where, here = self._connection.address, parcel.distribution().version
+        where, here = self._connection.address, version(parcel.NAME)
         seen = target or {}
         if seen.get("sweep") and seen["stamp"] is None:
             # Somebody else installed it.
@@ -117,7 +117,7 @@ class RemoteStudy:
                     f"{where} has sweep {seen['sweep']} in {seen['executable']}, and here is "
                     f"{here}: install the same there, or leave it out"
                 )
-        elif not seen.get("sweep") or seen["stamp"] != parcel.make_wheel().digest:
+        elif not seen.get("sweep") or seen["stamp"] != there.digest(parcel.make_wheel()[1]):
             if seen and not seen["is_environment"]:
                 raise EnvironmentFault(
                     f"--with python: {self._python} on {where} is of no environment, and sweep is "

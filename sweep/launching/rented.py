@@ -65,7 +65,6 @@ class Provider(Strict):
     name: str
     title: str
     tool: str
-    package: str
     template: str
     login: str
     logged_in: str
@@ -170,7 +169,7 @@ class Provider(Strict):
         if shutil.which(self.tool) is None:
             raise EnvironmentFault(
                 f"{self.title}'s command {self.tool} is not installed: "
-                f"pip install {self.package} (in an environment of its own), {alone}"
+                f"pip install {self.name} (in an environment of its own), {alone}"
             )
         words = f"{self.login} {cloud or ''}".split()
         try:

@@ -42,16 +42,14 @@ _ADDRESS = re.compile(
 )
 _REFUSALS = {
     "HOST IDENTIFICATION HAS CHANGED": "its host key is another than the one that is known here: "
-    "somebody else may answer in its name; nothing was sent. Find out why before you remove the "
-    "old key with ssh-keygen -R",
+    "somebody else may answer in its name. Find out why before you remove it with ssh-keygen -R",
     "Host key verification failed|No .* host key is known": "its host key is unknown here: run "
     "`{by_hand}` once, compare the fingerprint, and accept it",
     "Permission denied": "no key of yours is accepted there: run ssh-copy-id, or ssh-add where the "
     "key has a passphrase, until `{by_hand} true` asks nothing",
-    "Could not resolve hostname": "no such host is known: mind the spelling, or name it in "
-    "~/.ssh/config",
+    "Could not resolve": "no such host is known: mind the spelling, or name it in ~/.ssh/config",
     "Connection refused": "nobody listens there: is sshd running, and is that its port?",
-    "timed out|No route to host|unreachable": "no answer: is it on, and does `{by_hand}` reach it?",
+    "timed out|No route|unreachable": "no answer: is it on, and does `{by_hand}` get there?",
 }
 """Why there is no connection, by what ssh says, and what to do about it."""
 

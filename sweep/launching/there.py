@@ -134,7 +134,6 @@ def installed() -> dict[str, Any]:
     places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     ours = [d.version for d in importlib.metadata.distributions(name=PACKAGE, path=places)]
     return {
-        "is_new_enough": sys.version_info >= (3, 11),
         "executable": sys.executable,
         "is_environment": sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").exists(),
         "sees_system": "include-system-site-packages = true" in config,
@@ -157,13 +156,18 @@ def _installed_for(python: Path) -> dict[str, Any] | None:
     return dict(json.loads(done.stdout.partition(MARK.encode())[2]))
 
 
+def digest(wheel: bytes) -> str:
+    """Return what tells a wheel from any other."""
+    return hashlib.sha256(wheel).hexdigest()
+
+
 def install(python: str, wheel: str, version: str, extra: str, studies: str) -> dict[str, Any]:
     """Install a wheel, held to constraints, for the Python of an environment.
 
     Args:
         python: its path; the environment is made where it is missing.
         wheel: its path, beside constraints.txt; ``-`` for an archive of both on stdin.
-        version: of Python, for uv to find or fetch; '' for this one, unless it is too old.
+        version: of Python, for uv to find or fetch; '' for this one.
         extra: of the package; '' for none.
         studies: directory of studies: beneath one that runs nothing is installed; '' for none.
     """
@@ -174,8 +178,8 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         if wheel == "-":
             _unpack(Path(scratch))
             (wheel,) = map(str, Path(scratch).glob("*.whl"))
-        digest = hashlib.sha256(Path(wheel).read_bytes()).hexdigest()
-        if _read(environment / STAMP) == digest:
+        stamp = digest(Path(wheel).read_bytes())
+        if _read(environment / STAMP) == stamp:
             # Somebody else was first.
             return {}
         for job in sorted(Path(studies).expanduser().glob("*/job") if studies else ()):
@@ -195,7 +199,7 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         (environment / STAMP).unlink(missing_ok=True)
         _done([*pip, "--no-deps", "--force-reinstall", wheel])
         _done([*pip, "--constraint", str(constraints), f"{wheel}[{extra}]" if extra else wheel])
-        (environment / STAMP).write_text(digest)
+        (environment / STAMP).write_text(stamp)
     return {}
 
 
@@ -206,18 +210,22 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
     """
     base, seen = installed(), _installed_for(python)
     uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
-    is_usable = base["is_new_enough"] and not version
-    keeps = seen["sees_system"] if seen else is_usable and base["has_torch"]
+    keeps = seen["sees_system"] if seen else base["has_torch"] and not version
     if uv is not None and not keeps:
         if seen is None:
-            of = sys.executable if is_usable else version or "3.11"
-            _done([uv, "venv", "--quiet", "--allow-existing", "--python", of, str(environment)])
+            made = [
+                uv,
+                "venv",
+                "--quiet",
+                "--allow-existing",
+                "--python",
+                version or sys.executable,
+            ]
+            _done([*made, str(environment)])
         pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
     else:
         # Where somebody was cut off while it was made there is a Python already, and no pip.
         if seen is None or not seen["has_pip"]:
-            if not base["is_new_enough"]:
-                raise SystemExit(f"{sys.executable} is older than 3.11, and there is no uv")
             options = ["--system-site-packages"] if keeps else []
             _done([sys.executable, "-m", "venv", *options, str(environment)])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.presets import preset_texts
 from storage.reading import read_study
 from sweep.cli import main
-from sweep.launching.parcel import distribution
 from sweep.launching.remote import RemoteStudy
 from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
 from sweep.launching.there import ALONE, STAMP
@@ -77,7 +77,7 @@ def environment_with(directory: Path, *, sweep: str) -> Path:
 
 @pytest.fixture(scope="module")
 def pretending(server: Server) -> Path:
-    return environment_with(server.directory / "pretending", sweep=distribution().version)
+    return environment_with(server.directory / "pretending", sweep=version("qlora-sweep"))
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> N
 def test_an_installation_that_cannot_be_imported_fails_and_says_why(
     connection: Connection, server: Server, tmp_path: Path
 ) -> None:
-    python = environment_with(server.directory / "broken", sweep=distribution().version)
+    python = environment_with(server.directory / "broken", sweep=version("qlora-sweep"))
     (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
     (packages / "qlora_sweep.py").write_text("import no_such_module")
     study = Study(connection, python, tmp_path, server.home)
