@@ -4,6 +4,7 @@ here, asked to stop, and fetched. It goes on there whatever becomes of the conne
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -109,7 +110,7 @@ class RemoteStudy:
             EnvironmentFault: it cannot be installed, or not now.
         """
         where, here = self._connection.address, version(parcel.NAME)
-        seen = target or {}
+        seen, digest = target or {}, hashlib.sha256(parcel.make_wheel()[1]).hexdigest()
         if seen.get("sweep") and seen["stamp"] is None:
             # Somebody else installed it.
             if seen["sweep"] != here:
@@ -117,7 +118,7 @@ class RemoteStudy:
                     f"{where} has sweep {seen['sweep']} in {seen['executable']}, and here is "
                     f"{here}: install the same there, or leave it out"
                 )
-        elif not seen.get("sweep") or seen["stamp"] != there.digest(parcel.make_wheel()[1]):
+        elif not seen.get("sweep") or seen["stamp"] != digest:
             if seen and not seen["is_environment"]:
                 raise EnvironmentFault(
                     f"--with python: {self._python} on {where} is of no environment, and sweep is "

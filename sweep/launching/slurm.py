@@ -19,7 +19,7 @@ from pathlib import Path
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage.directory import SPOOL
 from storage.files import WRITTEN_BY, replace
-from sweep.launching.there import SWEEP, Supervisor
+from sweep.launching.there import SWEEP, Supervisor, say
 
 WARNING_SECONDS = 300
 """Before the limit, at most, in which a running trial ends or is given up. A trial takes seconds;
@@ -220,18 +220,13 @@ def run_allocation(command: list[str], files: Path, *, warning_seconds: float, j
     # A fault without a limit in sight may be the node's, but only behind a result.
     if idle >= IDLE_ALLOCATIONS_MAX or (idle and warned_at is None):
         idle_file.unlink()
-        _say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
+        say(f"Exit code {code} and no new result: not requeued. Submit it again once mended.")
         return code
-    _say(f"Exit code {code}: requeued, to go on where this allocation stopped.")
+    say(f"Exit code {code}: requeued, to go on where this allocation stopped.")
     if subprocess.run(["scontrol", "requeue", job], check=False).returncode:
-        _say("SLURM did not requeue it: submit it again, to go on.")
+        say("SLURM did not requeue it: submit it again, to go on.")
         return code
     return 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory, warning, *command = sys.argv[1:] if arguments is None else arguments
     files, job = Path(directory), os.environ.get("SLURM_JOB_ID")
     if job is None:
-        _say("error: SLURM_JOB_ID is not set: submit this with sbatch")
+        say("error: SLURM_JOB_ID is not set: submit this with sbatch")
         return EnvironmentFault.exit_code
     request = files / "slurm.run.json"
     # A link, or a file that others may read, gives way.

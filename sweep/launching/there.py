@@ -156,11 +156,6 @@ def _installed_for(python: Path) -> dict[str, Any] | None:
     return dict(json.loads(done.stdout.partition(MARK.encode())[2]))
 
 
-def digest(wheel: bytes) -> str:
-    """Return what tells a wheel from any other."""
-    return hashlib.sha256(wheel).hexdigest()
-
-
 def install(python: str, wheel: str, version: str, extra: str, studies: str) -> dict[str, Any]:
     """Install a wheel, held to constraints, for the Python of an environment.
 
@@ -178,7 +173,7 @@ def install(python: str, wheel: str, version: str, extra: str, studies: str) -> 
         if wheel == "-":
             _unpack(Path(scratch))
             (wheel,) = map(str, Path(scratch).glob("*.whl"))
-        stamp = digest(Path(wheel).read_bytes())
+        stamp = hashlib.sha256(Path(wheel).read_bytes()).hexdigest()
         if _read(environment / STAMP) == stamp:
             # Somebody else was first.
             return {}
@@ -208,26 +203,19 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
 
     That is uv where it is there. It does not see the system's packages, so pip keeps its torch.
     """
-    base, seen = installed(), _installed_for(python)
+    seen, place = _installed_for(python), str(environment)
     uv = shutil.which("uv", path=f"{os.environ.get('PATH', '')}:{Path.home()}/.local/bin")
-    keeps = seen["sees_system"] if seen else base["has_torch"] and not version
+    has_torch = importlib.util.find_spec("torch") is not None
+    keeps = seen["sees_system"] if seen else has_torch and not version
     if uv is not None and not keeps:
         if seen is None:
-            made = [
-                uv,
-                "venv",
-                "--quiet",
-                "--allow-existing",
-                "--python",
-                version or sys.executable,
-            ]
-            _done([*made, str(environment)])
+            _done([uv, "venv", "-q", "--allow-existing", "-p", version or sys.executable, place])
         pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
     else:
         # Where somebody was cut off while it was made there is a Python already, and no pip.
         if seen is None or not seen["has_pip"]:
             options = ["--system-site-packages"] if keeps else []
-            _done([sys.executable, "-m", "venv", *options, str(environment)])
+            _done([sys.executable, "-m", "venv", *options, place])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     seen = _installed_for(python)
     if seen is None:
@@ -396,6 +384,12 @@ def _unpack(place: Path) -> None:
         # The first versions of Python 3.11 have no filter; it is this program's own archive.
         safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         archive.extractall(place, **safely)
+
+
+def say(text: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _job(directory: str) -> Path:

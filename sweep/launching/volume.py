@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweep.launching.there import SWEEP, Supervisor
+from sweep.launching.there import SWEEP, Supervisor, say
 
 SAVE_SECONDS = 5.0
 """A trial takes longer, so no more than one is to be done again."""
@@ -244,7 +244,7 @@ def keep(
         try:
             ledger.write(force=copies.save(), is_last=is_last)
         except (OSError, sqlite3.Error) as error:
-            _say(f"the volume could not be written: {error}")
+            say(f"the volume could not be written: {error}")
             return False
         return True
 
@@ -257,39 +257,31 @@ def keep(
         else:
             save()
         if why and not supervisor.asked:
-            _say(f"{why}: stopping it")
+            say(f"{why}: stopping it")
             supervisor.ask()
 
     try:
         is_claimed = ledger.claim(wait=wait)
         if is_claimed and ledger.is_spent:
             ledger.write(is_last=True)
-            _say("what the study may cost is spent: start it again with a higher --max-dollars")
+            say("what the study may cost is spent: start it again with a higher --max-dollars")
             return DONE
         if supervisor.asked:
             return INTERRUPTED
         if not is_claimed:
-            _say(
-                "another machine runs this study, which is kept there alone; nothing was started. "
-                "Stop that one first, or launch this under another --study"
-            )
+            say("another machine runs this study, so nothing was started: stop that one first")
             return FAULT
         files = copies.restore()
     except (OSError, ValueError) as error:
-        _say(f"the volume could not be read or written, so nothing was started: {error}")
+        say(f"the volume could not be read or written, so nothing was started: {error}")
         return FAULT
-    _say(f"resuming from {files} files of the volume" if files else "starting a new study")
+    say(f"resuming from {files} files of the volume" if files else "starting a new study")
     variables = {key: value for key, value in os.environ.items() if key != "SWEEP_STORAGE"}
     variables["SWEEP_HOME"] = str(copies.home)
     code = supervisor.run(command, tick=tick, seconds=save_seconds, env=variables)
     if is_lost or not ledger.is_ours or not save(is_last=True):
         return FAULT
     return DONE if code == NOTHING_FITS or (code == INTERRUPTED and ledger.is_spent) else code
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"volume: {text}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
