@@ -70,7 +70,6 @@ class Provider(Strict):
     logged_in: str
     log_in: str
     gpus: Mapping[str, str]
-    gpus_max: Mapping[str, int] = {}
     usd_factor: float = 1.0
     usd_beside: float = 0.0
     idle_seconds: float = 0.0
@@ -99,12 +98,6 @@ class Provider(Strict):
         where = own.sold_by or own.title
         if gpu not in own.gpus:
             raise InputError(f"--gpu: {where} has no {gpu}; it has {', '.join(own.gpus)}")
-        most = own.gpus_max.get(gpu, machine.gpus)
-        if machine.gpus > most:
-            raise InputError(
-                f"--devices must be at most {most}: {where} has no container with more of {gpu}, "
-                f"got {machine.gpus}"
-            )
         if not machine.is_spot:
             return own
         if isinstance(own.spot, str):
@@ -132,25 +125,23 @@ class Provider(Strict):
         The time until it is gone is paid for, as is the time until it is there.
 
         Raises:
-            InputError: no price is known, or the GPU is rented by more at once alone.
+            InputError: no price is known, or only of more GPUs at once.
         """
         sellers = {self.sold_by or self.title, *(one["sold_by"] for one in self.clouds.values())}
         asked = {(seller, machine.is_spot) for seller in sellers} | {(TYPED_PROVIDER, False)}
-        own = [one for one in offers if (one.provider, one.is_spot) in asked]
-        gpu = machine.gpu.name
+        own = [
+            one
+            for one in offers
+            if (one.provider, one.is_spot) in asked and one.gpus <= machine.gpus
+        ]
         if not own:
+            what = f"{machine.gpus} x {machine.gpu.name}{' spot' if machine.is_spot else ''}"
             on = f"{machine.cloud} with {self.title}" if machine.cloud else self.title
             raise InputError(
-                f"no price is known of {gpu}{' spot' if machine.is_spot else ''} on {on}: give the "
-                "dollars of an hour, --with price=0.75 say, or a file, --with prices=FILE"
+                f"no price is known of {what} on {on}: give the dollars of an hour, --with "
+                "price=0.75 say, or a file, --with prices=FILE"
             )
-        if (least := min(one.gpus for one in own)) > machine.gpus:
-            raise InputError(
-                f"--devices must be at least {least}: {own[0].provider} rents {gpu} by {least}, "
-                f"got {machine.gpus}"
-            )
-        rented = (one for one in own if one.gpus <= machine.gpus)
-        best = min(rented, key=lambda one: usd_per_hour(one, machine.gpus))
+        best = min(own, key=lambda one: usd_per_hour(one, machine.gpus))
         changes = {
             "usd_per_hour": usd_per_hour(best, machine.gpus),
             "gpus": 1,

@@ -224,25 +224,17 @@ def _made(environment: Path, python: Path, version: str) -> tuple[dict[str, Any]
 
 
 @contextlib.contextmanager
-def _alone(environment: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+def _alone(environment: Path) -> Iterator[None]:
     """Wait until nobody else makes an environment, or installs into it."""
-    lock = os.open(environment / ALONE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, how)
+    with open(environment / ALONE, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        # Given up, not closed alone: a process that was forked meanwhile has it open, too.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
 
 
 def _done(command: list[str]) -> None:
-    done = subprocess.run(command, input="", capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        errors = [line for line in lines if line.lower().startswith("error")]
-        said = (errors or lines or [f"exit status {done.returncode}"])[0]
-        raise SystemExit(f"{' '.join(command[:4])}: {said}")
+    nothing = subprocess.DEVNULL
+    if code := subprocess.run(command, stdin=nothing, stdout=nothing, check=False).returncode:
+        raise SystemExit(code)
 
 
 # A study.
@@ -252,35 +244,32 @@ def start(directory: str, python: str) -> dict[str, Any]:
     """Start the command on stdin, with the files behind it; return whether one runs already."""
     job, target = _job(directory), Path(python).expanduser()
     job.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        if os.access(target.parents[1] / ALONE, os.W_OK):
-            stack.enter_context(_alone(target.parents[1], fcntl.LOCK_SH))
-        lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        for _ in range(6):
-            # Whoever looks whether it runs holds it for an instant.
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.05)
-        else:
-            return {"was_running": True}
-        asked = json.loads(sys.stdin.buffer.readline())
-        _unpack(job.parent)
-        for name in (OUT, ERR, END, PID):
-            (job / name).unlink(missing_ok=True)
-        (job / ERR).touch(0o600)
-        keeper = os.fork()
-        if keeper == 0:
-            try:
-                _keep(job, str(target), asked)
-            finally:
-                os._exit(0)
+    lock = os.open(job / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    for _ in range(6):
+        # Whoever looks whether it runs holds it for an instant.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(0.05)
+    else:
+        return {"was_running": True}
+    asked = json.loads(sys.stdin.buffer.readline())
+    _unpack(job.parent)
+    for name in (OUT, ERR, END, PID):
+        (job / name).unlink(missing_ok=True)
+    (job / ERR).touch(0o600)
+    keeper = os.fork()
+    if keeper == 0:
         try:
-            _write(job / PID, {"pid": keeper, "python": str(target)})
-        except OSError:
-            # Nobody could ask it to stop.
-            os.kill(keeper, signal.SIGTERM)
-            raise
+            _keep(job, str(target), asked)
+        finally:
+            os._exit(0)
+    try:
+        _write(job / PID, {"pid": keeper, "python": str(target)})
+    except OSError:
+        # Nobody could ask it to stop.
+        os.kill(keeper, signal.SIGTERM)
+        raise
     return {"was_running": False}
 
 

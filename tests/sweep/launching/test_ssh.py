@@ -21,7 +21,7 @@ from storage.reading import read_study
 from sweep.cli import main
 from sweep.launching.remote import RemoteStudy
 from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
-from sweep.launching.there import ALONE, STAMP
+from sweep.launching.there import STAMP
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
 ROOT = Path(__file__).parents[3]
@@ -252,12 +252,7 @@ def stamped(python: Path) -> Iterator[Path]:
     stamp.unlink()
 
 
-@pytest.mark.parametrize("was_installed_into", [False, True])
-def test_nothing_is_installed_beneath_a_study_that_runs(
-    study: Study, pretending: Path, was_installed_into: bool
-) -> None:
-    alone = pretending.parents[1] / ALONE
-    alone.touch() if was_installed_into else alone.unlink(missing_ok=True)
+def test_nothing_is_installed_beneath_a_study_that_runs(study: Study, pretending: Path) -> None:
     with stamped(pretending):
         study.run()
         with pytest.raises(EnvironmentFault, match=r"study study-.* would be installed beneath it"):
