@@ -89,19 +89,13 @@ class Started(Setup):
     """By earlier runs, up to the checkpoint that this one resumes from."""
 
 
-class Evaluated(Message):
-    """The first of the held-out examples were evaluated."""
-
-    kind: Literal["evaluated"] = "evaluated"
-    step: int
-    loss: float
-
-
 class Saved(Message):
     """A whole checkpoint is on the disk, or the disk does not take it."""
 
     kind: Literal["saved"] = "saved"
     step: int
+    eval_loss: float | None = None
+    """Of the first held-out examples; None where none were evaluated."""
     refusal: str | None = None
     """Why there is none; the training continues, and the one before it is whole."""
 
@@ -164,9 +158,9 @@ class TrainingFinished(Message):
     outcome: TrainingOutcome
 
 
-Event = TrainingProgress | Started | Evaluated | Saved
+Event = TrainingProgress | Started | Saved
 TrainingMessage = Annotated[
-    Ready | TrainingProgress | Started | Evaluated | Saved | TrainingFinished | Unusable,
+    Ready | TrainingProgress | Started | Saved | TrainingFinished | Unusable,
     Field(discriminator="kind"),
 ]
 message_adapter: TypeAdapter[TrainingMessage] = TypeAdapter(TrainingMessage)

@@ -6,7 +6,7 @@ How an example becomes a row is `sweep.data.batches`' rule, for trials and train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import Dataset, Subset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from search_spaces.config import TrialConfig
@@ -25,63 +25,63 @@ from sweep.training.step import random_rows, stacked
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What a training trains on and what it holds out."""
-
-    training: Any
-    """Anything with a length whose items the collator takes."""
-    collate: Collate
-    held_out: Any | None = None
-    collate_held_out: Collate | None = None
-    widths: Sequence[int] | None = None
-    """Tokens of each row; None where all are full."""
-    texts: int | None = None
-    """Examples that are trained on, however they are packed; None for random tokens."""
-    left_out: int = 0
-
-
 @dataclass(eq=False)
-class EpochOrder(Sampler[int]):
-    """The order of an epoch: of its seed and number alone, so that a resumed training has it again.
+class Ordered(Dataset[Any]):
+    """Rows in an order for each epoch: of its seed and number alone, so that a resumed training has
+    it again.
 
     The longest row is in the first micro-batch, as Trainer's own order by length has it, and the
     next in the second optimizer step's first, which has the optimizer's state beside it: what does
     not fit shows at once and not after hours.
 
     Attributes:
-        count: rows.
+        rows: anything with a length whose items the collator takes.
         batch_size: of them in an optimizer step.
         seed: of all epochs' orders.
         widths: tokens of each row; None where all are alike.
         is_grouped: whether micro-batches hold rows of like length.
     """
 
-    count: int
+    rows: Any
     batch_size: int
     seed: int
     widths: Sequence[int] | None = None
     is_grouped: bool = False
-    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; accelerate calls it."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed << 16) + self.epoch)
+        generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
+        order = torch.randperm(len(self), generator=generator).numpy()
         if self.widths is not None and self.is_grouped:
+            generator.manual_seed((self.seed << 16) + epoch)
             widths, size = list(self.widths), self.batch_size
             order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
-        else:
-            order = torch.randperm(self.count, generator=generator).numpy()
-        for first in {0, min(self.batch_size, self.count - 1)} if self.widths is not None else ():
+        for first in {0, min(self.batch_size, len(self) - 1)} if self.widths is not None else ():
             widest = first + int(np.argmax(np.asarray(self.widths)[order[first:]]))
             order[[first, widest]] = order[[widest, first]]
-        return iter(order.tolist())
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[int(self._order[index])]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a training trains on and what it holds out."""
+
+    training: Ordered
+    collate: Collate
+    held_out: Any | None = None
+    collate_held_out: Collate | None = None
+    texts: int | None = None
+    """Examples that are trained on, however they are packed; None for random tokens."""
+    left_out: int = 0
 
 
 def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
@@ -95,7 +95,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
         count = (job.max_steps or 1) * config.samples_per_step
         random = random_rows(config, model, seed=job.seed)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
-        return Rows(repeated, stacked)
+        return Rows(Ordered(repeated, config.samples_per_step, job.seed), stacked)
     # Only texts need `datasets`, which takes a second to import.
     from sweep.data.batches import loss_left, training_rows
     from sweep.data.rows import LENGTH, Collator, split
@@ -112,12 +112,13 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     held_out = None
     if np.any(loss[held] > 0):
         held_out = training_rows(directory, alone, indices=held, seed=job.seed)
+    widths = training[LENGTH] if LENGTH in training.column_names else None
+    is_grouped = config.packing == "grouped"
     return Rows(
-        training=training,
+        training=Ordered(training, config.samples_per_step, job.seed, widths, is_grouped),
         collate=Collator(config),
         held_out=held_out,
         collate_held_out=Collator(alone),
-        widths=training[LENGTH] if LENGTH in training.column_names else None,
         texts=len(trained) - left_out,
         left_out=left_out,
     )

@@ -33,7 +33,7 @@ from storage import records
 from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning.course import Course, Steps
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome
-from sweep.finetuning.rows import EpochOrder, is_keeping_apart, rows_of
+from sweep.finetuning.rows import is_keeping_apart, rows_of
 from sweep.running import worker
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
@@ -76,6 +76,8 @@ def arguments(job: TrainingJob) -> TrainingArguments:
         lr_scheduler_type=SCHEDULE,
         warmup_steps=SCHEDULE_WARMUP_STEPS,
         remove_unused_columns=False,
+        # Rows are in their epoch's order.
+        train_sampling_strategy="sequential",
         dataloader_pin_memory=not is_on_cpu,
         accelerator_config={"non_blocking": not is_on_cpu},
         # Losses are read when they are there, and checkpoints written when they are due.
@@ -89,22 +91,10 @@ def arguments(job: TrainingJob) -> TrainingArguments:
 
 
 class AdapterTrainer(Trainer):
-    """Trainer on attached adapters, in an order that a resumed training has again."""
+    """Trainer on attached adapters."""
 
-    order: EpochOrder
     on_loss: Callable[[torch.Tensor], None]
     """Is given each micro-batch's share of the step's loss, on the device."""
-
-    def get_train_dataloader(self) -> Any:
-        """Return the micro-batches of an epoch, in our order."""
-        loader: Any = DataLoader(
-            self.train_dataset,
-            batch_size=self.args.train_batch_size,
-            sampler=self.order,
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        return self.accelerator.prepare(loader)
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """Queue one micro-batch; its loss stays on the device."""
@@ -233,15 +223,8 @@ class Training(TrainerCallback):
             callbacks=[self],
         )
         trainer.on_loss = self._add_loss
-        count, each = len(self._rows.training), job.config.samples_per_step
-        trainer.order = EpochOrder(
-            count,
-            batch_size=each,
-            seed=job.seed,
-            widths=self._rows.widths,
-            is_grouped=job.config.packing == "grouped",
-        )
-        self._steps_per_epoch = -(-count // each)
+        count = len(self._rows.training)
+        self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
         self._setup: dict[str, Any] = {
             "device_name": "CPU" if job.device == "cpu" else torch.cuda.get_device_name(),
@@ -254,7 +237,9 @@ class Training(TrainerCallback):
         }
         if job.texts is not None:
             with trainer.accelerator.autocast():
-                apart = is_keeping_apart(model.get_base_model(), self._rows.training, job.config)
+                apart = is_keeping_apart(
+                    model.get_base_model(), self._rows.training.rows, job.config
+                )
             self._setup["documents_apart"] = apart
         self._send(protocol.Started(**self._setup, steps_done=self._first))
         with self._observing:
@@ -369,10 +354,10 @@ class Training(TrainerCallback):
         if not all(bool(p.isfinite().all()) for p in self._trained):
             self._end = records.Diverged(step=step, detail="adapters that are not finite")
             return
+        eval_loss = None
         if self._rows.held_out is not None and evaluates:
-            loss, _ = self._held_out_loss(EVALUATED_ON_THE_WAY)
-            steps.evaluations.append((step, loss))
-            self._send(protocol.Evaluated(step=step, loss=loss))
+            eval_loss, _ = self._held_out_loss(EVALUATED_ON_THE_WAY)
+            steps.evaluations.append((step, eval_loss))
         steps.note_peak(self._device.memory())
         steps.checkpoints += 1
         refusal = self._trainer.save_checkpoint(self._output, steps)
@@ -384,7 +369,7 @@ class Training(TrainerCallback):
             self._saved = step
         else:
             steps.checkpoints -= 1
-        self._send(protocol.Saved(step=step, refusal=refusal))
+        self._send(protocol.Saved(step=step, eval_loss=eval_loss, refusal=refusal))
         self._enter("measure")
         self._saved_at = time.perf_counter()
         self._pause_seconds = self._saved_at - begun

@@ -17,7 +17,6 @@ from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints
 from sweep.finetuning import output as directories
 from sweep.finetuning.protocol import (
-    Evaluated,
     Event,
     Saved,
     Started,
@@ -201,10 +200,9 @@ def _shown() -> Iterator[Callable[[Event], None]]:
                     rate, left = event.tokens_per_second, event.seconds_left
                     words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s"
                     part(f"steps: {words}, {units.duration(left or 0.0)} left")(step, steps)
-                case Evaluated(step=step, loss=loss):
-                    note(f"step {step:,}: held-out loss {loss:.4f}")
-                case Saved(step=step, refusal=None):
-                    note(f"step {step:,}: checkpoint written")
+                case Saved(step=step, eval_loss=loss, refusal=None):
+                    held_out = "" if loss is None else f", held-out loss {loss:.4f}"
+                    note(f"step {step:,}: checkpoint written{held_out}")
                 case Saved(step=step, refusal=reason):
                     note(
                         f"warning: step {step:,}: no checkpoint, as the disk does not take it "

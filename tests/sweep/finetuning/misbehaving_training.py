@@ -38,7 +38,7 @@ def main() -> None:
             sys.stdin.readline()
             say(kind="finished", outcome=INTERRUPTED.model_dump(mode="json"))
         case 6:
-            say(kind="evaluated", step=1, loss=float("inf"))
+            say(kind="saved", step=1, eval_loss=float("inf"))
             time.sleep(60)
 
 

@@ -9,11 +9,11 @@ WIDTHS = np.random.default_rng(0).integers(20, 400, 100).tolist()
 
 
 def _order(*, is_grouped: bool, step: int, epoch: int = 0) -> list[int]:
-    from sweep.finetuning.rows import EpochOrder
+    from sweep.finetuning.rows import Ordered
 
-    order = EpochOrder(len(WIDTHS), batch_size=step, seed=3, widths=WIDTHS, is_grouped=is_grouped)
-    order.set_epoch(epoch)
-    return list(order)
+    rows = Ordered(range(len(WIDTHS)), step, 3, WIDTHS, is_grouped)
+    rows.set_epoch(epoch)
+    return [rows[index] for index in range(len(rows))]
 
 
 @pytest.mark.parametrize("step", [1, 4, 16])

@@ -15,7 +15,7 @@ import pytest
 
 from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from sweep.finetuning import checkpoints
-from sweep.finetuning.protocol import Evaluated, Saved, Started, TrainingResult
+from sweep.finetuning.protocol import Saved, Started, TrainingResult
 from tests.sweep.data.prepared import prepared
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import TINY
@@ -98,9 +98,9 @@ def test_a_training_tells_what_it_came_to_and_keeps_the_newest_two_checkpoints(
     end, said = run(job(tmp_path, texts, checkpoint_steps=1))
     assert isinstance(end, TrainingResult), end
     assert (end.steps, end.rows, end.rows_held_out, end.rows_left_out) == (3, 12, 3, 0)
-    kinds = [type(message) for message in said]
-    assert kinds.count(Saved) == 3
-    assert kinds.count(Evaluated) == 2, "the last step evaluates all that is held out"
+    losses = [message.eval_loss for message in said if isinstance(message, Saved)]
+    assert len(losses) == 3
+    assert losses.count(None) == 1, "the last step evaluates all that is held out"
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-2"}
 
     steps = course(end)
@@ -302,7 +302,7 @@ def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) 
         few = {"micro_batch_size": size, "max_steps": 2, "checkpoint_steps": 1}
         end, said = run(job(tmp_path / str(size), many, eval_fraction=0.8, **few, **exact))
         assert isinstance(end, TrainingResult), end
-        (first,) = (message.loss for message in said if isinstance(message, Evaluated))
+        first, _ = (message.eval_loss for message in said if isinstance(message, Saved))
         seen[size] = first, end.eval_loss, end.eval_tokens
     assert seen[1] == pytest.approx(seen[4], rel=1e-5)
     assert seen[1][0] != pytest.approx(seen[1][1], rel=5e-6), "80 examples are held out"
