@@ -234,25 +234,6 @@ def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> N
     assert len({change.forecast.config for change in changes}) == len(changes)
 
 
-def test_half_of_the_checkpointing_is_among_the_changes() -> None:
-    for fraction, values in ((1.0, {0.5, 0.0}), (0.5, {0.25, 0.0, 1.0}), (0.0, {0.5, 1.0})):
-        config = RECIPE.model_copy(update={"checkpoint_fraction": fraction})
-        changes = what_ifs(a_forecaster().expect(config))
-        assert {c.value for c in changes if c.key == "checkpoint_fraction"} == values
-
-
-def test_a_change_tells_the_difference_of_two_forecasts() -> None:
-    forecaster = a_forecaster()
-    shown = forecaster.expect(RECIPE)
-    for change in what_ifs(shown):
-        own = forecaster.expect(change.forecast.config)
-        difference = own.memory.peak_allocated_bytes - shown.memory.peak_allocated_bytes
-        assert change.memory_change_bytes == difference
-        assert change.speed_change is not None
-        speeds = own.tokens_per_second, shown.tokens_per_second
-        assert change.speed_change == pytest.approx(speeds[0] / speeds[1] - 1)  # type: ignore[operator]
-
-
 def test_what_is_faster_and_fits_comes_before_what_saves_memory_and_what_does_not_fit() -> None:
     forecaster = a_forecaster(budget_gib=10)
     changes = what_ifs(forecaster.expect(RECIPE))
