@@ -662,9 +662,7 @@ def test_a_study_on_another_gpu_does_not_calibrate_and_says_so() -> None:
         (None, 64, 20, Fit.YES),
     ],
 )
-def test_a_trial_overrules_a_prediction(
-    outcome: Any, batch: int, budget_gib: float, fit: Fit
-) -> None:
+def test_a_trial_overrules(outcome: Any, batch: int, budget_gib: float, fit: Fit) -> None:
     config = TrialConfig(micro_batch_size=batch)
     evidence = shown_by(a_record(0, config, **({} if outcome is None else {"outcome": outcome})))
     assert a_forecaster(budget_gib=budget_gib, evidence=evidence).expect(config).fit is fit

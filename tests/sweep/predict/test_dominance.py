@@ -52,9 +52,7 @@ def test_two_that_dominate_each_other_are_equal(one: Footprint, other: Footprint
 
 
 @given(configs, larger, larger)
-def test_it_is_transitive(
-    config: TrialConfig, more: dict[str, Any], still_more: dict[str, Any]
-) -> None:
+def test_transitive(config: TrialConfig, more: dict[str, Any], still_more: dict[str, Any]) -> None:
     low = footprint(config, model=MODEL)
     middle = footprint(config.model_copy(update=more), model=MODEL)
     high = footprint(config.model_copy(update=more | still_more), model=MODEL)
@@ -130,9 +128,7 @@ SHARED_2, SHARED_4 = (count | {"sharding": "fsdp"} for count in (TWO, FOUR))
         (TWO, SHARED_2, False),
     ],
 )
-def test_one_needs_no_less(
-    larger_one: dict[str, Any], smaller_one: dict[str, Any], holds: bool
-) -> None:
+def test_no_less(larger_one: dict[str, Any], smaller_one: dict[str, Any], holds: bool) -> None:
     larger, smaller = (
         footprint(TrialConfig(**(BASE | keys)), model=MODEL) for keys in (larger_one, smaller_one)
     )
@@ -150,9 +146,7 @@ def test_one_needs_no_less(
         (SHARED_2, SHARED_4, False),
     ],
 )
-def test_a_base_that_cannot_be_loaded(
-    keys: dict[str, Any], other: dict[str, Any], holds: bool
-) -> None:
+def test_a_base_is_too_large(keys: dict[str, Any], other: dict[str, Any], holds: bool) -> None:
     base, changed = (
         footprint(TrialConfig(**(BASE | changes)), model=MODEL) for changes in (keys, keys | other)
     )

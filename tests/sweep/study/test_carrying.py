@@ -145,9 +145,7 @@ BASELINE = {"lora_rank": 64, "micro_batch_size": 4}
         ({}, RAN_OUT, LONGER, True),
     ],
 )
-def test_what_the_device_would_say_holds(
-    keys: Any, outcome: Any, changes: Any, holds: bool
-) -> None:
+def test_what_would_be_said_again_holds(keys: Any, outcome: Any, changes: Any, holds: bool) -> None:
     record = a_record(TrialConfig(**keys), outcome)
     assert list(holding(a_snapshot(record), a_space(**changes))) == [record] * holds
 

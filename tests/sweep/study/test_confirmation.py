@@ -142,9 +142,7 @@ def test_a_search_that_goes_on_asks_what_it_would_have_asked_anyway(tmp_path: Pa
     ],
     ids=["off", "zero", "nothing fits", "no soak"],
 )
-def test_what_is_not_asked_for_is_not_run(
-    tmp_path: Path, section: Any, device: Answer, runs: int
-) -> None:
+def test_what_nobody_asked_for(tmp_path: Path, section: Any, device: Answer, runs: int) -> None:
     ranking, order, soaks = confirmed(tmp_path, device, confirm=section)
     assert (len(order), ranking.is_confirmed, soaks) == (runs, runs > 0, [])
 
@@ -375,9 +373,7 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
         (Crashed(phase="measure"), [10, 4, 10, 4, 4], None),
     ],
 )
-def test_a_recipe_may_fail(
-    tmp_path: Path, ended: Outcome, runs: list[int], reason: str | None
-) -> None:
+def test_recipe_fails(tmp_path: Path, ended: Outcome, runs: list[int], reason: str | None) -> None:
     with a_grid(tmp_path, **LARGER) as study:
         drive(study, a_runner(lambda c: ended if c == RECIPE else by_size(c)))
         assert sorted(batches(study.confirmations())) == sorted(runs)

@@ -396,9 +396,7 @@ def test_dollars_are_spent_by_all_runs(tmp_path: Path, seconds: float, is_over: 
         assert (driver.reason_to_stop() is StopReason.DOLLARS_SPENT) is is_over
 
 
-def test_money_is_that_of_the_gpu_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
     monkeypatch.setattr(session, "TracingPredictor", lambda *_, **__: ImaginedPredictor())
     cheapest = {gpu: offers[0].usd_per_hour for gpu, offers in load_prices().items()}

@@ -183,9 +183,7 @@ def test_settings_that_are_typed_are_fixed_and_the_rest_is_searched() -> None:
 
 
 @pytest.mark.parametrize(("effective", "micro"), [(16, 4), (6, 3), (1, 1)])
-def test_the_baseline_goes_into_an_effective_batch_that_is_typed(
-    effective: int, micro: int
-) -> None:
+def test_the_baseline_goes_into_a_typed_effective_batch(effective: int, micro: int) -> None:
     space = load_space("a10").model_copy(update={"baseline": {"micro_batch_size": 4}})
     baseline = with_fixed(space, {"effective_batch_size": effective}).baseline_config()  # type: ignore[union-attr]
     assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
@@ -430,9 +428,7 @@ def test_measuring_again_alone_traces_nothing_however_many_trials_are_left(url: 
     assert "start" not in runner.calls
 
 
-def test_a_request_to_stop_while_tracing(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_while_tracing(home: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = EagerRunner()
 
     def trace(on_progress: Any) -> None:
@@ -449,9 +445,7 @@ def test_a_request_to_stop_while_tracing(
     assert runner.calls == ["start", "close"]
 
 
-def test_what_cannot_be_traced_is_warned_of(
-    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_untraceable_is_told(home: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(_: Any) -> None:
         raise EnvironmentFault("the tracing process gave no answer")
 

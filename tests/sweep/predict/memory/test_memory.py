@@ -410,9 +410,7 @@ def test_the_most_alive_is_that_of_a_walk(tmp_path: Path, tracer: ImaginedTracer
     assert_as_walked(steps_of(predictor, mixed_configs(120)))
 
 
-def test_the_most_alive_in_a_real_model(
-    tracing_child: TracingChildren, profile_cache: Path
-) -> None:
+def test_the_most_alive_of_a_model(tracing_child: TracingChildren, profile_cache: Path) -> None:
     model = load_model_spec("tinyllama-1.1b")
     predictor = TracingPredictor(model, cache_dir=profile_cache, tracer=tracing_child)
     held = {"target_modules": "attention", "compute_dtype": "bf16", "quantization": "nf4"}

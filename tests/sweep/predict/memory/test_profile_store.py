@@ -177,9 +177,7 @@ def test_children_end_where_nobody_waits_for_their_answers() -> None:
     assert ends_soon(first["pid"])
 
 
-def test_two_children_trace_what_one_does(
-    tracing_child: TracingChildren, profile_cache: Path
-) -> None:
+def test_two_children_trace_as_one(tracing_child: TracingChildren, profile_cache: Path) -> None:
     """Their profiles depend neither on who traced them nor on what was traced before."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
     layers = {"num_hidden_layers": 3, "num_attention_heads": 4}

@@ -140,9 +140,7 @@ for kind, (stated, rows) in KINDS.items():
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_a_stated_uncertainty_covers_its_rows_and_hardly_more(
-    predict_row: Predict, name: str
-) -> None:
+def test_what_is_stated_covers_its_rows_and_hardly_more(predict_row: Predict, name: str) -> None:
     known = STATEMENTS[name](predict_row)
     assert known.supported <= known.stated <= 2 * known.supported + ROUNDING
 

@@ -61,9 +61,7 @@ def model(kind: str, **changes: Any) -> ModelSpec:
 
 @pytest.mark.parametrize("kind", sorted(set(MODELS) - {"falcon"}))
 @pytest.mark.parametrize("fraction", [1.0, 0.0, 0.5])
-def test_a_few_layers_tell_what_all_of_them_take(
-    predictor: Any, kind: str, fraction: float
-) -> None:
+def test_a_few_layers_tell_of_all(predictor: Any, kind: str, fraction: float) -> None:
     """A list with one value a layer makes each layer one of a kind, so that all are traced."""
     whole = model(kind, every_layer_is_its_own=list(range(6)))
     for batch, length in ((1, 96), (3, 200)):
@@ -111,9 +109,7 @@ def test_a_few_layers_tell_what_all_of_them_take(
         ({}, {"effective_batch_size": 8}),
     ],
 )
-def test_settings_move_memory(
-    predictor: Any, smaller: dict[str, Any], larger: dict[str, Any]
-) -> None:
+def test_settings_move_it(predictor: Any, smaller: dict[str, Any], larger: dict[str, Any]) -> None:
     tiny = predictor(load_model_spec("tinyllama-1.1b"))
     peaks = [tiny.predict(parse_config(keys)).peak_allocated_bytes for keys in (smaller, larger)]
     assert peaks[0] < peaks[1]
@@ -145,9 +141,7 @@ def test_without_flash_attention_grouped_heads_cost_the_scores(predictor: Any) -
         (model("t5"), {}, "T5Config"),
     ],
 )
-def test_bad_configs_are_refused(
-    predictor: Any, spec: ModelSpec, keys: dict[str, Any], names: str
-) -> None:
+def test_bad_configs(predictor: Any, spec: ModelSpec, keys: dict[str, Any], names: str) -> None:
     with pytest.raises(InputError, match=names) as caught:
         predictor(spec).predict(parse_config(keys))
     assert not isinstance(caught.value, Untraceable)
@@ -353,9 +347,7 @@ def test_a_head_that_is_the_embedding_is_there_throughout(tmp_path: Path) -> Non
     assert weights[1] - weights[0] == head + head // 2
 
 
-def test_what_was_never_measured_is_stated_less_surely(
-    tiny: TracingPredictor, tmp_path: Path
-) -> None:
+def test_what_was_never_measured_is_less_sure(tiny: TracingPredictor, tmp_path: Path) -> None:
     measured = predict(tiny, **SHARED, data_parallel=2).uncertainty
     tied = TracingPredictor(TIED, cache_dir=tmp_path, tracer=ImaginedTracer())
     config = parse_config({**SHARED, "data_parallel": 2})
@@ -367,9 +359,7 @@ def test_what_was_never_measured_is_stated_less_surely(
     ("cards", "kernels", "batch"),
     [(2, "hf", 1), (2, "fused-loss", 16), (4, "hf", 16), (8, "hf", 1)],
 )
-def test_what_fits_runs_in_the_replay(
-    tiny: TracingPredictor, cards: int, kernels: str, batch: int
-) -> None:
+def test_what_fits_runs(tiny: TracingPredictor, cards: int, kernels: str, batch: int) -> None:
     knobs = {"data_parallel": cards, "kernels": kernels, "micro_batch_size": batch}
     shared = predict(tiny, **{**SHARED, **knobs})
     for times in (1.1, 1.2, 1.43, 1.6, 2.0):

@@ -465,7 +465,7 @@ def test_five_noisy_trials_bring_the_rest_of_an_unknown_card_within_five_percent
         calibration = calibrate(trials, model=MISTRAL, gpu=H200)
         assert min(calibration.factors.values()) >= 0.0
         assert calibration.trials == 5
-        medians.append(statistics.median(relative_errors(chosen[5:], calibration)))
+        medians.append(statistics.median(errors_under(chosen[5:], calibration)))
     assert statistics.median(medians) <= 0.03
     assert max(medians) <= 0.06
 
@@ -483,11 +483,11 @@ def test_trials_that_agree_with_the_prediction_change_nothing() -> None:
 def test_one_trial_moves_its_prediction_most_of_the_way(factor: float) -> None:
     for config in DRAWN[::12]:
         trial = [(config, seconds(config) * factor)]
-        (error,) = relative_errors(trial, calibrate(trial, model=MISTRAL, gpu=H200))
+        (error,) = errors_under(trial, calibrate(trial, model=MISTRAL, gpu=H200))
         assert error <= 0.25 * abs(factor - 1.0) + 1e-3
 
 
-def relative_errors(
+def errors_under(
     trials: Sequence[tuple[TrialConfig, float]], calibration: Calibration
 ) -> list[float]:
     configs = [config for config, _ in trials]
