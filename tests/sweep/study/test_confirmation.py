@@ -120,16 +120,16 @@ def test_winner_and_baseline_run_again_in_turns_and_the_winner_is_soaked(tmp_pat
 
 def test_a_search_that_goes_on_asks_what_it_would_have_asked_anyway(tmp_path: Path) -> None:
     def asked(home: Path, **changes: Any) -> list[TrialConfig]:
-        for trials in (6, 12):
+        for trials in (4, 7):
             with a_study(home, **({"trials": trials} | changes)) as study:
-                study.study.sampler = TPESampler(seed=trials, n_startup_trials=4)
+                study.study.sampler = TPESampler(seed=trials, n_startup_trials=2)
                 drive(study, a_runner())
                 configs = [record.config for record in study.records()]
         return configs
 
     with_it = asked(tmp_path / "confirmed", confirm=CONFIRM)
     assert with_it == asked(tmp_path / "not", confirm=False)
-    assert len(with_it) == 12
+    assert len(with_it) == 7
 
 
 @pytest.mark.parametrize(
