@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,7 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
 
 
 def _yaml(record: Record) -> Export:
-    body = _as_yaml(record.model_dump(mode="json"))
-    return Export(f"{comment(facts(record))}\n\n{body}")
+    return Export(f"{comment(facts(record))}\n\n{_as_yaml(record.model_dump(mode='json'))}")
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:
@@ -201,13 +200,11 @@ def _unsloth(record: Record) -> Export:
     return Export(text, lost)
 
 
-def _of_trainer(trainer: Trainer) -> Callable[[Record], Export]:
-    def file(record: Record) -> Export:
-        lost = trainers.lost(record, trainer)
-        text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(trainers.options(record, trainer))}"
-        return Export(text, lost, record=_beside(record, lost) if trainer == "trl" else None)
-
-    return file
+def _options(record: Record, *, trainer: Trainer) -> Export:
+    """Return a trainer's file of options."""
+    lost = trainers.lost(record, trainer)
+    text = f"{_header(record, trainer, lost)}\n\n{_as_yaml(trainers.options(record, trainer))}"
+    return Export(text, lost, record=_beside(record, lost) if trainer == "trl" else None)
 
 
 def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
@@ -282,9 +279,9 @@ _FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
     "json": (lambda record: Export(record.to_json()), _JSON),
     "yaml": (_yaml, _YAML),
     "peft": (_peft, _JSON),
-    "axolotl": (_of_trainer("axolotl"), _YAML),
-    "llama-factory": (_of_trainer("llama-factory"), _YAML),
-    "trl": (_of_trainer("trl"), _YAML),
+    "axolotl": (partial(_options, trainer="axolotl"), _YAML),
+    "llama-factory": (partial(_options, trainer="llama-factory"), _YAML),
+    "trl": (partial(_options, trainer="trl"), _YAML),
     "unsloth": (_unsloth, _PYTHON),
 }
 """What writes each, and the endings of its file."""

@@ -156,7 +156,9 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     assert all(resumed[name].equal(tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize(("row", "words"), [({"prompt": "x"}, "text"), ({"text": "a"}, "3 tokens")])
+@pytest.mark.parametrize(
+    ("row", "words"), [({"prompt": "x"}, "text"), ({"text": "a"}, "3 tokens, less")]
+)
 def test_data_that_cannot_be_trained_on_is_refused(
     row: dict[str, str], words: str, script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
