@@ -18,7 +18,6 @@ from storage.definition import StudySnapshot
 from tests.reports.synthetic import (
     definition,
     fits,
-    plausible_study,
     recorded_study,
     snapshot,
 )
@@ -203,19 +202,6 @@ def test_what_cannot_be_told_apart_says_why(study: StudySnapshot, key: str, why:
     effect = _by_key(study, key)
     assert (effect.speed, effect.memory) == (None, None)
     assert effect.why.startswith(why)
-
-
-def test_every_effect_of_a_whole_study_is_told_and_drawn_or_says_why_not() -> None:
-    effects = effects_of(plausible_study(0, trials=60))
-    assert effects is not None
-    assert all((effect.speed is None) == bool(effect.why) for effect in effects.effects)
-    kernels = next(effect for effect in effects.effects if effect.key == "kernels")
-    assert kernels.speed is not None
-    assert 1.2 < kernels.speed.value < 1.9
-    (figure,) = effects.figures
-    told = [effect.speed.value for effect in effects.effects if effect.speed]
-    assert list(figure.figure.data[0].x) == told
-    assert effects_of(snapshot()) is effects_of(snapshot([fits(0, 9_000.0)])) is None
 
 
 def test_an_interval_across_one_shows_no_difference() -> None:

@@ -48,7 +48,6 @@ from tests.storage.builders import (
     an_attempt,
     begun,
     fits,
-    let_go_of_the_lease,
     open_it,
     run_one,
 )
@@ -212,18 +211,6 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
         # Once the configuration was measured again nothing is left to say.
         run_one(study, batch=8)
     assert read_study("study", url=url, home=home).warnings == ()
-
-
-def test_a_result_that_another_driver_took_for_lost_is_kept_and_said(home: Path, url: str) -> None:
-    with open_it(url, home) as study:
-        trial, record = begin(study)
-        let_go_of_the_lease(study)
-        with open_it(url, home) as other:
-            other.recover()
-            assert [r.verdict for r in other.records()] == [Verdict.LOST]
-        with pytest.raises(EnvironmentFault, match=r"no longer driven from here.*is safe in"):
-            study.tell(trial, record)
-    assert "is kept in" in read_study("study", url=url, home=home).warnings[0]
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["moved there", "written over it"])

@@ -239,22 +239,6 @@ def test_a_baseline_outside_the_space_is_a_reference_and_never_ranked() -> None:
     assert ranked(*again).baseline == again[1], "as it was last measured"
 
 
-@pytest.mark.parametrize(
-    ("baseline", "space"),
-    [
-        ({"lora_alpha": 32}, {}),
-        ({}, {"fixed": {"lora_alpha": 32}}),
-        ({"effective_batch_size": 4}, {}),
-        ({"target_modules": ["o_proj", "q_proj", "k_proj", "v_proj"]}, {}),
-        ({}, {"fixed": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}}),
-    ],
-)
-def test_a_baseline_that_trains_as_the_space_does_is_held_however_it_is_spelled(
-    baseline: dict[str, Any], space: dict[str, Any]
-) -> None:
-    assert numbers(ranked(as_baseline(classed(0, fits(), **baseline)), **space).ranked) == [0]
-
-
 def test_every_class_of_capacity_has_its_fastest_trial() -> None:
     ranking = ranked(
         classed(0, fits(100.0), lora_rank=8),
