@@ -36,6 +36,7 @@ from storage.records import (
     TrialRecord,
 )
 from storage.surfaces import SurfaceRow, read_surface
+from tests.storage.builders import a_measurement
 from tests.sweep.prepared_texts import a_summary
 
 SURFACES = Path(__file__).parents[1] / "data" / "surfaces"
@@ -99,24 +100,18 @@ def snapshot(records: Iterable[TrialRecord] = (), **values: Any) -> StudySnapsho
 
 def measurement(tokens_per_second: float = 10_000.0, **values: Any) -> Measurement:
     """Return a measurement of 8 x 512 at the given speed."""
-    step_seconds = 4096 / tokens_per_second if tokens_per_second else 1.0
     defaults: dict[str, Any] = {
-        "tokens_per_second": tokens_per_second,
-        "samples_per_second": tokens_per_second / 512,
-        "step_seconds": step_seconds,
-        "step_seconds_ci95": (step_seconds * 0.99, step_seconds * 1.01),
         "steps_measured": 12,
         "steps_warmup": 3,
-        "peak_allocated_bytes": 10 * GIB,
         "peak_reserved_bytes": 12 * GIB,
         "peak_device_bytes": 13 * GIB,
         "trainable_parameters": 13_631_488,
         "flops_utilization": 0.41,
         "final_loss": 10.4,
         "setup_seconds": 0.8,
-        "measured_seconds": 12 * step_seconds,
+        "measured_seconds": 12 * 4096 / tokens_per_second,
     }
-    return Measurement(**(defaults | values))
+    return a_measurement(tokens_per_second, **({"spread": 0.01} | defaults | values))
 
 
 def record(
