@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
 from numpy.typing import ArrayLike
 
 from search_spaces.config import TrialConfig
@@ -25,18 +24,18 @@ def prepared(
 ) -> Path:
     """Write rows of so many random tokens: all of them carry loss, the last ``completions`` do, or
     those that ``masks`` say."""
+    from datasets import Dataset, Features, List, Value
+
     random = np.random.default_rng(seed)
     counts = np.asarray(lengths, dtype=np.int32)
     rows = {"input_ids": [random.integers(1, VOCABULARY, count) for count in counts]}
-    features = {"input_ids": List(Value("int32"))}
-    loss = np.maximum(counts - 1, 0)
+    features = {"input_ids": List(Value("int32")), "completion_mask": List(Value("int8"))}
+    masks = [np.ones(count) for count in counts] if masks is None else masks
     if completions is not None:
         last = zip(counts, np.asarray(completions), strict=True)
         masks = [np.arange(count) >= count - answer for count, answer in last]
-    if masks is not None:
-        loss = np.array([np.sum(np.asarray(mask)[1:]) for mask in masks])
-        rows["completion_mask"] = [np.asarray(mask, dtype=np.int8) for mask in masks]
-        features["completion_mask"] = List(Value("int8"))
+    loss = np.array([np.sum(np.asarray(mask)[1:]) for mask in masks])
+    rows["completion_mask"] = [np.asarray(mask, dtype=np.int8) for mask in masks]
     Dataset.from_dict(rows, features=Features(features)).save_to_disk(directory / "tokens")
     np.save(directory / "lengths.npy", counts)
     np.save(directory / "loss_lengths.npy", loss.astype(np.int32))

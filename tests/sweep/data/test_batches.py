@@ -8,15 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
-from transformers.trainer_pt_utils import get_length_grouped_indices
-from trl import pack_dataset
 
 from search_spaces.texts import TextsChoice
 from sweep.data import epoch as epochs
 from sweep.data.batches import Texts, epoch_of, open_tokens, training_rows, trial_batches
-from sweep.data.epoch import cut_exactly
 from sweep.data.rows import IGNORED, Collator
 from sweep.data.study_epochs import StudyEpochs
 from tests.sweep.data.prepared import configured, prepared
@@ -34,22 +29,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def completions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(1)
     lengths = np.clip(random.lognormal(3, 0.8, 400).astype(int), 3, 400)
-    return prepared(
-        tmp_path_factory.mktemp("completions"), lengths, completions=random.integers(1, lengths - 1)
-    )
+    answers = random.integers(1, lengths - 1)
+    return prepared(tmp_path_factory.mktemp("completions"), lengths, completions=answers)
 
 
-def _known(directory: Path) -> Any:
-    """Return prepared texts of which completions alone carry loss, as the parent knows them."""
-    return SimpleNamespace(
-        directory=directory,
-        summary=SimpleNamespace(completions_only=True),
-        lengths=lambda: np.load(directory / "lengths.npy"),
-        loss_lengths=lambda: np.load(directory / "loss_lengths.npy"),
-    )
-
-
-def _carrying(batch: dict[str, torch.Tensor]) -> int:
+def carrying(batch: dict[str, Any]) -> int:
     """Return the labels that a causal model predicts: those behind the shift."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
@@ -67,13 +51,17 @@ def test_a_round_is_what_the_epoch_says_of_it(
 
     # Two steps of three micro-batches hold four strata; of packed rows one step may be enough.
     assert len(batches.round) in ((3, 6) if packing == "packed" else (6,))
-    assert batches.loss_tokens == sum(map(_carrying, batches.round)) > 0
+    assert batches.loss_tokens == sum(map(carrying, batches.round)) > 0
     assert batches.padded_tokens == sum(batch["input_ids"].numel() for batch in batches.round)
     assert batches.loss_tokens < batches.padded_tokens
     assert all("attention_mask" not in batch for batch in batches.round + batches.largest)
-    shapes = {tuple(batch["input_ids"].shape) for batch in batches.largest}
     largest = batches.epoch.largest
+    shapes = {tuple(batch["input_ids"].shape) for batch in batches.largest}
     assert shapes == {(largest.rows, largest.width)}
+    for batch in batches.round if packing == "packed" else ():
+        begins = batch["position_ids"] == 0
+        assert begins.sum() > len(begins)
+        assert (batch["labels"][begins] == IGNORED).all(), "nothing comes before a text"
 
 
 def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
@@ -81,58 +69,40 @@ def test_what_is_held_out_is_in_no_micro_batch(texts: Path) -> None:
     assert len(rows) == 1250
 
 
-def test_pads_are_on_the_right_and_carry_no_loss(texts: Path) -> None:
+def test_pads_are_on_the_right_and_neither_they_nor_a_prompt_carry_loss(
+    texts: Path, completions: Path
+) -> None:
     rows = open_tokens(texts).with_format("numpy")
-    batch = Collator(configured(seq_len=64), pad_token_id=0)([rows[0], rows[1], rows[2]])
-
+    batch = Collator(configured(seq_len=64))([rows[0], rows[1], rows[2]])
     for index, tokens in enumerate(batch["input_ids"]):
         length = min(len(rows[index]["input_ids"]), 64)
         assert tokens[:length].tolist() == rows[index]["input_ids"][:64].tolist()
         assert not tokens[length:].any()
         assert batch["labels"][index, 1:length].tolist() == tokens[1:length].tolist()
         assert (batch["labels"][index, length:] == IGNORED).all()
-
-
-def test_a_prompt_carries_no_loss(completions: Path) -> None:
     rows, loss = open_tokens(completions), np.load(completions / "loss_lengths.npy")
-    collate = Collator(configured(seq_len=4096), pad_token_id=0)
     for index in range(5):
-        labels = collate([rows[index]])["labels"][0]
+        labels = Collator(configured(seq_len=4096))([rows[index]])["labels"][0]
         assert (labels != IGNORED).sum() == loss[index]
         assert (labels[-int(loss[index]) :] != IGNORED).all()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
-@pytest.mark.parametrize("kind", ["texts", "completions"])
-def test_no_packed_text_begins_with_a_token_that_carries_loss(
-    kind: str, attention: str, request: pytest.FixtureRequest
-) -> None:
-    config = configured("packed", seq_len=64, attention=attention)
-    texts = Texts(request.getfixturevalue(kind), eval_fraction=0.0, seed=0)
-    batches = trial_batches(texts, config)
-    for batch in batches.round:
-        begins = batch["position_ids"] == 0
-        assert begins.sum() > len(begins)
-        assert (batch["labels"][begins] == IGNORED).all()
+def test_packing_is_trls_and_grouping_transformers_own(texts: Path) -> None:
+    import torch
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+    from trl import pack_dataset
 
-
-def test_packing_is_trls_to_the_text(texts: Path) -> None:
     lengths = np.load(texts / "lengths.npy")
     theirs = pack_dataset(open_tokens(texts), 64, strategy="bfd")["seq_lengths"]
-
     ours = [np.minimum(lengths[row], 64).tolist() for row in epochs.packed(lengths, 64)]
-
     assert [list(row) for row in theirs] == ours
-
-
-def test_grouping_is_transformers_own() -> None:
-    lengths = np.random.default_rng(0).integers(2, 99, 1003)
+    few = np.random.default_rng(0).integers(2, 99, 1003)
     for batch in (4, 64, 1003, 5000):
-        theirs = get_length_grouped_indices(
-            lengths.tolist(), batch, generator=torch.Generator().manual_seed(5)
+        grouped = get_length_grouped_indices(
+            few.tolist(), batch, generator=torch.Generator().manual_seed(5)
         )
         order = torch.randperm(1003, generator=torch.Generator().manual_seed(5)).numpy()
-        assert epochs._grouped(order, lengths, batch).tolist() == theirs
+        assert epochs._grouped(order, few, batch).tolist() == grouped
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -142,20 +112,25 @@ def test_a_training_has_the_rows_of_the_epoch(
 ) -> None:
     directory = request.getfixturevalue(kind)
     config = configured(packing, seq_len=64, micro_batch_size=5)
-    count = len(np.load(directory / "lengths.npy"))
-    indices = np.arange(0, count, 2)
+    indices = np.arange(0, len(np.load(directory / "lengths.npy")), 2)
 
     rows = training_rows(directory, config, indices=indices, seed=0)
 
-    whole = epoch_of(directory, config, indices=indices, seed=0)
+    whole, collate = epoch_of(directory, config, indices=indices, seed=0), Collator(config)
     assert len(rows) == len(whole.rows)
-    collate = Collator(config, pad_token_id=0)
-    loss = [_carrying(collate([row])) for row in rows]
-    assert sum(loss) == whole.loss_tokens
+    assert sum(carrying(collate([row])) for row in rows) == whole.loss_tokens
     if packing != "packed":
-        assert [int(row["length"]) for row in rows] == [
-            min(len(row["input_ids"]), 64) for row in rows
-        ]
+        cut = [min(len(row["input_ids"]), 64) for row in rows]
+        assert [int(row["length"]) for row in rows] == cut
+
+
+def study_epochs(directory: Path) -> StudyEpochs:
+    known: Any = SimpleNamespace(
+        directory=directory,
+        lengths=lambda: np.load(directory / "lengths.npy"),
+        loss_lengths=lambda: np.load(directory / "loss_lengths.npy"),
+    )
+    return StudyEpochs.of(known, TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
 
 
 def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: Path) -> None:
@@ -163,29 +138,26 @@ def test_of_a_chat_with_several_answers_a_cut_is_counted_to_the_token(tmp_path: 
     lengths = random.integers(2, 90, 300)
     masks = [random.random(length) < random.random() for length in lengths]
     prepared(tmp_path, lengths, masks=masks)
-    config = configured(seq_len=32, micro_batch_size=3)
+    config, some = configured(seq_len=32, micro_batch_size=3), np.arange(0, 300, 3)
 
-    whole = epoch_of(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
+    whole = epoch_of(tmp_path, config, indices=some, seed=0)
 
     left = [int(mask[1:32].sum()) for mask in masks[::3]]
-    assert whole.loss_tokens == sum(left)
-    study = StudyEpochs.of(_known(tmp_path), TextsChoice(texts="chats", eval_fraction=0.0), seed=0)
-    chosen = study.of_rows(np.arange(0, 300, 3))
-    assert chosen.epoch(config).loss_tokens == whole.loss_tokens
+    of_study = study_epochs(tmp_path).of_rows(some).epoch(config)
+    assert whole.loss_tokens == of_study.loss_tokens == sum(left)
     assert whole.rows_left_out == left.count(0) > 0
-    rows = training_rows(tmp_path, config, indices=np.arange(0, 300, 3), seed=0)
-    collate = Collator(config, pad_token_id=0)
-    assert [_carrying(collate([row])) for row in rows] == [count for count in left if count]
+    rows, collate = training_rows(tmp_path, config, indices=some, seed=0), Collator(config)
+    assert [carrying(collate([row])) for row in rows] == [count for count in left if count]
 
 
-@pytest.mark.parametrize("seq_len", [1, 16, 4096])
 def test_where_answers_are_last_their_count_says_what_a_cut_leaves(
-    completions: Path, texts: Path, seq_len: int
+    completions: Path, texts: Path
 ) -> None:
     for directory in (completions, texts):
         lengths, loss = (np.load(directory / f"{n}.npy") for n in ("lengths", "loss_lengths"))
-        counted = cut_exactly(directory, lengths, loss, seq_len)
-        assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))
+        for seq_len in (1, 16, 4096):
+            counted = epochs.cut_exactly(directory, lengths, loss, seq_len)
+            assert np.array_equal(counted, epochs.cut(lengths, loss, seq_len))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -194,18 +166,17 @@ def test_under_compile_the_last_micro_batch_has_the_shape_of_another(
 ) -> None:
     config = configured(packing, seq_len=64, micro_batch_size=9, compile=True)
     rows = training_rows(texts, config, indices=np.arange(203), seed=0)
-    assert len(rows) % 9
-    loader = DataLoader(rows, batch_size=9, collate_fn=Collator(config, pad_token_id=3))
-    *_, last = loader
+    count = len(rows) % 9
+    few = [rows[index] for index in range(len(rows) - count, len(rows))]
+    last = Collator(config, pad_token_id=3)(few)
+    assert count
     assert last["input_ids"].shape[0] == 9
     assert last["input_ids"].shape[1] in {16, 32, 48, 64}
-    added = slice(len(rows) % 9, None)
-    assert (last["input_ids"][added] == 3).all()
-    assert (last["labels"][added] == IGNORED).all()
-    eager = config.model_copy(update={"compile": False})
-    plain = list(DataLoader(rows, batch_size=9, collate_fn=Collator(eager, pad_token_id=3)))[-1]
-    assert plain["input_ids"].shape[0] == len(rows) % 9
-    assert _carrying(last) == _carrying(plain)
+    assert (last["input_ids"][count:] == 3).all()
+    assert (last["labels"][count:] == IGNORED).all()
+    plain = Collator(config.model_copy(update={"compile": False}), pad_token_id=3)(few)
+    assert plain["input_ids"].shape[0] == count
+    assert carrying(last) == carrying(plain)
     whole = epoch_of(texts, config, indices=np.arange(203), seed=0)
     assert whole.padded[-1] == 9 * whole.widths[-1]
 
@@ -214,8 +185,7 @@ def test_an_epoch_says_what_is_cut_off_and_what_is_left_out(tmp_path: Path) -> N
     """Of a chat with two answers a cut that leaves the first one leaves something to learn."""
     late, early, short = [0] * 8 + [1] * 2, [0, 1, 1] + [0] * 5 + [1] * 2, [0, 1, 1]
     masks = [late] * 4 + [early] * 3 + [short] * 3
-    directory = prepared(tmp_path, [len(mask) for mask in masks], masks=masks)
-    epochs = StudyEpochs.of(_known(directory), TextsChoice(texts="a", eval_fraction=0.0), seed=0)
+    epochs = study_epochs(prepared(tmp_path, [len(mask) for mask in masks], masks=masks))
     config = configured(seq_len=4, micro_batch_size=3)
     record = epochs.record(config)
     assert record is not None

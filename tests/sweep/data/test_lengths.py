@@ -29,15 +29,8 @@ def ints(*values: int) -> np.ndarray:
 
 
 def test_lengths_are_rounded_up_as_kernels_like_them() -> None:
-    assert [rounded_up(n) for n in (1, 64, 65, 1000, 1024, 1025, 1153)] == [
-        64,
-        64,
-        128,
-        1024,
-        1024,
-        1152,
-        1280,
-    ]
+    rounded = {1: 64, 64: 64, 65: 128, 1000: 1024, 1024: 1024, 1025: 1152, 1153: 1280}
+    assert {n: rounded_up(n) for n in rounded} == rounded
 
 
 def test_worthwhile_lengths_leave_most_rows_whole() -> None:
@@ -105,21 +98,12 @@ def test_rows_whose_answer_is_cut_off_are_left_out() -> None:
     assert waste.rows_left_out == 0.25
     assert waste.padding_waste == 0.0
     assert waste_at(4, lengths, loss, micro_batch_size=4) is None
-
-
-def test_of_a_chat_an_answer_before_the_cut_is_kept() -> None:
-    lengths, loss = ints(100, 10, 10, 10), ints(5, 5, 5, 5)
-
-    def cut_at(seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        return np.minimum(lengths, seq_len).astype(np.int64), np.array([2, 5, 5, 5])
-
-    waste = waste_at(50, lengths, loss, micro_batch_size=4, cut_at=cut_at)
+    # Of a chat an answer before the cut may be left.
+    exact = lambda _: (np.minimum(lengths, 50).astype(np.int64), np.array([2, 5, 5, 5]))  # noqa: E731
+    waste = waste_at(50, lengths, loss, micro_batch_size=4, cut_at=exact)
     assert waste is not None
-    assert waste.rows_left_out == 0.0
-    assert waste.padding_waste == pytest.approx(1 - 80 / 200)
-
-
-def test_fewer_rows_than_a_micro_batch_are_one() -> None:
+    assert (waste.rows_left_out, waste.padding_waste) == (0.0, pytest.approx(1 - 80 / 200))
+    # Fewer rows than a micro-batch are one.
     waste = waste_at(64, ints(10), ints(9), micro_batch_size=4)
     assert waste is not None
     assert (waste.padding_waste, waste.packed_waste) == (0.0, 1 - 10 / 64)

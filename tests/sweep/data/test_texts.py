@@ -17,7 +17,6 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsChoice
 from sweep.data import texts as module
 from sweep.data.batches import open_tokens
-from sweep.data.rows import split
 from sweep.data.texts import (
     PreparedTexts,
     TextsRequest,
@@ -159,11 +158,6 @@ def test_what_is_to_be_known_of_texts_is_said_once_each(example: PreparedTexts) 
     assert "knows 3,000 tokens, and model 'demo' has embeddings for 2,048" in notes[1]
 
 
-def test_an_unknown_column_names_the_nearest() -> None:
-    with pytest.raises(InputError, match="no column 'mesages'; did you mean 'messages'"):
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, text_column="mesages"))
-
-
 def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -173,38 +167,30 @@ def test_a_hub_that_cannot_be_reached_is_the_environments_fault(
         prepare_texts(TextsRequest("nobody/texts", DEMO))
 
 
+DIES = "import sys; print('first\\nout of luck', file=sys.stderr); sys.exit(3)"
+
+
 @pytest.mark.parametrize(
-    ("answer", "error", "words"),
+    ("script", "error", "words"),
     [
         ("{'input': 'row 3 is odd'}", InputError, "row 3 is odd"),
         ("{'environment': 'no network'}", EnvironmentFault, "no network"),
         ("{'system': [28, 'No space left', '/x']}", OSError, "No space left"),
         ("{'news': {'what': 'rows', 'done': 1, 'of': 2}}", EnvironmentFault, "exit status 0"),
+        (DIES, EnvironmentFault, "the texts' process ended with exit status 3: out of luck"),
+        (f"import sys; sys.exit('ask with {SECRET}')", EnvironmentFault, "1: ask with "),
     ],
 )
-def test_what_a_child_says_is_said_on(
-    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], words: str
+def test_what_a_child_says_is_said_on_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, script: str, error: type[Exception], words: str
 ) -> None:
-    script = f"import json, sys; sys.stdin.readline(); print('noise'); print(json.dumps({answer}))"
+    if script.startswith("{"):
+        said = f"print('noise'); print(json.dumps({script}))"
+        script = f"import json, sys; sys.stdin.readline(); {said}"
     monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as raised:
         prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
-
-
-def test_a_child_that_dies_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys; print('first\\nout of luck', file=sys.stderr); sys.exit(3)"
-    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
-    with pytest.raises(EnvironmentFault) as fault:
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
-    assert str(fault.value) == "the texts' process ended with exit status 3: out of luck"
-
-
-def test_of_a_childs_last_words_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = f"import sys; sys.exit('cannot ask with {SECRET}')"
-    monkeypatch.setattr(module, "_COMMAND", (sys.executable, "-c", script))
-    with pytest.raises(EnvironmentFault, match="exit status 1: cannot ask with ") as fault:
-        prepare_texts(TextsRequest(str(EXAMPLE), DEMO, format="messages"))
-    assert SECRET not in str(fault.value)
+    assert SECRET not in str(raised.value)
 
 
 def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,18 +244,16 @@ def test_a_tokenizer_that_is_not_there_says_what_is_needed(
     assert words in str(refused.value)
 
 
-def test_a_shipped_tokenizer_has_the_name_of_its_model_but_a_directory_comes_first(
+def test_a_tokenizer_is_a_directory_the_models_own_or_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_tokenizer("demo", None, fetch=fetched) == find_tokenizer(None, DEMO, fetch=fetched)
     (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "tokenizer.json").write_text("{}")
+    for directory in (tmp_path, tmp_path / "demo"):
+        (directory / "tokenizer.json").write_text("{}")
+    # A directory comes before what is shipped under its name.
     assert find_tokenizer("demo", None, fetch=fetched).directory == tmp_path / "demo"
-
-
-def test_a_models_own_tokenizer_is_beside_it_or_on_the_hub(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
     beside = ModelSpec("mine", "directory", DEMO.config, tmp_path)
     assert find_tokenizer(None, beside, fetch=fetched) == TokenizerFiles("mine", tmp_path)
     hub = ModelSpec("org/x", "hub", DEMO.config, tmp_path / "snapshot")
@@ -309,8 +293,3 @@ def test_the_demos_tokenizer_fits_its_model() -> None:
     assert len(vocabulary) <= DEMO.vocab_size
     assert vocabulary["<s>"] == DEMO.config["bos_token_id"]
     assert vocabulary["</s>"] == DEMO.config["eos_token_id"]
-
-
-def test_every_row_of_the_example_is_on_one_side_of_the_split(example: PreparedTexts) -> None:
-    train, held = split(example.summary.rows, 0.05, 0)
-    assert (len(train), len(held)) == (190, 10)
