@@ -213,9 +213,9 @@ def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, A
     """Return one row of the texts of these numbers, each cut, put behind one another; `Collator`
     takes it."""
     texts = [rows[int(number)] for number in numbers]
-    columns = [name for name in (INPUT, MASK) if name in rows.column_names]
     row: dict[str, Any] = {
-        name: np.concatenate([text[name][: config.seq_len] for text in texts]) for name in columns
+        name: np.concatenate([text[name][: config.seq_len] for text in texts])
+        for name in (INPUT, MASK)
     }
     if config.packing == "packed":
         row[SEQ_LENGTHS] = [min(len(text[INPUT]), config.seq_len) for text in texts]

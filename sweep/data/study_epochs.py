@@ -44,7 +44,7 @@ class StudyEpochs:
         seed: of the order.
         cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
             None where the tokens that carry loss are a row's last.
-        held_out_at: says the same of the rows that are held out; None where there are none.
+        held_out: the rows that are held out.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StudyEpochs:
         *,
         seed: int,
         cut_at: CutAt | None = None,
-        held_out_at: CutAt | None = None,
+        held_out: StudyEpochs | None = None,
     ) -> None:
         self.lengths = lengths
         self.loss_lengths = loss_lengths
@@ -63,26 +63,31 @@ class StudyEpochs:
         self._epochs: dict[Hashable, Epoch] = {}
         self._rows: dict[Hashable, int] = {}
         self._cut_at: CutAt = cache(cut_at or partial(cut, lengths, loss_lengths))
-        self._held_out_at: CutAt = held_out_at or partial(cut, lengths[:0], loss_lengths[:0])
+        self._held_out = held_out
 
     @classmethod
     def of(cls, texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> StudyEpochs:
         """Return the epochs of a choice of texts."""
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
-        loss_lengths = np.asarray(texts.loss_lengths(), dtype=np.int64)
+        loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
+        exact = partial(cut_exactly, texts.directory, lengths, loss)
+        whole = cls(lengths, loss, seed=seed, cut_at=exact)
         train, held = split(len(lengths), choice.eval_fraction, seed)
-        exact: CutAt = cache(partial(cut_exactly, texts.directory, lengths, loss_lengths))
-        return cls(
-            lengths[train],
-            loss_lengths[train],
-            seed=seed,
-            cut_at=partial(_part_of, exact, train),
-            held_out_at=partial(_part_of, exact, held),
-        )
+        return whole.of_rows(train, held_out=whole.of_rows(held))
+
+    def of_rows(self, rows: Lengths, *, held_out: StudyEpochs | None = None) -> StudyEpochs:
+        """Return the epochs of some of the rows, by their place."""
+
+        def cut_at(seq_len: int) -> tuple[Lengths, Lengths]:
+            kept, loss = self._cut_at(seq_len)
+            return kept[rows], loss[rows]
+
+        lengths, loss = self.lengths[rows], self.loss_lengths[rows]
+        return StudyEpochs(lengths, loss, seed=self._seed, cut_at=cut_at, held_out=held_out)
 
     def held_out_loss_tokens(self, seq_len: int) -> int:
         """Return the tokens that carry loss of the rows that are held out, each cut to a length."""
-        return int(self._held_out_at(seq_len)[1].sum())
+        return 0 if self._held_out is None else int(self._held_out._cut_at(seq_len)[1].sum())
 
     @cached_property
     def digest(self) -> str:
@@ -90,15 +95,6 @@ class StudyEpochs:
         hashed = hashlib.sha256(np.ascontiguousarray(self.lengths).tobytes())
         hashed.update(np.ascontiguousarray(self.loss_lengths).tobytes())
         return f"{hashed.hexdigest()[:32]}-{self._seed}"
-
-    def of_rows(self, rows: Lengths) -> StudyEpochs:
-        """Return the epochs of some of the rows, by their place."""
-        return StudyEpochs(
-            self.lengths[rows],
-            self.loss_lengths[rows],
-            seed=self._seed,
-            cut_at=partial(_part_of, self._cut_at, rows),
-        )
 
     def refusal(self, config: TrialConfig) -> str | None:
         """Return why a configuration cannot train on these texts; None where it can.
@@ -152,12 +148,6 @@ class StudyEpochs:
         return self._rows[key]
 
 
-def _part_of(cut_at: CutAt, rows: Lengths, seq_len: int) -> tuple[Lengths, Lengths]:
-    """Return what a sequence length leaves of some of the rows."""
-    kept, loss = cut_at(seq_len)
-    return kept[rows], loss[rows]
-
-
 def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:
     """Refuse texts of which no configuration of a space can make a micro-batch.
 
@@ -166,11 +156,9 @@ def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:
     """
     smallest = {"micro_batch_size": min(space.values_of("micro_batch_size"), default=1)}
     columns = (space.values_of("seq_len"), space.values_of("packing"))
-    refused = None
-    for seq_len, packing in itertools.product(*columns):
-        config = TrialConfig(seq_len=seq_len, packing=packing, **smallest)
-        refused = epochs.refusal(config)
-        if refused is None:
-            return
-    if refused is not None:
-        raise InputError(f"space '{space.name}': {refused}")
+    refusals = [
+        epochs.refusal(TrialConfig(seq_len=seq_len, packing=packing, **smallest))
+        for seq_len, packing in itertools.product(*columns)
+    ]
+    if refusals and all(refusals):
+        raise InputError(f"space '{space.name}': {refusals[-1]}")

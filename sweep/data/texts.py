@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -64,14 +65,8 @@ class TextsRequest:
     @classmethod
     def of(cls, choice: TextsChoice, model: ModelSpec | None) -> TextsRequest:
         """Return the request for the dataset that a space or a command names."""
-        return cls(
-            choice.texts,
-            model,
-            choice.text_column,
-            choice.format,
-            choice.completions_only,
-            choice.tokenizer,
-        )
+        how = choice.model_dump(include={"text_column", "format", "completions_only", "tokenizer"})
+        return cls(choice.texts, model, **how)
 
 
 @dataclass(frozen=True)
@@ -137,13 +132,8 @@ class PreparedTexts:
             found = [BrokenRow(**json.loads(line)) for line in text.splitlines()]
         except (OSError, ValueError, TypeError) as error:
             raise _gone(self.directory, error) from error
-        named = self.summary.source
-        return [
-            replace(row, file=named + row.file.removeprefix(self.prepared_as))
-            if row.file.startswith(self.prepared_as)
-            else row
-            for row in found
-        ]
+        old, new = re.compile(f"^{re.escape(self.prepared_as)}"), self.summary.source
+        return [replace(row, file=old.sub(lambda _: new, row.file)) for row in found]
 
     def notes(self, model: ModelSpec | None = None) -> tuple[str, ...]:
         """Return what a person should know of this dataset, for this model: broken rows, rows
@@ -252,34 +242,33 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         OSError: something cannot be written.
     """
     tell = on_progress or (lambda _what, _done, _of: None)
+    source, home = request.source, texts_directory().absolute()
     tokenizer = find_tokenizer(request.tokenizer, request.model)
+    is_here, content, known = not is_on_hub(source), None, None
+    if is_here:
+        look_at(request)
+        with translated(source):
+            known = seen(source)
+            content = content_of(source, on_progress=tell)
     question = Question(
-        source=request.source,
+        source=source,
         format=request.format,
         text_column=request.text_column,
         completions_only=request.completions_only,
         tokenizer=tokenizer.name,
         tokenizer_directory=str(tokenizer.directory),
         tokenizer_digest=tokenizer.digest,
-        home=str(texts_directory().absolute()),
-        content=None,
+        home=str(home),
+        content=content,
+        seen=known,
     )
-    directory = None
-    if not is_on_hub(request.source):
-        look_at(request)
-        with translated(request.source):
-            question = replace(
-                question,
-                seen=seen(request.source),
-                content=content_of(request.source, on_progress=tell),
-            )
-        directory = texts_directory().absolute() / question.fingerprint(str(question.content))
-    if directory is None or not is_whole(directory):
+    directory = home / question.fingerprint(str(content))
+    if not is_here or not is_whole(directory):
         answer = run_subprocess(
             _COMMAND,
             asdict(question),
             on_news=lambda news: tell(news["what"], news["done"], news["of"]),
-            environment=child_environment(with_hub_token=question.content is None),
+            environment=child_environment(with_hub_token=not is_here),
             name="the texts' process",
         )
         directory = Path(answer["prepared"])

@@ -25,6 +25,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
+from sweep.data.rows import on_completions
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
@@ -144,6 +145,8 @@ def _opening(summary: TextsSummary) -> str:
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
     loss = units.share(summary.loss_tokens / summary.tokens)
     which = "completions only" if summary.completions_only else "all but an example's first"
+    if summary.completions_only == on_completions(summary.kind):
+        which += ", as in TRL"
     return (
         f"{summary.source}: {units.plural(summary.rows, 'example')}{broken}: "
         f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
