@@ -57,7 +57,7 @@ def options(record: Record, trainer: Trainer) -> dict[str, Any]:
 
 def spelled(record: Record, trainer: Trainer) -> dict[str, Any]:
     """Return what a trainer is told of a configuration, wherever its dataset is."""
-    known, cases = trainers()[trainer], _cases(record)
+    known, cases = trainers()[trainer], cases_of(record)
     told = dict(known["options"])
     for setting, options in known["when"].items():
         told |= options.get(cases[setting], {})
@@ -120,7 +120,7 @@ def _values(record: Record) -> dict[str, Any]:
     }
 
 
-def _cases(record: Record) -> dict[str, str]:
+def cases_of(record: Record) -> dict[str, str]:
     """Return which case of each setting of the table a record is."""
     config, layers = record.config, record.layers
     quantized, recomputed = config.quantized_count(layers), len(record.recomputed)
@@ -171,7 +171,7 @@ def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
 
 def unsupported(record: Record, trainer: Trainer) -> dict[str, str]:
     """Return that of the configuration, by its settings."""
-    found, cases = {}, _cases(record)
+    found, cases = {}, cases_of(record)
     for key, known in _table()["unsupported"].items():
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
