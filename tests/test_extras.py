@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -17,7 +16,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import install_extra
 from search_spaces.models import load_model_spec
 from sweep.cli import main
-from sweep.training.model import Unavailable, build_base
+from tests.sweep.training.tiny import tiny_base
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -66,11 +65,6 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def test_there_are_the_extras_of_what_exists_and_no_others() -> None:
-    assert EXTRAS.keys() >= ENABLED.keys()
-    assert "train" not in EXTRAS, "nothing of it is there yet"
-
-
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
 def test_what_an_extra_brings_is_pinned_at_a_version_that_everything_allows(extra: str) -> None:
     pinned = pins()
@@ -95,6 +89,7 @@ def test_what_an_extra_enables_is_importable_where_it_is_installed(extra: str) -
     except PackageNotFoundError:
         pytest.skip(f"{extra} is not installed")
     assert any(file.parts[0] == ENABLED[extra] for file in files)
+    assert install_extra(extra) == f"pip install 'qlora-sweep[{extra}]'"
 
 
 def test_a_database_without_its_driver_names_the_extra(
@@ -110,19 +105,10 @@ def test_a_database_without_its_driver_names_the_extra(
 def test_kernels_without_their_package_name_the_extra(
     monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
+    from sweep.training.model import Unavailable
+
+    for module in ("liger_kernel", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, module, None)
     config = TrialConfig.model_validate({"kernels": kernels, "compute_dtype": "fp32"})
     with pytest.raises(Unavailable, match=r"pip install 'qlora-sweep\[gpu\]'"):
-        build_base(
-            config,
-            spec=load_model_spec("demo"),
-            weights="random",
-            device=torch.device("cpu"),
-            seed=0,
-        )
-
-
-def test_what_is_named_is_an_extra() -> None:
-    for extra in ENABLED:
-        assert install_extra(extra) == f"pip install 'qlora-sweep[{extra}]'"
+        tiny_base(config, spec=load_model_spec("demo")).__enter__()

@@ -61,20 +61,6 @@ def test_two_demos_at_once_in_a_fresh_clone_wait_for_each_other(clone: Path) -> 
     assert "waiting for it" in "".join(said)
 
 
-@NEEDED
-def test_an_environment_that_could_not_be_made_is_made_again(clone: Path) -> None:
-    working = (clone / "fake-python").read_text()
-    (clone / "fake-python").write_text(working.replace("sleep 1", "exit 1"))
-    first = demo(clone)
-    first.communicate(timeout=60)
-    assert first.returncode != 0
-    shutil.rmtree(clone / ".venv")
-    (clone / "fake-python").write_text(working)
-    again = demo(clone)
-    again.communicate(timeout=60)
-    assert again.returncode == 0
-
-
 def test_help_lists_every_target_that_a_person_types() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = [line for line in text.splitlines() if line.startswith(".PHONY:")]

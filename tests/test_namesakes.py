@@ -12,13 +12,12 @@ import pytest
 
 import sweep.namesakes
 from sweep.namesakes import EXIT_CODE, NAMES, changed_files, namesakes
-from sweep.predict.memory import profile_store
-from sweep.running import child
-from sweep.terminal.doctor import PROBE
 
 ROOT = Path(sweep.namesakes.__file__).parents[1]
-STARTS = [["-m", "qlora_sweep"], ["-m", "sweep"], ["-m", "sweep.cli"]]
-CHILDREN = ["sweep.running", "sweep.predict.memory.tracing", "sweep.training.libraries"]
+NEVER = "raise SystemExit('never run')"
+COMMAND = ("-m", "qlora_sweep", "--version")
+SAFE = ("-P", *COMMAND)
+"""Python then does not look in the user's directory."""
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +30,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run(
-    site: Path, *arguments: str, cwd: Path, before: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(one) for one in (before, site) if one is not None)
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A directory with a file under one of our names."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "storage.py").write_text(NEVER)
+    return tmp_path / "theirs"
+
+
+def run(*words: str, cwd: Path, paths: list[Path]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, paths))
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *words],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
@@ -46,115 +51,102 @@ def run(
     )
 
 
-def test_our_own_packages_are_no_namesakes() -> None:
+def test_what_is_ours_is_no_namesake_nor_changed() -> None:
     assert list(namesakes()) == []
+    assert changed_files() == []
 
 
 def test_a_start_reads_nothing_of_what_else_is_installed(site: Path, tmp_path: Path) -> None:
     """That takes a second where much is; it waits until something is wrong."""
     program = "import sys, sweep; print('importlib.metadata' in sys.modules, sweep.__name__)"
-    done = run(site, "-S", "-P", "-c", program, cwd=tmp_path)
+    done = run("-S", "-P", "-c", program, cwd=tmp_path, paths=[site])
     assert done.stdout.split() == ["False", "sweep"], done.stderr
 
 
-@pytest.mark.parametrize("start", STARTS, ids=" ".join)
-def test_a_file_of_the_users_directory_is_named_where_python_looks_there(
-    site: Path, tmp_path: Path, start: list[str]
+@pytest.mark.parametrize(
+    ("words", "is_in_pythonpath"),
+    [
+        # A file of the user's directory, where Python looks there.
+        (COMMAND, False),
+        (("-m", "sweep", "--version"), False),
+        (("-m", "sweep.cli", "--version"), False),
+        # Children refuse too.
+        (("-P", "-m", "sweep.running", "0"), True),
+        (("-P", "-m", "sweep.predict.memory.tracing", "0"), True),
+        (("-P", "-m", "sweep.training.libraries", "0"), True),
+    ],
+)
+def test_a_file_under_one_of_our_names_is_told_by_its_path(
+    words: tuple[str, ...], is_in_pythonpath: bool, site: Path, theirs: Path
 ) -> None:
-    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
-    done = run(site, *start, "--version", cwd=tmp_path)
+    cwd, before = (theirs.parent, [theirs]) if is_in_pythonpath else (theirs, [])
+    done = run(*words, cwd=cwd, paths=[*before, site])
     assert done.returncode == EXIT_CODE
-    assert str(tmp_path / "storage.py") in done.stderr
-    assert "start it by the command `sweep`" in done.stderr
+    assert str(theirs / "storage.py") in done.stderr
     assert "Traceback" not in done.stderr
+    assert is_in_pythonpath or "start it by the command `sweep`" in done.stderr
 
 
-def test_a_file_of_the_users_directory_is_no_matter_where_python_does_not_look(
-    site: Path, tmp_path: Path
+def test_what_python_does_not_look_at_and_directories_of_results_are_no_matter(
+    site: Path, theirs: Path
 ) -> None:
-    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
-    done = run(site, "-P", "-m", "qlora_sweep", "--version", cwd=tmp_path)
+    done = run(*SAFE, cwd=theirs, paths=[site])
     assert (done.returncode, done.stdout.split()[0]) == (0, "sweep")
-
-
-def test_a_directory_of_results_is_no_package(site: Path, tmp_path: Path) -> None:
+    (theirs / "storage.py").unlink()
     for name in NAMES:
-        (tmp_path / name).mkdir()
-    done = run(site, "-m", "qlora_sweep", "--version", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+        (theirs / name).mkdir()
+    assert run(*COMMAND, cwd=theirs, paths=[site]).returncode == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_package_in_pythonpath_is_named_whichever_name_it_takes(
-    site: Path, tmp_path: Path, name: str
+    name: str, site: Path, tmp_path: Path
 ) -> None:
-    foreign = tmp_path / "theirs"
-    (foreign / name).mkdir(parents=True)
-    (foreign / name / "__init__.py").write_text("")
-    done = run(site, "-m", "qlora_sweep", "--version", cwd=tmp_path, before=foreign)
+    (tmp_path / "theirs" / name).mkdir(parents=True)
+    (tmp_path / "theirs" / name / "__init__.py").write_text("")
+    done = run(*COMMAND, cwd=tmp_path, paths=[tmp_path / "theirs", site])
     assert done.returncode == EXIT_CODE
-    assert f"'{name}' is not ours: Python finds {foreign / name} first" in done.stderr
-    assert f"take {foreign} out of PYTHONPATH" in done.stderr
+    assert f"'{name}' is not ours: Python finds {tmp_path / 'theirs' / name} first" in done.stderr
+    assert f"take {tmp_path / 'theirs'} out of PYTHONPATH" in done.stderr
 
 
-def test_the_import_offers_its_names_and_touches_nothing(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
-    program = (
-        "import signal, sys, qlora_sweep; "
-        "print(sorted({'torch', 'optuna', 'transformers', 'pydantic'} & sys.modules.keys())); "
-        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL); "
-        "print({'plan', 'tune', 'best'} <= {*dir(qlora_sweep)}, hasattr(qlora_sweep, 'json')); "
-        "from qlora_sweep import InputError, Plan, best, plan, tune; "
-        "print(sorted({'torch', 'optuna', 'transformers'} & sys.modules.keys()))"
-    )
-    done = run(site, "-P", "-c", program, cwd=tmp_path)
+IMPORT = """
+import signal, sys, qlora_sweep
+print(sorted({'torch', 'optuna', 'transformers', 'pydantic'} & sys.modules.keys()))
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+try:
+    print({'plan', 'tune', 'best'} <= {*dir(qlora_sweep)}, hasattr(qlora_sweep, 'json'))
+    from qlora_sweep import InputError, Plan, best, plan, tune
+except ImportError as error:
+    print(error)
+print(sorted({'torch', 'optuna', 'transformers'} & sys.modules.keys()))
+"""
+
+
+def test_the_import_offers_its_names_touches_nothing_and_names_a_namesake_in_an_exception(
+    site: Path, theirs: Path
+) -> None:
+    done = run("-P", "-c", IMPORT, cwd=theirs, paths=[site])
     assert done.stdout.splitlines() == ["[]", "True", "True False", "[]"], done.stderr
-
-
-def test_the_import_names_a_namesake_in_an_exception(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "storage.py").write_text("raise SystemExit('never run')")
-    program = (
-        "import qlora_sweep\n"
-        "try: from qlora_sweep import plan\n"
-        "except ImportError as error: print(error)"
-    )
-    done = run(site, "-c", program, cwd=tmp_path)
+    done = run("-c", IMPORT, cwd=theirs, paths=[site])
     assert done.returncode == 0, done.stderr
-    assert f"'storage' is not ours: Python finds {tmp_path / 'storage.py'} first" in done.stdout
+    assert f"'storage' is not ours: Python finds {theirs / 'storage.py'} first" in done.stdout
 
 
 def test_an_installation_without_its_packages_is_told(site: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "site-packages"
-    alone.mkdir()
-    shutil.copy(site / "qlora_sweep.py", alone)
+    shutil.copy(site / "qlora_sweep.py", tmp_path)
     # -S: this environment's own installation of the packages does not count.
-    done = run(alone, "-S", "-P", "-m", "qlora_sweep", "--version", cwd=tmp_path)
+    done = run("-S", *SAFE, cwd=tmp_path, paths=[tmp_path])
     assert done.returncode == EXIT_CODE
     assert "qlora-sweep is incomplete" in done.stderr
 
 
-@pytest.mark.parametrize("module", CHILDREN)
-def test_a_child_refuses_too(site: Path, tmp_path: Path, module: str) -> None:
-    foreign = tmp_path / "theirs"
-    foreign.mkdir()
-    (foreign / "storage.py").write_text("")
-    done = run(site, "-P", "-m", module, "0", cwd=tmp_path, before=foreign)
-    assert done.returncode == EXIT_CODE
-    assert str(foreign / "storage.py") in done.stderr
-
-
-def test_children_never_look_in_the_users_directory() -> None:
-    assert PROBE[1] == profile_store._COMMAND[1] == "-P"
-    source = Path(child.__file__).read_text(encoding="utf-8")
-    assert '[sys.executable, "-P", "-m", module' in source
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("content", "words"), [("# theirs\n", "has replaced"), (None, "is incomplete")]
+    ("name", "content", "words"),
+    [("storage", "# theirs\n", "has replaced"), ("reports", None, "is incomplete")],
 )
 def test_a_package_that_was_overwritten_or_half_removed_is_told(
-    site: Path, tmp_path: Path, name: str, content: str | None, words: str
+    name: str, content: str | None, words: str, site: Path, tmp_path: Path
 ) -> None:
     mixed = tmp_path / "site-packages"
     shutil.copytree(site, mixed)
@@ -162,12 +154,8 @@ def test_a_package_that_was_overwritten_or_half_removed_is_told(
     replaced.unlink()
     if content is not None:
         replaced.write_text(content)
-    done = run(mixed, "-P", "-m", "qlora_sweep", "--version", cwd=tmp_path)
+    done = run(*SAFE, cwd=tmp_path, paths=[mixed])
     assert done.returncode == EXIT_CODE
     assert words in done.stderr
     assert str(replaced) in done.stderr
     assert "pip install --force-reinstall --no-deps qlora-sweep" in done.stderr
-
-
-def test_a_checkout_has_no_files_that_should_be_as_installed() -> None:
-    assert changed_files() == []

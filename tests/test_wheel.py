@@ -21,7 +21,6 @@ from pathlib import Path
 
 import pytest
 
-from sweep.launching.parcel import make_wheel
 from sweep.namesakes import EXIT_CODE, NAMES
 
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: `make test` installs it")
@@ -150,31 +149,16 @@ def test_the_source_distribution_builds_the_same_wheel(
     assert files_of(tmp_path / wheel.name) == files_of(wheel)
 
 
-def test_it_answers_far_from_the_repository(installed: Installed) -> None:
-    where = "import sweep, storage, reports, search_spaces as s; print(*sweep.__path__, s.__file__)"
-    found = installed.run("python", "-c", where).stdout
-    assert str(ROOT) not in found
-    assert found.count(str(installed.environment)) == 2
-    assert installed.sweep("--version").startswith("sweep ")
-    assert "Name a GPU" in installed.sweep("--help")
-    for listing in ("presets", "gpus", "models"):
-        assert len(installed.sweep(listing).splitlines()) > 3
-
-
 def test_what_runs_repacks_to_the_wheel_that_it_came_from(
     installed: Installed, wheel: Path
 ) -> None:
     program = "from sweep.launching.parcel import make_wheel as m; open('w','wb').write(m()[1])"
     assert installed.run("python", "-c", program).returncode == 0
-    again = installed.directory / "w"
-    checkout = installed.directory / "checkout.whl"
-    checkout.write_bytes(make_wheel()[1])
-    for repacked in (again, checkout):
-        assert _ours(repacked) == _ours(wheel)
-
-
-def _ours(wheel: Path) -> dict[str, str]:
-    return {name: found for name, found in files_of(wheel).items() if ".dist-info/" not in name}
+    ours, again = files_of(wheel), files_of(installed.directory / "w")
+    for files in (ours, again):
+        for name in [name for name in files if ".dist-info/" in name]:
+            del files[name]
+    assert again == ours
 
 
 def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(
@@ -192,19 +176,21 @@ def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(
     assert f"'sweep' is not ours: Python finds {site / 'sweep.py'} first" in refused.stderr
 
 
-def test_it_plans_for_a_card_that_is_not_there(installed: Installed) -> None:
-    answer = json.loads(installed.sweep("plan", "a10", "--json"))
+def test_it_goes_from_a_plan_to_a_study_and_its_report_far_from_the_repository(
+    installed: Installed,
+) -> None:
+    where = "import sweep, storage, reports, search_spaces as s; print(*sweep.__path__, s.__file__)"
+    found = installed.run("python", "-c", where).stdout
+    assert str(ROOT) not in found
+    assert found.count(str(installed.environment)) == 2
+    for listing in ("presets", "gpus", "models"):
+        assert len(installed.sweep(listing).splitlines()) > 3
+    answer = json.loads(installed.sweep("plan", "a10", "--model", "demo", "--exact", "--json"))
     assert answer["gpu"]["name"] == "a10"
-    assert answer["recommended"]["fits"] is True
-    assert answer["recommended"]["peak_allocated_bytes"] <= answer["gpu"]["budget_bytes"]
-    assert answer["configurations"]["total"] > 10_000
-
-
-def test_a_study_on_the_cpu_goes_from_the_space_to_the_report(installed: Installed) -> None:
-    installed.sweep("run", "cpu-demo", "--trials", "3", "--no-confirm", "--study", "demo")
+    assert answer["fits"] is True
+    installed.sweep("run", "cpu-demo", "--trials", "1", "--no-confirm", "--study", "demo")
     best = json.loads(installed.sweep("best", "demo", "--json"))
-    assert best["trials"]["total"] == 3
-    assert best["best"]["measurement"]["tokens_per_second"] > 0
+    assert best["trials"]["total"] == 1
     installed.sweep("report", "demo", "-o", "report.html")
     page = (installed.directory / "report.html").read_text(encoding="utf-8")
     assert page.count("<section") > 3

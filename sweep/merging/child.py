@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 from peft.utils.other import get_pattern_key
@@ -50,6 +49,13 @@ _ROOM = 1.25
 """A model takes more than its weights: activations, logits, what is being copied."""
 
 
+def _available_bytes() -> int:
+    """Return what of the host's memory a new process may take without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = dict(line.split(":") for line in file)
+    return int(sizes["MemAvailable"].split()[0]) * 1024
+
+
 def merge_and_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
     """Merge as `sweep.merging.job` asks, and return what its report says of it."""
     adapter, base, merged = (Path(order[key]) for key in ("adapter", "base", "directory"))
@@ -67,7 +73,7 @@ def merge_and_compare(order: Mapping[str, Any], say: Say) -> dict[str, Any]:
         "not_compared": None,
     }
     has_gpu = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > _ROOM * nbytes
-    lacking = 0.0 if has_gpu else 1.1 * nbytes - psutil.virtual_memory().available
+    lacking = 0.0 if has_gpu else 1.1 * nbytes - _available_bytes()
     if not order["rows"]:
         found["not_compared"] = "it was not asked for"
     elif lacking > 0:

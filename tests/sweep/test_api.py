@@ -16,16 +16,16 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.gpus import GIB
 from storage.records import Measured, Outcome, OutOfMemory
-from sweep import cli
 from sweep.api import Study, best, plan, tune
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.processes import STOP_SIGNALS
-from sweep.terminal import driving
+from tests.sweep.conftest import Said
 from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
 
 Simulate = Callable[[Callable[[TrialConfig], Outcome]], None]
+Sweep = Callable[..., Said]
 
 
 def fits(config: TrialConfig) -> Outcome:
@@ -40,7 +40,8 @@ def runs_out(config: TrialConfig) -> Outcome:
 def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulate:
     """Have the trials of a study be what a function says; all else that `tune` does is real."""
     monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    return lambda train: monkeypatch.setattr(driving, "drive", driving_on(train))
+    drive = "sweep.terminal.driving.drive"
+    return lambda train: monkeypatch.setattr(drive, driving_on(train))
 
 
 def of_demo(**options: Any) -> Study:
@@ -48,24 +49,13 @@ def of_demo(**options: Any) -> Study:
     return tune("cpu-demo", **(asked | options))
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert cli.main(arguments) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_numerics_are_refused_where_a_space_refuses_them() -> None:
-    for ask in (plan, tune):
-        with pytest.raises(InputError, match="numerics must be one of 'any' or '16-bit'"):
-            ask("a10", numerics="8-bit")
-
-
 def test_a_study_and_its_winner_are_what_the_command_prints(
-    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+    simulate: Simulate, sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulate(fits)
     study = of_demo(lora_rank=8)
     assert capsys.readouterr() == ("", "")
-    document = printed(capsys, "best", "mine", "--json")
+    document = json.loads(sweep("best", "mine", "--json").out)
     assert study.document() == document
     assert (study.name, study.trials["total"], study.confirmed) == ("mine", 3, False)
     elsewhere = study.model_copy(update={"storage": "postgresql://me:hunter2222@host/studies"})
@@ -78,22 +68,17 @@ def test_a_study_and_its_winner_are_what_the_command_prints(
         assert winner.measurement.tokens_per_second == shown["tokens_per_second"]
 
 
-def test_a_confirmed_study_has_its_gain(simulate: Simulate) -> None:
+def test_a_confirmed_study_has_its_gain_and_shows_progress_where_it_is_asked_for(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
     simulate(fits)
-    study = of_demo(confirm=True, trials=8, sampler="grid")
+    study = of_demo(confirm=True, trials=8, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, "Starting study mine: 8 trials." in err) == ("", True)
     assert study.confirmed
     assert study.gain is not None
     assert study.gain.model_dump(mode="json") == study.document()["gain"]
     assert best(study).gain == study.gain
-
-
-def test_progress_is_shown_where_it_is_asked_for(
-    simulate: Simulate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    simulate(fits)
-    of_demo(progress=True)
-    out, err = capsys.readouterr()
-    assert (out, "Starting study mine: 3 trials." in err) == ("", True)
 
 
 def test_a_study_in_which_nothing_fits_has_no_winner(simulate: Simulate) -> None:
@@ -110,7 +95,7 @@ def test_a_study_in_which_nothing_fits_has_no_winner(simulate: Simulate) -> None
         ({"lora_rnak": 8}, "lora_rnak"),
         ({"on": "slurm"}, "on must be local, ray:ADDRESS or .* got 'slurm'"),
         ({"gpu": "a11"}, "a11"),
-        ({"data": {"texts": "none.jsonl"}}, "none.jsonl"),
+        ({"numerics": "8-bit"}, "numerics must be one of 'any' or '16-bit'"),
         ({"data": MappingProxyType({"texts": "none.jsonl"})}, "none.jsonl"),
     ],
 )
@@ -153,13 +138,13 @@ def test_a_study_in_another_thread_leaves_signals_alone(
     simulate: Simulate, handlers: dict[signal.Signals, Any]
 ) -> None:
     seen: list[Any] = []
+    done: list[Study] = []
 
     def watched(config: TrialConfig) -> Outcome:
         seen.append({number: signal.getsignal(number) for number in STOP_SIGNALS})
         return fits(config)
 
     simulate(watched)
-    done: list[Study] = []
     thread = threading.Thread(target=lambda: done.append(of_demo()))
     thread.start()
     thread.join()
@@ -167,7 +152,9 @@ def test_a_study_in_another_thread_leaves_signals_alone(
     assert seen == [handlers] * 3
 
 
-def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_what_the_command_prints(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
     children = TracingChildren(outlive=True)
     try:
         with asked_of(children):
@@ -175,7 +162,7 @@ def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -
             other = plan("a10", gpu="l4", model="demo", exact=True)
             assert capsys.readouterr() == ("", "")
             typed = ("a10", "--model", "demo", "--exact", "--micro-batch-size", "8", "--json")
-            document = printed(capsys, "plan", *typed)
+            document = json.loads(sweep("plan", *typed).out)
     finally:
         children.close()
     assert planned.document() == document
@@ -183,14 +170,3 @@ def test_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -
     assert planned.fits is True
     assert planned.peak_allocated_bytes == document["peak_allocated_bytes"]
     assert (planned.gpu.name, other.gpu.name) == ("a10", "l4")
-
-
-def test_a_recorded_study_has_none_of_what_nobody_recorded() -> None:
-    surface = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
-    study = tune(
-        "a10", on=f"recorded:{surface}", model="tinyllama-1.1b", trials=2, sampler="random"
-    )
-    assert study.best is not None
-    assert study.best.measurement["steps_measured"] is None
-    assert study.best.measurement["tokens_per_second"] > 0
-    assert best(study).config == study.best.config

@@ -315,23 +315,13 @@ def test_a_home_that_may_not_be_searched_is_the_machines_fault(
 
 
 @pytest.mark.parametrize(
-    ("name", "study_name"),
-    [
-        ("größe", "größe"),
-        ("日本", "日本"),
-        ("gro\u0308ße", "größe"),
-        ("_mine", "mine"),
-        ("a b", "a-b"),
-        *((name, None) for name in ("हिन्दी", "語" * 90, "---")),
-    ],
+    ("name", "known"),
+    [("größe", "größe"), ("gro\u0308ße", "größe"), ("_mine", "mine"), ("a b", "a-b")],
 )
-def test_a_studys_name_keeps_the_letters_of_its_spaces(name: str, study_name: str | None) -> None:
-    space = a_space().model_copy(update={"name": name})
-    if study_name is not None:
-        assert default_study_name(space, {}) == study_name
-    else:
-        with pytest.raises(InputError, match="choose a name with --study"):
-            default_study_name(space, {})
+def test_a_studys_name_keeps_the_letters_of_its_spaces(name: str, known: str) -> None:
+    assert default_study_name(a_space().model_copy(update={"name": name}), {}) == known
+    with pytest.raises(InputError, match="choose a name with --study"):
+        default_study_name(a_space().model_copy(update={"name": "語" * 90}), {})
 
 
 ONE_MODULE = """\

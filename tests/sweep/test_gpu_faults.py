@@ -18,14 +18,7 @@ WELL: dict[str, Any] = {
     "nvmlDeviceRegisterEvents": None,
     "nvmlEventSetWait_v2": pynvml.NVMLError_Timeout(),
 }
-
-
-def watched(**then: Any) -> str | None:
-    nvml = PretendNvml(**WELL)
-    watch = FaultWatch("GPU-a", nvml)
-    assert watch() is None
-    nvml.answers.update(then)
-    return watch()
+HANDLE, OFF_THE_BUS = "nvmlDeviceGetHandleByUUID", "fallen off the bus"
 
 
 def xids(*codes: int) -> Any:
@@ -42,36 +35,34 @@ def xids(*codes: int) -> Any:
 @pytest.mark.parametrize(
     ("then", "words"),
     [
-        ({"nvmlDeviceGetHandleByUUID": pynvml.NVMLError_GpuIsLost()}, "fallen off the bus"),
-        ({"nvmlDeviceGetHandleByUUID": pynvml.NVMLError_NotFound()}, "fallen off the bus"),
-        ({"nvmlDeviceGetMemoryInfo": pynvml.NVMLError_GpuIsLost()}, "fallen off the bus"),
+        ({HANDLE: pynvml.NVMLError_GpuIsLost()}, OFF_THE_BUS),
+        ({HANDLE: pynvml.NVMLError_NotFound()}, OFF_THE_BUS),
+        ({"nvmlDeviceGetMemoryInfo": pynvml.NVMLError_GpuIsLost()}, OFF_THE_BUS),
         ({"nvmlDeviceGetTotalEccErrors": 5}, "2 uncorrectable memory errors"),
         ({"nvmlEventSetWait_v2": xids(13, 79)}, "Xid 79"),
+        # An illegal access, and what ends with its program: a training's own doing.
+        ({"nvmlEventSetWait_v2": xids(13, 31, 43, 45)}, None),
+        ({"nvmlDeviceGetTotalEccErrors": pynvml.NVMLError_NotSupported()}, None),
+        ({HANDLE: pynvml.NVMLError_Unknown()}, None),
     ],
 )
-def test_what_befell_the_card_is_said(then: dict[str, Any], words: str) -> None:
-    assert words in (watched(**then) or "")
+def test_what_befell_the_card_is_said(then: dict[str, Any], words: str | None) -> None:
+    nvml = PretendNvml(**WELL)
+    watch = FaultWatch("GPU-a", nvml)
+    assert watch() is None
+    nvml.answers.update(then)
+    said = watch()
+    assert said is None if words is None else words in (said or "")
 
 
 @pytest.mark.parametrize(
-    "then",
+    ("name", "answers"),
     [
-        # An illegal access, and what ends with its program: a training's own doing.
-        {"nvmlEventSetWait_v2": xids(13, 31, 43, 45)},
-        {"nvmlDeviceGetTotalEccErrors": pynvml.NVMLError_NotSupported()},
-        {"nvmlDeviceGetHandleByUUID": pynvml.NVMLError_Unknown()},
+        # A driver that refuses every question; a GPU that is not known by its name.
+        ("GPU-a", {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}),
+        ("0", {**WELL, HANDLE: pynvml.NVMLError_NotFound()}),
     ],
 )
-def test_what_is_no_fault_of_the_card_is_none(then: dict[str, Any]) -> None:
-    assert watched(**then) is None
-
-
-def test_a_driver_that_refuses_every_question_knows_of_no_fault() -> None:
-    refused = PretendNvml(nvmlInit=pynvml.NVMLError_LibraryNotFound())
-    refused.answers["nvmlDeviceGetHandleByUUID"] = pynvml.NVMLError_Uninitialized()
-    assert FaultWatch("GPU-a", refused)() is None
-
-
-def test_a_card_that_is_not_known_by_its_name_is_never_said_to_have_fallen_off_the_bus() -> None:
-    nvml = PretendNvml(**WELL, nvmlDeviceGetHandleByUUID=pynvml.NVMLError_NotFound())
-    assert FaultWatch("0", nvml)() is None
+def test_of_what_never_answered_no_fault_is_known(name: str, answers: dict[str, Any]) -> None:
+    refused = {HANDLE: pynvml.NVMLError_Uninitialized(), **answers}
+    assert FaultWatch(name, PretendNvml(**refused))() is None

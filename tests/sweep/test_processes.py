@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sweep.processes import STOP_SIGNALS, Child, End
+from sweep.processes import STOP_SIGNALS, Child, End, process_pool
 
-PYTHON = (sys.executable, "-P", "-S", "-c")
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,13 +62,7 @@ def test_an_end_by_a_signal_is_told_with_its_name_or_its_number(shell: Shell) ->
     assert str(shell("kill -SEGV $$").end(patience=5.0)) == "signal SIGSEGV"
     # Between the two real-time signals that Python has names for.
     assert str(shell("kill -40 $$").end(patience=5.0)) == "signal 40"
-
-
-def test_what_does_not_end_by_itself_is_killed_and_told_so(shell: Shell) -> None:
-    began = time.monotonic()
-    end = shell("sleep 600").end(patience=0.05)
-    assert end == End(-signal.SIGKILL, was_killed=True)
-    assert time.monotonic() - began < 60
+    assert shell("sleep 600").end(patience=0.05) == End(-signal.SIGKILL, was_killed=True)
 
 
 @pytest.mark.parametrize("how", ["exit 1", "kill -SEGV $$", "sleep 600"])
@@ -77,7 +70,7 @@ def test_fifty_grandchildren_end_with_a_child_however_it_ends(shell: Shell, how:
     child = shell(f"for i in $(seq 50); do sleep 600 & echo $!; done; {how}")
     numbers = [int(line(child)) for _ in range(50)]
     child.end(patience=0.2)
-    assert all(ends_soon(number) for number in numbers)
+    assert ends_soon(*numbers)
 
 
 @pytest.mark.parametrize("how", ["exit 1", "sleep 600"])
@@ -118,71 +111,79 @@ def test_a_process_that_nothing_ends_is_given_up_in_time(
     child.process.wait()
 
 
-def a_parent_of(child: str) -> subprocess.Popen[bytes]:
-    """Start a parent that starts such a child and never ends it."""
-    script = (
-        "import os, subprocess, sys, time\n"
-        "from sweep.processes import Child\n"
-        f"child = Child([sys.executable, '-P', '-c', {child!r}, str(os.getpid())])\n"
-        "print(child.process.stdout.readline().decode().strip(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+BOUND = f"""
+import os, resource, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from sweep.processes import bind_to_parent
+bind_to_parent(int(sys.argv[1]))
+print(os.getpid(), *resource.getrlimit(resource.RLIMIT_CPU), flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import os, subprocess, sys, time
+from sweep.processes import Child
+child = Child([sys.executable, '-P', '-c', {BOUND!r}, str(os.getpid())])
+print(child.process.stdout.readline().split()[0].decode(), flush=True)
+time.sleep(600)
+"""
+POOL = """
+import os, time
+from sweep.processes import process_pool
+from tests.sweep.test_processes import sleep_long
+
+if __name__ == "__main__":
+    with process_pool(2) as pool:
+        number = pool.submit(os.getpid)
+        futures = [pool.submit(sleep_long, n) for n in range(4)]
+        print(number.result(), flush=True)
+        futures[0].result()
+"""
 
 
-BOUND = (
-    "import os, sys, time\n"
-    f"sys.path.insert(0, {str(ROOT)!r})\n"
-    "from sweep.processes import bind_to_parent\n"
-    "bind_to_parent(int(sys.argv[1]))\n"
-    "print(os.getpid(), flush=True)\n"
-    "time.sleep(600)\n"
-)
+def sleep_long(_: int) -> None:
+    time.sleep(600)
 
 
-def test_a_bound_child_ends_with_its_parent_however_that_ends() -> None:
-    with a_parent_of(BOUND) as parent:
+@pytest.mark.parametrize("program", [PARENT, POOL], ids=["bound", "pool"])
+def test_a_bound_child_and_a_pools_hear_no_signal_and_end_with_their_parent_however_that_ends(
+    program: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")],
+        stdout=subprocess.PIPE,
+        # What a killed parent leaves of semaphores is told there.
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as parent:
         assert parent.stdout is not None
         number = int(parent.stdout.readline())
+        for asked in STOP_SIGNALS:
+            os.kill(number, asked)
+        time.sleep(0.2)
         assert is_running(number)
         parent.kill()
     assert ends_soon(number)
 
 
 def test_a_child_whose_parent_was_gone_before_it_was_bound_ends_by_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", BOUND, "1" if os.getpid() != 1 else "2"],
-        capture_output=True,
-        timeout=30,
-        check=False,
-    )
+    other = "1" if os.getpid() != 1 else "2"
+    command = [sys.executable, "-P", "-c", BOUND, other]
+    done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_what_stops_a_study_is_the_parents_to_hear(number: signal.Signals) -> None:
-    child = Child([sys.executable, "-P", "-c", BOUND, str(os.getpid())])
-    try:
-        assert int(line(child)) == child.pid
-        os.killpg(child.pid, number)
-        time.sleep(0.1)
-        assert not child.has_ended()
-        score = Path(f"/proc/{child.pid}/oom_score_adj").read_text(encoding="ascii")
-        own = Path("/proc/self/oom_score_adj").read_text(encoding="ascii")
-        assert int(score) >= int(own)
-    finally:
-        child.end()
-        for stream in (child.process.stdin, child.process.stdout):
-            assert stream is not None
-            stream.close()
-
-
-def test_a_limit_of_processor_time_is_heard_of_before_it_kills(shell: Shell) -> None:
-    script = BOUND.replace("os.getpid(), flush", "resource.getrlimit(resource.RLIMIT_CPU), flush")
-    script = script.replace("import os", "import os, resource", 1)
-    command = shlex.join([sys.executable, "-P", "-c", script, str(os.getpid())])
+def test_a_childs_limit_of_processor_time_is_heard_of_before_it_kills_and_it_is_killed_for_memory(
+    shell: Shell,
+) -> None:
+    command = shlex.join([sys.executable, "-P", "-c", BOUND, str(os.getpid())])
     child = shell(f"ulimit -t 60; exec {command}")
-    assert line(child) == "(59, 60)"
+    assert line(child) == f"{child.pid} 59 60"
+    score, own = (
+        int(Path(f"/proc/{of}/oom_score_adj").read_text(encoding="ascii"))
+        for of in (child.pid, "self")
+    )
+    assert score >= own
 
 
 def test_a_child_that_somebody_stopped_can_be_told_from_one_that_is_slow(shell: Shell) -> None:
@@ -198,31 +199,61 @@ def test_a_child_that_somebody_stopped_can_be_told_from_one_that_is_slow(shell: 
     assert not child.is_stopped()
 
 
+@pytest.mark.parametrize(
+    ("script", "kills", "is_blamed"),
+    [
+        ("kill -KILL $$", [4, 5], True),
+        ("kill -KILL $$", [4, 4], False),
+        ("sleep 600", [4, 5], False),
+    ],
+)
 def test_the_hosts_memory_is_blamed_for_what_the_kernel_killed_alone(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
+    shell: Shell,
+    script: str,
+    kills: list[int],
+    is_blamed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kills = iter([4, 5, 4, 4, 4, 5])
-    monkeypatch.setattr("sweep.processes.oom_kills", lambda: next(kills))
-    by_kernel = shell("kill -KILL $$").end(patience=5.0)
-    assert by_kernel.is_host_out_of_memory
-    assert "memory ran out" in str(by_kernel)
-    assert not shell("kill -KILL $$").end(patience=5.0).is_host_out_of_memory
-    assert not shell("sleep 600").end().is_host_out_of_memory
+    counts = iter(kills)
+    monkeypatch.setattr("sweep.processes.oom_kills", lambda: next(counts))
+    end = shell(script).end(patience=5.0 if "kill" in script else 0.0)
+    assert end.is_host_out_of_memory is is_blamed
+    assert ("memory ran out" in str(end)) is is_blamed
+
+
+REAPER = """
+import ctypes, os
+from pathlib import Path
+from sweep.processes import Child
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+child = Child(['/bin/sh', '-c', 'sleep 600 & sleep 600 & echo on; exit 3'])
+child.process.stdout.readline()
+print(child.end(patience=5).status)
+print(Path(f'/proc/self/task/{os.getpid()}/children').read_text())
+"""
 
 
 def test_a_containers_first_process_keeps_no_zombies_of_what_its_children_left() -> None:
-    script = (
-        "import ctypes, os, subprocess\n"
-        "from pathlib import Path\n"
-        "from sweep.processes import Child\n"
-        "PR_SET_CHILD_SUBREAPER = 36\n"
-        "ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)\n"
-        "child = Child(['/bin/sh', '-c', 'sleep 600 & sleep 600 & echo on; exit 3'])\n"
-        "child.process.stdout.readline()\n"
-        "print(child.end(patience=5).status)\n"
-        "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text())\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-c", REAPER], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.stdout.split() == ["3"], done.stderr
+
+
+def test_what_a_pool_does_is_given_up_at_once_where_it_is_cut_short() -> None:
+    began, pids = time.monotonic(), list[int]()
+
+    def work() -> None:
+        with process_pool(2) as pool:
+            number = pool.submit(os.getpid)
+            for _ in range(20):
+                pool.submit(sleep_long, 0)
+            pids.append(number.result(timeout=60))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert ends_soon(*pids)
+    assert time.monotonic() - began < 60
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,18 +74,3 @@ def test_a_study_whose_database_falls_silent_says_so_and_ends_at_the_first_signa
         assert "--storage" not in results
         with sweep("status", environment=storage, home=tmp_path) as process:
             assert process.communicate(timeout=60)[0].count("cpu-demo") >= 1
-
-
-@pytest.mark.faults
-def test_looking_at_a_silent_server_is_an_error_in_time(
-    cluster: postgres.Cluster, tmp_path: Path
-) -> None:
-    with Proxy(cluster.port) as proxy, proxy.silent():
-        storage = {"SWEEP_STORAGE": proxy.through(cluster.new_database())}
-        started = time.monotonic()
-        with sweep("status", environment=storage, home=tmp_path) as process:
-            _, said = process.communicate(timeout=40)
-        assert process.returncode == 3
-        assert "The database does not answer" in said
-        assert "***@127.0.0.1" in said
-        assert time.monotonic() - started < 25

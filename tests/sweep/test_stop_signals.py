@@ -12,8 +12,6 @@ import pytest
 from sweep import stop_signals
 from sweep.processes import STOP_SIGNALS
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def defaults() -> Iterator[None]:
@@ -32,15 +30,13 @@ def raised_in_heard(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_each_signal_interrupts_and_is_given_back(number: signal.Signals) -> None:
+def test_each_signal_interrupts_and_is_given_back_and_what_is_ignored_stays_so(
+    number: signal.Signals,
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         raised_in_heard(number)
     assert stop_signals.asked() == 1
     assert signal.getsignal(number) == signal.SIG_DFL
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
     raised_in_heard(number)
     assert stop_signals.asked() == 0
@@ -66,19 +62,24 @@ def test_what_comes_while_an_object_is_freed_is_heard_a_moment_later(
     assert capsys.readouterr().err == ""
 
 
+PROGRAM = """
+import signal
+from sweep.stop_signals import heard
+for n in (1, 2, 15): signal.signal(n, signal.SIG_DFL)
+with heard():
+    while True:
+        try: signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt: print('swallowed', flush=True)
+"""
+
+
 def test_the_third_ends_the_process_whatever_it_is_at() -> None:
-    program = (
-        "import signal\n"
-        "from sweep.stop_signals import heard\n"
-        "for n in (1, 2, 15): signal.signal(n, signal.SIG_DFL)\n"
-        "with heard():\n"
-        " while True:\n"
-        "  try: signal.raise_signal(signal.SIGTERM)\n"
-        "  except KeyboardInterrupt: print('swallowed', flush=True)\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == stop_signals.INTERRUPTED
-    assert done.stdout.split() == [b"swallowed"] * 2
-    assert done.stderr == b""
+    assert (done.stdout.split(), done.stderr) == ([b"swallowed"] * 2, b"")

@@ -135,13 +135,6 @@ def BEAT_AND_ANSWER(worker: Worker) -> None:
 
 
 @behaviour
-def PAUSE_AND_ANSWER(worker: Worker) -> None:
-    worker.beat()
-    time.sleep(1.3)
-    worker.answer()
-
-
-@behaviour
 def NO_COMPILER(worker: Worker) -> None:
     worker.beat()
     worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})

@@ -23,17 +23,6 @@ def hosting(runner: ReplayRunner) -> Host:
     return Host(lambda log_path, cards: runner, home="study/0", device="cpu")
 
 
-def test_a_trial_is_told_beat_by_beat_and_a_fresh_process_is_asked_for() -> None:
-    runner = ReplayRunner(otherwise=train)
-    host = hosting(runner)
-    *news, outcome = host.run(REQUEST, is_fresh=False)
-    assert sum(map(len, news)) > 3
-    assert isinstance(outcome, Measured)
-    list(host.run(REQUEST, is_fresh=True))
-    assert (len(runner.ran), runner.renewals) == (2, 1)
-    host.close()
-
-
 def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alone() -> None:
     may_go_on = threading.Event()
     host = hosting(ReplayRunner(otherwise=train, pause=lambda: may_go_on.wait(60) and None))

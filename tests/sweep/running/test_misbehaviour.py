@@ -409,35 +409,6 @@ def test_an_endless_print_fills_no_disk_and_its_end_is_told_in_few_words(
     assert log.with_name("worker.log.1").stat().st_size <= 10 * 2**20
 
 
-def test_a_driver_that_was_away_in_a_silence_listens_anew(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of the wall's clock nothing is asked.
-    jumps = iter([1e9, -1e9] * 1000)
-    monkeypatch.setattr(time, "time", lambda: next(jumps))
-    runner, away_from = start(deadlines=replace(QUICK, measure=1)), [float("inf")]
-
-    def clock() -> float:
-        now = time.monotonic()
-        return now + 3600 if now > away_from[0] else now
-
-    def watch(_: object) -> bool:
-        away_from[0] = time.monotonic() + 0.5
-        return False
-
-    runner._clock.clock = clock
-    assert ran(runner, how.PAUSE_AND_ANSWER, steps=StepBudget(), observe=watch) == ANSWERED
-
-
-def test_what_came_while_the_driver_was_busy_is_read_before_time_is_up(start: Start) -> None:
-    def dawdle(progress: Progress) -> bool:
-        # Longer than the silence that is allowed, with the worker's next word already there.
-        time.sleep(0.7 if progress.step < 2 else 0)
-        return False
-
-    assert ran(start(), how.BEAT_AND_ANSWER, steps=StepBudget(), observe=dawdle) == ANSWERED
-
-
 def test_whoever_watches_and_fails_leaves_no_trial_to_the_next(start: Start) -> None:
     def fail(_: object) -> bool:
         raise ZeroDivisionError

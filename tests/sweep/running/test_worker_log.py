@@ -82,16 +82,6 @@ def test_the_end_of_a_huge_log_takes_no_memory(path: Path) -> None:
     log.close()
 
 
-def test_what_an_earlier_worker_printed_is_no_word_of_this_one(log: WorkerLog, path: Path) -> None:
-    printed(log, "somebody else's last words\n")
-    later = WorkerLog(path)
-    assert later.tail() == ""
-    printed(later, "mine\n")
-    assert later.tail() == "mine"
-    later.close()
-    assert b"somebody" in path.read_bytes()
-
-
 ASSERTED = """\
 step 1
 terminate called after throwing an instance of 'c10::AcceleratorError'
@@ -152,14 +142,6 @@ def test_an_error_is_told_rather_than_where_in_the_code_it_was(
     log = WorkerLog(path)
     printed(log, text)
     assert log.tail() == told
-    log.close()
-
-
-def test_an_error_comes_before_the_last_lines_however_long_those_are(path: Path) -> None:
-    log = WorkerLog(path)
-    printed(log, ABORTED + "x" * 1000 + "\n")
-    assert log.tail().startswith(f"{REASON} | x")
-    assert len(log.tail()) <= 610
     log.close()
 
 

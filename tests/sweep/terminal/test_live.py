@@ -21,16 +21,15 @@ from storage.records import Crashed, Errand, Measured, OutOfMemory
 from sweep.running.wire import Progress
 from sweep.study.events import (
     ConfirmationStarted,
-    GainForeseen,
     LaneLost,
     SpaceTraced,
     TrialFinished,
     TrialProgress,
     TrialStarted,
 )
-from sweep.terminal.board import Board, fixed_words, search_words
+from sweep.terminal.board import Board
 from sweep.terminal.drawing import rendered
-from sweep.terminal.live import STOPPING, PlainLines, now_lines, panel, time_line, watching
+from sweep.terminal.live import STOPPING, PlainLines, panel, time_line, watching
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 from tests.sweep.terminal.screen import Screen
@@ -118,18 +117,6 @@ def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
     assert "Ctrl-C again waits for nothing" in text
     assert "stopping the study, 2 s" in text
     assert " left" not in text
-
-
-def test_how_long_something_is_done_begins_anew_with_each_phase() -> None:
-    clock = Clock()
-    board = a_board(clock=clock)
-    board.take(started())
-    clock.seconds = 7.0
-    assert ", 7 s: " in now_lines(board)[0]
-    board.take(beat())
-    clock.seconds = 9.0
-    board.take(beat(step=3))
-    assert ", measuring step 3, 2 s: " in now_lines(board)[0]
 
 
 # Without a terminal
@@ -286,14 +273,6 @@ def test_the_panel_redraws_itself_in_place_within_the_terminals_width(
     assert all(text.rfind("?2026h", 0, at) > text.rfind("?2026l", 0, at) for at in moves)
 
 
-def test_signs_of_life_are_not_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    few, many = Screen(100), Screen(100)
-    seen(started(), board=a_board(), screen=few)
-    seen(started(), *[beat(step=4)] * 50, board=a_board(), screen=many)
-    assert len(many.getvalue()) <= 3 * len(few.getvalue())
-
-
 @pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])
 def test_no_color_is_heeded(
     no_color: str, is_coloured: bool, monkeypatch: pytest.MonkeyPatch
@@ -337,16 +316,6 @@ def test_the_best_so_far_is_by_what_was_asked_for_and_of_the_space() -> None:
     assert board.ranking.winner.number == 2
 
 
-@pytest.mark.parametrize(("spread", "is_gain"), [(0.01, True), (0.9, False)])
-def test_a_gain_is_shown_as_soon_as_its_interval_says_that_there_is_one(
-    spread: float, is_gain: bool
-) -> None:
-    baseline = finished(0, batch=4, is_baseline=True).record
-    measured = a_measurement(TrialConfig(micro_batch_size=8), spread=spread)
-    faster = finished(1, batch=8, outcome=Measured(measurement=measured)).record
-    assert ("x the baseline" in drawn(a_board(records=[baseline, faster]))) is is_gain
-
-
 def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
     board = a_board(trials=9)
     fast, small = finished(1, batch=8), finished(2, batch=4)
@@ -362,16 +331,6 @@ def test_runs_that_measure_again_are_no_trials_and_change_the_best() -> None:
         board.take(TrialFinished(record=run.model_copy(update=changes)))
     assert (board.trials_done, board.ranking.winner.number) == (2, 2)
     assert "to measure the winner again" not in time_line(board)
-
-
-def test_what_is_left_follows_the_pace_of_the_newest_trials() -> None:
-    board = a_board(trials=30, sampler="random")
-    assert (board.search_seconds, board.confirm_seconds) == (None, None)
-    board.take(finished(0, seconds=500.0))
-    for number in range(1, 11):
-        board.take(finished(number, seconds=10.0))
-    assert board.search_seconds == pytest.approx((30 - 11) * 10.0)
-    assert "about 3 min left" in time_line(board)
 
 
 CONFIRM = {"seconds": 20, "soak_seconds": 10}
@@ -416,17 +375,6 @@ def test_what_takes_longer_than_expected_is_not_said_to_end_soon(
         assert f"about {words} left" in line if words else " left" not in line
 
 
-def test_a_search_that_ends_when_it_knows_says_at_most_and_how_near_that_is() -> None:
-    board = a_board(trials=40)
-    board.take(finished(0, seconds=10.0))
-    assert "at most some 6 min more: the search ends once less than 1 % is" in time_line(board)
-    board.take(GainForeseen(gain=0.031, open=9))
-    assert "3.1 % expected of the next trial, the search ends below 1 %" in time_line(board)
-    assert " left" not in time_line(board)
-    board.take(GainForeseen(gain=float("inf"), open=9))
-    assert "inf" not in time_line(board)
-
-
 def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
     board = a_board(trials=9, confirm=CONFIRM)
     board.take(started())
@@ -447,38 +395,9 @@ def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
     assert board.confirm_seconds == pytest.approx(20.0 - spent)
 
 
-def test_what_is_left_of_a_confirmation_counts_the_runs_that_are_needed_past_its_budget() -> None:
-    board = a_board(trials=9, confirm={"seconds": 2, "soak_seconds": 10})
-    first = finished(1, seconds=10.0).record
-    board.take(TrialFinished(record=first))
-    measured = first.measurement
-    assert measured is not None
-    each = measured.setup_seconds + measured.measured_seconds
-    assert 2 * each > 2.0
-    assert board.confirm_seconds == pytest.approx(2 * each + 10.0)
-    board.take(ConfirmationStarted(series=1, numbers=(1,)))
-    board.take(TrialFinished(record=confirmed(first)[0]))
-    assert board.confirm_seconds == pytest.approx(each + 10.0)
-
-
 def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:
     board = a_board(confirm={"seconds": 20})
     lost = LaneLost(name="GPU 0", reason="it fell off the bus", left=1)
     for event in (AGAIN, started(9), lost, replace(AGAIN, series=2), started(10)):
         board.take(event)
     assert list(board.running) == [10]
-
-
-def test_a_trial_is_described_by_what_is_searched_and_the_rest_is_said_once() -> None:
-    space = a_space(
-        fixed={"lora_rank": 8, "compile": True},
-        baseline={"lora_rank": 16, "micro_batch_size": 8, "compile": False},
-    )
-    values = {"micro_batch_size": 10, "seq_len": 512, "checkpoint_fraction": 0.0}
-    same = {"upcast_fp32": True, "kernels": "hf", "optimizer": "adamw_8bit"}
-    config = space.config({**values, **same})
-    assert search_words(config, space=space) == "10 x 512, no checkpointing"
-    baseline = space.baseline_config()
-    assert search_words(baseline, space=space) == "the baseline, 8 x 512, rank 16 on q,k,v,o"
-    assert fixed_words(space) == "rank 8, compiled layers"
-    assert fixed_words(a_space()) == ""

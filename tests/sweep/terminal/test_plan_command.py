@@ -225,20 +225,6 @@ def test_what_is_typed_is_held_and_the_rest_of_the_space_is_searched(ask: Asked)
     assert "you fixed micro-batch 2" in " ".join(ask.shown(**asked).split())
 
 
-def test_a_space_of_which_everything_is_typed_is_one_configuration(ask: Asked) -> None:
-    typed = {"micro_batch_size": 2, "lora_rank": 4}
-    space = ask.space(SMALL + "fixed: {seq_len: 64}\n")
-    found = ask.document(space=space, configuration=typed)["config"]
-    assert {**typed, "seq_len": 64}.items() <= found.items()
-
-
-def test_batches_that_do_not_go_into_an_effective_batch_are_left_out(ask: Asked) -> None:
-    space = ask.space("gpu: a10\ndimensions:\n  micro_batch_size: [1, 3, 4, 8]\n")
-    document = ask.document(space=space, configuration={"effective_batch_size": 12})
-    assert document["table"]["micro_batch_sizes"] == [1, 3, 4]
-    assert document["recommended"]["config"]["effective_batch_size"] == 12
-
-
 def test_what_leaves_nothing_valid_of_a_space_or_a_gpu_says_why(ask: Asked) -> None:
     with pytest.raises(InputError, match=f"no configuration is valid: {FORBIDDEN}"):
         ask.shown(space="a10", configuration={"seq_len": 100_000})
@@ -373,30 +359,6 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
 
 
-def test_a_doubtful_cell_has_a_question_mark_and_one_that_does_not_fit_a_dash(ask: Asked) -> None:
-    exact = {"configuration": {"micro_batch_size": 33}, "is_exact": True, "is_detailed": True}
-    lines = ask.shown(space="a10", **exact).splitlines()
-    (row,) = (line.split() for line in lines if line.split()[:1] == ["33"] and "x" not in line)
-    assert row[1].endswith("?")
-    assert row[2:] == ["-", "-", "-"]
-
-
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_a_length_that_a_rule_forbids_is_not_said_to_need_too_much_memory(
-    ask: Asked, is_exact: bool
-) -> None:
-    """The model knows 2,048 positions; at 4,096 nothing is about memory."""
-    dimensions = "  micro_batch_size: [1, 2, 64]\n  seq_len: [1024, 4096]\n"
-    asked: dict[str, Any] = {"space": ask.space(f"gpu: a10\ndimensions:\n{dimensions}")}
-    if is_exact:
-        asked = {"space": "a10", "is_exact": True, "configuration": {"seq_len": 4096}}
-    lines = ask.shown(**asked, model="tinyllama-1.1b", is_detailed=True).splitlines()
-    begin = next(number for number, line in enumerate(lines) if "micro-batch  " in line)
-    end = next(number for number, line in enumerate(lines) if line.startswith("  largest"))
-    assert {line.split()[-1] for line in lines[begin + 1 : end + 1]} == {"invalid"}
-    assert any(line.endswith(FORBIDDEN) for line in lines[end:])
-
-
 # Several GPUs
 
 
@@ -417,25 +379,6 @@ def test_several_cards_are_compared_each_with_its_own_preset_or_what_init_writes
     shown = ask.shown(**asked)
     assert re.match(r"Recommended for mistral-7b-v0.3: the \S+ at ", shown)
     assert "cheapest" in shown
-
-
-def test_cards_that_overlap_are_not_told_apart(ask: Asked) -> None:
-    """Both are known within half, and predicted a few percent apart."""
-    asked = {"gpus": ("a10", "l4"), "typed_prices": ("a10=1", "l4=1.01"), **BATCH_8}
-    document = ask.document(**asked)
-    assert document["comparison"]["break_evens"] == []
-    assert [bill["gpu"] for bill in document["comparison"]["perhaps_cheapest"]] == ["l4"]
-    assert document["speeds"]["perhaps_fastest"] == ["l4"]
-    assert "cheapest a10 or l4: $" in " ".join(ask.shown(**asked).split())
-
-
-def test_several_cards_are_compared_by_one_effective_batch(ask: Asked) -> None:
-    space = ask.space("gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 24, 48]\n")
-    asked = {"space": space, "gpus": ("a10", "h200"), "work": AskedWork(samples=480)}
-    comparison = ask.document(**asked)["comparison"]
-    assert {bill["steps"] for bill in comparison["bills"]} == {10}
-    assert (comparison["effective_batch_size"], comparison["samples"]) == (48, 480)
-    assert "10 steps (480 samples, 0.2 M tokens), 48 x 512 a step" in ask.shown(**asked)
 
 
 # The questions backwards
@@ -464,15 +407,6 @@ def test_the_whole_catalogue_is_asked_for_the_cheapest_card(ask: Asked) -> None:
     assert cards[document["smallest"]]["memory_bytes"] == min(c["memory_bytes"] for c in able)
     assert {c["answer"]["config"]["effective_batch_size"] for c in able} == {16}
     assert all(card["bills"][0]["wall_hours"] <= 2 for card in able)
-
-
-def test_only_the_cards_that_are_named_are_asked_for_the_cheapest(ask: Asked) -> None:
-    asked: dict[str, Any] = {"is_cheapest": True, "gpus": ("a10", "l4"), "configuration": HELD}
-    document = ask.document(**asked, typed_prices=("a10=0.01",))
-    assert [card["gpu"] for card in document["gpus"]] == ["a10", "l4"]
-    assert document["gpus"][0]["bills"][0]["provider"] == "at your price"
-    late = ask.document(**asked, within_seconds=1.0)
-    assert (ask.code, late["cheapest"], late["too_slow"]) == (1, None, ["a10", "l4"])
 
 
 # What is known besides, and what is kept

@@ -1,52 +1,25 @@
-"""``sweep report``: one study's page, or several GPUs beside each other."""
+"""``sweep report``: one study's page, several GPUs beside each other, or recorded trials."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sweep.cli import main
-from sweep.predict.forecast import Forecaster
-from sweep.running.replay import ReplayRunner
-from sweep.study.driver import Driver
-from sweep.study.tuner import tune
-from tests.sweep.simulated_device import BUDGET, MODEL, a_study, train
+from sweep.study import recorded
+from tests.sweep.conftest import Said
 
-
-@pytest.fixture(autouse=True)
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a short study on a simulated GPU and return its name."""
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    forecaster = Forecaster(model=MODEL, budget_bytes=BUDGET, violation=lambda _: None)
-    with a_study(tmp_path / "runs", trials=3) as opened:
-        tune(Driver(opened, runner=ReplayRunner(otherwise=train), forecaster=forecaster))
-    return "study"
-
-
-def _plan_of(study: str, capsys: pytest.CaptureFixture[str], path: Path, *, speed: float) -> Path:
-    """Write the plan of a GPU on which the study's winner has a speed."""
-    assert main(["best", study, "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)
-    plan = {
-        "model": best["model"],
-        "gpu": {"name": "l4", "budget_bytes": BUDGET},
-        "config": best["best"]["config"],
-        "tokens_per_second": speed,
-        "tokens_per_second_range": [0.9 * speed, 1.1 * speed],
-        "peak_allocated_bytes": 2**30,
-        "bills": [],
-    }
-    path.write_text(json.dumps(plan))
-    return path
+SURFACE = Path(__file__).parents[2] / "data" / "surfaces" / "mistral-7b-v0.3_h200.jsonl"
+RECORDED = "Recorded on an NVIDIA H200, 2026-11-21: nothing is measured now."
+Sweep = Callable[..., Said]
 
 
 def test_several_studies_are_one_page_beside_the_first(
-    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study: str, tmp_path: Path, sweep: Sweep
 ) -> None:
-    assert main(["report", study, study]) == 0
-    path = Path(capsys.readouterr().out.strip())
+    path = Path(sweep("report", study, study).out.strip())
     assert path == tmp_path / "runs" / study / "comparison.html"
     page = path.read_text(encoding="utf-8")
     assert "study 1 or study 2?" in page
@@ -54,22 +27,63 @@ def test_several_studies_are_one_page_beside_the_first(
 
 
 def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
-    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study: str, tmp_path: Path, sweep: Sweep
 ) -> None:
-    plan = _plan_of(study, capsys, tmp_path / "l4.json", speed=1e6)
-    arguments = ["report", study, str(plan), "--work", "dataset-samples=1000", "-o", "-"]
-    assert main(arguments) == 0
-    page = capsys.readouterr().out
+    best = json.loads(sweep("best", study, "--json").out)
+    plan = {
+        "model": best["model"],
+        "gpu": {"name": "l4", "budget_bytes": best["gpu"]["budget_bytes"]},
+        "config": best["best"]["config"],
+        "tokens_per_second": 1e6,
+        "tokens_per_second_range": [0.9e6, 1.1e6],
+        "peak_allocated_bytes": 2**30,
+        "bills": [],
+    }
+    (tmp_path / "l4.json").write_text(json.dumps(plan))
+    work = ("--work", "dataset-samples=1000", "-o", "-")
+    code, page, _ = sweep("report", study, tmp_path / "l4.json", *work)
+    assert code == 0
     assert "Fastest: l4 (plan)" in page
     assert "1,000 sequences of full length" in page
 
 
-def test_what_is_no_plan_is_named(
-    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_plan_is_named(study: str, tmp_path: Path, sweep: Sweep) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"plans": 3}')
-    assert main(["report", study, str(broken)]) == 2
-    assert f"{broken}: plans must be a list" in capsys.readouterr().err
-    assert main(["report", study, "nobody"]) == 2
-    assert "no study 'nobody'" in capsys.readouterr().err
+    for named, words in ((broken, f"{broken}: plans must be a list"), ("nobody", "no study")):
+        refused = sweep("report", study, named)
+        assert (refused.code, words in refused.err) == (2, True)
+
+
+def test_a_study_of_recorded_trials_finds_the_best_of_them_and_says_what_it_is(
+    tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.setattr(recorded, "PAUSE_SECONDS", 0)
+    held = ("--rank", "16", "--target-modules", "qv", "--on", f"recorded:{SURFACE}")
+    code, out, err = sweep("run", "a10", *held, "--study", "r", "--json")
+    assert code == 0
+    assert RECORDED in err
+    assert "starts the worker" not in err
+    document = json.loads(out)
+    assert document["gpu"]["emulated_on"] == "NVIDIA H200"
+    assert round(document["best"]["measurement"]["tokens_per_second"]) == 17933
+    gain = document["gain"]
+    # One recorded run of each says nothing of how sure that is.
+    assert (gain["low"], gain["high"]) == (None, None)
+    assert gain["ratio"] == pytest.approx(2.135, abs=0.001)
+    assert document["trials"]["invalid"] == 0
+    assert "sweep confirm" not in sweep("best", "r").out
+
+
+def test_a_surface_has_a_report_of_all_its_trials(
+    tmp_path: Path, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    path = tmp_path / "runs" / "mistral-7b-v0.3_h200" / "report.html"
+    assert sweep("report", SURFACE).out.strip() == str(path)
+    page = path.read_text(encoding="utf-8")
+    assert "Mistral-7B-v0.3 on an H200: 246 trials" in page
+    assert RECORDED in page
+    # What ran out needs more than the cap it was recorded under, not more than all of the GPU.
+    assert "44.00 GiB" in page

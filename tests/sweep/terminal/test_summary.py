@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,17 @@ from storage.definition import (
     Target,
     TargetSpeed,
 )
-from storage.records import Crashed, Lost, Measured, OutOfMemory, TrialRecord
+from storage.records import Crashed, Invalid, Lost, Measured, OutOfMemory, TrialRecord
 from sweep.export.record import record_of
-from sweep.terminal.summary import best_text, has_fit, last_screen, status_text, studies_text
+from sweep.terminal.summary import (
+    best_text,
+    has_fit,
+    last_screen,
+    status_text,
+    studies_text,
+    why_invalid,
+)
+from tests.reports import synthetic
 from tests.storage.builders import confirmed
 from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
 
@@ -54,33 +63,36 @@ def facts(text: str) -> dict[str, str]:
     return dict(found)
 
 
+def screens(known: StudySnapshot, **options: Any) -> list[str]:
+    """Return what a run ends with, what `best` says and what `status` does."""
+    return [show(known, **options) for show in (last_screen, best_text, status_text)]
+
+
 def test_a_run_ends_with_what_a_person_asks_of_the_winner_and_what_to_type_next() -> None:
-    text = last_screen(a_snapshot(*trials()), report=Path("runs/night/report.html"))
+    option = " --storage sqlite:///other.db"
+    report = Path("runs/night/report.html")
+    text = last_screen(a_snapshot(*trials()), report=report, storage_option=option)
     opening = "night (seven-billion on a10): The fastest configuration measured so far is trial 1, "
     assert text.startswith(opening)
     assert list(facts(text)) == ["speed", "memory", "gain", "sure", "trials", "warning"]
     assert "10 x 512, rank 16 on q,k,v,o, bf16 compute, no fp32 upcast, Liger kernels" in text
     assert facts(text)["trials"] == "3 in 4 min 20 s: 2 fits, 1 ran out of memory"
-    *_, confirm, train, export, best, report = text.splitlines()
-    assert confirm == "  sweep confirm night"
-    assert train == "  sweep train night --data dataset.jsonl --output adapter"
-    assert export == "  sweep export night --format script"
-    assert best == "  sweep best night --json"
-    assert report == "  report: runs/night/report.html"
+    *_, confirm, train, export, best, last = text.splitlines()
+    for line, words in ((confirm, "confirm"), (train, "train"), (export, "export"), (best, "best")):
+        assert line.startswith(f"  sweep {words} night")
+        assert line.endswith(option)
+    assert last == f"  report: {report}"
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [80, 200])
 def test_every_command_says_it_in_the_same_words_on_one_screen(width: int) -> None:
-    known = a_snapshot(*trials())
-    end = last_screen(known, report=Path("runs/report.html"), width=width)
-    best, status = best_text(known, width=width), status_text(known, width=width)
+    end, best, status = screens(a_snapshot(*trials()), width=width)
     answer = end.partition("\n\n")[0]
     assert best.startswith(answer)
     assert status.startswith(answer)
     for text in (end, best, status):
         assert max(map(len, text.splitlines())) <= width
         assert len(text.splitlines()) <= 24
-    assert "Runners-up (measured on NVIDIA H200), by what they change:" in best_text(known)
 
 
 def test_the_speed_is_the_target_gpus_and_the_measured_one_is_named_beside_it() -> None:
@@ -102,45 +114,32 @@ def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
     assert "sweep confirm" not in again
 
 
-def test_the_next_commands_find_a_storage_that_was_named() -> None:
-    option = " --storage sqlite:///other.db"
-    text = last_screen(a_snapshot(*trials()), storage_option=option)
-    commands = [line for line in text.splitlines() if line.startswith("  sweep ")]
-    assert commands
-    assert all(line.endswith(option) for line in commands)
-
-
 def test_where_nothing_fits_that_is_what_is_said_with_what_it_would_take() -> None:
     snapshot = a_snapshot(a_record(TrialConfig(), OutOfMemory(stage="load")))
     assert not has_fit(snapshot)
-    for text in (last_screen(snapshot), best_text(snapshot)):
+    for text in screens(snapshot)[:2]:
         assert "Nothing that was tried was measured to fit in" in text
         assert "  Less memory: " in text
 
 
-def test_the_status_says_what_is_measured_again() -> None:
-    driven = replace(
-        a_snapshot(*trials()),
-        running=(
-            a_record(TrialConfig(), Lost(), number=3, purpose="confirm"),
-            a_record(TrialConfig(), Lost(), number=4, purpose="soak"),
-        ),
-        holder="host:12",
-    )
-    text = status_text(driven)
-    assert "Trial 3 (4 x 512, rank 16, measured again): running." in text
-    assert "Trial 4 (4 x 512, rank 16, a soak): running." in text
-    assert facts(text)["sure"] == "not confirmed yet"
+SINCE = "2026-01-01T00:00:00+00:00"
 
 
-def test_the_status_says_what_is_running_and_what_was_left_behind() -> None:
-    since = "2026-01-01T00:00:00+00:00"
-    running = a_record(TrialConfig(), Lost(), number=3, started_at=since)
-    driven = replace(a_snapshot(*trials()), running=(running,), holder="host:12")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"purpose": "confirm"}, "Trial 3 (4 x 512, rank 16, measured again): running."),
+        ({"purpose": "soak"}, "Trial 3 (4 x 512, rank 16, a soak): running."),
+        ({"started_at": SINCE}, f"Trial 3 (4 x 512, rank 16) since {SINCE}: running."),
+    ],
+)
+def test_the_status_says_what_is_running_and_what_was_left_behind(
+    changes: dict[str, Any], words: str
+) -> None:
+    running = (a_record(TrialConfig(), Lost(), number=3, **changes),)
+    driven = replace(a_snapshot(*trials()), running=running, holder="host:12")
+    assert words in status_text(driven)
     assert "Driven by host:12." in status_text(driven)
-    assert "Trial 3 (4 x 512, rank 16) since 2026-01-01T00:00:00+00:00: running." in status_text(
-        driven
-    )
     assert "left unfinished" in status_text(replace(driven, holder=None))
 
 
@@ -149,25 +148,30 @@ def with_space(snapshot: StudySnapshot, **changes: object) -> StudySnapshot:
     return replace(snapshot, definition=definition)
 
 
-def test_several_objectives_end_with_their_front_and_its_knee() -> None:
-    snapshot = with_space(a_snapshot(*trials()), objectives=["tokens_per_second", "peak_memory"])
-    assert "The best compromise between speed and peak memory" in last_screen(snapshot)
-    text = best_text(snapshot)
-    assert "of speed and peak memory (measured on NVIDIA H200), by what they change:" in text
-    assert "Runners-up" not in text
-
-
 def test_where_only_a_baseline_outside_the_space_fits_there_is_nothing_to_export() -> None:
     baseline, _, ran_out = trials()
     values = {"fixed": {"lora_rank": 64}, "baseline": {"lora_rank": 16, "micro_batch_size": 8}}
-    large = ran_out.model_copy(
-        update={"config": ran_out.config.model_copy(update={"lora_rank": 64})}
-    )
+    config = ran_out.config.model_copy(update={"lora_rank": 64})
+    large = ran_out.model_copy(update={"config": config})
     snapshot = with_space(a_snapshot(baseline, large), **values)
     assert not has_fit(snapshot)
     assert "a space that holds what it sets has an answer" in best_text(snapshot)
     with pytest.raises(NothingFits, match="has nothing to export"):
         record_of(snapshot)
+
+
+def test_a_study_is_invalid_where_nothing_of_its_space_was_valid() -> None:
+    space = synthetic.snapshot().definition.space
+    inside = space.config({key: (one.values() or ())[0] for key, one in space.dimensions.items()})
+    outside = TrialConfig(lora_rank=3, micro_batch_size=3, seq_len=3)
+    invalid = Invalid(rule="targets", detail="no such module")
+    refused = synthetic.record(1, invalid, inside)
+    baseline, fitting = (
+        synthetic.fits(number, 8_000.0, config) for number, config in ((0, outside), (2, inside))
+    )
+    assert why_invalid(synthetic.snapshot([baseline, refused])) == invalid
+    for records in ([], [baseline], [refused, fitting]):
+        assert why_invalid(synthetic.snapshot(records)) is None
 
 
 def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:
@@ -185,7 +189,7 @@ def test_attempts_that_were_repeated_are_counted_as_one_trial_on_screens() -> No
     baseline, faster, _ = trials()
     crashed = a_record(faster.config, Crashed(phase="warmup"), number=1)
     again = a_snapshot(baseline, crashed, faster.model_copy(update={"number": 2, "attempt": 2}))
-    for text in (last_screen(again), best_text(again), status_text(again)):
+    for text in screens(again):
         assert facts(text)["trials"] == "2 in 4 min 20 s: 2 fits (after 1 failed attempt)"
     # Programs are told of every attempt.
     assert view_of(again).trials["total"] == 3

@@ -19,7 +19,6 @@ from tests.sweep.training.tiny import (
     BRIEF,
     LAYERS,
     TINY,
-    measured,
     outcome_of,
     tiny_base,
     tiny_config,
@@ -162,13 +161,6 @@ def test_a_base_that_stays_in_16_bits_is_not_a_4_bit_one() -> None:
     assert isinstance(outcome, Ineffective)
     assert outcome.knob == "quantization"
     assert outcome.detail.startswith("only 11.1 % of the matrices' weights are in 4 bits")
-
-
-@pytest.mark.parametrize(("quantization", "share"), [("nf4", 1.0), ("none", None)])
-def test_a_measurement_keeps_the_share_in_4_bits(quantization: str, share: float | None) -> None:
-    config = families.config_of("llama", "attention", quantization)
-    found = measured(outcome_of(config, spec=families.spec_of("llama"), steps=BRIEF))
-    assert found.quantized_share == share
 
 
 def test_the_upcast_leaves_experts_in_16_bits() -> None:

@@ -28,7 +28,6 @@ from tests.sweep.training.tiny import (
     outcome_of,
     tiny_base,
     tiny_config,
-    tiny_loop,
     trial_on,
 )
 
@@ -254,15 +253,6 @@ def test_two_micro_steps_stand_for_a_whole_accumulation(monkeypatch: pytest.Monk
     assert short.measured_seconds < 0.5 * short.step_seconds * short.steps_measured
 
 
-def test_a_training_on_the_cpu_never_asks_whether_a_card_is_there() -> None:
-    from accelerate.state import PartialState
-
-    with tiny_loop(CONFIG) as loop:
-        loop.step()
-        assert PartialState().device.type == "cpu"
-        assert PartialState()._cpu
-
-
 @pytest.mark.parametrize(("least", "most", "has_interval"), [(6, 7, True), (2, 3, False)])
 def test_measuring_stops_at_the_step_budget_and_says_that_it_is_noisy(
     least: int, most: int, has_interval: bool
@@ -285,12 +275,6 @@ def test_a_step_is_waited_for_when_the_next_is_queued() -> None:
         *("queue 2", "queue 3", "wait 2", "queue 4", "wait 3"),
         *("queue 5", "wait 4", "queue 6", "wait 5", "wait 6"),
     ]
-
-
-def test_a_step_that_was_queued_when_measuring_ended_counts() -> None:
-    few = {"warmup_min": 2, "warmup_max": 2, "measured_min": 6, "measured_max": 30}
-    steps = StepBudget(**few, relative_interval=100.0)
-    assert measured(outcome_of(CONFIG, device=devices.Behind(), steps=steps)).steps_measured == 7
 
 
 def test_a_step_that_was_queued_has_its_own_seconds_and_is_counted_once() -> None:

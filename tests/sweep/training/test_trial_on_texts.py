@@ -214,13 +214,6 @@ def test_texts_of_a_row_that_see_each_other_are_found_out(texts: Any) -> None:
     assert trial.DOCUMENTS_TOGETHER in found.flags
 
 
-def test_a_soak_evaluates_and_saves_on_texts_too(texts: Any) -> None:
-    soak = on_texts(texts, tiny_config(), is_soak=True).soak
-    assert soak is not None
-    assert soak.evaluation_loss == pytest.approx(UNIFORM_LOSS, abs=0.5)
-    assert soak.checkpoint_bytes > 0
-
-
 def test_work_is_counted_of_what_is_computed(texts: Any) -> None:
     from sweep.training.meter import flops_per_token
 
