@@ -85,25 +85,6 @@ def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(home)
 
 
-def test_a_command_line_that_one_can_remember() -> None:
-    """Options of all commands, and of the command itself, without --help."""
-    main_command: Any = typer.main.get_command(app)
-    every = [main_command, *commands().values()]
-    options = [
-        option.opts
-        for command in every
-        for option in command.params
-        if option.param_type_name == "option"
-    ]
-    assert len(options) <= 110
-    # One name each, a short form of two, and the setting's own name of one.
-    assert {tuple(names) for names in options if len(names) > 1} == {
-        ("-o", "--output"),
-        ("-y", "--yes"),
-        ("--rank", "--lora-rank"),
-    }
-
-
 @pytest.mark.parametrize("name", CALLED)
 def test_what_does_a_command_takes_its_options_by_name(name: str) -> None:
     module, _, function = CALLED[name].rpartition(".")

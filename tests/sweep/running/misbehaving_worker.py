@@ -82,9 +82,8 @@ def die(number: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), number)
 
 
-@behaviour
-def HANG(worker: Worker) -> None:
-    """Say nothing, and go on."""
+HANG = behaviour(lambda worker: None)
+"""Say nothing, and go on."""
 
 
 @behaviour
@@ -93,14 +92,8 @@ def EXIT(worker: Worker) -> None:
     os._exit(1)
 
 
-@behaviour
-def SEGFAULT(worker: Worker) -> None:
-    die(signal.SIGSEGV)
-
-
-@behaviour
-def GARBAGE(worker: Worker) -> None:
-    worker.write(b"this is not an event\n")
+SEGFAULT = behaviour(lambda worker: die(signal.SIGSEGV))
+GARBAGE = behaviour(lambda worker: worker.write(b"this is not an event\n"))
 
 
 @behaviour
@@ -121,9 +114,7 @@ def TELLTALE(worker: Worker) -> None:
     os._exit(0)
 
 
-@behaviour
-def FINE(worker: Worker) -> None:
-    worker.answer()
+FINE = behaviour(lambda worker: worker.answer())
 
 
 @behaviour
@@ -140,9 +131,7 @@ def NO_COMPILER(worker: Worker) -> None:
     worker.answer(outcome={"verdict": "ineffective", "knob": "compile", "detail": "pool broke"})
 
 
-@behaviour
-def STOPPED(worker: Worker) -> None:
-    die(signal.SIGSTOP)
+STOPPED = behaviour(lambda worker: die(signal.SIGSTOP))
 
 
 @behaviour
@@ -211,9 +200,7 @@ def HALF_AN_ANSWER(worker: Worker) -> None:
     die(signal.SIGSEGV)
 
 
-@behaviour
-def CLOSED_PIPE(worker: Worker) -> None:
-    os.close(worker.pipe)
+CLOSED_PIPE = behaviour(lambda worker: os.close(worker.pipe))
 
 
 @behaviour
@@ -244,24 +231,12 @@ def DIE_IDLE(worker: Worker) -> None:
     die()
 
 
-@behaviour
-def ANOTHER_CONFIGURATION(worker: Worker) -> None:
-    worker.answer(config={**worker.command["config"], "seq_len": 64})
-
-
-@behaviour
-def READY_AGAIN(worker: Worker) -> None:
-    worker.say(kind="ready", device_name="none")
-
-
-@behaviour
-def UNUSABLE_LATE(worker: Worker) -> None:
-    worker.say(kind="unusable", reason="it fell off the bus")
-
-
-@behaviour
-def NESTED(worker: Worker) -> None:
-    worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n")
+ANOTHER_CONFIGURATION = behaviour(
+    lambda worker: worker.answer(config={**worker.command["config"], "seq_len": 64})
+)
+READY_AGAIN = behaviour(lambda worker: worker.say(kind="ready", device_name="none"))
+UNUSABLE_LATE = behaviour(lambda worker: worker.say(kind="unusable", reason="it fell off the bus"))
+NESTED = behaviour(lambda worker: worker.write(b"[" * 100_000 + b"]" * 100_000 + b"\n"))
 
 
 @behaviour
@@ -270,9 +245,7 @@ def NUL_IN_WORDS(worker: Worker) -> None:
     worker.answer(outcome={**ANSWER, "detail": words})
 
 
-@behaviour
-def KILLED(worker: Worker) -> None:
-    die()
+KILLED = behaviour(lambda worker: die())
 
 
 @behaviour
@@ -287,9 +260,7 @@ def LEAVE_AND_DIE(worker: Worker) -> None:
     die(signal.SIGSEGV)
 
 
-@behaviour
-def LEAVE_AND_HANG(worker: Worker) -> None:
-    worker.leave_outcome()
+LEAVE_AND_HANG = behaviour(lambda worker: worker.leave_outcome())
 
 
 @behaviour

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 
 import pytest
 
-from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.config import TrialConfig
+from search_spaces.errors import CardLost, EnvironmentFault, InputError
+from search_spaces.space import StepBudget
+from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory, PrunedSlow
 from sweep.running.device_info import Card
 from sweep.running.ray_nodes import Node, chosen, refuse_differences
+from sweep.running.ray_runner import Host
+from sweep.running.replay import ReplayRunner
+from sweep.running.wire import TrialRequest
+from tests.sweep.simulated_device import a_record, train
 
 A10, H200 = "NVIDIA A10", "NVIDIA H200"
 HERE = {"qlora-sweep": "0.1.0", "torch": "2.13.0"}
@@ -73,3 +82,80 @@ def test_nodes_with_another_version_are_refused_in_one_message(name: str) -> Non
     assert f"node 10.0.0.5 has {name} 9.9, the driver {HERE[name]}" in str(refused.value)
     assert "10.0.0.3" not in str(refused.value)
     refuse_differences([ONE_H200], here=HERE)
+
+
+# What an actor's host says of the trials that it runs, without a cluster.
+
+REQUEST = TrialRequest(config=TrialConfig(), steps=StepBudget())
+
+
+def hosting(runner: ReplayRunner) -> Host:
+    return Host(lambda log_path, cards: runner, home="study/0", device="cpu")
+
+
+def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alone() -> None:
+    may_go_on = threading.Event()
+    host = hosting(ReplayRunner(otherwise=train, pause=lambda: may_go_on.wait(60) and None))
+    stream = host.run(REQUEST, is_fresh=False)
+    assert next(stream) == []
+    host.stop()
+    may_go_on.set()
+    *_, outcome = stream
+    assert isinstance(outcome, PrunedSlow)
+    *_, outcome = host.run(REQUEST, is_fresh=False)
+    assert isinstance(outcome, Measured)
+    host.close()
+
+
+def test_a_lost_card_goes_over_as_what_it_is() -> None:
+    def answer(_: TrialConfig) -> Outcome:
+        raise CardLost("it fell off the bus")
+
+    host = hosting(ReplayRunner(otherwise=answer))
+    with pytest.raises(CardLost, match="fell off the bus"):
+        list(host.run(REQUEST, is_fresh=False))
+    host.close()
+
+
+def test_a_host_has_the_threads_that_its_node_has_and_not_those_that_ray_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    hosting(ReplayRunner()).close()
+    # This process's parent stands in for the raylet.
+    with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+        known = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+    expected = known.get(b"OMP_NUM_THREADS")
+    assert os.environ.get("OMP_NUM_THREADS") == (expected and expected.decode())
+
+
+#
+
+RECORDED_CONFIG, STEPS = TrialConfig(), StepBudget()
+RECORDED = TrialRequest(config=RECORDED_CONFIG, steps=STEPS)
+FITS, CRASHED = train(RECORDED_CONFIG), Crashed(phase="build")
+
+
+@pytest.mark.parametrize(
+    "outcomes", [[FITS], [OutOfMemory(stage="forward")], [CRASHED], [CRASHED, FITS]]
+)
+def test_recorded_trials_of_a_configuration_end_in_turn_as_they_did(
+    outcomes: list[Outcome],
+) -> None:
+    runner = ReplayRunner([a_record(RECORDED_CONFIG, outcome) for outcome in outcomes])
+    assert [runner.run(RECORDED) for _ in range(3)] == (outcomes + 2 * outcomes[-1:])[:3]
+
+
+def test_what_was_not_recorded_is_said_to_be_so() -> None:
+    outcome = ReplayRunner().run(RECORDED)
+    assert isinstance(outcome, Invalid)
+    assert outcome.rule == "not_recorded"
+
+
+def test_the_interval_is_there_from_the_fewest_measured_steps_on_and_ends_a_slow_trial() -> None:
+    outcome = ReplayRunner(otherwise=train).run(
+        RECORDED, observe=lambda progress: progress.tokens_per_second_high is not None
+    )
+    assert isinstance(outcome, PrunedSlow)
+    assert outcome.measurement.steps_measured == STEPS.measured_min
+    assert outcome.measurement.tokens_per_second == FITS.measurement.tokens_per_second

@@ -362,25 +362,6 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
 # Several GPUs
 
 
-def test_several_cards_are_compared_each_with_its_own_preset_or_what_init_writes(
-    ask: Asked,
-) -> None:
-    held = {**HELD, "lora_rank": 64, "seq_len": 1024, "effective_batch_size": 64}
-    asked: dict[str, Any] = {"space": "a10", "gpus": ("a100-40gb", "l40s"), "configuration": held}
-    document = ask.document(**asked)
-    plans = {plan["gpu"]["name"]: plan for plan in document["plans"]}
-    assert list(plans) == ["a10", "a100-40gb", "l40s"]
-    assert [plan["space_kind"] for plan in plans.values()] == ["preset", "preset", "standard"]
-    for plan_ in plans.values():
-        assert plan_["held"] == held
-        assert held.items() <= plan_["recommended"]["config"].items()
-    assert document["comparison"]["effective_batch_size"] == 64
-    assert document["speeds"]["fastest"] in plans
-    shown = ask.shown(**asked)
-    assert re.match(r"Recommended for mistral-7b-v0.3: the \S+ at ", shown)
-    assert "cheapest" in shown
-
-
 # The questions backwards
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
+import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +17,21 @@ from storage.definition import (
     StudyDefinition,
     StudySnapshot,
     Target,
-    TargetSpeed,
 )
-from storage.records import Crashed, Invalid, Lost, Measured, OutOfMemory, TrialRecord
+from storage.reading import read_study
+from storage.records import Crashed, Invalid, Lost, OutOfMemory, TrialRecord
 from sweep.export.record import record_of
+from sweep.terminal.live import follow
 from sweep.terminal.summary import (
     best_text,
     has_fit,
     last_screen,
     status_text,
-    studies_text,
     why_invalid,
 )
 from tests.reports import synthetic
-from tests.storage.builders import confirmed
-from tests.sweep.simulated_device import BUDGET, MODEL, a_measurement, a_record, a_space
+from tests.sweep.simulated_device import BUDGET, MODEL, a_record, a_space
+from tests.sweep.terminal.screen import Screen
 
 
 def trials() -> tuple[TrialRecord, ...]:
@@ -95,25 +98,6 @@ def test_every_command_says_it_in_the_same_words_on_one_screen(width: int) -> No
         assert len(text.splitlines()) <= 24
 
 
-def test_the_speed_is_the_target_gpus_and_the_measured_one_is_named_beside_it() -> None:
-    predicted = TargetSpeed(3000.0, 2000.0, 4000.0, "predicted")
-    known = replace(a_snapshot(*trials()), target_speeds={1: predicted})
-    speed = "3,000 tokens/s on a10 (predicted 2,000–4,000; measured on NVIDIA H200: "
-    assert facts(last_screen(known))["speed"].startswith(speed)
-    assert "not predicted on a10" in last_screen(a_snapshot(*trials()))
-    assert "NVIDIA H200" not in best_text(a_snapshot(*trials(), emulated_on=None))
-
-
-def test_a_winner_is_said_to_be_confirmed_or_how_to_have_it_so() -> None:
-    alone = a_snapshot(*trials())
-    assert facts(last_screen(alone))["sure"] == "not confirmed: sweep confirm night"
-    assert facts(last_screen(alone))["gain"].endswith(", by single runs)")
-    again = last_screen(replace(alone, confirmations=confirmed(*trials())))
-    assert facts(again)["sure"].startswith("confirmed (2 runs); stood a soak of 12 steps")
-    assert re.match(r"[\d.]+x the baseline \([^a-z]+x\)$", facts(again)["gain"])
-    assert "sweep confirm" not in again
-
-
 def test_where_nothing_fits_that_is_what_is_said_with_what_it_would_take() -> None:
     snapshot = a_snapshot(a_record(TrialConfig(), OutOfMemory(stage="load")))
     assert not has_fit(snapshot)
@@ -174,17 +158,6 @@ def test_a_study_is_invalid_where_nothing_of_its_space_was_valid() -> None:
         assert why_invalid(synthetic.snapshot(records)) is None
 
 
-def test_the_list_of_studies_says_what_each_is_ranked_by_and_how_sure_its_best_is() -> None:
-    noisy = a_measurement(TrialConfig(), spread=0.2, flags=("noisy",))
-    trial = a_record(TrialConfig(), Measured(measurement=noisy), number=1)
-    fast = a_snapshot(trial, emulated_on=None)
-    small = with_space(fast, objectives=["peak_memory"])
-    first, second, third = studies_text([fast, small, a_snapshot()]).splitlines()[1:]
-    assert re.search(r"7,006 tokens/s \(5,838–8,757, noisy\), not confirmed +speed", first)
-    assert re.search(r"noisy\), 6.65 GiB, not confirmed +peak memory", second)
-    assert "–  " in third
-
-
 def test_attempts_that_were_repeated_are_counted_as_one_trial_on_screens() -> None:
     baseline, faster, _ = trials()
     crashed = a_record(faster.config, Crashed(phase="warmup"), number=1)
@@ -194,3 +167,64 @@ def test_attempts_that_were_repeated_are_counted_as_one_trial_on_screens() -> No
     # Programs are told of every attempt.
     assert view_of(again).trials["total"] == 3
     assert view_of(again).trials["crashed"] == 1
+
+
+# `sweep status --watch`: a study that another process drives, from storage alone.
+
+
+def looks(*trials: int, began: str | None = None) -> Callable[[], StudySnapshot]:
+    """Hand out a driven study with so many trials at each look, and in the end nobody drives it."""
+    snapshots = []
+    for count in trials:
+        records = [a_record(TrialConfig(micro_batch_size=n + 1), number=n) for n in range(count)]
+        running = (a_record(TrialConfig(), Lost(), number=count, started_at=began),)
+        snapshots.append(replace(a_snapshot(*records), holder="host:12", running=running))
+    last = replace(snapshots[-1], holder=None, running=())
+    return iter([*snapshots, last]).__next__
+
+
+def test_a_study_is_followed_until_nobody_drives_it(capsys: pytest.CaptureFixture[str]) -> None:
+    waits: list[float] = []
+    follow(looks(1, 1, 2), stream=io.StringIO(), sleep=waits.append)
+    out, err = capsys.readouterr()
+    assert out == ""
+    # Said again where a trial has ended, and not at every look.
+    assert err.count("Driven by host:12") == 2
+    assert "Trial 2 (" in err
+    assert len(waits) == 3
+    assert min(waits) >= 1.0
+
+
+@pytest.mark.parametrize("began", ["yesterday", "2026-11-22T10:00:00", ""])
+def test_a_terminal_is_redrawn_and_a_time_that_is_none_ends_no_view(
+    began: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    screen = Screen(100)
+    follow(looks(1, 2, 3, began=began), stream=screen, sleep=lambda _: None)
+    assert any("Trial 3 (" in picture for picture in screen.pictures)
+    assert all(picture.count("Driven by") <= 1 for picture in screen.pictures)
+    assert "Driven by" not in screen.seen
+
+
+def test_a_study_that_is_followed_for_hours_takes_no_more_memory_at_every_look(
+    study: str, tmp_path: Path
+) -> None:
+    from optuna.storages import BaseStorage
+
+    runs = tmp_path / "runs"
+    alive: list[int] = []
+
+    def read() -> StudySnapshot:
+        kinds = (TrialRecord, StudySnapshot, BaseStorage)
+        gc.collect()
+        alive.append(sum(isinstance(one, kinds) for one in gc.get_objects()))
+        found = read_study(study, url=f"sqlite:///{runs}/sweep.db", home=runs)
+        return replace(found, holder="host:12" if len(alive) < 8 else None)
+
+    gc.collect()
+    # What is there already is not looked at each time.
+    gc.freeze()
+    follow(read, stream=io.StringIO(), sleep=lambda _: None)
+    assert len(set(alive[3:])) == 1

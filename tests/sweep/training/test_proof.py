@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from search_spaces.config import KNOBS
+from search_spaces.config import KNOBS, TrialConfig
+from search_spaces.errors import InputError
 from storage.records import Ineffective
 from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from tests.lazy import lazily
@@ -244,3 +245,152 @@ def test_what_ranks_compare_is_another_where_any_bit_or_its_place_is(dtype: str)
     prints = {team.fingerprint([tensor]) for tensor in (one, flipped, swapped, moved, one.half())}
     assert len(prints) == 5
     assert team.fingerprint([one.clone()]) in prints
+
+
+# Compiled layers: one graph for all, kept from trial to trial, never a silent fall-back.
+
+# bitsandbytes compiles its 8-bit optimizers on a CPU.
+CONFIG = tiny_config(optimizer="adamw_torch_fused", checkpoint_fraction=0.0)
+
+
+class Graphs:
+    """A compiler that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.compiler = adapters.CountingCompiler(self._compile)
+
+    def _compile(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+def trained(base: Any, config: TrialConfig, graphs: Graphs, *, steps: int = 1) -> Any:
+    from sweep.training.step import TrainingLoop
+
+    with adapters.attached(base, config) as attachment:
+        with adapters.compiled(attachment.layers, compiler=graphs.compiler) as compilation:
+            loop = TrainingLoop(attachment, config, seed=0)
+            for _ in range(steps):
+                loop.step()
+        assert all(layer._compiled_call_impl is None for layer in attachment.layers)
+    return compilation
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_shape_is_compiled_once_for_all_layers_and_all_trials_on_a_base() -> None:
+    graphs = Graphs()
+    with tiny_base(CONFIG) as base:
+        first = trained(base, CONFIG, graphs, steps=2)
+        # The first layer's input wants no gradient.
+        assert (graphs.count, first.calls) == (2, 2 * LAYERS)
+        assert first.seconds > 0
+        again = trained(base, CONFIG, graphs)
+        assert (again.calls, again.seconds, graphs.count) == (LAYERS, 0.0, 2)
+        wider = trained(base, CONFIG.model_copy(update={"micro_batch_size": 3}), graphs)
+        assert wider.calls == LAYERS
+        assert wider.seconds > 0
+        assert trained(base, CONFIG, graphs).seconds == 0.0
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_recomputed_layer_runs_its_graph_again() -> None:
+    half = {"checkpoint_fraction": 0.5, "effective_batch_size": 4}
+    config = CONFIG.model_copy(update=half)
+    with tiny_base(config) as base:
+        assert trained(base, config, Graphs()).calls == 2 * (LAYERS + LAYERS // 2)
+
+
+def adding(*, breaks: bool) -> Any:
+    class Adding(torch.nn.Module):  # type: ignore[name-defined,misc]
+        def forward(self, x: Any) -> Any:
+            if breaks:
+                torch._dynamo.graph_break()
+            return x + 1
+
+    return Adding()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_no_number_of_shapes_makes_a_layer_fall_back_and_none_that_is_no_single_graph_runs() -> (
+    None
+):
+    graphs, layer = Graphs(), adding(breaks=False)
+    with adapters.compiled([layer], compiler=graphs.compiler) as compilation:
+        for rows in range(2, 22):
+            layer(torch.ones(rows, 2))
+    assert (graphs.count, compilation.calls) == (20, 20)
+    broken = adding(breaks=True)
+    with (
+        adapters.compiled([broken], compiler=Graphs().compiler),
+        pytest.raises(torch._dynamo.exc.TorchDynamoException),
+    ):
+        broken(torch.ones(1))
+    assert float(broken(torch.ones(1))) == 2.0
+
+
+# What is put on the base for one trial, and taken off again.
+
+attaching = lazily("sweep.training.adapters")
+
+
+@pytest.mark.parametrize(
+    ("fraction", "layers", "expected"),
+    [
+        (0.0, 4, set()),
+        (1.0, 4, {0, 1, 2, 3}),
+        (0.5, 4, {0, 2}),
+        (0.25, 8, {0, 4}),
+        (0.75, 4, {0, 1, 2}),
+        (0.1, 4, set()),
+    ],
+)
+def test_checkpointed_layers_are_evenly_spread(
+    fraction: float, layers: int, expected: set[int]
+) -> None:
+    assert TrialConfig(checkpoint_fraction=fraction).checkpointed_layers(layers) == expected
+
+
+def test_detaching_leaves_the_base_as_it_was() -> None:
+    config = tiny_config(checkpoint_fraction=0.5, target_modules="all-linear")
+
+    def state(model: Any) -> Any:
+        tensors = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+        return tensors, [name for name, _ in model.named_modules()]
+
+    with tiny_base(config) as base:
+        before = state(base.model)
+        with attaching.attached(base, config) as attachment:
+            assert attachment.trainable_parameters()
+        assert state(base.model) == before
+        assert not base.model.is_gradient_checkpointing
+        assert not any(p.requires_grad for p in base.model.parameters())
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        ("qv", {"q_proj", "v_proj"}),
+        ("attention", ATTENTION),
+        ("all-linear", {*ATTENTION, "gate_proj", "up_proj", "down_proj"}),
+        (("up_proj",), {"up_proj"}),
+    ],
+)
+def test_adapters_go_where_the_configuration_says(targets: object, adapted: set[str]) -> None:
+    settings = {"lora_rank": 8, "lora_alpha": 4.0, "lora_dropout": 0.1}
+    with tiny_loop(tiny_config(target_modules=targets, **settings)) as loop:
+        layers = {n: m for n, m in loop.attached.model.named_modules() if hasattr(m, "lora_A")}
+        trained = sum(p.numel() for p in loop.attached.trainable_parameters())
+    assert {name.rpartition(".")[2] for name in layers} == adapted
+    sizes = [layer.in_features + layer.out_features for layer in layers.values()]
+    assert (trained, len(sizes)) == (8 * sum(sizes), LAYERS * len(adapted))
+    for layer in layers.values():
+        assert (layer.lora_dropout["default"].p, layer.scaling["default"]) == (0.1, 0.5)
+
+
+def test_a_module_the_architecture_lacks_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(InputError, match=r"'q_porj'; did you mean 'q_proj'"):
+        tiny_loop(tiny_config(target_modules=["q_porj"])).__enter__()

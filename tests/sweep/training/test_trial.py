@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from search_spaces.errors import EnvironmentFault
 from search_spaces.gpus import GIB
 from search_spaces.space import StepBudget
 from storage.records import (
@@ -23,11 +26,13 @@ from storage.records import (
 from tests.lazy import lazily
 from tests.sweep.training.tiny import (
     BRIEF,
+    TINY,
     UNIFORM_LOSS,
     measured,
     outcome_of,
     tiny_base,
     tiny_config,
+    tiny_loop,
     trial_on,
 )
 
@@ -322,3 +327,130 @@ def test_a_loss_that_stops_being_finite_is_found_one_step_later_at_most(phase: s
     assert outcome.step == first_spoilt
     assert device.log[-1] == f"wait {first_spoilt}"
     assert f"queue {first_spoilt + 2}" not in device.log
+
+
+# A soak trains on, evaluates and saves as a training does, on the CPU for real.
+
+torch = lazily("torch")
+STEPS = StepBudget(warmup_min=1, warmup_max=2, measured_min=6, measured_max=24, seconds_max=60)
+
+
+def test_a_soak_trains_on_however_steady_and_evaluates_and_saves_half_way() -> None:
+    phases: list[str] = []
+
+    def hear(beat: Any) -> bool:
+        phases.append(beat.phase)
+        return False
+
+    with tiny_base(CONFIG) as base:
+        found = measured(trial_on(base, CONFIG, steps=STEPS, is_soak=True, report=hear).run())
+        assert not hasattr(base.model, "peft_config")
+    soak = found.soak
+    assert soak is not None
+    assert found.steps_measured == 24
+    assert soak.steps == 24 + found.steps_warmup
+    assert soak.seconds >= found.measured_seconds + soak.evaluation_seconds
+    assert soak.evaluation_loss == pytest.approx(UNIFORM_LOSS, abs=0.5)
+    # An fp32 adapter and the optimizer's two moments.
+    weights = found.trainable_parameters * 4
+    assert weights < soak.checkpoint_bytes < 8 * weights
+    assert {"measure", "detach"} <= set(phases)
+
+
+def test_the_time_of_a_soak_ends_it_as_well() -> None:
+    steps = STEPS.model_copy(update={"measured_max": 100_000, "seconds_max": 0.5})
+    found = measured(outcome_of(CONFIG, steps=steps, is_soak=True))
+    assert found.soak is not None
+    assert 0.5 <= found.soak.seconds < 20.0
+    assert found.steps_measured < 100_000
+
+
+def test_a_checkpoint_holds_what_a_training_goes_on_from(tmp_path: Path) -> None:
+    with tiny_loop(CONFIG) as loop:
+        loop.step()
+        loop.save(tmp_path)
+        state = torch.load(tmp_path / "optimizer.pt", weights_only=False)
+        assert len(state["state"]) == len(loop.attached.trainable_parameters())
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size > 0
+    assert (tmp_path / "scheduler.pt").exists()
+
+
+def test_an_evaluation_makes_no_gradients_and_the_training_goes_on() -> None:
+    modes: list[bool] = []
+
+    def note(module: Any, *_: Any) -> None:
+        modes.append(module.training or torch.is_grad_enabled())
+
+    with tiny_loop(tiny_config(lora_dropout=0.1)) as loop:
+        loop.step()
+        loop.attached.layers[0].register_forward_hook(note)
+        loop.evaluate(batches=2)
+        loop.step()
+    assert modes == [False, False, True]
+
+
+def test_memory_of_the_evaluation_counts_towards_the_peak() -> None:
+    from sweep.training.device import CpuDevice
+
+    class Watched(CpuDevice):
+        """Says how much was observed in the pass."""
+
+        passes = 0
+
+        def observed(self) -> Any:
+            self.passes += 1
+            return super().observed()
+
+    device = Watched()
+    outcome_of(CONFIG, steps=STEPS, is_soak=True, device=device)
+    assert device.passes == 2
+    with tiny_loop(CONFIG) as loop, tiny_base(CONFIG) as base:
+        device.reset_peak()
+        before = device.memory().peak_allocated_bytes
+        trial_on(base, CONFIG, is_soak=True, device=device).evaluate_and_save(loop)
+    logits = CONFIG.tokens_per_micro_batch * int(TINY.config["vocab_size"]) * 4
+    assert device.memory().peak_allocated_bytes - before >= logits
+
+
+def test_running_out_in_the_evaluation_is_out_of_memory_and_says_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> float:
+        raise MemoryError("no room for the logits")
+
+    monkeypatch.setattr("sweep.training.step.TrainingLoop.evaluate", full)
+    outcome = outcome_of(CONFIG, steps=STEPS, is_soak=True)
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert outcome.detail.startswith("in an evaluation pass: ")
+
+
+#
+
+cpu_devices = lazily("sweep.training.device")
+
+
+def test_a_limit_of_the_process_below_the_budget_is_not_taken_for_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {resource.RLIMIT_AS: (2**20 * 1024, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    with pytest.raises(EnvironmentFault, match="ulimit -v 1048576"):
+        cpu_devices.CpuDevice().cap(2**30)
+    limits[resource.RLIMIT_AS] = (2**50, resource.RLIM_INFINITY)
+    cpu_devices.CpuDevice().cap(2**30)
+
+
+def test_a_hard_limit_of_private_memory_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard, infinity, put = 2**50, resource.RLIM_INFINITY, list[tuple[int, int]]()
+    limits = {resource.RLIMIT_AS: (infinity, infinity), resource.RLIMIT_DATA: (infinity, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: put.append(pair))
+    device = cpu_devices.CpuDevice()
+    device.cap(2**30)
+    device.reset_peak()
+    with device.observed():
+        pass
+    assert put
+    # Whoever is not root may not raise it.
+    assert {limit for _, limit in put} == {hard}
+    assert all(0 < soft <= hard for soft, _ in put)
