@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+
+from tests.sweep.typed import Said, Sweep
 
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -22,16 +23,8 @@ def our_own_code() -> Iterator[None]:
         yield
 
 
-class Said(NamedTuple):
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def sweep(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
     """Runs a command in this process, as it is typed."""
     from sweep.cli import main
 

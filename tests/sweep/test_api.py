@@ -19,13 +19,12 @@ from storage.records import Measured, Outcome, OutOfMemory
 from sweep.api import Study, best, plan, tune
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.processes import STOP_SIGNALS
-from tests.sweep.conftest import Said
 from tests.sweep.shared_tracing import asked_of
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
+from tests.sweep.typed import Sweep
 
 Simulate = Callable[[Callable[[TrialConfig], Outcome]], None]
-Sweep = Callable[..., Said]
 
 
 def fits(config: TrialConfig) -> Outcome:

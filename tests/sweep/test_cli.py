@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from sweep.cli import guarded
 from sweep.paths import report_path, storage_url
 from sweep.request import default_study_name
 from sweep.terminal.console import ReaderGoneError
-from tests.sweep.conftest import Said
-from tests.sweep.simulated_device import BUDGET, a_space
+from tests.sweep.simulated_device import a_space
+from tests.sweep.typed import Sweep
 
 ROOT = Path(__file__).parents[2]
 COMMAND = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())'"
-Sweep = Callable[..., Said]
 
 
 @pytest.fixture(autouse=True)
@@ -69,16 +67,6 @@ def test_a_command_imports_nothing_large(words: list[str], heavy: set[str]) -> N
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)
-
-
-def test_the_best_as_json_is_one_document_and_nothing_else(study: str, sweep: Sweep) -> None:
-    code, out, err = sweep("best", study, "--json")
-    document = json.loads(out)
-    assert (code, err, document["study"]) == (0, "", study)
-    assert document["gpu"] == {"name": "a10", "budget_bytes": BUDGET, "emulated_on": None}
-    assert document["trials"]["total"] == 4
-    assert document["best"]["measurement"]["tokens_per_second"] > 0
-    assert {"model", "objective", "seconds", "tied", "fastest_by_class"} <= document.keys()
 
 
 OFFERS = "offers:\n- {provider: Me, date: 2026-11-21, source: me, usd_per_hour: {a10: 0.036}}\n"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 from tests.sweep.test_processes import is_running
 
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 STEADY, DOOMED, WITH_CARDS, DOOMED_IN_A_STUDY = range(4)

@@ -36,7 +36,6 @@ from sweep.running.wire import (
     to_line,
     worker_message_adapter,
 )
-from tests.sweep.data.prepared import prepared
 from tests.sweep.running.teams import a_cpu_runner, measured
 from tests.sweep.simulated_device import a_measurement
 
@@ -203,6 +202,8 @@ pytestmark = pytest.mark.usefixtures("our_own_code")
 
 
 def settings_of(directory: Path, lengths: np.ndarray) -> TextsSettings:
+    from tests.sweep.data.prepared import prepared
+
     prepared(directory, lengths)
     (directory / "texts.json").write_text(json.dumps({"fingerprint": "abc"}), encoding="utf-8")
     return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)

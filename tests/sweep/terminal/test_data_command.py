@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 
 from search_spaces.models import load_model_spec
 from sweep.data.texts import TextsRequest
-from tests.sweep.conftest import Said
+from tests.sweep.typed import Sweep
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "dataset.jsonl"
-Sweep = Callable[..., Said]
 
 
 @pytest.fixture(scope="module")

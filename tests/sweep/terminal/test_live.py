@@ -15,7 +15,6 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
-from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition, Target
 from storage.records import Crashed, Errand, Measured, OutOfMemory
 from sweep.running.wire import Progress
@@ -373,26 +372,6 @@ def test_what_takes_longer_than_expected_is_not_said_to_end_soon(
         clock.seconds = float(second)
         line = time_line(board)
         assert f"about {words} left" in line if words else " left" not in line
-
-
-def test_what_a_confirmation_takes_is_known_before_and_during_it() -> None:
-    board = a_board(trials=9, confirm=CONFIRM)
-    board.take(started())
-    first = finished(1, seconds=10.0).record
-    board.take(TrialFinished(record=first))
-    assert board.confirm_seconds == 20.0 + 10.0
-    # Eight trials of 10 s are to come.
-    assert "some 2 min more, 30 s of it to measure the winner again" in time_line(board)
-    board.take(ConfirmationStarted(series=1, numbers=(1,)))
-    assert "about 30 s left" in time_line(board)
-    *runs, soak = confirmed(first)
-    for run in runs:
-        board.take(TrialFinished(record=run))
-    spent = Confirmations(tuple(runs)).repeat_seconds(series=1)
-    assert spent > 0
-    assert board.confirm_seconds == pytest.approx(20.0 - spent + 10.0)
-    board.take(TrialFinished(record=soak))
-    assert board.confirm_seconds == pytest.approx(20.0 - spent)
 
 
 def test_what_a_lost_card_left_in_the_middle_does_not_run_beside_what_is_measured_again() -> None:

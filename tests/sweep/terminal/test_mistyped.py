@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from search_spaces.errors import InputError
 from storage.records import Measured
 from sweep.request import RunRequest
 from sweep.terminal.options import settings
-from tests.sweep.conftest import Said
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
+from tests.sweep.typed import Sweep
 
 HEAVY = ["torch", "datasets", "transformers", "optuna", "pyarrow", "pandas", "plotly"]
 PROGRAM = f"""
@@ -37,7 +36,6 @@ for line in sys.argv[1:]:
     code = main(shlex.split(line))
     print(code, *[name for name in {HEAVY!r} if name in sys.modules])
 """
-Sweep = Callable[..., Said]
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from search_spaces.loading import parse_space
-from tests.sweep.conftest import Said
+from tests.sweep.typed import Sweep
 
 DATASET = '{"text": "mine"}\n'
 WRITERS = {
@@ -23,7 +22,6 @@ WRITERS = {
     "no_ending": ("export", "study", "--format", "json"),
 }
 """A command for each kind of file, by a name for it."""
-Sweep = Callable[..., Said]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from search_spaces.models import load_model_spec
 from storage.reading import read_study
 from sweep.request import RunRequest
 from sweep.terminal import many_models
-from tests.sweep.conftest import Said
 from tests.sweep.terminal.screen import Screen
+from tests.sweep.typed import Sweep
 
 SIMULATED = [sys.executable, "-m", "tests.sweep.terminal.driver_of_many"]
 """The command itself, whose device answers after half a second."""
@@ -200,7 +199,7 @@ def test_one_request_to_stop_reaches_every_driver_and_the_same_command_goes_on(
     ],
 )
 def test_what_does_not_go_with_several_models_starts_nothing(
-    tmp_path: Path, models: list[str], more: list[str], words: str, sweep: Callable[..., Said]
+    tmp_path: Path, models: list[str], more: list[str], words: str, sweep: Sweep
 ) -> None:
     more = [word.replace("=small", f"={models[0]}") for word in more]
     refused = sweep(*typed(models, *more))

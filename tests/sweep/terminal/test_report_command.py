@@ -28,11 +28,10 @@ from sweep.terminal import options
 from sweep.terminal.dashboard import only_to_look_at
 from sweep.terminal.summary import studies_text
 from tests.storage.builders import fits, open_it, run_one
-from tests.sweep.conftest import Said
+from tests.sweep.typed import Sweep
 
 SURFACE = Path(__file__).parents[2] / "data" / "surfaces" / "mistral-7b-v0.3_h200.jsonl"
 RECORDED = "Recorded on an NVIDIA H200, 2026-11-21: nothing is measured now."
-Sweep = Callable[..., Said]
 
 
 def test_several_studies_are_one_page_beside_the_first(
@@ -225,7 +224,7 @@ def test_the_dashboard_shows_constraints_names_and_short_attributes(tmp_path: Pa
 
 
 def test_without_the_dashboard_or_a_free_port_what_to_do_is_said(
-    study: str, sweep: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+    study: str, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = sweep("dashboard", "studie")
     assert (refused.code, "did you mean 'study'" in refused.err) == (2, True)

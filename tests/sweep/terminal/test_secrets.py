@@ -26,7 +26,7 @@ from sweep.terminal.console import Guarded, Synchronized, folded, note, say, say
 from sweep.terminal.drawing import Shown, rendered
 from tests.reports.synthetic import fits, record, snapshot
 from tests.storage.builders import open_it, run_one
-from tests.sweep.conftest import Said
+from tests.sweep.typed import Sweep
 
 SECRET = "Sesame 4/two@three"
 URL = f"postgresql://night:{SECRET}@127.0.0.1:1/db"
@@ -127,9 +127,7 @@ def test_a_mistake_leaves_a_private_log_without_secrets_at_home_or_elsewhere(
 
 
 @pytest.mark.parametrize("url", [URL, URL.replace("postgresql", "mssql"), URL.replace("/db", "")])
-def test_a_database_that_is_away_is_told_without_its_password(
-    url: str, sweep: Callable[..., Said]
-) -> None:
+def test_a_database_that_is_away_is_told_without_its_password(url: str, sweep: Sweep) -> None:
     code, out, err = sweep("status", "--storage", url)
     assert (code in (2, 3), out) == (True, "")
     assert_clean(err)
