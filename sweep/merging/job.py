@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +185,13 @@ def _written_whole(output: Path) -> Iterator[Path]:
     What a merge that was killed has left of one is removed; nobody else writes there meanwhile.
     """
     temporary = output.with_name(f".{output.name}.merging")
-    try:
-        temporary.mkdir(exist_ok=True)
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with ExitStack() as undo:
         try:
+            temporary.mkdir(exist_ok=True)
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, descriptor)
             files.lock(descriptor)
+            undo.callback(shutil.rmtree, temporary, ignore_errors=True)
             for path in temporary.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield temporary
@@ -202,13 +204,8 @@ def _written_whole(output: Path) -> Iterator[Path]:
             temporary.rename(output)
         except BlockingIOError as error:
             raise InputError(f"--output: another merge writes {output} now") from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise EnvironmentFault(f"--output: {words_of(error)}: nothing was kept") from error
+        except OSError as error:
+            raise EnvironmentFault(f"--output: {words_of(error)}: nothing was kept") from error
 
 
 def _copy_beside(adapter: Path, base: Path, directory: Path) -> str | None:
