@@ -123,7 +123,11 @@ def test_what_an_epoch_of_fewer_rows_than_its_steps_take_comes_to(tmp_path: Path
     once = trained(tmp_path / "once", odd, eval_fraction=0.0)
     assert (once.steps, once.rows, once.epochs) == (3, 10, 1.0)
     assert once.tokens == sum(min(length, 32) - 1 for length in LENGTHS[:10])
-    assert trained(tmp_path / "further", odd, eval_fraction=0.0, max_steps=4).epochs == 1.4
+    further = trained(tmp_path / "further", odd, eval_fraction=0.0, max_steps=6)
+    assert further.epochs == 2.0
+    tokens = course(further)["tokens"]
+    assert tokens[:3] != tokens[3:], "each epoch has an order of its own"
+    assert trained(tmp_path / "part", odd, eval_fraction=0.0, max_steps=4).epochs == 1.4
 
 
 def test_examples_of_which_no_supervised_token_is_left_are_left_out(tmp_path: Path) -> None:
