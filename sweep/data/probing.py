@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from search_spaces.errors import InputError
-from sweep.data.rows import INPUT
 
 _TEXT = 8
 """Tokens before what is changed, and of what is."""
@@ -40,9 +39,18 @@ def check_is_causal(model: torch.nn.Module) -> None:
     Raises:
         InputError: it looks ahead.
     """
-    one, another, text = _texts(model)
-    ahead = _moved(model, [text, one], [text, another], slice(None, _TEXT))
-    back = _moved(model, [one, text], [another, text], slice(_TEXT, None))
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    device, size = embeddings.weight.device, int(embeddings.num_embeddings)
+    one, another, text = ((torch.arange(_TEXT) * 3 + shift) % size for shift in range(3))
+
+    def said(*texts: torch.Tensor) -> torch.Tensor:
+        # A compiled layer runs as it is written.
+        with torch.no_grad(), _dropping_alike(device), torch.compiler.set_stance("force_eager"):
+            logits: torch.Tensor = model(input_ids=torch.cat(texts)[None].to(device)).logits
+        return logits[0].float()
+
+    ahead = change(said(text, one)[:_TEXT], said(text, another)[:_TEXT]).median()
+    back = change(said(one, text)[_TEXT:], said(another, text)[_TEXT:]).median()
     if ahead > _AHEAD * back:
         kind = getattr(getattr(model, "config", None), "model_type", "this")
         raise InputError(
@@ -54,32 +62,6 @@ def check_is_causal(model: torch.nn.Module) -> None:
 def change(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return by how much of its length each vector has changed."""
     return (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-12)
-
-
-def _texts(model: Any) -> list[torch.Tensor]:
-    """Return three texts that differ in every token."""
-    vocabulary = int(model.get_input_embeddings().num_embeddings)
-    return [(torch.arange(_TEXT) * 3 + shift) % vocabulary for shift in range(3)]
-
-
-def _moved(
-    model: Any, one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], where: slice
-) -> float:
-    """Return how much of what is said of most of some tokens other texts around them change."""
-    first, second = (_said(model, {INPUT: torch.cat([*texts])[None]}) for texts in (one, other))
-    return float(change(first[0, where], second[0, where]).median())
-
-
-def _said(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the logits, without gradients, a compiled layer run as it is written."""
-    device = model.get_input_embeddings().weight.device
-    moved = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
-    with torch.no_grad(), _dropping_alike(device), torch.compiler.set_stance("force_eager"):
-        logits: torch.Tensor = model(**moved).logits
-    return logits.float()
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@ packed and collated.
 
 This file needs none beside it, so that a training script may take it along:
 
-    source = Source("dataset.jsonl")
-    rows, columns, kind = first_rows(source)
-    encoder = Encoder(tokenizer, kind, completions_only=on_completions(kind))
-    for place, tokens in encoded(chain(rows, source), encoder): ...
+    rows, broken = tokenized("dataset.jsonl", tokenizer)
+    train, held_out = split(len(rows), 0.05, seed=0)
 
-A row that cannot be trained on is a `Broken` with its reason, and comes with its place as every
-other does. numpy is imported at once; transformers, datasets, pyarrow and TRL where they are
-needed.
+A `Source` yields rows as they are written, an `Encoder` makes tokens of them, `encoded` is both at
+once, and a `Collator` makes micro-batches. A row that cannot be trained on is a `Broken` with its
+reason, and comes with its place as every other does. numpy is imported at once; transformers,
+datasets, pyarrow and TRL where they are needed.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ _READ = (
 _NO_HUBS = (*_UNPACKERS, ".arrow", ".md", ".pdf", ".tar", ".txt", ".xlsx", ".xml", ".zip")
 """Endings that files have and datasets of the hub do not, of formats that are not read."""
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
-_SAVED = ("state.json", "dataset_dict.json")
-"""One of them is in a directory that ``save_to_disk`` of datasets left."""
+_SAVED = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
+"""What is in a directory that ``save_to_disk`` of datasets left, of one split or of several."""
 _TRAIN = "train"
 
 
@@ -109,7 +108,8 @@ def is_on_hub(name: str) -> bool:
 
 def is_saved(name: str) -> bool:
     """Return whether a dataset is a directory that ``save_to_disk`` of datasets left."""
-    return any((_path(name) / file).is_file() for file in _SAVED)
+    path = _path(name)
+    return any(all((path / file).is_file() for file in files) for files in _SAVED)
 
 
 def dataset_files(name: str) -> list[tuple[str, Path]]:
@@ -136,8 +136,8 @@ def dataset_files(name: str) -> list[tuple[str, Path]]:
     if not found:
         raise RowsError(f"{name}: no file in this directory ends in {_READ}")
     for label, file in found:
-        if not label.isprintable():
-            raise RowsError(f"{label!r}: the name is no text that can be shown: rename it")
+        if re.search("[\ud800-\udfff]", label):
+            raise RowsError(f"{label!r}: the name is no UTF-8: rename it")
         if not file.is_file():
             kind = "a pipe or a device" if _exists(file) else "a link to what is not there"
             raise RowsError(f"{label}: is {kind}, not a file")

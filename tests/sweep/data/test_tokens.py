@@ -10,7 +10,16 @@ import pytest
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
 from sweep.data import rows
-from sweep.data.rows import Broken, Encoder, Place, RowsError, Tokens, encoded, on_completions
+from sweep.data.rows import (
+    Broken,
+    Encoder,
+    Place,
+    RowsError,
+    Tokens,
+    encoded,
+    example_of,
+    on_completions,
+)
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -103,6 +112,8 @@ def row_of(kind: str, index: int) -> dict[str, Any]:
             pairs = [("the ket", "tle"), ("In ", "the"), ("a\n", "\nb"), ("2 =", " 4"), ("x", "é")]
             prompt, completion = pairs[index % 5]
             return {"prompt": f"{index} {prompt}", "completion": completion}
+        case "instruction":
+            return {"instruction": f"Say {index}.", "input": "x" * (index % 3), "output": "so"}
         case "turns":
             return {"prompt": turns[:-1], "completion": turns[-1:]}
         case "messages":
@@ -143,7 +154,7 @@ def template_named(name: str) -> str:
     return str(getattr(chat_template_utils, f"{name}_chat_template"))
 
 
-TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "llama3", "thinking")
+TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "gptoss", "llama3", "thinking")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,6 +164,7 @@ TEMPLATES = ("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "llama3", "thinking"
         ("text", None, None),
         ("prompt-completion", None, None),
         ("prompt-completion", None, False),
+        ("instruction", None, None),
         ("messages", None, None),
         ("messages", None, True),
         ("conversations", "roles", None),
@@ -167,8 +179,12 @@ def test_forty_rows_are_trls_own(
         own = {"thinking": THINKING, "roles": PREFIX.replace("m['role']", ROLE)}
         tokenizer.chat_template = own.get(template) or template_named(template)
     made = [row_of(kind, index) for index in range(40)]
-    is_pair = kind in ("turns", "prompt-completion")
-    ours = encode(tokenizer, "prompt-completion" if is_pair else kind, made, only)
+    is_pair = kind in ("turns", "prompt-completion", "instruction")
+    ours = encode(tokenizer, "prompt-completion" if kind == "turns" else kind, made, only)
+    if kind == "instruction":
+        # Which TRL knows in these words alone.
+        examples = [example_of(row, kind) for row in made]
+        made = [{"prompt": one.prompt, "completion": one.completion} for one in examples]
     options = {"completion_only_loss": only} if is_pair else {"assistant_only_loss": bool(only)}
 
     theirs = trl_rows(tokenizer, made, tmp_path, **options)
