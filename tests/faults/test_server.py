@@ -1,4 +1,4 @@
-"""What befalls a PostgreSQL server while a study runs: the study outlasts it without a human."""
+"""What befalls a PostgreSQL server while studies run, fifty at once too: they outlast it alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from storage.directory import Spool
+from storage.reading import read_study
 from tests.faults.driving import PATIENCE_SECONDS, a_driver, finish, said, wait_until
 from tests.faults.short_study import Place
-from tests.storage import postgres
+from tests.storage import driver, postgres
 from tests.storage.proxy import Proxy
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -101,3 +103,26 @@ def test_without_a_connection_left_a_driver_ends_and_goes_on_later(
     assert "too many connections" in said(place)
     cluster.execute(f"ALTER DATABASE {name} CONNECTION LIMIT -1")
     assert finish(limited) == []
+
+
+DRIVERS, TRIALS = 50, 20
+
+
+@pytest.mark.timeout(1800)
+def test_fifty_drivers_at_one_server_lose_and_double_nothing(
+    cluster: postgres.Cluster, tmp_path: Path
+) -> None:
+    url = cluster.new_database()
+    names = [f"study-{n}" for n in range(DRIVERS)]
+    team = [driver.start(url, tmp_path, study=name, trials=TRIALS) for name in names]
+    for one, name in zip(team, names, strict=True):
+        said, code = one.end()
+        assert code == 0, (name, said)
+        study = read_study(name, url=url, home=tmp_path)
+        assert [record.number for record in study.records] == list(range(TRIALS))
+        told = {(r.number, r.measurement.tokens_per_second) for r in study.records if r.measurement}
+        heard = (line.split()[1:] for line in said if line.startswith("told"))
+        assert told == {(int(number), float(speed)) for number, speed in heard}
+        kept = Spool(tmp_path / name / "spool.jsonl", study.identity).read().records
+        assert kept == study.records
+        assert (study.running, study.warnings, study.holder) == ((), (), None)

@@ -176,24 +176,6 @@ def test_across_capacity_classes_the_fastest_of_the_baselines_class_is_named_wit
     )
 
 
-@pytest.mark.parametrize(
-    ("objectives", "sentence"),
-    [
-        (["tokens_per_second"], "The fastest configuration measured so far is trial 1, "),
-        (["peak_memory"], "The configuration with the lowest peak memory measured so far is tri"),
-        (["trainable_parameters"], "The configuration with the most trainable parameters measur"),
-        (["peak_memory", "tokens_per_second"], "The best compromise between peak memory and spe"),
-    ],
-)
-def test_the_answer_is_by_what_was_asked_for(objectives: list[str], sentence: str) -> None:
-    trials = (
-        fits(0, 8_000.0, peak_allocated_bytes=8 * GIB),
-        fits(1, 16_000.0, FAST, peak_allocated_bytes=20 * GIB),
-    )
-    about = definition(space={"objectives": objectives})
-    assert opening(snapshot(trials, definition=about)).startswith(sentence)
-
-
 # What to take, and what instead
 
 BASE = fits(0, 8_000.0, TrialConfig(micro_batch_size=8), peak_allocated_bytes=8 * GIB)

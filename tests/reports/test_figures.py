@@ -38,7 +38,6 @@ from storage.records import (
 )
 from tests.reports.synthetic import (
     BASELINE,
-    BUDGET_BYTES,
     definition,
     fits,
     measurement,
@@ -185,15 +184,6 @@ def test_a_lower_bound_has_an_arrow_and_what_nothing_is_known_of_a_question_mark
     (lane,) = _traces(snapshot([record(n, need) for n in range(50)]), "lane")
     assert len(set(lane.y)) == 50, "equals do not hide each other"
     assert all(abs(y) < 0.5 for y in lane.y)
-
-
-def test_the_budget_is_a_line_in_the_unit_of_the_study() -> None:
-    (line,) = _figure(plausible_study()).layout.shapes
-    assert line.x0 == line.x1 == BUDGET_BYTES / GIB
-    small = fits(0, 8_000.0, peak_allocated_bytes=2**25)
-    layout = _figure(snapshot([small], definition=definition(budget_bytes=2**26))).layout
-    assert layout.xaxis.title.text == "peak allocated memory (MiB)"
-    assert "64.00 MiB" in layout.annotations[0].text
 
 
 def test_a_view_is_the_front_of_its_two_columns_within_its_class() -> None:

@@ -28,7 +28,7 @@ from storage.records import (
     TimedOut,
     Verdict,
 )
-from tests.reports.synthetic import BUDGET_BYTES, measurement
+from tests.reports.synthetic import BUDGET_BYTES
 from tests.sweep.simulated_device import BUDGET, a_measurement, a_record, train
 
 CONFIG = TrialConfig()
@@ -126,21 +126,6 @@ def test_a_gain_has_no_more_digits_than_its_interval_supports(
 ) -> None:
     assert words.gain(Ratio(value, low, high, is_paired=True)) == said
     assert words.gain(Ratio(2.1, 2.05, 2.15)) == "2.1x (2.05–2.15x, by single runs)"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"flags": ("emulated", "throttled")}, "8,000 tokens/s"),
-        ({"flags": ("emulated", "noisy")}, "8,000 tokens/s (7,921–8,081, noisy)"),
-        ({"flags": ("neighbour",)}, "8,000 tokens/s (7,921–8,081, neighbour)"),
-        ({"step_seconds_ci95": None}, "8,000 tokens/s (no interval)"),
-    ],
-)
-def test_a_noisy_speed_is_never_said_without_its_interval(
-    changes: dict[str, Any], said: str
-) -> None:
-    assert words.speed(measurement(8_000.0, **changes)) == said
 
 
 @pytest.mark.parametrize(

@@ -149,15 +149,6 @@ def test_every_model_has_one_whose_lengths_and_budget_it_takes(model: str) -> No
     assert (on_cpu.budget_gib == load_space("cpu-demo").budget_gib) is (model == "demo")
 
 
-def test_sizes_suit_the_memory_that_a_model_leaves() -> None:
-    def largest(gpu: str, model: str) -> int:
-        space = parse_space(starting_text(gpu, model), label="mine.yaml")
-        return max(space.values_of("micro_batch_size"))
-
-    assert largest("a10", "tinyllama-1.1b") > largest("a10", "mistral-7b-v0.3")
-    assert largest("h200", "mistral-7b-v0.3") > largest("a10", "mistral-7b-v0.3")
-
-
 def test_a_gpu_without_bf16_starts_without_it() -> None:
     space = parse_space(starting_text("t4", None), label="mine.yaml")
     assert space.values_of("compute_dtype") == ("fp16", "int8")
