@@ -1,4 +1,4 @@
-"""A recipe as objects of transformers, PEFT and TRL, and a callback that says what it promised."""
+"""A record as objects of transformers, PEFT and TRL, and a callback that says what it promised."""
 
 from __future__ import annotations
 
@@ -45,46 +45,46 @@ _patched: list[contextlib.ExitStack] = []
 """What would undo Liger's patches of modules, which models still need."""
 
 
-def model_kwargs(recipe: Record) -> dict[str, Any]:
+def model_kwargs(record: Record) -> dict[str, Any]:
     """See `sweep.api.Winner.model_kwargs`."""
-    if recipe.config.weight_bits == 8:
-        kind = recipe.config.quantization
+    if record.config.weight_bits == 8:
+        kind = record.config.quantization
         raise InputError(f"from_pretrained has no base in {kind} as measured: use load_model")
-    more = [unsupported(recipe, "llama-factory").get("adapter_dtype")]
-    if recipe.config.expandable_segments:
+    more = [unsupported(record, "llama-factory").get("adapter_dtype")]
+    if record.config.expandable_segments:
         more.append(f"expandable_segments: start Python with {allocator_settings(True)} set.")
-    _warn("from_pretrained and get_peft_model, where load_model does", recipe, _NOT_LOADED, *more)
-    options = loading_arguments(recipe.config, spec=recipe.model.spec, device=_device())
+    _warn("from_pretrained and get_peft_model, where load_model does", record, _NOT_LOADED, *more)
+    options = loading_arguments(record.config, spec=record.model.spec, device=_device())
     return {**options, "use_cache": False}
 
 
-def peft_config(recipe: Record) -> LoraConfig:
+def peft_config(record: Record) -> LoraConfig:
     """See `sweep.api.Winner.peft_config`."""
-    return LoraConfig(**lora_options(recipe))
+    return LoraConfig(**lora_options(record))
 
 
-def training_arguments(recipe: Record, **changes: Any) -> TrainingArguments:
+def training_arguments(record: Record, **changes: Any) -> TrainingArguments:
     """See `sweep.api.Winner.training_arguments`."""
-    liger = liger_kernels(recipe.config.kernels)
+    liger = liger_kernels(record.config.kernels)
     kernels = {"use_liger_kernel": liger is not None, "liger_kernel_config": liger}
-    return _arguments(TrainingArguments, recipe, {**kernels, **changes})
+    return _arguments(TrainingArguments, record, {**kernels, **changes})
 
 
-def trl_args(recipe: Record, **changes: Any) -> Any:
+def trl_args(record: Record, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
     from trl import SFTConfig
 
-    _warn("SFTTrainer", recipe, {*KNOBS} - {*_LOST_IN_FILES})
-    return _arguments(SFTConfig, recipe, changes)
+    _warn("SFTTrainer", record, {*KNOBS} - {*_LOST_IN_FILES})
+    return _arguments(SFTConfig, record, changes)
 
 
-def _arguments(kind: Any, recipe: Record, changes: dict[str, Any]) -> Any:
+def _arguments(kind: Any, record: Record, changes: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind) if field.init}
     # Evaluating needs a dataset for it, which is the caller's to choose.
-    spelled = {k: v for k, v in options(recipe, "trl").items() if k in known - {"eval_strategy"}}
+    spelled = {k: v for k, v in options(record, "trl").items() if k in known - {"eval_strategy"}}
     has_gpu = torch.cuda.is_available()
     here = {
-        "output_dir": recipe.model_copy(update={"format": "python"}).output_dir,
+        "output_dir": record.model_copy(update={"format": "python"}).output_dir,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
         "accelerator_config": {"non_blocking": has_gpu},
@@ -92,9 +92,9 @@ def _arguments(kind: Any, recipe: Record, changes: dict[str, Any]) -> Any:
     return kind(**{**spelled, **here, **changes})
 
 
-def _warn(what: str, recipe: Record, keys: Collection[str], *more: str | None) -> None:
+def _warn(what: str, record: Record, keys: Collection[str], *more: str | None) -> None:
     """Warn of what TRL loses of these settings, and of more."""
-    lost = [sentence for key, sentence in unsupported(recipe, "trl").items() if key in keys]
+    lost = [sentence for key, sentence in unsupported(record, "trl").items() if key in keys]
     lost += filter(None, more)
     if lost:
         warnings.warn("\n- ".join([f"Not done by {what}:", *lost]), stacklevel=4)
@@ -106,16 +106,16 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
-def load_model(recipe: Record, name: str, *, seed: int) -> PeftModel:
+def load_model(record: Record, name: str, *, seed: int) -> PeftModel:
     """See `sweep.api.Winner.load_model`."""
-    config, spec, device = recipe.config, load_model_spec(name), _device()
+    config, spec, device = record.config, load_model_spec(name), _device()
     if config.is_sharded:
         raise InputError("sharding fsdp: nothing here shards a model that is loaded")
     if (spec.model_type, parameters(spec)) != (
-        recipe.model.spec.model_type,
-        parameters(recipe.model.spec),
+        record.model.spec.model_type,
+        parameters(record.model.spec),
     ):
-        warnings.warn(f"{quote(name)} is no {recipe.model.name}, which was measured", stacklevel=3)
+        warnings.warn(f"{quote(name)} is no {record.model.name}, which was measured", stacklevel=3)
     is_shipped = spec.source == "shipped"
     if is_shipped:
         warnings.warn(f"{quote(name)} has no weights: random ones take their place", stacklevel=3)
@@ -174,7 +174,7 @@ class ThroughputCallback(StepClock):
     Labels are counted on the device, so that no step waits for it.
 
     Args:
-        recipe: what was measured.
+        record: what was measured.
         say: is given each line; by default they go to stderr.
     """
 
@@ -182,24 +182,24 @@ class ThroughputCallback(StepClock):
     """That carry loss, at the median step of the last training, of all processes; None where its
     batches had no labels."""
 
-    def __init__(self, recipe: Record, say: Callable[[str], object] | None = None) -> None:
+    def __init__(self, record: Record, say: Callable[[str], object] | None = None) -> None:
         super().__init__()
-        self._recipe = recipe
+        self._record = record
         self._say = say or partial(print, file=sys.stderr)
         # Of random examples a trial counts every token, of a dataset those that are predicted.
-        self._first = 0 if recipe.texts is None else 1
+        self._first = 0 if record.texts is None else 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what was promised, and count labels from now on."""
         super().on_train_begin()
         self._tokens: list[Any] = [0]
         self._hook = kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
-        recipe, measured = self._recipe, self._recipe.measurement
+        record, measured = self._record, self._record.measurement
         if state.is_world_process_zero:
             self._say(
                 f"Promised: {units.rate(measured.tokens_per_second)} tokens/s, peak "
-                f"{units.gib(measured.peak_allocated_bytes)} allocated (trial {recipe.number} of "
-                f"study {quote(recipe.study)}, on {recipe.device})."
+                f"{units.gib(measured.peak_allocated_bytes)} allocated (trial {record.number} of "
+                f"study {quote(record.study)}, on {record.device})."
             )
 
     def _count(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ class ThroughputCallback(StepClock):
             return
         here = environment_with(read_card() if torch.cuda.is_available() else None)
         found = compared(
-            self._recipe,
+            self._record,
             tokens_per_second=self.tokens_per_second,
             peak_allocated_bytes=self.peak_allocated_bytes(),
             environment=here,

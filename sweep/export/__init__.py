@@ -1,1 +1,1 @@
-"""The winner of a study as a runnable recipe; `formats` is the way in."""
+"""The record of a trial, and files that train it; `formats` is the way in."""

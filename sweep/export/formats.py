@@ -25,7 +25,6 @@ from sweep.export.rows import DATA_FILE, dataset_info
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
-_COMMENT_WIDTH = 96
 _ROWS, _KERNELS = "rows.py", "eight_bit.py"
 """What lies beside a script: it reads examples, and stores and computes in 8 bits."""
 
@@ -148,11 +147,8 @@ def _script(record: Record) -> Export:
     copied = {_ROWS: "sweep.data"}
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
         copied[_KERNELS] = "sweep.training"
-    lost = tuple(
-        sentence.replace("the file", "the script")
-        for key, sentence in trainers.unsupported(record, "trl").items()
-        if key == "sharding"
-    )
+    sharding = trainers.unsupported(record, "trl").get("sharding")
+    lost = (sharding.replace("the file", "the script"),) if sharding else ()
     is_whole = config.quantized_count(record.layers) == record.layers
     text = _template("script.py.j2").render(
         header=comment((*facts(record), trainers.trainers()["script"]["tried"], *lost)),
@@ -242,7 +238,7 @@ def comment(paragraphs: Iterable[str]) -> str:
 
     A paragraph that begins with ``- `` is a list item.
     """
-    wrapper = textwrap.TextWrapper(_COMMENT_WIDTH, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(96, break_on_hyphens=False)
     lines: list[str] = []
     for text in paragraphs:
         wrapper.subsequent_indent = "  " if text.startswith("- ") else ""

@@ -35,8 +35,6 @@ from storage.records import NOT_SHOWN, Measurement, TrialRecord, Verdict
 Trainer = Literal["script", "trl", "axolotl", "llama-factory", "unsloth"]
 """What trains an exported file: transformers' `Trainer` in our script, or a program of others."""
 
-_EVERY_LINEAR = "all-linear"
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -247,7 +245,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
     names = resolve_targets(trial.config, spec)
-    targets = _EVERY_LINEAR if _EVERY_LINEAR in names else tuple(sorted(names))
+    targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
     place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
     again = ranking.is_measured_again(trial)
     is_best = best is not None and trial.number == best.number
