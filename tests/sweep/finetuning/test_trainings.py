@@ -177,13 +177,14 @@ def test_the_loss_of_a_step_is_the_mean_over_all_its_supervised_tokens(
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("steps", [1, 4, 8])
 def test_random_rows_are_counted_as_a_trial_counts_them_and_nothing_is_kept(
     tmp_path: Path, steps: int
 ) -> None:
     end = trained(tmp_path, None, max_steps=steps, keeps_checkpoints=False, eval_fraction=0.0)
     assert end.tokens == steps * 4 * 32 == end.tokens_computed
-    assert end.tokens_per_second == pytest.approx(4 * 32 / end.step_seconds, rel=0.2)  # type: ignore[operator]
+    # Of an odd number of steps, the median is one of them.
+    assert end.tokens_per_second == pytest.approx(4 * 32 / end.step_seconds)  # type: ignore[operator]
     assert end.steps_measured == max(0, steps - 5), "shorter ones have a speed all the same"
     assert end.checkpoint is None
     assert list(tmp_path.iterdir()) == []
