@@ -3,8 +3,8 @@
     python -m tests.bench.finishing_beside --against CHECKOUT --data DATASET [--space a10]
         [--base DIRECTORY] [--steps 60] [--rounds 2] [-o OUT.jsonl]
 
-Each checkout runs a study of one trial first; then its winner is trained and verified, and with a
-base the adapter is merged into it. Without ``--base`` weights are random and nothing is merged.
+Each checkout runs a study of three trials first; then its winner is trained and verified, and with
+a base the adapter is merged into it. Without ``--base`` weights are random and nothing is merged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
         for name, checkout in trees.items():
             homes[name].mkdir()
             study = ["run", asked.space, "--study", "beside", "--data", str(asked.data)]
-            study += ["--trials", "1", "--no-confirm"]
+            study += ["--trials", "3", "--no-confirm"]
             sweep(study, home=homes[name], checkout=checkout)
         for number in range(asked.rounds):
             rounds = [asked_of(asked, homes[name], number) for name in trees]

@@ -59,10 +59,11 @@ def main() -> None:
     asked = parser.parse_args()
     write(stamp() | {"space": asked.space, "cores": os.cpu_count()}, asked.output)
     with tempfile.TemporaryDirectory() as home:
-        os.environ["SWEEP_HOME"] = home
+        os.environ["XDG_CACHE_HOME"] = home
         for traced in ("nothing", "all"):
-            with tempfile.TemporaryDirectory(dir=home) as runs:
-                write({"traced before": traced, **first_trial(asked.space, runs)}, asked.output)
+            os.environ["SWEEP_HOME"] = runs = f"{home}/{traced}"
+            os.mkdir(runs)
+            write({"traced before": traced, **first_trial(asked.space, runs)}, asked.output)
 
 
 if __name__ == "__main__":
