@@ -389,6 +389,11 @@ def test_every_preset_is_looked_at_whole(preset: SearchSpace) -> None:
     assert candidates.is_listed
 
 
+def test_what_a_rule_forbids_is_no_candidate() -> None:
+    picky = SpaceCandidates(a_space(), is_valid=lambda c: c.kernels == "hf", seed=0)
+    assert {candidate.config.kernels for candidate in picky.near([])} == {"hf"}
+
+
 def test_a_continuous_range_is_searched_to_its_best() -> None:
     space = a_space(
         dimensions={

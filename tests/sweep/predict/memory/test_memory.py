@@ -534,6 +534,18 @@ def test_a_remainder_of_up_to_a_mebibyte_stays_with_its_block() -> None:
     assert allocator.reserved_bytes == 12 * MIB
 
 
+def test_the_smallest_free_block_serves_and_neighbours_merge_within_their_segment() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    assert allocator.allocate(18 * MIB) == small
+    allocator = CachingAllocator()
+    for block in [allocator.allocate(5 * MIB) for _ in range(8)]:
+        allocator.free(block)
+    assert allocator.holes() == [20 * MIB, 20 * MIB]
+
+
 def test_emptying_the_cache_keeps_segments_in_use() -> None:
     allocator = CachingAllocator()
     kept, first = allocator.allocate(5 * MIB), allocator.allocate(5 * MIB)
