@@ -196,7 +196,8 @@ def test_what_a_worker_does_between_two_trials_is_no_later_trials_fault(
 def test_an_answer_to_an_earlier_trial_is_none_to_this_one(start: Start) -> None:
     runner = start()
     assert ran(runner, how.ANSWER_AGAIN_LATER) == ANSWERED
-    outcome = ran(runner, how.FINE)
+    # Of the same configuration, too.
+    outcome = ran(runner, how.ANSWER_AGAIN_LATER)
     assert isinstance(outcome, Crashed)
     assert "it said 'finished' when nobody expected that" in outcome.detail
 
