@@ -20,7 +20,6 @@ UNUSABLE_SEED, STOPPED_SEED, CHATTY_SEED, DEAF_SEED = range(13, 17)
 """Of workers that never become ready."""
 ANSWER = {"verdict": "diverged", "step": 7, "detail": "as asked"}
 """What a trial comes to that is answered."""
-CHATTER = {"kind": "progress", "phase": "measure"}
 
 
 class Worker:
