@@ -71,3 +71,8 @@ def a_parcel(directory: Path) -> Path:
     (directory / "constraints.txt").write_text("torch==2.13.0\n")
     shutil.copy(there.__file__, directory / "there.py")
     return wheel
+
+
+def a_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)

@@ -1,13 +1,8 @@
-"""What goes along with a study that runs on another machine, where it is found there, and what is
-installed there.
-"""
+"""What goes along with a study that runs on another machine, and where it is found there."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -18,7 +13,6 @@ from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.launching.parcel import constraints, packed, write
 from sweep.request import REQUEST, RunRequest
-from tests.sweep.launching.rentals import a_parcel
 
 SPACE = """
 gpu: cpu
@@ -116,15 +110,15 @@ def test_weights_go_along_where_they_are_loaded_and_asked_for_alone(here: Path) 
     assert "model/mine/model.safetensors" in files
 
 
-def test_the_spool_of_a_study_that_is_carried_over_goes_along(here: Path) -> None:
+@pytest.mark.parametrize("typed", ["before", "runs/before/spool.jsonl"])
+def test_the_spool_of_a_study_that_is_carried_over_goes_along(here: Path, typed: str) -> None:
     study = here / "runs" / "before"
     study.mkdir(parents=True)
-    (study / "spool.jsonl").write_text("{}\n")
-    (study / "study.json").write_text("{}")
-    for typed in ("before", "runs/before/spool.jsonl"):
-        sent, files = packed(RunRequest(space="cpu-demo", carried=typed))
-        assert sent.carried == "./beside/from/before/spool.jsonl"
-        assert sorted(files) == ["from/before/spool.jsonl", "from/before/study.json"]
+    for name in ("spool.jsonl", "study.json"):
+        (study / name).write_text("{}\n")
+    sent, files = packed(RunRequest(space="cpu-demo", carried=typed))
+    assert sent.carried == "./beside/from/before/spool.jsonl"
+    assert sorted(files) == ["from/before/spool.jsonl", "from/before/study.json"]
 
 
 def test_what_a_request_names_here_is_never_looked_for_beside_it(tmp_path: Path) -> None:
@@ -170,21 +164,3 @@ def test_a_parcel_has_this_very_package_and_the_versions_beside_it(here: Path) -
     assert "qlora-sweep" not in held
     # A build for the CPU is none that a GPU can use.
     assert "+" not in held["torch"]
-
-
-def test_what_is_made_halfway_is_made_whole_and_installed_into_once(tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
-    wheel, python = a_parcel(tmp_path), tmp_path / "venv" / "bin" / "python"
-    install = ["install", python, wheel, "", "", ""]
-
-    def call() -> str:
-        command = [sys.executable, tmp_path / "there.py", *install]
-        done = subprocess.run(command, capture_output=True, text=True, env={"HOME": str(tmp_path)})
-        return done.stderr
-
-    assert call() == ""
-    subprocess.run([python, "-I", "-c", "import qlora_sweep"], check=True)
-    wheel.with_name("constraints.txt").unlink()
-    assert call() == "", "the same wheel is there"
-    wheel.write_bytes(b"another")
-    assert "constraints.txt" in call()

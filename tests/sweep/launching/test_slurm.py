@@ -29,6 +29,7 @@ from sweep.launching.slurm import (
     submit,
 )
 from sweep.request import RunRequest
+from tests.sweep.launching.rentals import a_program
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = {
@@ -95,10 +96,9 @@ class Queue:
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        a_program(tmp_path / "bin" / name, text)
     variables = {
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "QUEUE": str(tmp_path),
@@ -211,13 +211,10 @@ def test_what_the_queue_refuses_is_said_in_its_words(
 
 
 BAD: list[Any] = [
-    (["cpu-dmo"], "did you mean 'cpu-demo'"),
     (["cpu-demo", "--with", "time=soon"], "--with time: a duration is written like"),
-    (["cpu-demo", "--data", "nope.jsonl"], "nope.jsonl"),
     (["cpu-demo", "--devices", "abc"], "--devices abc: name all, how many"),
     (["a10", "--devices", "0,2"], "name how many"),
     (["a10", "--devices", "4", "--with", "gpus=2"], "ask for as many"),
-    (["cpu-demo", "--with", "partition="], "write it as partition=VALUE"),
     (["cpu-demo", "--devices", "1"], "is for the CPU, which is one"),
     (["cpu-demo", "--from", "nosuch"], "no studies yet"),
     (["cpu-demo", "--data", "org/texts", "--set", "data.tokenizer=nosuch"], "tokenizer 'nosuch'"),
