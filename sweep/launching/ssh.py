@@ -88,10 +88,8 @@ class Connection:
                 f"{ssh[0]} is not here: install the OpenSSH client, or name one with {SSH}"
             )
         # A socket's whole name is no longer than a hundred letters.
-        is_short = len(tempfile.gettempdir()) < 50 or not os.access("/tmp", os.W_OK)
-        self._directory = tempfile.TemporaryDirectory(
-            "", "sweep-ssh-", None if is_short else "/tmp"
-        )
+        short = "/tmp" if len(tempfile.gettempdir()) > 50 else None
+        self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-", dir=short)
         options = {**_OPTIONS, "ControlPath": str(Path(self._directory.name, "socket"))}
         self._command = [*ssh, *(f"-o{key}={value}" for key, value in options.items())]
 
