@@ -99,8 +99,11 @@ def test_the_panel_shows_best_memory_verdicts_and_what_runs_and_is_measured_agai
     board = a_board(trials=9)
     for event in (finished(1), AGAIN, RUNNING_AGAIN, beat(2, step=4)):
         board.take(event)
+    # Tracing that has ended is not what is done now.
+    board.take(SpaceTraced(done=36, of=36))
     assert "again trial 1, measuring step 4" in drawn(board)
     assert "1 of at most 9 trials" in drawn(board)
+    assert "structures" not in drawn(board)
 
 
 def test_the_panel_says_that_the_study_is_stopping_and_what_ends() -> None:
