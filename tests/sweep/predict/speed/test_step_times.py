@@ -143,6 +143,18 @@ def test_gpus_that_hold_the_model_each_are_nearly_as_fast(name: str, cards: int)
     assert together.uncertainty > alone.uncertainty
 
 
+def test_what_gpus_share_takes_time_and_that_and_a_mask_is_stated_less_surely() -> None:
+    gpu = linked(find_gpu("h200"), 1e10)
+    whole, shared = (step(gpu, **knobs, data_parallel=2) for knobs in ({}, SHARDED))
+    assert shared.step_seconds > whole.step_seconds
+    assert shared.uncertainty > whole.uncertainty + 0.2
+    plain, masked = (
+        step(find_gpu("a10"), packing=packing, seq_len=1024) for packing in ("none", "packed")
+    )
+    assert masked.step_seconds > plain.step_seconds
+    assert masked.uncertainty > plain.uncertainty + 0.02
+
+
 def test_a_slower_link_never_makes_a_step_shorter() -> None:
     for knobs in ({}, SHARDED):
         rates = (1e8, 1e9, 1e10, 1e11)
