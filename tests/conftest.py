@@ -73,9 +73,9 @@ def nobodys_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest
     os.environ["XDG_CACHE_HOME"] = str(run / "cache")
     ours = run / "cache" / "qlora-sweep"
     ours.mkdir(parents=True, exist_ok=True)
-    if pytestconfig.cache is not None:
+    if (cache := getattr(pytestconfig, "cache", None)) is not None:
         with suppress(FileExistsError):
-            (ours / "memory").symlink_to(pytestconfig.cache.mkdir("profiles"))
+            (ours / "memory").symlink_to(cache.mkdir("profiles"))
     if "datasets" in sys.modules:
         # It has read where its cache is with the first test module that imports it.
         sys.modules["datasets"].config.HF_DATASETS_CACHE = (
