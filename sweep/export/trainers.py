@@ -114,6 +114,7 @@ def _values(record: Record) -> dict[str, Any]:
         and {**recomputed, **({"every_n_layers": nth} if nth else {})},
         "eval_batch_size": config.micro_batch_size if record.texts else None,
         "is_evaluated": True if record.texts else None,
+        "off_in_parallel": None if config.data_parallel == 1 else False,
         "liger": layers,
         "liger_layers": config.kernels == "liger",
         "liger_without_loss": {**layers, "fused_linear_cross_entropy": False},

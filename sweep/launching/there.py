@@ -400,7 +400,8 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 VERBS: tuple[Any, ...] = (look, installed, install, start, follow, ask, end, fetch)
 if __name__ == "__main__":
-    print(MARK, flush=True)  # noqa: T201 - a program's own stdout
+    # What a login printed may end without a newline.
+    print(f"\n{MARK}", flush=True)  # noqa: T201 - a program's own stdout
     try:
         (called,) = (verb for verb in VERBS if verb.__name__ == sys.argv[1])
         answer = called(*sys.argv[2:])

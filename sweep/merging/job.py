@@ -188,7 +188,8 @@ def _written_whole(output: Path) -> Iterator[Path]:
     with ExitStack() as undo:
         try:
             temporary.mkdir(exist_ok=True)
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(temporary, flags)
             undo.callback(os.close, descriptor)
             files.lock(descriptor)
             undo.callback(shutil.rmtree, temporary, ignore_errors=True)

@@ -173,6 +173,7 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         ("llama-factory", {"attention": "flash_attention_2"}, "flash_attn", "fa2"),
         ("trl", {"compute_dtype": "fp16"}, "dtype", "float16"),
         ("trl", {}, "packing_strategy", "wrapped"),
+        ("axolotl", {"data_parallel": 2}, "ddp_find_unused_parameters", False),
         ("unsloth", {"quantization": "fp8"}, "load_in_fp8", True),
         ("unsloth", {"quantization": "fp8"}, "use_exact_model_name", False),
         ("unsloth", {"quantization": "none"}, "load_in_16bit", True),

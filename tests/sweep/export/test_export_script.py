@@ -147,13 +147,28 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     written_texts(tmp_path / "data.jsonl", "text")
     script, output = script_of(a_study(tiny_config(lora_dropout=0.1), model=TINY)), tmp_path / "out"
     script.SAVE_STEPS = 2  # type: ignore[attr-defined]
-    assert run(script, "--max-steps", "4", "--resume")["steps"] == 4, "there is nothing to resume"
+    reached = run(script, "--max-steps", "4", "--resume")
+    assert reached["steps"] == 4, "there is nothing to resume"
     whole = adapter(output)
     shutil.rmtree(output / "checkpoint-4")
     (output / "adapter_model.safetensors").unlink()
-    assert run(script, "--max-steps", "4", "--resume")["steps"] == 2
+    again = run(script, "--max-steps", "4", "--resume")
+    assert again["steps"] == 2
+    assert again["train_loss"] == pytest.approx(reached["train_loss"], rel=0.2), "of two steps"
     resumed = adapter(output)
     assert all(resumed[name].equal(tensor) for name, tensor in whole.items())
+
+
+def test_what_is_resumed_at_its_end_keeps_its_adapter(
+    script_of: Script, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    written_texts(tmp_path / "data.jsonl", "text")
+    script = script_of(a_study(tiny_config(), model=TINY))
+    run(script)
+    kept = tmp_path / "out" / "adapter_model.safetensors"
+    kept.unlink()
+    assert run(script, "--resume")["steps"] == 0
+    assert kept.exists()
 
 
 @pytest.mark.parametrize(

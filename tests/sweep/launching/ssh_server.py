@@ -33,8 +33,8 @@ class Server:
         self.directory = directory
         self.home = directory / "home"
         self.home.mkdir()
-        # What a login prints, whoever logs in.
-        (self.home / ".bashrc").write_text("echo Welcome; echo to this machine\n")
+        # What a login prints, whoever logs in; its last line has no end.
+        (self.home / ".bashrc").write_text("echo Welcome; printf 'to this machine'\n")
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.port = int(listener.getsockname()[1])

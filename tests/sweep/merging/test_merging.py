@@ -206,6 +206,15 @@ def test_two_merges_do_not_write_one_directory(adapter: Path, tmp_path: Path) ->
     assert held.is_dir()
 
 
+def test_a_link_in_the_place_of_what_is_not_whole_is_not_followed(
+    adapter: Path, tmp_path: Path
+) -> None:
+    (tmp_path / ".merged.merging").symlink_to(adapter)
+    with pytest.raises(EnvironmentFault, match="nothing was kept"):
+        merge(str(adapter), output=str(tmp_path / "merged"), rows=0)
+    assert (adapter / ADAPTER).exists()
+
+
 def test_a_disk_that_is_full_leaves_nothing_behind(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
