@@ -70,6 +70,7 @@ class Provider(Strict):
     logged_in: str
     log_in: str
     gpus: Mapping[str, str]
+    gpus_max: Mapping[str, int] = {}
     usd_factor: float = 1.0
     usd_beside: float = 0.0
     idle_seconds: float = 0.0
@@ -98,6 +99,8 @@ class Provider(Strict):
         where = own.sold_by or own.title
         if gpu not in own.gpus:
             raise InputError(f"--gpu: {where} has no {gpu}; it has {', '.join(own.gpus)}")
+        if machine.gpus > (most := own.gpus_max.get(gpu, machine.gpus)):
+            raise InputError(f"--devices: {where} rents at most {most} {gpu}, got {machine.gpus}")
         if not machine.is_spot:
             return own
         if isinstance(own.spot, str):

@@ -16,7 +16,7 @@ from typing import Any
 from reports import units
 from search_spaces.costs import SECONDS_PER_HOUR
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from search_spaces.prices import PRICE_OPTION
@@ -49,8 +49,11 @@ from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.terminal.commands import DONE, ENVIRONMENT
 from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
+from sweep.terminal.edge import OUR_ERROR
 from sweep.terminal.plan import tracing
 
+_CODES = (DONE, NothingFits.exit_code, InputError.exit_code, ENVIRONMENT, OUR_ERROR, INTERRUPTED)
+"""What `sweep run` ends with."""
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
 
@@ -118,12 +121,12 @@ def _followed(
         # What came of it is worth knowing where it cannot be kept here, too.
         if printed:
             say_as_is(printed.removesuffix("\n"))
-    if code is None:
-        note_folded(
-            f"Study {name} ended on {address}, with an unknown result; the same command resumes it."
-        )
+    if code not in _CODES:
+        # Killed there, say.
+        how = "an unknown result" if code is None else f"exit code {code}"
+        note_folded(f"Study {name} ended on {address}, with {how}; the same command resumes it.")
         return ENVIRONMENT
-    return int(code)
+    return code
 
 
 def _keep(there: RemoteStudy, name: str, address: str, *, url: str) -> None:

@@ -220,6 +220,7 @@ def test_a_soak_and_a_typed_price_are_what_it_costs(
         ("a10 --on modal --gpu rtx-4090", "Modal has no rtx-4090; it has t4, l4, a10"),
         ("a10 --on modal --gpu b200", "no price is known of 1 x b200 on Modal"),
         ("a10 --on modal --gpu auto", "--gpu auto is no GPU to rent: name one"),
+        ("a10 --on modal --devices 5", "--devices: Modal rents at most 4 a10, got 5"),
         ("a10 --on modal --devices all", "--devices must be how many GPUs to rent"),
         ("a10 --on modal --max-dollars 0.01", "--max-dollars 0.01 pays for"),
         ("a10 --on modal --model demo --model tinyllama-1.1b", "several models are for this"),

@@ -33,11 +33,13 @@ def main():
     print("words", *sys.argv[1:], file=sys.stderr, flush=True)
     seconds, patience = map(float, open("inputs/seconds").read().split())
     until, beats = time.monotonic() + seconds, 0
-    while time.monotonic() < until and len(asked) < patience and not os.path.exists("end"):
+    while time.monotonic() < until and len(asked) < abs(patience) and not os.path.exists("end"):
         time.sleep(0.05)
         beats += 1
         print("beat", beats, file=sys.stderr, flush=True)
     print("asked", len(asked), file=sys.stderr, flush=True)
+    if patience < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     print("%s %s" % (os.environ["SWEEP_HOME"], os.environ.get("HF_TOKEN")))
     return 130 if asked else 0
 """
@@ -272,6 +274,15 @@ def test_whoever_follows_a_study_leaves_everything_there_as_it_is(
     assert "runs on" in said
     assert "words run first" in said
     assert "Installing" not in said
+
+
+def test_a_study_that_was_killed_there_is_said_and_is_a_fault(
+    study: Study, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.run(seconds=3, patience=-1)
+    place = ["--study", study.place.name, "--on", f"ssh:{server.address}"]
+    assert main(["run", "cpu-demo", *place]) == 3
+    assert "with exit code 137; the same command resumes it" in capsys.readouterr().err
 
 
 def test_a_study_that_nobody_could_follow_is_not_left_running(study: Study) -> None:
