@@ -25,6 +25,7 @@ import json
 import lzma
 import os
 import re
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -328,7 +329,7 @@ def _rows_of(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] | Bro
                 rows = _line_rows(file)
             for line, fields in rows:
                 yield line, fields, raw.tell() / size
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
             raise RowsError(f"{label}: cannot be unpacked: {error}") from error
         except OSError as error:
             if error.errno is None:
@@ -386,7 +387,10 @@ def _csv_rows(
         separator = max((separator, ",", ";", "\t", "|"), key=unquoted.count)
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="") as text:
         reader = csv.reader(text, delimiter=separator, strict=True)
-        header = next(reader, [])
+        try:
+            header = next(reader, [])
+        except csv.Error as error:
+            raise RowsError(f"{label}: line 1: not CSV: {error}") from error
         twice = [name for name in header if header.count(name) > 1]
         if twice:
             raise RowsError(f"{label}: line 1: column {twice[0]!r} is there twice")
@@ -924,11 +928,25 @@ def _said(turn: Mapping[str, Any]) -> str:
     return str(turn.get("content") or "").strip()
 
 
+def _answer(turn: Mapping[str, Any]) -> str:
+    """Return what a turn says behind its thoughts."""
+    return _said(turn).rpartition("</think>")[2].strip()
+
+
+def _place(turn: Mapping[str, Any], text: str, first: int) -> tuple[int, int]:
+    """Return where a turn's words begin and end, without thoughts that the template leaves out; -1
+    and ``first`` where they are not there."""
+    found = ((text.find(words, first), words) for words in (_said(turn), _answer(turn)) if words)
+    # A later turn may say the same with its thoughts.
+    places = [(begin, begin + len(words)) for begin, words in found if begin >= 0]
+    return min(places, default=(-1, first))
+
+
 def _check_said(turns: Sequence[Mapping[str, Any]], text: str) -> None:
     """Refuse a template that leaves out what is said; thoughts before an answer it may."""
     for number, turn in enumerate(turns, start=1):
         is_said = turn["role"] in ("user", "assistant") and not turn.get("tool_calls")
-        if is_said and _said(turn)[-32:] not in text:
+        if is_said and _answer(turn)[-32:] not in text:
             raise Broken(f"the chat template leaves out what turn {number} says")
 
 
@@ -949,8 +967,7 @@ def _prompt(
     # for, one turn after another, as an answer may repeat what was asked.
     begin, end = -1, 0
     for turn in turns[: count + 1]:
-        begin = text.find(_said(turn), end) if _said(turn) else -1
-        end = begin + len(_said(turn)) if begin >= 0 else end
+        begin, end = _place(turn, text, end)
     if begin < 0:
         raise Broken(_UNTOLD)
     return text[:begin]
@@ -967,14 +984,14 @@ def _spans_by_comparing(
             continue
         begin = len(_prompt(turns, index, text, render, clips=True))
         through = text if index + 1 == len(turns) else render(turns[: index + 1])
-        end, said = len(through), _said(turn)
+        end = len(through)
         if not text.startswith(through):
             # Some leave an earlier turn's thoughts out: then its own words are looked for.
-            found = text.find(said, begin)
-            if not said or found < 0:
+            found, end = _place(turn, text, begin)
+            if found < 0:
                 raise Broken(_UNTOLD)
-            closing = through[through.rfind(said) + len(said) :]
-            end = found + len(said)
+            words = text[found:end]
+            closing = through[through.rfind(words) + len(words) :]
             end += _common(closing, text[end:])
         spans.append((begin, end))
     return spans

@@ -128,12 +128,13 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
         note("No checkpoint had been written yet: it begins at the first step.")
-    with _shown() as observe, nullcontext() if is_held else directories.held(output):
+    with nullcontext() if is_held else directories.held(output):
         if not is_held and not request.is_resumed:
             # Somebody may have begun there meanwhile.
             directories.refuse_taken(output)
-        end = run_training(prepared, resume_from=resume_from, observe=observe)
-    return _conclude(prepared, end, as_json=as_json)
+        with _shown() as observe:
+            end = run_training(prepared, resume_from=resume_from, observe=observe)
+        return _conclude(prepared, end, as_json=as_json)
 
 
 def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool) -> int:

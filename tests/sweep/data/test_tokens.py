@@ -256,6 +256,23 @@ def test_a_prompt_that_is_told_otherwise_later_carries_no_loss(tokenizer: Any) -
     assert learned(tokenizer, "prompt-completion", **row).strip() == "no</s>"
 
 
+@pytest.mark.parametrize("only", [False, True])
+def test_a_template_may_leave_the_thoughts_of_earlier_answers_out(
+    tokenizer: Any, only: bool
+) -> None:
+    later = "(m['content'] if loop.last else m['content'].split('</think>')[-1]) | trim"
+    tokenizer.chat_template = PREFIX.replace("m['content'] | trim", later)
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nno"}
+    turns = [TURNS[1], thought, TURNS[3], thought]
+    last = f"{thought['content']}</s>\n"
+    whole = learned(tokenizer, "messages", only, messages=turns)
+    assert whole.endswith(last)
+    assert whole.count("hm") == 1
+    assert not only or whole == f"no</s>\n{last}"
+    pair = learned(tokenizer, "prompt-completion", only, prompt=turns[:3], completion=turns[3:])
+    assert pair == last if only else pair.endswith(last)
+
+
 def test_turns_of_weight_0_carry_no_loss(tokenizer: Any) -> None:
     turns = [dict(turn) for turn in TURNS]
     turns[2]["weight"], turns[4]["weight"] = 0, 1
