@@ -158,7 +158,7 @@ def test_a_long_accumulation_is_derived_from_the_steps_that_were_run(texts: Any)
     assert (flag in short.flags, flag in long.flags) == (False, True)
     assert short.loss_tokens_per_step is not None
     assert long.loss_tokens_per_step == pytest.approx(8 * short.loss_tokens_per_step)
-    assert long.step_seconds > 4 * short.step_seconds
+    assert long.step_seconds > 2 * short.step_seconds, "eight times, but for noise"
 
 
 @pytest.mark.parametrize(
