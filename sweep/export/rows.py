@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sweep.data.rows import ending
+from sweep.data.rows import ending, is_saved
 from sweep.export.record import Record, Trainer
 
 DATA_FILE = "data.jsonl"
@@ -99,9 +99,10 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         return ()
     path, builder, kind = Path(texts.source), _builder(texts.source), texts.summary.kind
     reads = (".json", ".jsonl", ".csv", ".parquet")
-    is_chat = kind in ("messages", "conversations")
+    is_chat, is_of_disk = kind in ("messages", "conversations"), is_saved(texts.source)
     told = {
-        "directory": builder is None and path.is_absolute(),
+        "directory": builder is None and path.is_absolute() and not is_of_disk,
+        "saved": is_of_disk and trainer != "axolotl",
         "ending": builder and trainer == "llama-factory" and path.suffix not in reads,
         "tabs": trainer == "axolotl" and _has_tabs(texts.source),
         "pattern": builder and glob.has_magic(texts.source),

@@ -178,6 +178,8 @@ def test_rows_that_the_study_left_out_are_said(format: str) -> None:
         ("x[1].jsonl", "axolotl", "text", "for a pattern"),
         ("x.tsv", "trl", "conversations", "does not look for JSON in a cell"),
         ("texts", "trl", "text", "the most frequent"),
+        ("saved", "trl", "text", "what save_to_disk left"),
+        ("saved", "axolotl", "text", None),
         ("x.parquet", "llama-factory", "messages", None),
         ("x.ndjson", "llama-factory", "text", "it refuses a file"),
         ("org/texts", "llama-factory", "text", None),
@@ -187,6 +189,8 @@ def test_what_a_trainer_does_not_read_is_said(
     name: str, format: str, kind: Any, told: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "texts").mkdir()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").touch()
     source = name if "/" in name else str(tmp_path / name)
     lost = exported(a_study(texts=some_texts(kind, source=source)), format=format).lost
     of_files = [each for each in lost if "`datasets`" in each or "Write the" in each]
