@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ IGNORED = -100
 """The label of a token that carries no loss."""
 CHARACTERS_MAX = 8_000_000
 """Of a row, for which a tokenizer takes a gigabyte and more."""
+LINE_BYTES_MAX = 2**26
+"""Of JSON lines; what has no line ends is not read as a whole."""
 ARRAY_BYTES_MAX = 2**29
 """Of a JSON array, which is read as a whole."""
 
@@ -337,9 +340,14 @@ def _rows_of(path: Path, label: str) -> Iterator[tuple[int, dict[str, Any] | Bro
             raise
 
 
-def _line_rows(file: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
+def _line_rows(file: Any) -> Iterator[tuple[int, dict[str, Any] | Broken]]:
     """Yield the objects of JSON lines; a blank line is no row."""
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(iter(partial(file.readline, LINE_BYTES_MAX), b""), start=1):
+        if len(line) == LINE_BYTES_MAX and not line.endswith(b"\n"):
+            while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                pass
+            yield number, Broken(f"a line of more than {LINE_BYTES_MAX:,} bytes")
+            continue
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():

@@ -106,6 +106,11 @@ UNCLOSED = "not CSV: a quote is never closed, so that nothing behind it is read"
         ("c.csv", b'"text, all";n\n"a; b";1\n', [(2, {"text, all": "a; b", "n": "1"})]),
         ("d.csv", b'text,n\na,1\n"b,2\nc,3\n', [(2, {"text": "a", "n": "1"}), (3, UNCLOSED)]),
         ("e.csv", b"text\n" + b"word " * 10**5, [(2, {"text": "word " * 10**5})]),
+        (
+            "f.jsonl.gz",
+            gzip.compress(b'{"text": "' + b"a" * 2**26 + b'"}\n{"text": "b"}\n', 1),
+            [(1, "a line of more than 67,108,864 bytes"), (2, {"text": "b"})],
+        ),
     ],
 )
 def test_rows_that_cannot_be_read_are_named_by_their_line(
