@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -169,6 +170,20 @@ def test_what_is_resumed_at_its_end_keeps_its_adapter(
     kept.unlink()
     assert run(script, "--resume")["steps"] == 0
     assert kept.exists()
+
+
+def test_a_script_measured_on_a_cpu_computes_on_one_thread_as_workers_do(
+    script_of: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    study = a_study(tiny_config(), model=TINY, emulated_on=None)
+    script_of(study)
+    assert "OMP_NUM_THREADS" not in os.environ
+    target = study.definition.target.model_copy(update={"gpu": "cpu", "device": "cpu"})
+    definition = study.definition.model_copy(update={"target": target})
+    script_of(replace(study, definition=definition))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,3 +58,9 @@ def test_the_script_trains(
     monkeypatch.setattr("sys.argv", ["train.py", *typed])
     imported(on_cpu, tmp_path / "train.py").main()
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("source", ["org/texts", "/a/directory"])
+def test_a_dataset_that_is_no_file_is_the_default_too(source: str) -> None:
+    text = export(a_study(texts=some_texts("text", source=source)), format="unsloth")
+    assert source in [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
