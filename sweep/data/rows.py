@@ -19,6 +19,7 @@ import codecs
 import csv
 import difflib
 import errno
+import glob
 import gzip
 import io
 import json
@@ -231,7 +232,7 @@ class Source:
         """Keep the files of the training split, told as datasets tells it."""
         from datasets.data_files import get_data_patterns, resolve_pattern
 
-        directory = str(_path(self.name))
+        directory = glob.escape(str(_path(self.name)))
         patterns = get_data_patterns(directory)
         others = sorted(map(str, set(patterns) - {_TRAIN}))
         chosen: set[Path] = set()

@@ -170,9 +170,10 @@ def test_a_directory_is_its_files_in_order_without_what_is_hidden(
 def test_of_a_directory_with_splits_the_training_split_is_read(
     tmp_path: Path, train: list[str], other: list[str]
 ) -> None:
+    directory = tmp_path / "data[1]"
     for name in (*train, *other):
-        written(tmp_path / name, f'{{"text": "{name}"}}\n')
-    source = Source(str(tmp_path))
+        written(directory / name, f'{{"text": "{name}"}}\n')
+    source = Source(str(directory))
     assert [fields["text"] for _, fields in source if isinstance(fields, dict)] == train
     assert len(source.notes) == bool(other)
     if other:
