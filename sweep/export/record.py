@@ -378,7 +378,7 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
     best, model = values.get("best"), values.get("model")
     told = {**values, **best} if isinstance(best, dict) else values
     try:
-        return Record.model_validate(
+        record = Record.model_validate(
             {**told, "model": {"name": model}} if isinstance(model, str) else told
         )
     except ValidationError as error:
@@ -387,6 +387,9 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
         raise InputError(
             f"{where}: the record in it is not whole ({key}: {fault['msg']}): export it again"
         ) from error
+    if record.format not in ("json", "yaml", "script", "trl"):
+        raise InputError(f"{where}: format {quote(record.format)} has no record: export it again")
+    return record
 
 
 # In words

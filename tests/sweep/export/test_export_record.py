@@ -110,3 +110,10 @@ def test_a_file_without_a_whole_record_is_refused(
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=words):
         read_record(str(tmp_path / name))
+
+
+def test_a_format_without_records_is_refused(tmp_path: Path) -> None:
+    document = {**json.loads(broken("config", "lora_rank", 8)), "format": "axolotl"}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match="'axolotl' has no record"):
+        read_record(str(tmp_path / "a.json"))
