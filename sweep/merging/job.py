@@ -164,8 +164,9 @@ def _base(adapter: Path, named: str | None, *, typed: str | None) -> tuple[Path,
 
 def _trained_on(adapter: Path, named: str | None) -> Mapping[str, Any]:
     """Return what our training wrote of the base, else what the name that an adapter has tells."""
-    with suppress(SweepError):
-        written = read_json(adapter / "training.json", label="training.json").get("model")
+    if exists(adapter / "training.json", label="training.json"):
+        label = f"{adapter.name}/training.json"
+        written = read_json(adapter / "training.json", label=label).get("model")
         if isinstance(written, dict) and "model_type" in written:
             return written
     with suppress(SweepError):

@@ -142,6 +142,20 @@ def test_what_is_typed_wins_over_what_was_measured(
     assert all(not t.any() for name, t in adapter(tmp_path / "out").items() if "lora_B" in name)
 
 
+def test_a_finished_adapter_is_not_trained_over_and_what_cannot_be_is_refused(
+    script_of: Script, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    script = script_of(a_study(tiny_config(), model=TINY))
+    for wrong in (("--epochs", "0"), ("--max-steps", "0"), ("--learning-rate", "-1")):
+        with pytest.raises(SystemExit):
+            run(script, *wrong)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_model.safetensors").write_bytes(b"kept")
+    with pytest.raises(SystemExit):
+        run(script)
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == b"kept"
+
+
 def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:

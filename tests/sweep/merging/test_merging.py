@@ -284,6 +284,8 @@ def test_a_base_that_the_adapter_was_not_trained_on_is_refused(
     assert identity(changed) == own
     rewritten(changed / "model.safetensors", lambda held: {n: t + 1 for n, t in held.items()})
     refused(adapter, changed, "not the one that the adapter was trained on")
+    (adapter / "training.json").write_text("{")
+    refused(adapter, changed, "training.json")
 
 
 def test_a_base_that_is_quantized_pickled_or_cut_short_is_refused(
