@@ -14,8 +14,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 LOWEST := .venv-lowest
 
-# Each worker takes up to 1.5 GB and, where it does not wait for a process of its own, a core: so one more than there are cores.
-WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
+# Each worker takes a core and up to 1.5 GB.
+WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
 .PHONY: demo test test-all test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel clean help
