@@ -46,7 +46,7 @@ def is_running(number: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def ends_soon(*numbers: int, seconds: float = 5.0) -> bool:
+def ends_soon(*numbers: int, seconds: float = 20.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(map(is_running, numbers)):
         if time.monotonic() > deadline:
