@@ -18,6 +18,7 @@ from search_spaces.models import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _LENGTH_BYTES = 8
 _CUT_IN_HEADER = ("header too small", "invalid header length")

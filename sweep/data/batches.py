@@ -223,7 +223,7 @@ def row_of(rows: Dataset, numbers: Integers, config: TrialConfig) -> dict[str, A
 
 
 def loss_tokens(batch: Batch) -> int:
-    """Return how many supervised tokens a micro-batch has."""
+    """Return how many supervised tokens a micro-batch has: not the first of a row."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 

@@ -21,7 +21,7 @@ from storage.files import WRITTEN_BY
 from storage.surfaces import surface_text
 from sweep.export import trainers
 from sweep.export.record import Record, Trainer, beside, facts, record_of
-from sweep.export.rows import DATA_FILE, dataset_info
+from sweep.export.rows import DATA_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
@@ -230,7 +230,8 @@ def _header(record: Record, trainer: Trainer, lost: Iterable[str]) -> str:
     if trainer != "llama-factory":
         return text
     # A line of its own, to be taken as it is: in a paragraph a long path would be broken.
-    return f"{text}\n# dataset_info.json: {json.dumps(dataset_info(record))}"
+    info = {"texts": dataset_options(record, "dataset_info")}
+    return f"{text}\n# dataset_info.json: {json.dumps(info)}"
 
 
 def comment(paragraphs: Iterable[str]) -> str:

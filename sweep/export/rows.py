@@ -21,8 +21,9 @@ DATA_FILE = "data.jsonl"
 
 
 @cache
-def _table() -> Mapping[str, Any]:
-    text = (files("sweep.export") / "datasets.yaml").read_text(encoding="utf-8")
+def table(name: str) -> Mapping[str, Any]:
+    """Return one of this package's tables: ``trainers`` or ``datasets``."""
+    text = (files("sweep.export") / f"{name}.yaml").read_text(encoding="utf-8")
     return dict(yaml.safe_load(text))
 
 
@@ -39,18 +40,9 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def dataset_options(record: Record, trainer: Trainer) -> dict[str, Any]:
-    """Return the options that say what to train on."""
-    return _told(record, trainer)
-
-
-def dataset_info(record: Record) -> dict[str, Any]:
-    """Return the content of LLaMA-Factory's ``dataset_info.json``."""
-    return {"texts": _told(record, "dataset_info")}
-
-
-def _told(record: Record, whom: str) -> dict[str, Any]:
-    options, texts = _table()["options"][whom], record.texts
+def dataset_options(record: Record, whom: str) -> dict[str, Any]:
+    """Return the options that say a trainer, or ``dataset_info``, what to train on."""
+    options, texts = table("datasets")["options"][whom], record.texts
     if texts is None:
         return dict(filled(options["full"], {"data_file": DATA_FILE}))
     summary, builder, source = texts.summary, _builder(texts.source), texts.source
@@ -112,8 +104,8 @@ def lost_rows(record: Record, trainer: Trainer) -> tuple[str, ...]:
         "broken": texts.summary.broken,
         "held_out": texts.eval_fraction,
     }
-    of_kind = _table()["kinds"][trainer].get(kind)
-    sentences = [_table()["files"][key] for key, is_told in told.items() if is_told]
+    of_kind = table("datasets")["kinds"][trainer].get(kind)
+    sentences = [table("datasets")["files"][key] for key, is_told in told.items() if is_told]
     values = {
         "name": path.name,
         "source": texts.source,

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from search_spaces.config import (
     MAX_GRAD_NORM,
@@ -23,18 +19,12 @@ from search_spaces.config import (
     liger_kernels,
 )
 from sweep.export.record import Record, Trainer
-from sweep.export.rows import dataset_options, filled, lost_rows
-
-
-@cache
-def _table() -> Mapping[str, Any]:
-    text = (files("sweep.export") / "trainers.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+from sweep.export.rows import dataset_options, filled, lost_rows, table
 
 
 def trainers() -> Mapping[Trainer, Mapping[str, Any]]:
     """Return what is known of each trainer: its name, versions, command and options."""
-    known: Mapping[Trainer, Mapping[str, Any]] = _table()["trainers"]
+    known: Mapping[Trainer, Mapping[str, Any]] = table("trainers")["trainers"]
     return known
 
 
@@ -173,7 +163,7 @@ def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
 def unsupported(record: Record, trainer: Trainer) -> dict[str, str]:
     """Return that of the configuration, by its settings."""
     found, cases = {}, cases_of(record)
-    for key, known in _table()["unsupported"].items():
+    for key, known in table("trainers")["unsupported"].items():
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
             found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))

@@ -19,7 +19,6 @@ from pathlib import Path
 from search_spaces.errors import EnvironmentFault, words_of
 from storage import files
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 COURSE = "course.json"
 """What is known of the steps up to a checkpoint."""
 DIGESTS = "sha256.json"

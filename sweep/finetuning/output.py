@@ -16,13 +16,14 @@ from typing import Any
 
 from reports import units
 from reports.loss import loss_page
+from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG
 from search_spaces.documents import exists, is_directory, read_json
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage import files
 from storage.files import require_parent
 from sweep.data.tokenizers import TokenizerFiles
 from sweep.finetuning import checkpoints
-from sweep.finetuning.checkpoints import ADAPTER, ADAPTER_CONFIG, RESERVED
+from sweep.finetuning.checkpoints import RESERVED
 from sweep.finetuning.results import TrainedAdapter, base_of, model_card
 
 RUN, TRAINING, LOG = "run.json", "training.json", "training.log"

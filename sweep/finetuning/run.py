@@ -27,9 +27,11 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from search_spaces.checkpoints import ADAPTER
 from search_spaces.config import MAX_GRAD_NORM, SCHEDULE, SCHEDULE_WARMUP_STEPS
 from search_spaces.errors import InputError, words_of
 from storage import records
+from sweep.data.batches import loss_tokens
 from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning.course import Course, Steps
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome
@@ -110,7 +112,7 @@ class AdapterTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Put a checkpoint's adapter into the one that is attached, in the type that it has: PEFT's
         `load_adapter`, which Trainer calls, makes bf16 adapters fp32."""
-        adapter = load_file(Path(resume_from_checkpoint) / checkpoints.ADAPTER)
+        adapter = load_file(Path(resume_from_checkpoint) / ADAPTER)
         set_peft_model_state_dict(self.model, adapter)
 
     def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
@@ -297,7 +299,7 @@ class Training(TrainerCallback):
         batch = self._rows.collate(rows)
         computed = batch["input_ids"].numel()
         # Of random tokens a trial counts all.
-        tokens = computed if self._job.texts is None else _supervised(batch)
+        tokens = computed if self._job.texts is None else loss_tokens(batch)
         self._counted.append((tokens, computed))
         return batch
 
@@ -397,7 +399,7 @@ class Training(TrainerCallback):
             evaluating(trainer.model),
         ):
             for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
-                carrying = _supervised(batch)
+                carrying = loss_tokens(batch)
                 on_device = {key: value.to(device) for key, value in batch.items()}
                 with trainer.compute_loss_context_manager():
                     loss = trainer.model_wrapped(**on_device, **told).loss
@@ -426,12 +428,6 @@ class Training(TrainerCallback):
             epochs=whole + further * job.config.samples_per_step / rows,
             checkpoint=str(saved) if job.keeps_checkpoints else None,
         )
-
-
-def _supervised(batch: dict[str, torch.Tensor]) -> int:
-    """Return how many tokens of a micro-batch carry loss; the first of a row is predicted from
-    nothing."""
-    return int((batch["labels"][..., 1:] != -100).sum())
 
 
 def main() -> None:

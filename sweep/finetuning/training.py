@@ -23,6 +23,7 @@ from search_spaces.errors import (
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace, Weights
+from search_spaces.texts import TextsChoice
 from storage import files, records
 from sweep.data.choice import ReadTexts, texts_of_study, typed_texts
 from sweep.data.study_epochs import StudyEpochs
@@ -131,16 +132,7 @@ def prepare_training(
         )
     if (broken := rule(subject.config)) is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
-    known = None if study is None else study.space.data
-    choice = typed_texts(known, request.texts)
-    if choice is None:
-        raise InputError("which texts? name them with --data")
-    if request.texts.get("eval_fraction") is None and known is None:
-        choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
-    texts = None
-    if choice == known and study is not None:
-        texts = texts_of_study(study, model=model, read=read_texts)
-    texts = texts or read_texts(TextsRequest.of(choice, model))
+    choice, texts = _texts(request, subject, read_texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     is_on_cpu, budget = resolved.target.device == "cpu", resolved.target.budget_bytes
     notes = [
@@ -193,6 +185,27 @@ def prepare_training(
     else:
         refuse_too_large(subject.config, prepared.forecaster)
     return prepared
+
+
+def _texts(
+    request: TrainingRequest, subject: Subject, read_texts: ReadTexts
+) -> tuple[TextsChoice, PreparedTexts]:
+    """Return what is trained on: the study's dataset, changed by what was typed.
+
+    Raises:
+        InputError: nothing names one.
+    """
+    study, model = subject.definition, subject.model
+    known = None if study is None else study.space.data
+    choice = typed_texts(known, request.texts)
+    if choice is None:
+        raise InputError("which texts? name them with --data")
+    if request.texts.get("eval_fraction") is None and known is None:
+        choice = choice.model_copy(update={"eval_fraction": EVAL_FRACTION})
+    texts = None
+    if choice == known and study is not None:
+        texts = texts_of_study(study, model=model, read=read_texts)
+    return choice, texts or read_texts(TextsRequest.of(choice, model))
 
 
 def _weights(typed: Weights | None, model: ModelSpec) -> Weights:

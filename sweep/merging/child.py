@@ -23,12 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import load_state_dict
 
-from search_spaces.checkpoints import INDEX, SINGLE
+from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE
 from search_spaces.config import TrialConfig
 from search_spaces.documents import read_json
 from search_spaces.errors import EnvironmentFault, InputError, did_you_mean, words_of
 from search_spaces.models import load_model_spec
-from sweep.merging.job import ADAPTER, ADAPTER_CONFIG
 from sweep.subprocess_jobs import Say
 from sweep.training.model import DTYPES, load_pretrained
 

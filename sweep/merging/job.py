@@ -13,7 +13,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from search_spaces.checkpoints import check_weights, tensors_of, weights_fingerprint
+from search_spaces.checkpoints import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    check_weights,
+    tensors_of,
+    weights_fingerprint,
+)
 from search_spaces.documents import exists, home_expanded, is_directory, read_json
 from search_spaces.errors import EnvironmentFault, InputError, SweepError, quote, words_of
 from search_spaces.models import ModelSpec, fetch_weights, is_hub_id, load_model_spec
@@ -22,7 +28,6 @@ from sweep.child_environment import child_environment
 from sweep.data.tokenizers import TokenizerFiles
 from sweep.subprocess_jobs import run_subprocess
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _COMMAND = (sys.executable, "-P", "-m", "sweep.merging")
 _NOT_PLAIN = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),

@@ -24,6 +24,15 @@ def our_own_code() -> Iterator[None]:
 
 
 @pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's studies, prices and caches, on a machine that shows no GPU."""
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.fixture
 def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
     """Runs a command in this process, as it is typed."""
     from sweep.cli import main

@@ -26,16 +26,8 @@ from tests.sweep.simulated_device import a_space
 from tests.sweep.typed import Sweep
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("home")
 COMMAND = f"{sys.executable} -c 'from sweep.cli import main; raise SystemExit(main())'"
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home, on a machine that shows no GPU."""
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:

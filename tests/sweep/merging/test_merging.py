@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from search_spaces.checkpoints import INDEX, identity_of
+from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, identity_of
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
-from sweep.merging.job import ADAPTER, ADAPTER_CONFIG, merge
+from sweep.merging.job import merge
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
 

@@ -31,6 +31,7 @@ from sweep.terminal.plan import plan
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
 
+pytestmark = pytest.mark.usefixtures("home")
 HELD = {"compute_dtype": "bf16", "kernels": "hf", "target_modules": "attention"}
 SMALL = "gpu: a10\ndimensions:\n  micro_batch_size: [1, 8, 64]\n  lora_rank: [8, 16]\n"
 BATCH_8: dict[str, Any] = {"configuration": {"micro_batch_size": 8}}
@@ -79,15 +80,6 @@ class Asked:
 
     def document(self, **typed: Any) -> dict[str, Any]:
         return dict(json.loads(self.shown(**typed, as_json=True).splitlines()[-1]))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's studies, prices and caches, on a machine that shows no GPU."""
-    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
 
 
 @pytest.fixture
