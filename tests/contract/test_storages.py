@@ -35,7 +35,6 @@ from storage.records import (
     OutOfMemory,
     PredictedOutOfMemory,
     PrunedSlow,
-    SoakReport,
     TimedOut,
     TrialRecord,
     Verdict,
@@ -55,6 +54,7 @@ from tests.storage.builders import (
     BUDGET,
     DISTRIBUTIONS,
     ENVIRONMENT,
+    SOAKED,
     STARTED_AT,
     a_definition,
     a_measurement,
@@ -165,16 +165,6 @@ def test_the_snapshot_shows_what_runs_and_names_the_driver_while_there_is_one(
 
 
 AGAIN = Errand(purpose="confirm", series=2, confirms=0)
-
-
-SOAKED = SoakReport(
-    steps=50,
-    seconds=15.0,
-    evaluation_loss=2.0,
-    evaluation_seconds=0.5,
-    checkpoint_bytes=1000,
-    checkpoint_seconds=0.1,
-)
 
 
 def run_again(study: OpenStudy, outcome: Outcome | None = None, **changes: Any) -> TrialRecord:

@@ -12,13 +12,30 @@ from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, Target
-from storage.records import SEARCH, Attempt, Errand, Measured, Measurement, Outcome, TrialRecord
+from storage.records import (
+    SEARCH,
+    Attempt,
+    Errand,
+    Measured,
+    Measurement,
+    Outcome,
+    SoakReport,
+    TrialRecord,
+)
 from storage.study import OpenStudy, open_study
 
 BATCHES = (1, 2, 4, 8)
 BUDGET = 20 * GIB
 DISTRIBUTIONS: dict[str, BaseDistribution] = {"micro_batch_size": CategoricalDistribution(BATCHES)}
 STARTED_AT = "2025-01-01T00:00:00+00:00"
+SOAKED = SoakReport(
+    steps=50,
+    seconds=15.0,
+    evaluation_loss=2.0,
+    evaluation_seconds=0.5,
+    checkpoint_bytes=1000,
+    checkpoint_seconds=0.1,
+)
 ENVIRONMENT = {"gpu": "NVIDIA A10", "driver": "1.0", "versions": {"torch": "2.13"}}
 
 

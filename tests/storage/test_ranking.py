@@ -39,13 +39,20 @@ from storage.records import (
     PredictedOutOfMemory,
     PredictionRecord,
     PrunedSlow,
-    SoakReport,
     TrialRecord,
     Verdict,
     need_of,
     predicted_need,
 )
-from tests.storage.builders import BUDGET, a_definition, a_measurement, a_record, confirmed, fits
+from tests.storage.builders import (
+    BUDGET,
+    SOAKED,
+    a_definition,
+    a_measurement,
+    a_record,
+    confirmed,
+    fits,
+)
 
 OOM = OutOfMemory(stage="backward")
 SPEED: tuple[Objective, ...] = ("tokens_per_second",)
@@ -397,16 +404,6 @@ def test_what_runs_spent_adds_up_and_their_energy_is_a_mean() -> None:
     assert (plain.joules_per_token, plain.compile_seconds) == (None, None)
     busy = [a_measurement(1000.0), a_measurement(300.0)]
     assert pool(busy, spread=Spread.of([logarithms(busy)])).is_noisy
-
-
-SOAKED = SoakReport(
-    steps=50,
-    seconds=15.0,
-    evaluation_loss=2.0,
-    evaluation_seconds=0.5,
-    checkpoint_bytes=1000,
-    checkpoint_seconds=0.1,
-)
 
 
 def trial(number: int, speed: float, **changes: Any) -> TrialRecord:
