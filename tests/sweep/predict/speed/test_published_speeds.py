@@ -1,8 +1,10 @@
 """The stated uncertainty of a speed against steps that were measured: ours, and published ones.
 
 `published_speeds.jsonl` holds what others published: the configuration as far as it is known, what
-had to be guessed and what that may do, where it was read. No constant of the prediction was chosen
-by the rows of a `held_out` split; those of the H100 did make its stated uncertainty the widest.
+had to be guessed and what that may do, where it was read. A row is `strong` where its configuration
+is known completely, `weak` where something was guessed that moves its time. No constant of the
+prediction was chosen by the rows of a `held_out` split; those of the H100 did make its stated
+uncertainty the widest.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ def test_every_published_row_says_where_it_is_from_and_what_was_guessed() -> Non
         assert date.fromisoformat(row["date"]) <= date.today()
         assert all(row[field] for field in ("figure", "framework", "guessed"))
         assert row["split"] in ("development", "held_out")
+        assert row["strength"] in ("strong", "weak")
         assert row["step_seconds"] > 0.0
 
 
