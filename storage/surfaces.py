@@ -6,6 +6,7 @@ Reading is strict, and says file, line and key.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -43,6 +44,8 @@ class SurfaceRow(BaseModel):
     peak_allocated_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
     device_seconds: Number | None = None
+    step_seconds_ci95: tuple[Number, Number] | None = None
+    """Of the median step; None where too few steps were measured, or the file does not say."""
     predicted_peak_allocated_bytes: Bytes | None = None
     """What was predicted of it before it ran, where that is known."""
 
@@ -64,7 +67,7 @@ class SurfaceRow(BaseModel):
         return self.verdict == "fits" and peak is not None and peak <= budget_bytes
 
 
-class _Header(BaseModel):
+class Header(BaseModel):
     """What the first line says."""
 
     surface: Annotated[int, Field(ge=1, strict=True)]
@@ -94,6 +97,8 @@ class Surface:
     """When it was recorded, as its file says; empty where it does not."""
     budget_bytes: int | None = None
     """Under which it was recorded, as its file says: what ran out needs more than this."""
+    header: Header | None = None
+    """The first line; None of what no file holds."""
 
     def fitting(self, budget_bytes: int) -> tuple[SurfaceRow, ...]:
         """Return the rows that fit a budget, the fastest first."""
@@ -105,12 +110,33 @@ def read_surface(name: str) -> Surface:
     """Read a surface from a file of JSON lines.
 
     Raises:
-        InputError: not to be read, another version's, of a GPU or model that is not known, or a
-            row that is none or that contradicts another; the message names file, line and key.
         EnvironmentFault: the file is there and cannot be read.
+        InputError: it cannot be read either, or as `parse_surface` raises it.
     """
-    text = enumerate(read_text(Path(name), label=name).split("\n"), start=1)
-    lines = [(f"{name}: line {number}", line) for number, line in text if line.strip()]
+    return parse_surface(read_text(Path(name), label=name), name)
+
+
+def parse_surface(
+    text: str,
+    name: str,
+    *,
+    header_type: type[Header] = Header,
+    row_type: type[SurfaceRow] = SurfaceRow,
+) -> Surface:
+    """Return the surface that JSON lines are.
+
+    Args:
+        text: the lines.
+        name: where they came from, for messages.
+        header_type: what the first line must be.
+        row_type: what each further line must be.
+
+    Raises:
+        InputError: another version's, of a GPU or model that is not known, or a row that is none
+            or that contradicts another; the message names file, line and key.
+    """
+    numbered = enumerate(text.split("\n"), start=1)
+    lines = [(f"{name}: line {number}", line) for number, line in numbered if line.strip()]
     if not lines:
         raise InputError(f"{name}: the file is empty; its first line says what the surface is of")
     (where, first), *others = lines
@@ -121,7 +147,7 @@ def read_surface(name: str) -> Surface:
             f'{{"surface": {VERSION}, "model": ..., "model_config": ..., "gpu": ..., '
             '"measured_on": ...}'
         )
-    header = validate(_Header, values, Document(where))
+    header = validate(header_type, values, Document(where))
     if header.surface > VERSION:
         raise InputError(
             f"{where}: surface is of version {header.surface}, and this sweep reads {VERSION}: use "
@@ -130,7 +156,7 @@ def read_surface(name: str) -> Surface:
     config = checked_config(header.config, label=f"{where}: model_config")
     known: dict[TrialConfig, tuple[str, SurfaceRow]] = {}
     for at, line in others:
-        row = validate(SurfaceRow, parse_object(line, where=at), Document(at))
+        row = validate(row_type, parse_object(line, where=at), Document(at))
         earlier, other = known.setdefault(canonical(row.config), (at, row))
         for key, share in _REPEATS_WITHIN.items():
             old, new = getattr(other, key), getattr(row, key)
@@ -152,6 +178,7 @@ def read_surface(name: str) -> Surface:
         repeated=len(others) - len(known),
         date=header.date,
         budget_bytes=header.budget_bytes,
+        header=header,
     )
 
 
@@ -165,7 +192,14 @@ def _gpu(name: str, where: str) -> GpuSpec:
 
 def surface_text(snapshot: StudySnapshot) -> str:
     """Return a study as a surface: its trials that fit or ran out of memory, each configuration
-    once, by the last of them.
+    once, by the last of them. Raises what `surface_lines` raises."""
+    return "".join(json.dumps(line) + "\n" for line in surface_lines(snapshot, snapshot.records))
+
+
+def surface_lines(
+    snapshot: StudySnapshot, records: Sequence[TrialRecord]
+) -> tuple[dict[str, Any], ...]:
+    """Return the lines of some of a study's trials as a surface.
 
     Raises:
         InputError: it was measured on texts, whose lengths a surface has no place for, or on a GPU
@@ -185,7 +219,7 @@ def surface_text(snapshot: StudySnapshot) -> str:
     product = target.emulated_on or (card.product if card else target.gpu)
     if match_product(product) is None or target.device != "cuda":
         raise InputError(f"{name}: a surface is of a GPU of the catalogue, and this is '{product}'")
-    rows = {canonical(r.config): row for r in snapshot.records if (row := _row_of(r))}
+    rows = {canonical(r.config): row for r in records if (row := _row_of(r))}
     if not rows:
         raise NothingFits(f"{name} has nothing to export: no trial of it fits or ran out of memory")
     header = {
@@ -194,10 +228,10 @@ def surface_text(snapshot: StudySnapshot) -> str:
         "model_config": definition.model["config"],
         "gpu": target.gpu,
         "measured_on": product,
-        "date": max(r.started_at or "" for r in snapshot.records)[:10],
+        "date": max(r.started_at or "" for r in records)[:10],
         "budget_bytes": target.budget_bytes,
     }
-    return "".join(json.dumps(line) + "\n" for line in (header, *rows.values()))
+    return header, *rows.values()
 
 
 def _row_of(record: TrialRecord) -> dict[str, Any] | None:
@@ -220,6 +254,7 @@ def _row_of(record: TrialRecord) -> dict[str, Any] | None:
         # What was allocated when memory ran out is no peak of its own.
         **{key: None if is_oom else getattr(measured, key) for key in numbers},
         "device_seconds": seconds,
+        "step_seconds_ci95": None if is_oom or measured is None else measured.step_seconds_ci95,
     }
     if prediction is not None:
         row["predicted_peak_allocated_bytes"] = prediction.peak_allocated_bytes

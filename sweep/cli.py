@@ -343,6 +343,25 @@ def export(
     """Write a study's winner as a script, or for another trainer."""
 
 
+@command(
+    "sharing.contribute", "sweep contribute a10 --dry-run", "sweep contribute a10 -o a10.jsonl -y"
+)
+def contribute(
+    study: opt.Study,
+    output: opt.Output = None,
+    is_dry: opt.Shown = False,
+    is_sure: opt.Yes = False,
+    is_forced: opt.Force = False,
+    storage: opt.Storage = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Write what a study measured on a GPU, for others to calibrate by.
+
+    The file says what ran, how fast and in how much memory, on which GPU and with which versions:
+    no name, path, host or dataset.
+    """
+
+
 @command("finishing.merge", "sweep merge adapter --output merged --model base --dtype bf16")
 def merge(
     adapter: opt.Adapter,

@@ -45,13 +45,22 @@ class Card:
     """Whether host and GPU have one memory, which everything on the machine uses."""
     uuid: str | None = None
     """What CUDA knows it by, whatever else is visible."""
+    power_limit_watts: float | None = None
+    """What the driver enforces."""
 
 
 def environment_with(card: Card | None) -> dict[str, Any]:
     """Return the fingerprint of this machine as the GPU's host; None: its CPU trains."""
     if card is None:
         return fingerprint(device="cpu")
-    return fingerprint(device="cuda", gpu=card.product, driver=card.driver, cuda_driver=card.cuda)
+    return fingerprint(
+        device="cuda",
+        gpu=card.product,
+        driver=card.driver,
+        cuda_driver=card.cuda,
+        gpu_memory_bytes=card.memory_bytes,
+        power_limit_watts=card.power_limit_watts,
+    )
 
 
 _UNKNOWN = Card(
@@ -127,6 +136,7 @@ def read_cards(
 
 def _as_nvml_says(card: NvmlCard) -> Card:
     memory, (driver, cuda) = card.memory(), card.versions()
+    milliwatts = card.ask("nvmlDeviceGetEnforcedPowerLimit")
     capability = card.ask("nvmlDeviceGetCudaComputeCapability")
     return Card(
         product=card.ask("nvmlDeviceGetName") or "",
@@ -137,6 +147,7 @@ def _as_nvml_says(card: NvmlCard) -> Card:
         cuda=cuda,
         processes=card.processes(),
         uuid=card.ask("nvmlDeviceGetUUID"),
+        power_limit_watts=None if milliwatts is None else milliwatts / 1000.0,
     )
 
 

@@ -90,6 +90,10 @@ Reported = Annotated[
     list[str] | None,
     Argument(metavar="STUDY|SURFACE|PLAN...", help="One, or several to compare.", **_STUDIES),
 ]
+Contributions = Annotated[
+    list[str] | None,
+    Argument(metavar="FILE|FOLDER...", help="Of sweep contribute; what is kept without."),
+]
 Trained = Annotated[
     str, Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES)
 ]
@@ -108,6 +112,7 @@ Storage = Annotated[
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout, nothing else.")]
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
+Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
 Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]
 NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]

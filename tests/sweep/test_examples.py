@@ -136,6 +136,9 @@ def test_an_example_does_what_its_command_says(
     elif line == "sweep rm a10":
         assert code == 2
         assert "say --yes" in err
+    elif name == "contribute":
+        assert code == 2
+        assert "only what a GPU measured" in err
     elif name == "dashboard":
         assert code == REFUSED_WITHOUT_A_CARD
         assert "pip install 'qlora-sweep[dashboard]'" in err

@@ -28,10 +28,14 @@ WHOLE: dict[str, Any] = {
     "nvmlDeviceGetMemoryInfo": memory(24 * GIB, 23 * GIB),
     "nvmlDeviceGetCudaComputeCapability": (8, 6),
     "nvmlSystemGetDriverVersion": "570.1",
+    "nvmlDeviceGetEnforcedPowerLimit": 150_000,
     "nvmlSystemGetCudaDriverVersion_v2": 12080,
     "nvmlDeviceGetComputeRunningProcesses": processes(7),
 }
-A10 = Card("NVIDIA A10", 24 * GIB, 23 * GIB, (8, 6), "570.1", "12.8", (CardProcess(7, None),))
+A10 = Card(
+    *("NVIDIA A10", 24 * GIB, 23 * GIB, (8, 6), "570.1", "12.8", (CardProcess(7, None),)),
+    power_limit_watts=150.0,
+)
 BY_CUDA = Card("NVIDIA GB10", 120 * GIB, None, (12, 1), None, None, shares_host_memory=True)
 """What CUDA says on a machine whose GPU has no memory of its own."""
 NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
@@ -49,6 +53,7 @@ NO_NVML = {"nvmlInit": pynvml.NVMLError_LibraryNotFound()}
         ),
         ({"nvmlDeviceGetCudaComputeCapability": REFUSED}, None, {"compute_capability": None}),
         ({"nvmlSystemGetDriverVersion": REFUSED}, BY_CUDA, {"driver": None}),
+        ({"nvmlDeviceGetEnforcedPowerLimit": REFUSED}, BY_CUDA, {"power_limit_watts": None}),
         ({"nvmlSystemGetCudaDriverVersion_v2": REFUSED}, BY_CUDA, {"cuda": None}),
         ({"nvmlDeviceGetComputeRunningProcesses": REFUSED}, BY_CUDA, {"processes": ()}),
         # Nobody knows what is free of a memory that is the host's.
