@@ -141,7 +141,7 @@ class TargetSpeed:
     tokens_per_second: float
     """Tokens that carry loss."""
     low: float | None
-    """Of the 95 % interval of what was measured, or of the range that a prediction states."""
+    """Of the 95 % interval of what was measured, or of a prediction what nine in ten are within."""
     high: float | None
     basis: Literal["measured", "predicted"]
     """Predicted where another GPU stood in for the target: its speed is its own."""

@@ -37,6 +37,7 @@ from sweep.launching.volume import STOP_SECONDS
 from sweep.planning import survey
 from sweep.planning.question import Question
 from sweep.predict.forecast import Progress
+from sweep.predict.speed.predictor import within
 from sweep.request import REQUEST
 
 HOURS_MAX = 24.0
@@ -243,18 +244,17 @@ def predicted(
     if seconds is None or found.step_seconds is None:
         return Course(None, least, download)
     fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
-    error_share = min(found.step_uncertainty, 0.9)
-    for end, sign in zip(seconds, (-1, 1), strict=True):
-        step = found.step_seconds * (1.0 + sign * error_share)
+    steps = within(found.step_seconds, found.step_log_spread)
+    for end, step, is_least in zip(seconds, steps, (True, False), strict=True):
         # Trials are spread over the GPUs, each of which starts a worker; one confirms the winner.
         end = survey.START_SECONDS + max(0.0, end - survey.START_SECONDS) / machine.gpus
         if confirm is not None:
             # At most its time is over while a run is under way; twice each is measured in any case.
             run = survey.TRIAL_SECONDS + step * fewest * (
-                1.0 if sign < 0 else survey.STEPS_OVER_FEWEST
+                1.0 if is_least else survey.STEPS_OVER_FEWEST
             )
             runs = 2 * RUNS_TO_CONFIRM * run
-            end += runs if sign < 0 else max(runs, confirm.seconds + run)
+            end += runs if is_least else max(runs, confirm.seconds + run)
             soak = min(confirm.soak_seconds, confirm.soak_steps * step)
             end += survey.TRIAL_SECONDS + soak if soak else 0.0
         ends.append(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,8 +19,9 @@ MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "toke
 
 
 def _of(thing: object, *names: str) -> dict[str, Any]:
-    """Return attributes by their names; all null where there is no thing."""
-    return {name: None if thing is None else getattr(thing, name) for name in names}
+    """Return attributes by their names, as JSON has them; all null where there is no thing."""
+    found = {name: None if thing is None else getattr(thing, name) for name in names}
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in found.items()}
 
 
 def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
@@ -59,15 +59,14 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         "breakdown": None if memory is None else {part: memory.breakdown[part] for part in PARTS},
         "peak_moment": None if memory is None else memory.moment,
         **_of(memory, "quantized_share"),
-        **_of(forecast, "step_seconds", "tokens_per_second"),
-        "tokens_per_second_range": _range(forecast),
+        **_of(forecast, "step_seconds", "step_seconds_range"),
+        **_of(forecast, "tokens_per_second", "tokens_per_second_range"),
         **_of(forecast.speed, "bottleneck", "flops_utilization"),
         "basis": {
             "memory": None if memory is None else "predicted",
             "memory_uncertainty": None if memory is None else memory.uncertainty,
             **_of(memory, "reserved_uncertainty"),
             "speed": forecast.speed_basis,
-            "speed_uncertainty": forecast.speed_uncertainty,
             "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
         },
         "measured": None
@@ -84,12 +83,6 @@ def _fit(forecast: Forecast) -> dict[str, Any]:
     certainty = "uncertain" if forecast.fit is Fit.UNCERTAIN else "sure"
     config = forecast.config.model_dump(mode="json")
     return {"config": config, "fits": forecast.fits, "fits_certainty": certainty}
-
-
-def _range(forecast: Forecast) -> list[float | None] | None:
-    """Return the least and the most that the speed may be; null where there is no most."""
-    ends = forecast.tokens_per_second_range
-    return None if ends is None else [end if math.isfinite(end) else None for end in ends]
 
 
 def card_document(plan: CardPlan) -> dict[str, Any]:
@@ -213,8 +206,8 @@ def _gain(plan: CardPlan, forecast: Forecast) -> dict[str, Any]:
 def _brief(forecast: Forecast) -> dict[str, Any]:
     known = _fit(forecast)
     del known["fits"]
-    speed_and_peak = _of(forecast, "tokens_per_second", "peak_allocated_bytes")
-    return {**known, **speed_and_peak, "tokens_per_second_range": _range(forecast)}
+    shown = ("tokens_per_second", "tokens_per_second_range", "peak_allocated_bytes")
+    return {**known, **_of(forecast, *shown)}
 
 
 def comparison_document(

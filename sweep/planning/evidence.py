@@ -21,7 +21,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import StepTimes
+from sweep.predict.speed.predictor import StepTimes, within
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -122,28 +122,23 @@ def target_speeds(
         return {}
     model = ModelSpec.from_json(definition.model)
     times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
-    seconds, unsure = times.seconds.tolist(), times.uncertainty.tolist()
+    seconds, unsure = times.seconds.tolist(), times.log_spread.tolist()
     return {
-        record.number: _speed(measurement, step, error)
-        for (record, measurement), step, error in zip(measured, seconds, unsure, strict=True)
+        record.number: _speed(measurement, step, spread)
+        for (record, measurement), step, spread in zip(measured, seconds, unsure, strict=True)
         if math.isfinite(step)
     }
 
 
-def _speed(measured: Measurement, step_seconds: float, uncertainty: float) -> TargetSpeed:
-    """Return a speed from a predicted step, nine in ten of which are within ``uncertainty``.
+def _speed(measured: Measurement, step_seconds: float, log_spread: float) -> TargetSpeed:
+    """Return a speed from a predicted step.
 
     A step holds as many tokens that carry loss as it did where it was measured: all of them, but
     for rows that the user's texts left padded.
     """
     tokens = measured.tokens_per_second * measured.step_seconds
-    speed = tokens / step_seconds
-    return TargetSpeed(
-        speed,
-        low=speed / (1.0 + uncertainty),
-        high=speed / (1.0 - uncertainty) if uncertainty < 1.0 else None,
-        basis="predicted",
-    )
+    low, high = within(speed := tokens / step_seconds, log_spread)
+    return TargetSpeed(speed, low=low, high=high, basis="predicted")
 
 
 def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:

@@ -11,7 +11,6 @@ from typing import Any
 
 from search_spaces.config import CAPACITY_KEYS, MICRO_BATCH_MAX, TrialConfig
 from search_spaces.costs import (
-    SHORTEST_SHARE,
     AskedWork,
     Bill,
     OfferComparison,
@@ -50,7 +49,7 @@ from sweep.predict.forecast import (
     silent,
 )
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.predictor import NINE_IN_TEN, ratio_spread
+from sweep.predict.speed.predictor import ratio_spread, within
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096)
@@ -72,11 +71,10 @@ def bill_offers(
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
     if forecast.step_seconds is None:
         return ()
-    step, uncertainty = forecast.step_seconds, forecast.speed_uncertainty
-    if uncertainty is None:
+    step, ends = forecast.step_seconds, forecast.step_seconds_range
+    if ends is None:
         # A step measured too few times for an interval is no surer than its prediction.
-        uncertainty = 0.0 if forecast.speed is None else forecast.speed.uncertainty
-    ends = step * max(SHORTEST_SHARE, 1.0 - uncertainty), step * (1.0 + uncertainty)
+        ends = within(step, 0.0 if forecast.speed is None else forecast.speed.log_spread)
     workload = workload_of(forecast, work)
     bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
@@ -166,8 +164,7 @@ class CardPlan:
         spread = ratio_spread(
             forecast.config, wide.config, model=self.forecaster.model, gpu=self.gpu
         )
-        doubt = math.exp(NINE_IN_TEN * spread)
-        return times, times / doubt, times * doubt
+        return times, *within(times, spread)
 
     @property
     def notes(self) -> tuple[str, ...]:

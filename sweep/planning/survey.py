@@ -40,6 +40,7 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts,
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
 """Fitting configurations whose step times tell how long a study takes."""
@@ -120,7 +121,7 @@ class Found(BaseModel, frozen=True):
     """The smallest peak of those that cannot fit whatever the micro-batch; None without any."""
     step_seconds: float | None = None
     """Median over configurations that fit; None where none does, or speed has no prediction."""
-    step_uncertainty: float = 0.0
+    step_log_spread: float = 0.0
     """Of that: the mean of the predictions' own."""
     compiled_share: float = 0.0
     """Share of the fitting configurations whose layers are compiled."""
@@ -227,15 +228,15 @@ class Survey:
         second with none stopped and a GPU as slow as may be.
         """
         space, found = self.space, self.found
-        step, error = found.step_seconds, min(found.step_uncertainty, 0.9)
-        if step is None:
+        if found.step_seconds is None:
             return None
+        shortest, longest = within(found.step_seconds, found.step_log_spread)
         budget = space.steps
         fewest = budget.warmup_min + budget.measured_min
         stopped = budget.warmup_min + min(STEPS_TO_STOP, budget.measured_min)
         share = STOPPED_SHARE if "tokens_per_second" in space.objectives else 0.0
-        low = (share * stopped + (1.0 - share) * fewest) * step * (1.0 - error)
-        high = STEPS_OVER_FEWEST * fewest * step * (1.0 + error)
+        low = (share * stopped + (1.0 - share) * fewest) * shortest
+        high = STEPS_OVER_FEWEST * fewest * longest
         overhead = TRIAL_SECONDS + found.compiled_share * COMPILE_SECONDS
         limit = space.time_budget_seconds or math.inf
         low, high = (START_SECONDS + self.trials * (overhead + steps) for steps in (low, high))
@@ -305,7 +306,7 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
     rules = [rule.rule for rule in broken if rule is not None]
     fitting = _Fitting(forecasts, [row for row, _ in allowed])
     sure = [valid[row] for row in np.flatnonzero(fitting.is_sure)]
-    step_seconds, step_uncertainty = _step_seconds(sure, forecaster)
+    step_seconds, step_log_spread = _step_seconds(sure, forecaster)
     possible = int(fitting.is_possible.sum())
     candidates = fitting.candidates()
     sizes = {(config.micro_batch_size, config.seq_len): config for _, config in reversed(looked)}
@@ -330,7 +331,7 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
         largest={length: fitting.largest(length) for length in lengths},
         least_bytes=fitting.least_bytes(),
         step_seconds=step_seconds,
-        step_uncertainty=step_uncertainty,
+        step_log_spread=step_log_spread,
         compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
     )
 
@@ -445,7 +446,7 @@ class _Fitting:
 def _step_seconds(
     sure: Sequence[TrialConfig], forecaster: Forecaster
 ) -> tuple[float | None, float]:
-    """Return the median step of a trial and its uncertainty.
+    """Return the median step of a trial and the spread of its logarithm.
 
     A median, as samplers are drawn to what is fast, and the few longest steps would make a mean.
     Of an accumulation a trial times the first micro-steps alone.
@@ -458,5 +459,5 @@ def _step_seconds(
     times = forecaster.forecast(timed).times
     if not times.is_known.any():
         return None, 0.0
-    seconds, unsure = times.seconds[times.is_known], times.uncertainty[times.is_known]
+    seconds, unsure = times.seconds[times.is_known], times.log_spread[times.is_known]
     return float(np.median(seconds)), float(unsure.mean())

@@ -412,20 +412,20 @@ class Forecast:
         return float(tokens / self.step_seconds)
 
     @property
-    def speed_uncertainty(self) -> float | None:
-        """Relative: the truth is expected within this much of the step's seconds."""
-        if self.measured is None:
-            return None if self.speed is None else self.speed.uncertainty
-        seconds, ends = self.measured.step_seconds, self.measured.step_seconds_ci95
-        return None if ends is None else max(abs(end / seconds - 1.0) for end in ends)
+    def step_seconds_range(self) -> tuple[float, float] | None:
+        """Between what the step is expected: of a measured one its own interval, where it has one;
+        of a predicted one nine in ten."""
+        if self.measured is not None:
+            return self.measured.step_seconds_ci95
+        return None if self.speed is None else self.speed.step_seconds_range
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float] | None:
-        """The least and the most that the speed's uncertainty leaves possible."""
-        speed, error = self.tokens_per_second, self.speed_uncertainty
-        if speed is None or error is None:
+        """The same of the speed."""
+        speed, seconds, ends = self.tokens_per_second, self.step_seconds, self.step_seconds_range
+        if speed is None or seconds is None or ends is None:
             return None
-        return speed / (1.0 + error), speed / (1.0 - error) if error < 1.0 else math.inf
+        return speed * seconds / ends[1], speed * seconds / ends[0]
 
     @property
     def speed_basis(self) -> Basis | None:

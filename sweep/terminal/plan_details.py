@@ -269,7 +269,8 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         "measured matrix products" if dtype in gpu.matrix_flops else "FLOP/s by its data sheet"
     )
     copies = "measured copies" if gpu.copy_bytes_per_second else "bandwidth by its data sheet"
+    factor = shown.speed.step_seconds_range[1] / shown.speed.step_seconds
     return (
-        f"predicted from the {gpu.name}'s {products} and {copies}, within "
-        f"{units.percent(shown.speed.uncertainty)}; --from STUDY calibrates it"
+        f"predicted from the {gpu.name}'s {products} and {copies}, nine in ten within a factor "
+        f"of {factor:.2f}; --from STUDY calibrates it"
     )

@@ -181,14 +181,26 @@ class SpeedPrediction:
     terms: dict[str, float]
     """Seconds by what they go into, ``launch`` being the GPU's wait; they add up to the step."""
     basis: Literal["predicted", "calibrated"]
-    uncertainty: float
-    """Relative: nine in ten of such steps take `step_seconds` times 1 - this to 1 + this.
-
-    The GPU's own, between what it is for time that the GPU takes and for time that the host's
-    launches take; smaller after trials on the GPU, for further steps of the same study.
-    """
+    log_spread: float
+    """Standard deviation of the logarithm of `step_seconds`."""
     trials: int = 0
     """Measured trials that it was calibrated by."""
+
+    @property
+    def step_seconds_range(self) -> tuple[float, float]:
+        """Between what nine in ten of such steps take."""
+        return within(self.step_seconds, self.log_spread)
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """Between what nine in ten of such speeds are."""
+        return within(self.tokens_per_second, self.log_spread)
+
+
+def within(value: float, log_spread: float) -> tuple[float, float]:
+    """Return the ends of what nine in ten are between, of a log-normal number around ``value``."""
+    factor = math.exp(NINE_IN_TEN * log_spread)
+    return value / factor, value * factor
 
 
 class StepTimes:
@@ -230,9 +242,8 @@ class StepTimes:
         """How many tokens that carry loss each trains."""
 
     @cached_property
-    def uncertainty(self) -> Array:
-        """How far each step may be off, relative: nine in ten take its seconds times 1 - this to
-        1 + this.
+    def log_spread(self) -> Array:
+        """Standard deviation of the logarithm of each step's seconds.
 
         The GPU's own, between what it is for time that the GPU takes and for time that the host's
         launches take; smaller after trials on the GPU, for further steps of the same study.
@@ -252,7 +263,9 @@ class StepTimes:
         parallel = np.array([_parallel_doubt(config) for config in self._full], np.float64)
         # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
         off = np.hypot(stated, eight_bit * np.array(unseen))
-        return np.asarray(off + attention * masks + parallel)
+        relative = off + attention * masks + parallel
+        # As wide, from end to end, as 1 - this to 1 + this is.
+        return np.asarray(np.arctanh(np.minimum(relative, 0.9)) / NINE_IN_TEN)
 
     @cached_property
     def terms(self) -> Array:
@@ -282,7 +295,7 @@ class StepTimes:
             flops_utilization=float(flops / self.phases.peak_flops[row]),
             terms=dict(zip(FACTORS, self.terms[row].tolist(), strict=True)),
             basis="predicted" if self._calibration is None else "calibrated",
-            uncertainty=float(self.uncertainty[row]),
+            log_spread=float(self.log_spread[row]),
             trials=0 if self._calibration is None else self._calibration.trials,
         )
 

@@ -10,6 +10,7 @@ its stated uncertainty the widest.
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,14 +24,14 @@ import pytest
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue
 from search_spaces.models import ModelSpec, load_model_spec
-from sweep.predict.speed.predictor import Calibration, StepTimes, calibrate
+from sweep.predict.speed.predictor import NINE_IN_TEN, Calibration, StepTimes, calibrate, within
 from tests.sweep.predict.predicted_steps import predict_step, predict_steps
 from tests.sweep.predict.rows import DATA, HELD_OUT, STUDY_STEPS, TABLE, Row, config_of, model_of
 from tests.sweep.predict.rows import read_rows as rows_in
 
 H200, MISTRAL = find_gpu("h200"), load_model_spec("mistral-7b-v0.3")
 CLAIMED_SHARE = 0.9
-"""`SpeedPrediction.uncertainty`: nine in ten steps."""
+"""`SpeedPrediction.step_seconds_range`: nine in ten steps."""
 WIDEST = GpuSpec.model_fields["device_uncertainty"].default
 STUDY = [(config_of(row), float(row["step_seconds"])) for row in STUDY_STEPS]
 PUBLISHED = rows_in("published_speeds.jsonl")
@@ -41,11 +42,16 @@ class Outcome:
     """A step that was measured, and what was predicted of it."""
 
     measured_over_predicted: float
-    uncertainty: float
+    log_spread: float
 
     @property
     def error(self) -> float:
         return abs(self.measured_over_predicted - 1.0)
+
+    @property
+    def is_inside(self) -> bool:
+        low, high = within(1.0, self.log_spread)
+        return low <= self.measured_over_predicted <= high
 
 
 def outcomes_of(
@@ -59,13 +65,13 @@ def outcomes_of(
     configs = [config for config, _ in steps]
     predictions = predict_steps(configs, model=model, gpu=gpu, calibration=calibration)
     return [
-        Outcome(seconds / prediction.step_seconds, prediction.uncertainty)  # type: ignore[union-attr]
+        Outcome(seconds / prediction.step_seconds, prediction.log_spread)  # type: ignore[union-attr]
         for (_, seconds), prediction in zip(steps, predictions, strict=True)
     ]
 
 
 def share_inside(outcomes: Iterable[Outcome]) -> float:
-    return statistics.mean(outcome.error <= outcome.uncertainty for outcome in outcomes)
+    return statistics.mean(outcome.is_inside for outcome in outcomes)
 
 
 def published(calibration: Calibration | None = None, **only: str) -> list[Outcome]:
@@ -122,7 +128,7 @@ def ours(file: str, *, by_host: bool) -> list[Outcome]:
         config, model = config_of(row), model_of(row)
         step = predict_step(config, model=model, gpu=H200)
         if (step.bottleneck == "launch") is by_host:
-            found.append(Outcome(row["step_seconds"] / step.step_seconds, step.uncertainty))
+            found.append(Outcome(row["step_seconds"] / step.step_seconds, step.log_spread))
     return found
 
 
@@ -172,7 +178,7 @@ def test_after_trials_the_rest_of_a_study_is_within_what_is_then_stated(trials: 
 
 def test_more_trials_make_it_surer_and_none_makes_it_less_sure_than_the_gpu_alone() -> None:
     known = [None, *(calibrate(STUDY[:count], model=MISTRAL, gpu=H200) for count in (1, 5, 20))]
-    stated = [outcomes_of(STUDY[:1], calibration=one)[0].uncertainty for one in known]
+    stated = [outcomes_of(STUDY[:1], calibration=one)[0].log_spread for one in known]
     assert stated == sorted(stated, reverse=True)
     assert stated[-1] < 0.5 * stated[0]
 
@@ -182,9 +188,9 @@ def test_a_step_is_as_uncertain_as_what_it_waits_for() -> None:
     for config in (parse_config({"micro_batch_size": size}) for size in (1, 64)):
         (share,) = StepTimes([config], model=MISTRAL, gpu=H200).launch_shares
         expected = share * H200.launch_seconds.uncertainty + (1 - share) * H200.device_uncertainty
-        stated.append(predict_step(config, model=MISTRAL, gpu=H200).uncertainty)
-        assert stated[-1] == pytest.approx(expected)
-    assert stated[1] < 0.13 < 0.35 < stated[0]
+        stated.append(predict_step(config, model=MISTRAL, gpu=H200).log_spread)
+        assert stated[-1] == pytest.approx(math.atanh(expected) / NINE_IN_TEN)
+    assert stated[1] < 0.08 < 0.18 < stated[0]
 
 
 def test_fp16_is_slower_than_bf16_by_what_its_products_were_measured_to_lose() -> None:
