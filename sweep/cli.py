@@ -19,6 +19,7 @@ import typer.core
 from search_spaces.errors import InputError
 from sweep import stop_signals
 from sweep.paths import storage_url
+from sweep.running import starting
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import options as opt
 from sweep.terminal.console import announce_if_slow, note, prepare_streams, say_version
@@ -140,6 +141,9 @@ def run(
 
     Settings that are typed are fixed and the rest of the space is searched.
     """
+    if not (on or dry_run or devices) and starting.is_worthwhile():
+        # It imports for seconds what a trial takes, while all else here is read and planned.
+        starting.begin(starting.worker_environment("cuda"))
     from sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
 
     typed, models = context.params, model or []

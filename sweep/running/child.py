@@ -14,7 +14,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,9 +27,8 @@ from search_spaces import redaction
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, words_of
 from storage import files
 from storage.records import CrashCause, Crashed, Outcome, Phase, TimedOut
-from sweep.child_environment import child_environment
-from sweep.paths import cache_directory
-from sweep.processes import KILL_SECONDS, Child, End
+from sweep.processes import KILL_SECONDS, End
+from sweep.running.starting import Starting, compiler_directory, take, worker_environment
 from sweep.running.wire import (
     LINE_BYTES_MAX,
     ChildSettings,
@@ -39,22 +37,6 @@ from sweep.running.wire import (
     read_line,
 )
 
-_CPU_ENVIRONMENT = {
-    # A study for the CPU never sees a GPU, whatever library looks for one.
-    "CUDA_VISIBLE_DEVICES": "",
-    # Fixed sizes and one arena make the budget repeatable: freed tensors go back at once.
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    # bitsandbytes compiles its optimizers on the CPU, one C++ build for each shape, in the budget.
-    "TORCHDYNAMO_DISABLE": "1",
-}
-_QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONUNBUFFERED": "1",
-}
 _TURN_SECONDS = 0.2
 """Between two looks at the clock, the process and the log; what comes in the pipe is seen at once.
 """
@@ -215,10 +197,15 @@ class WorkerLog:
         self._begins_at = self._size()
         self._before = b""
         """The end of what was put aside last."""
+        self._elsewhere: IO[bytes] | None = None
 
     def fileno(self) -> int:
         """Return the descriptor that the worker prints to."""
         return self._file.fileno()
+
+    def follow(self, printed: IO[bytes] | None) -> None:
+        """Take what a worker prints into another file, until it is told this one, for said here."""
+        self._elsewhere = printed
 
     def keep_small(self) -> None:
         """Where it is too large, put its end aside and begin anew.
@@ -244,7 +231,10 @@ class WorkerLog:
         Those that say where in the code it happened are left out unless there are no others, and
         the error that they follow comes first. Of a log of any size a few thousand bytes are read.
         """
-        printed = (self._before + self._end()).decode(errors="replace").splitlines()
+        before = self._before
+        if self._elsewhere is not None:
+            before += os.pread(self._elsewhere.fileno(), _TAIL_BYTES, 0)
+        printed = (before + self._end()).decode(errors="replace").splitlines()
         printed = [line for line in printed if _NOISE.match(line.strip()) is None]
         told = [line for line in printed if _PLACE.match(line.strip()) is None]
         # These and nothing else say more than nothing.
@@ -264,6 +254,8 @@ class WorkerLog:
         if not self._file.closed:
             self.keep_small()
             self._file.close()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
 
     def _end(self) -> bytes:
         begin = max(self._begins_at, self._size() - _TAIL_BYTES)
@@ -325,23 +317,24 @@ class WorkerProcess:
         self._has_messages = True
         with contextlib.ExitStack() as undo:
             self._log = undo.enter_context(contextlib.closing(WorkerLog(log_path)))
+            environment = worker_environment(
+                settings.device,
+                weights=settings.weights,
+                cards=settings.cards,
+                neighbours=settings.neighbours,
+            )
+            # By this process, as the compiler would leave the rights to the umask.
+            with contextlib.suppress(OSError):
+                files.make_directory(compiler_directory())
+            begun = take(environment, module)
+            if begun is not None:
+                self._log.follow(begun.printed)
+                settings = settings.model_copy(update={"log_path": str(log_path.absolute())})
             try:
-                self._messages, write_end = os.pipe()
-                undo.callback(os.close, self._messages)
-                try:
-                    self._child = Child(
-                        # -P: a module of the user's directory must not shadow ours.
-                        [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())],
-                        stdout=self._log.fileno(),
-                        stderr=subprocess.STDOUT,
-                        pass_fds=[write_end],
-                        environment=_environment(settings),
-                    )
-                finally:
-                    # The child's copy is then the only one, so that its death closes the pipe.
-                    os.close(write_end)
+                begun = begun or Starting(environment, module=module, log=self._log)
             except OSError as error:
                 raise EnvironmentFault(f"the worker cannot be started: {_why(error)}") from error
+            self._child, self._messages = begun.child, begun.messages
             undo.pop_all()
         assert self.process.stdin is not None
         self._stdin = self.process.stdin.fileno()
@@ -487,25 +480,3 @@ def _why(error: OSError) -> str:
         errno.EAGAIN: "too few processes are allowed; raise the limit, with `ulimit -u 4096` say",
         errno.ENOMEM: "the host's memory is used up; end what else runs here",
     }.get(error.errno or 0, words_of(error))
-
-
-def _environment(settings: ChildSettings) -> dict[str, str]:
-    """Return the variables that a worker starts with."""
-    inherited = child_environment(with_hub_token=settings.weights == "pretrained")
-    # By default the compiler's files are in /tmp, and gone with the next start of the machine.
-    compiled = cache_directory() / "compiled"
-    # Made here, as the compiler would leave its rights to the umask. What cannot be made, it says.
-    with contextlib.suppress(OSError):
-        files.make_directory(compiled)
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    if settings.neighbours:
-        # Each would take every core to compile, and the steps that another measures would wait:
-        # each keeps one to train with, and compiles on its share of the others.
-        workers = settings.neighbours + 1
-        share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
-        kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(settings.cards)} if settings.cards else {}
-    if settings.device == "cpu":
-        own = _CPU_ENVIRONMENT
-        kept["OMP_NUM_THREADS"] = "1"
-    return kept | inherited | _QUIET | own

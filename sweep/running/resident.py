@@ -49,7 +49,10 @@ class Resident:
         self._settings = settings
         self._spec = ModelSpec.from_json(settings.model)
         self.base: BaseModel | None = None
-        self._compared: dict[TrialConfig, Faithfulness] = {}
+        self._empty_bytes: int | None = None
+        """What was allocated before there was a base."""
+        self.compared: dict[TrialConfig, Faithfulness] = {}
+        """What is known of configurations' 8-bit compute."""
         self.device: Device = open_device(settings.device)
         self.card = CardReader(card_at(_pci_bus_id()) if settings.device == "cuda" else None)
         self._neighbours = NeighbourWatch(self.device, self.card, settings.budget_bytes)
@@ -79,6 +82,7 @@ class Resident:
         if self.holds(config):
             return None
         self.drop()
+        self._empty_bytes = self.device.allocated_bytes()
         # What is still cached would serve the new base from segments of the old kind.
         self.device.release()
         self.device.expand_segments(config.expandable_segments)
@@ -110,8 +114,10 @@ class Resident:
         if self.base is not None:
             self.base.close()
             self.base = None
-            # What was compiled for that base refers to it, and serves no other.
-            forget_compiled()
+            self.device.release()
+            if self._bytes_left(self._empty_bytes):
+                # Graphs serve the next base as long as they do not hold the last.
+                forget_compiled()
 
     def leak(self, config: TrialConfig, before: int | None) -> str | None:
         """Return what a trial left behind for which this process is not fit for another; None for
@@ -152,7 +158,7 @@ class Resident:
             card=self.card,
             peak_flops=self._settings.peak_flops.get(config.compute_dtype),
             is_emulated=self._settings.is_emulated,
-            compared=self._compared,
+            compared=self.compared,
             **changes,
         )
 

@@ -32,6 +32,7 @@ from sweep.running.child import (
     storable,
 )
 from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.starting import begin, is_worthwhile, take, worker_environment
 from sweep.running.wire import (
     Finished,
     Progress,
@@ -204,7 +205,7 @@ class SupervisedRunner(Runner):
         self._clock = AttentiveClock()
         self._worker: WorkerProcess | None = None
         self._is_ready = False
-        self._has_run = False
+        self._has_run = self._has_begun_another = False
         self._phase: Phase = "start"
         self._cancelled_at: float | None = None
         """When somebody asked to stop, by the clock."""
@@ -273,6 +274,8 @@ class SupervisedRunner(Runner):
                 case Progress() if self._is_ready:
                     patience.hear(message)
                     self._phase = message.phase
+                    if self._phase == "warmup":
+                        self._begin_another()
                     if observe(message) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))
@@ -316,7 +319,15 @@ class SupervisedRunner(Runner):
 
     def close(self) -> None:
         """See `runner.Runner.close`. A worker that nothing ends is not waited for twice."""
+        take({})
         self._discard()
+
+    def _begin_another(self) -> None:
+        """Begin the process of the worker after this one, while the first trial compiles."""
+        settings = self._settings
+        is_first, self._has_begun_another = not self._has_begun_another, True
+        if is_first and settings.device == "cuda" and not settings.neighbours and is_worthwhile():
+            begin(worker_environment("cuda", weights=settings.weights, cards=settings.cards))
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from search_spaces.config import ComputeDtype, TrialConfig
 from search_spaces.redaction import visible
 from search_spaces.space import StepBudget, Weights
-from storage.records import Attempt, Outcome
+from storage.records import Attempt, Faithfulness, Outcome
 from sweep.training.messages import Message as Message
 from sweep.training.messages import Progress as Progress
 from sweep.training.messages import QualityCommand as QualityCommand
@@ -34,6 +34,8 @@ class ChildSettings(Message):
     """Those that it sees, as CUDA names them; none for those of whoever starts it."""
     neighbours: int = 0
     """Others that share the machine's cores with it."""
+    log_path: str | None = None
+    """Where it prints from now on; None for where it does."""
 
     @property
     def may_compile(self) -> bool:
@@ -81,6 +83,8 @@ class TrialRequest(Message):
     """Under which its outcome is left on disk; None where it is nobody's to be kept."""
     quality: QualityCommand | None = None
     """What a configuration that fits is asked on top; None for its speed and memory alone."""
+    faithfulness: Faithfulness | None = None
+    """Of its 8-bit compute, where an earlier trial of the study compared that."""
 
 
 class RunCommand(Message):

@@ -53,7 +53,7 @@ from sweep.running.wire import (
     to_line,
 )
 from sweep.training import team
-from sweep.training.adapters import start_compiler_processes
+from sweep.training.adapters import import_compiler, start_compiler_processes
 from sweep.training.exceptions import is_card_out_of_memory, is_host_out_of_memory
 from sweep.training.messages import Message
 from sweep.training.quality import Quality
@@ -249,6 +249,8 @@ class Worker:
         outcome: Outcome | None = self._known_speed(request)
         retire, is_apart = None, False
         if outcome is None:
+            if request.faithfulness is not None:
+                self._resident.compared[config] = request.faithfulness
             trial = self._resident.trial(
                 config,
                 request.steps,
@@ -372,7 +374,13 @@ def main(
             while line:
                 line = line[pipe.write(line) :]
 
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        import_compiler()
     settings = settings_type.model_validate_json(sys.stdin.buffer.readline())
+    if settings.log_path is not None:
+        with open(settings.log_path, "ab") as log:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
     name = "CPU"
     try:
         if settings.device == "cuda":

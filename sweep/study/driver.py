@@ -27,6 +27,7 @@ from storage.records import (
     Attempt,
     EpochRecord,
     Errand,
+    Faithfulness,
     Lost,
     Measured,
     Outcome,
@@ -307,8 +308,15 @@ class Driver:
             is_soak=errand.purpose == "soak",
             attempt=None if is_half else begun,
             quality=wanted.quality,
+            faithfulness=None if errand == SEARCH else self._compared(config),
         )
         return Running(handle, begun, request, record, wanted.rivals, started_seconds)
+
+    def _compared(self, config: TrialConfig) -> Faithfulness | None:
+        """Return what an earlier trial found of a configuration's 8-bit compute."""
+        ran = [*self.study.records(), *self.study.confirmations()]
+        measured = (r.measurement for r in ran if r.config == config and r.measurement)
+        return next((m.faithfulness for m in measured if m.faithfulness is not None), None)
 
     def _measure(self, trial: Running, lane: Lane) -> Outcome:
         """Run a trial, again where another process disturbed it, and return the outcome to keep.

@@ -4,17 +4,21 @@ layers compiled for the shape at hand.
 Compiling the whole PEFT model compiles nothing, so each layer is compiled, and one graph serves all
 that are alike. Shapes are static: that costs some seconds a shape where a graph for any shape costs
 a minute, and trains as fast (tests/bench/results/compile_cost.json). Graphs stay for later trials
-on the same base, and on disk for later processes.
+of the process, on other bases too, and on disk for later processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.callback import callback_handler
@@ -24,6 +28,7 @@ from transformers import PreTrainedModel
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.linears import resolve_targets
+from sweep.training import eight_bit
 from sweep.training.model import DTYPES, LINEAR, BaseModel, decoder_layers
 from sweep.training.team import Gathered, build_shares
 
@@ -267,8 +272,19 @@ def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor"
     torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
     # Where several GPUs train together it would cut each layer's graph up for what they send.
     torch._dynamo.config.optimize_ddp = False
+    # Without it no layer's joint graph is kept on the disk whose products are 8-bit or fused, and
+    # it is half of what a later process waits for. What torch's key does not hold is in the tag.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    torch.compiler.config.cache_key_tag = _operators_digest()
     for layer in layers:
         layer.compile(backend=backend, dynamic=False, fullgraph=True)
+
+
+@cache
+def _operators_digest() -> str:
+    """Return a digest of the code of operators that a graph names and does not hold."""
+    parts = bnb.__version__ + inspect.getsource(eight_bit)
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def eager(layers: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
@@ -293,6 +309,12 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def forget_compiled() -> None:
     """Drop every graph, and with it whatever it refers to; the files on the disk stay."""
     torch._dynamo.reset()
+
+
+def import_compiler() -> None:
+    """Import what the first compilation would wait for."""
+    with contextlib.suppress(ImportError):
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 def start_compiler_processes() -> None:

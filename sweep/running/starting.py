@@ -1,0 +1,158 @@
+"""Workers' processes before they have settings: they import their libraries, which takes most of a
+worker's start, and wait.
+
+Light to import, as the first is started before the command line is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from sweep.child_environment import child_environment
+from sweep.paths import cache_directory
+from sweep.processes import Child
+
+MODULE = "sweep.running"
+_CPU_ENVIRONMENT = {
+    # A study for the CPU never sees a GPU, whatever library looks for one.
+    "CUDA_VISIBLE_DEVICES": "",
+    # Fixed sizes and one arena make the budget repeatable: freed tensors go back at once.
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    # bitsandbytes compiles its optimizers on the CPU, one C++ build for each shape, in the budget.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONUNBUFFERED": "1",
+}
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+"""Where there is a GPU there is one of these, the second in Linux under Windows."""
+_CORES_MIN = 4
+"""With fewer cores, imports in the background take time from what is measured."""
+
+
+class Starting:
+    """A worker's process without settings, and the pipes to and from it.
+
+    It ends with the thread that starts it, so that is to be one that stays.
+
+    Args:
+        environment: its variables.
+        module: what it runs.
+        log: where it prints; None for a file of its own.
+
+    Raises:
+        OSError: the machine has no room for another process.
+    """
+
+    def __init__(
+        self, environment: dict[str, str], *, module: str = MODULE, log: Any | None = None
+    ) -> None:
+        self.environment, self.module = environment, module
+        output = log or tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever ends it
+        self.printed: IO[bytes] | None = None if log else output
+        """What it prints until it has settings, where that is a file of its own."""
+        self.messages, write_end = os.pipe()
+        try:
+            self.child = Child(
+                # -P: a module of the user's directory must not shadow ours.
+                [sys.executable, "-P", "-m", module, str(write_end), str(os.getpid())],
+                stdout=output.fileno(),
+                stderr=subprocess.STDOUT,
+                pass_fds=[write_end],
+                environment=environment,
+            )
+        except BaseException:
+            os.close(self.messages)
+            raise
+        finally:
+            # The child's copy is then the only one, so that its death closes the pipe.
+            os.close(write_end)
+
+    def end(self) -> None:
+        """End a process that nobody needs."""
+        self.child.kill()
+        self.child.end()
+        os.close(self.messages)
+        for file in (self.child.process.stdin, self.printed):
+            if file is not None:
+                file.close()
+
+
+_waiting: list[Starting] = []
+"""The process that the next worker may be; at most one."""
+
+
+def is_worthwhile() -> bool:
+    """Whether a GPU is here, and cores enough to import in the background."""
+    has_cores = len(os.sched_getaffinity(0)) >= _CORES_MIN
+    return has_cores and any(map(os.path.exists, _DRIVERS))
+
+
+def begin(environment: dict[str, str], module: str = MODULE) -> None:
+    """Start the process of a worker to come, unless one waits.
+
+    Args:
+        environment: its variables, as `worker_environment` returns them.
+        module: what it runs.
+    """
+    if not _waiting:
+        # What keeps it from being started does so when it is needed, too, and is said then.
+        with contextlib.suppress(OSError):
+            _waiting.append(Starting(environment, module=module))
+
+
+def take(environment: dict[str, str], module: str = MODULE) -> Starting | None:
+    """Return the process that was begun, if it is alive and as is asked for; else end it."""
+    while _waiting:
+        found = _waiting.pop()
+        is_alike = (found.environment, found.module) == (environment, module)
+        if is_alike and not found.child.has_ended():
+            return found
+        found.end()
+    return None
+
+
+def worker_environment(
+    device: str, *, weights: str = "random", cards: Sequence[str] = (), neighbours: int = 0
+) -> dict[str, str]:
+    """Return the variables that a worker starts with.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        weights: ``pretrained`` ones may need the hub's token.
+        cards: those that it sees, as CUDA names them; none for those of this process.
+        neighbours: others that share the machine's cores with it.
+    """
+    inherited = child_environment(with_hub_token=weights == "pretrained")
+    # Images forbid to write bytecode, and each worker would compile its libraries: half its start.
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)
+    # By default the compiler's files are in /tmp, and gone with the next start of the machine.
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(compiler_directory())}
+    if neighbours:
+        # Each would take every core to compile, and the steps that another measures would wait:
+        # each keeps one to train with, and compiles on its share of the others.
+        workers = neighbours + 1
+        share = max(1, (len(os.sched_getaffinity(0)) - workers) // workers)
+        kept["TORCHINDUCTOR_COMPILE_THREADS"] = str(share)
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
+    if device == "cpu":
+        own = _CPU_ENVIRONMENT
+        kept["OMP_NUM_THREADS"] = "1"
+    return kept | inherited | _QUIET | own
+
+
+def compiler_directory() -> Path:
+    """Return where the compiler keeps its files."""
+    return cache_directory() / "compiled"

@@ -1,0 +1,68 @@
+"""A worker's process that was begun before it had settings serves as one that is started then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.space import StepBudget
+from storage.records import Measured
+from sweep.running.starting import begin, take, worker_environment
+from sweep.running.supervisor import SupervisedRunner
+from sweep.running.wire import TrialRequest
+from tests.sweep.running.teams import a_cpu_runner
+from tests.sweep.test_processes import ends_soon, is_running
+
+STEPS = StepBudget(warmup_min=1, warmup_max=1, measured_min=2, measured_max=2, seconds_max=0.1)
+TRIAL = TrialRequest(config=TrialConfig(micro_batch_size=1, seq_len=16), steps=STEPS)
+pytestmark = pytest.mark.usefixtures("our_own_code")
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[SupervisedRunner]:
+    with a_cpu_runner(tmp_path / "worker.log") as runner:
+        yield runner
+
+
+def begun(environment: dict[str, str]) -> int:
+    """Begin a process and return its number."""
+    before = children()
+    begin(environment)
+    (number,) = children() - before
+    return number
+
+
+def children() -> set[int]:
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return set(map(int, listed))
+
+
+def test_it_trains_and_prints_into_the_log(runner: SupervisedRunner, tmp_path: Path) -> None:
+    number = begun(worker_environment("cpu"))
+    begin(worker_environment("cpu"))
+    assert isinstance(runner.run(TRIAL), Measured)
+    assert number in children()
+    assert {os.readlink(f"/proc/{number}/fd/{i}") for i in (1, 2)} == {str(tmp_path / "worker.log")}
+    runner.close()
+    assert ends_soon(number)
+
+
+def test_one_that_is_not_as_it_is_needed_is_replaced(runner: SupervisedRunner) -> None:
+    number = begun(worker_environment("cpu") | {"SOMETHING": "else"})
+    assert isinstance(runner.run(TRIAL), Measured)
+    assert not is_running(number)
+
+
+def test_one_that_nobody_needs_ends() -> None:
+    number = begun(worker_environment("cpu"))
+    assert take({}) is None
+    assert not is_running(number)
+
+
+def test_bytecode_is_written_wherever_an_image_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in worker_environment("cuda")
