@@ -3,9 +3,9 @@
 `published_speeds.jsonl` holds what others published: the configuration as far as it is known, what
 had to be guessed and what that may do, where it was read. A row is `strong` where its configuration
 is known completely, and `weak` where something was guessed that moves its time by more than 5 %,
-the host's share of another framework's short micro-batches included; claims are tested on the
-strong ones. No constant of the prediction was chosen by the rows of a `held_out` split; those of the
-H100 did make its stated uncertainty the widest.
+the host's share of another framework's short micro-batches included; claims are tested on strong
+rows. No constant of the prediction was chosen by the rows of a `held_out` split; those of the H100
+did make its stated uncertainty the widest.
 """
 
 from __future__ import annotations
