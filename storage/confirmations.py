@@ -3,7 +3,7 @@ and its loss over several seeds.
 
 The speed that made a trial the winner is the luckiest of many, so it does not count any more once
 the configuration was run again: only the runs that confirm it are pooled, and they are those of one
-series, run in turns in one fresh process.
+series, run in turns in one process.
 
 The median steps of several runs differ by more than the interval of each says: clocks, memory
 layout and neighbours stay as they are within a run and change from one to the next (Georges et al.,

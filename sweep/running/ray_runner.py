@@ -105,9 +105,9 @@ class Host:
         """See `runner.Runner.start`."""
         self._trials.submit(self._runner.start)
 
-    def run(self, request: TrialRequest, *, is_fresh: bool) -> Iterator[list[Progress] | Outcome]:
-        """Run a trial, in a fresh process where that is asked for, and yield its progress: what
-        came since the last, which may be nothing; finally its outcome.
+    def run(self, request: TrialRequest) -> Iterator[list[Progress] | Outcome]:
+        """Run a trial and yield its progress: what came since the last, which may be nothing;
+        finally its outcome.
 
         Raises:
             CardLost: the trial failed, and the GPU has a fault of its own.
@@ -119,13 +119,8 @@ class Host:
             told.append(progress)
             return self._stopped.is_set()
 
-        def run() -> Outcome:
-            if is_fresh:
-                self._runner.renew()
-            return self._runner.run(request, observe=observe)
-
         self._stopped.clear()
-        trial, is_over = self._trials.submit(run), False
+        trial, is_over = self._trials.submit(self._runner.run, request, observe=observe), False
         while not is_over:
             is_over = bool(wait([trial], timeout=_ALIVE_SECONDS).done)
             yield [told.popleft() for _ in range(len(told))]
@@ -176,7 +171,6 @@ class RayRunner(Runner):
     address: str
     silence_seconds: float = SILENCE_SECONDS
     _has_spoken: bool = False
-    _wants_fresh: bool = False
     _phase: Phase = "start"
     _is_cancelled: bool = False
     _lost: CardLost | None = None
@@ -230,8 +224,7 @@ class RayRunner(Runner):
     def _follow(self, request: TrialRequest, observe: Observer) -> Outcome:
         """Have the actor run a trial, and observe it until it has ended."""
         run = self._actor.run.options(num_returns="streaming", max_task_retries=0)
-        stream, is_stopping = run.remote(request, is_fresh=self._wants_fresh), False
-        self._wants_fresh = False
+        stream, is_stopping = run.remote(request), False
         while self._await(stream):
             news = self.ray.get(next(stream))
             self._has_spoken = True
@@ -290,10 +283,6 @@ class RayRunner(Runner):
     def tell(self, paths: Sequence[str] = (), study: str = "") -> Any:
         """Return Ray's reference to what `Host.tell` says."""
         return self._actor.tell.options(concurrency_group=_CONTROL).remote(paths, study)
-
-    def renew(self) -> None:
-        """See `runner.Runner.renew`: it is done with the next request."""
-        self._wants_fresh = True
 
     def cancel(self) -> None:
         """See `runner.Runner.cancel`. Calls nothing of Ray's: a signal may come amidst of that."""

@@ -51,7 +51,6 @@ class ReplayRunner(Runner):
     """All that was run, in order; recorded measurements answer as they are."""
     device_seconds: float = 0.0
     """That the recorded trials took, and nothing of this machine's."""
-    renewals: int = 0
     """How often a fresh process was asked for."""
     _is_cancelled: bool = False
 
@@ -102,10 +101,6 @@ class ReplayRunner(Runner):
     def cancel(self) -> None:
         """Make the running trial `Lost` at its next beat, and every later one before its first."""
         self._is_cancelled = True
-
-    def renew(self) -> None:
-        """Count: there is no process to replace."""
-        self.renewals += 1
 
     def close(self) -> None:
         """Do nothing: there is no device to free."""

@@ -61,10 +61,6 @@ class Runner(Protocol):
         """
         ...
 
-    def renew(self) -> None:
-        """Let the next `run` begin in a fresh process, as nothing of this one's is left."""
-        ...
-
     def start(self) -> None:
         """Begin with what takes time before the first trial, and return at once.
 

@@ -32,7 +32,7 @@ from sweep.running.child import (
     storable,
 )
 from sweep.running.runner import Observer, Runner, keep_going
-from sweep.running.starting import begin, is_worthwhile, take, worker_environment
+from sweep.running.starting import take
 from sweep.running.wire import (
     Finished,
     Progress,
@@ -205,7 +205,6 @@ class SupervisedRunner(Runner):
         self._clock = AttentiveClock()
         self._worker: WorkerProcess | None = None
         self._is_ready = False
-        self._has_run = self._has_begun_another = False
         self._phase: Phase = "start"
         self._cancelled_at: float | None = None
         """When somebody asked to stop, by the clock."""
@@ -274,13 +273,10 @@ class SupervisedRunner(Runner):
                 case Progress() if self._is_ready:
                     patience.hear(message)
                     self._phase = message.phase
-                    if self._phase == "warmup":
-                        self._begin_another()
                     if observe(message) and not is_stopping:
                         is_stopping = True
                         worker.send(to_line(StopCommand()))
                 case Finished(run_id=command.run_id, config=request.config, outcome=outcome):
-                    self._has_run = True
                     if message.retire is not None:
                         self._discard()
                     if kills is None or (oom_kills() or 0) <= kills:
@@ -312,22 +308,10 @@ class SupervisedRunner(Runner):
         if self._worker is not None and self._phase != "detach":
             self._worker.kill()
 
-    def renew(self) -> None:
-        """See `runner.Runner.renew`: a worker that ran nothing yet is as fresh as another."""
-        if self._has_run:
-            self._discard()
-
     def close(self) -> None:
         """See `runner.Runner.close`. A worker that nothing ends is not waited for twice."""
         take({})
         self._discard()
-
-    def _begin_another(self) -> None:
-        """Begin the process of the worker after this one, while the first trial compiles."""
-        settings = self._settings
-        is_first, self._has_begun_another = not self._has_begun_another, True
-        if is_first and settings.device == "cuda" and not settings.neighbours and is_worthwhile():
-            begin(worker_environment("cuda", weights=settings.weights, cards=settings.cards))
 
     def _started_worker(self) -> WorkerProcess:
         """Return the worker, which may not own the device yet."""
@@ -382,7 +366,7 @@ class SupervisedRunner(Runner):
 
     def _discard(self, *, patience: float = 0.0) -> tuple[End, str]:
         """End the worker and return how that was, with the last that it printed."""
-        self._has_run = self._is_ready = False
+        self._is_ready = False
         worker, self._worker = self._worker, None
         if worker is None:
             return End(0), ""

@@ -284,7 +284,7 @@ class Confirmation(Source):
     """Wants a study's winner measured again, soaked and trained with several seeds.
 
     On one lane while nothing runs on the others, so that what is compared is measured on the same
-    GPU and beside nobody; its first run in a fresh process. Nothing is run where the space says so,
+    GPU and beside nobody. Nothing is run where the space says so,
     where nothing fits, or where it was all done before.
 
     Args:
@@ -321,7 +321,6 @@ class Confirmation(Source):
             return reason
         if is_first:
             self._lane = lane
-            lane.runner.renew()
             numbers = tuple(c.number for c in plan.contenders if c.number is not None)
             recipe = next((c.config for c in plan.contenders if c.number is None), None)
             self._driver.on_event(ConfirmationStarted(self._series, numbers, recipe))

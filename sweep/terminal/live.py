@@ -159,7 +159,7 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
             noun = "trials" if len(numbers) > 1 else "trial"
             beside = f" beside {words.at_capacity(recipe)}" if recipe else ""
             what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
-            return f"the search has ended: measuring {what}, in turns in a fresh worker"
+            return f"the search has ended: measuring {what}, in turns"
         case events.LanesOpened(names=names):
             return (
                 f"trials run on {', '.join(names)} at a time; the winner is measured again on one "

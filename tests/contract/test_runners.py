@@ -201,8 +201,6 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     after = measured(runner.run(fitting))
     assert after.peak_allocated_bytes == before.peak_allocated_bytes
     assert after.trainable_parameters == before.trainable_parameters
-    runner.renew()
-    runner.renew()
     assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
 
 
@@ -272,7 +270,7 @@ def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_la
             runner.start()
         assert is_interrupted(runner.run(fitting, observe=cancel))
         with at_once():
-            for undo in (runner.start, runner.renew, runner.cancel, runner.close, lambda: None):
+            for undo in (runner.start, runner.cancel, runner.close, lambda: None):
                 undo()
                 assert is_interrupted(runner.run(fitting, observe=watch))
                 assert is_interrupted(runner.run(large, observe=watch))

@@ -96,7 +96,7 @@ def test_a_worker_killed_in_any_phase_is_a_crash_there_and_harms_nothing_after_i
 ) -> None:
     if phase == "build":
         # A worker that has the base already builds nothing.
-        runner.renew()
+        runner.close()
     killed: list[int] = []
 
     def kill(progress: Progress) -> bool:
@@ -118,7 +118,7 @@ def test_a_worker_killed_in_any_phase_is_a_crash_there_and_harms_nothing_after_i
 def test_a_worker_killed_while_it_starts_is_a_crash_and_the_next_one_runs(
     runner: SupervisedRunner, reference_peak: int
 ) -> None:
-    runner.renew()
+    runner.close()
     runner.start()
     killer = threading.Timer(1.0, os.kill, (_process_id(runner), signal.SIGKILL))
     killer.start()
@@ -182,7 +182,7 @@ def _others() -> list[TrialConfig]:
 def test_two_hundred_trials_in_one_worker_do_not_drift(
     runner: SupervisedRunner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner.renew()
+    runner.close()
     first = _measured(runner.run(TrialRequest(config=REFERENCE, steps=LONG)))
     process_id, outside = _process_id(runner), _outside_bytes(runner)
     references, others = [first], _others()

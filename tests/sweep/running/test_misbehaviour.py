@@ -267,11 +267,10 @@ def test_a_worker_that_cannot_use_the_device_or_be_started_is_said_by_the_first_
         ran(runner, how.HANG)
 
 
-def test_a_worker_that_was_started_ahead_runs_all_trials_until_a_renewal(start: Start) -> None:
+def test_a_worker_that_was_started_ahead_runs_all_trials(start: Start) -> None:
     runner = start()
     runner.start()
     first = pid_of(runner)
-    runner.renew()
     beats: list[float] = []
 
     def watch(_: Progress) -> bool:
@@ -283,14 +282,8 @@ def test_a_worker_that_was_started_ahead_runs_all_trials_until_a_renewal(start: 
     assert beats[-1] - beats[0] > 2 * QUICK.measure
     assert ran(runner, how.FINE) == ANSWERED
     assert pid_of(runner) == first
-    runner.renew()
-    assert ends_soon(first)
-    runner.start()
-    second = pid_of(runner)
-    runner.renew()
-    assert pid_of(runner) == second != first
     runner.close()
-    assert ends_soon(second)
+    assert ends_soon(first)
 
 
 class Unkillable(WorkerProcess):
