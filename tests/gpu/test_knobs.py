@@ -226,6 +226,30 @@ def test_a_compiled_layer_leaves_nothing_that_changes_the_next_trial(rig: Rig) -
     assert all(module._compiled_call_impl is None for module in base.model.modules())
 
 
+def test_what_was_compiled_outlives_its_base_and_its_process(rig: Rig) -> None:
+    from torch._dynamo.utils import counters
+
+    from sweep.training.adapters import forget_compiled
+
+    plain = small_config(upcast_fp32=False, checkpoint_fraction=0.0, compile=True)
+    one, other = (
+        plain.model_copy(update={"quantization": base, "compute_dtype": "int8"})
+        for base in ("nf4", "int8")
+    )
+    rig.worker._resident.drop()
+    before = rig.allocated_bytes()
+    assert all(rig.measure(config).compile_seconds for config in (one, other))
+    assert [rig.measure(config).compile_seconds for config in (one, other, one)] == [0.0] * 3
+    rig.worker._resident.drop()
+    assert rig.allocated_bytes() == before
+    # As a new process finds it, on the disk.
+    forget_compiled()
+    counters["aot_autograd"].clear()
+    rig.measure(one)
+    found = counters["aot_autograd"]
+    assert found["autograd_cache_hit"] > 0 == found["autograd_cache_bypass"]
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_a_compiled_peak_is_the_same_whether_it_was_compiled_now_or_before(
     rig: Rig, fraction: float
