@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -68,6 +68,8 @@ class ContributedRow(SurfaceRow):
     """Any other line."""
 
     model_config = ConfigDict(extra="forbid")
+
+    needed: ClassVar = ("tokens_per_second", "step_seconds", "peak_allocated_bytes")
 
 
 @dataclass(frozen=True)

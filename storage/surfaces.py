@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,6 +37,14 @@ class SurfaceRow(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    needed: ClassVar[tuple[str, ...]] = (
+        "tokens_per_second",
+        "step_seconds",
+        "peak_allocated_bytes",
+        "device_seconds",
+    )
+    """Numbers that what fits has."""
+
     config: TrialConfig
     verdict: Literal["fits", "oom"]
     tokens_per_second: Number | None = None
@@ -56,7 +64,7 @@ class SurfaceRow(BaseModel):
                 f"config packing {self.config.packing} is of texts, and a surface is of full rows: "
                 "leave the line out"
             )
-        for key in ("tokens_per_second", "step_seconds", "peak_allocated_bytes", "device_seconds"):
+        for key in self.needed:
             if self.verdict == "fits" and getattr(self, key) is None:
                 raise ContradictionError(f"{key} must be a number where the verdict is fits")
         return self

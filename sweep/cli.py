@@ -366,6 +366,26 @@ def contribute(
     """
 
 
+@command(
+    "sharing.calibrate",
+    "sweep calibrate a10.jsonl",
+    "sweep calibrate",
+    "sweep calibrate contributions --catalogue speed_evidence.json",
+)
+def calibrate(
+    named: opt.Contributions = None,
+    forgotten: opt.Forget = None,
+    catalogue: opt.Catalogue = None,
+    is_forced: opt.Force = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Predict speed by what others measured on a GPU.
+
+    Files of `sweep contribute` are checked and kept on this machine, and plan, run and best go by
+    them from then on. Without a file, those that are kept are listed.
+    """
+
+
 @command("finishing.merge", "sweep merge adapter --output merged --model base --dtype bf16")
 def merge(
     adapter: opt.Adapter,

@@ -52,6 +52,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     """
     memory, broken, trial = forecast.memory, forecast.broken, forecast.trial
     measured = None if trial is None else trial.measurement
+    contributed = (0, 0) if forecast.speed is None else forecast.speed.contributed
     return {
         **_fit(forecast),
         "peak_allocated_bytes": forecast.peak_allocated_bytes,
@@ -68,6 +69,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
             **_of(memory, "reserved_uncertainty"),
             "speed": forecast.speed_basis,
             "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
+            "speed_contributed": dict(zip(("files", "trials"), contributed, strict=True)),
         },
         "measured": None
         if trial is None or measured is None

@@ -40,6 +40,7 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts,
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.evidence import speed_evidence
 from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
@@ -281,11 +282,13 @@ def survey(
 
 
 def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
+    contributed = speed_evidence(forecaster.gpu.name)
     parts = [
         None if forecaster.shapes is None else forecaster.shapes.epochs.digest,
         space.model_dump(mode="json"),
         forecaster.model.fingerprint,
         forecaster.gpu.model_dump(mode="json"),
+        contributed and contributed.digest,
         forecaster.budget_bytes,
         tracing_fingerprint(),
         source_digest(*SURVEYED_BY),

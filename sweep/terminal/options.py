@@ -113,6 +113,11 @@ Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout,
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
 Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
+Forget = Annotated[str | None, Option(metavar="DIGEST", help="Keep this file no longer.")]
+Catalogue = Annotated[
+    str | None,
+    Option(metavar="OUT", help="Write what the files say as a catalogue's file; keep nothing."),
+]
 Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]
 NewDirectory = Annotated[str, Option("-o", "--output", help="A new directory.")]

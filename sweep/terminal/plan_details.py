@@ -269,6 +269,9 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         "measured matrix products" if dtype in gpu.matrix_flops else "FLOP/s by its data sheet"
     )
     copies = "measured copies" if gpu.copy_bytes_per_second else "bandwidth by its data sheet"
+    files, count = shown.speed.contributed
+    if files:
+        copies += f", and {units.plural(count, 'trial')} of {units.plural(files, 'contribution')}"
     factor = shown.speed.step_seconds_range[1] / shown.speed.step_seconds
     return (
         f"predicted from the {gpu.name}'s {products} and {copies}, nine in ten within a factor "

@@ -22,9 +22,11 @@ from search_spaces.presets import preset_texts
 from sweep.cli import CALLED, app, main
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.merging.made import make_adapter, make_base
+from tests.sweep.predict.contributed import path_of
 from tests.sweep.shared_tracing import asked_of
 
 REFUSED_WITHOUT_A_CARD = 3
+CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
@@ -67,6 +69,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_adapter(home / "adapter", base)
     shutil.copytree(TOKENIZER, home / "models" / "mine")
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
+    # Two trials of one structure: each structure takes its time to trace.
+    contribution = CONTRIBUTION.read_text(encoding="utf-8").splitlines(keepends=True)
+    (home / "contributions").mkdir()
+    for path in (home / "a10.jsonl", home / "contributions" / "a10.jsonl"):
+        path.write_text("".join(contribution[:3]), encoding="utf-8")
     (home / "surface.jsonl").write_text("".join(surface[:40]), encoding="utf-8")
     return home
 

@@ -22,6 +22,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
+from sweep.predict.speed.evidence import SpeedEvidence, residual_spread, speed_evidence
 from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped, refusal
 
@@ -123,23 +124,26 @@ def calibrate(
     configs = [config for config, _ in observations]
     measured = np.array([seconds for _, seconds in observations])
     steps = StepPhases.of(configs, model=model, gpu=gpu)
-    factors = _fitted(steps, measured)
+    factors = _fitted(steps, measured, speed_evidence(gpu.name))
     errors = np.abs(steps.seconds(factors) / measured - 1.0)
     by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
     classes = frozenset(config.numerics for config in configs)
     return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
 
 
-def _fitted(steps: StepPhases, measured: Array) -> Array:
+def _fitted(steps: StepPhases, measured: Array, evidence: SpeedEvidence | None) -> Array:
     """Return the non-negative factors nearest to trials and prior, each error over its spread."""
+    factors, covariance = np.ones(len(FACTORS)), factor_covariance()
+    if evidence is not None:
+        factors = np.exp(evidence.mean)
+        covariance = evidence.spread * np.outer(factors, factors)
     # Only a fit needs it, and it takes longer to import than a plan takes to make.
     from scipy.optimize import nnls
 
     # What weighs factors against the catalogue's rates, a row for each direction.
-    prior = np.linalg.cholesky(np.linalg.inv(factor_covariance())).T
+    prior = np.linalg.cholesky(np.linalg.inv(covariance)).T
     targets = np.full(len(measured), 1.0 / STEP_NOISE)
-    wanted = np.concatenate([targets, prior.sum(axis=1)])
-    factors = np.ones(len(FACTORS))
+    wanted = np.concatenate([targets, prior @ factors])
     for _ in range(ROUNDS):
         trials = steps.slopes(factors) / (measured[:, None] * STEP_NOISE)
         nearest, _ = nnls(np.vstack([trials, prior]), wanted)
@@ -185,6 +189,8 @@ class SpeedPrediction:
     """Standard deviation of the logarithm of `step_seconds`."""
     trials: int = 0
     """Measured trials that it was calibrated by."""
+    contributed: tuple[int, int] = (0, 0)
+    """Files of others that it goes by as well, and their trials."""
 
     @property
     def step_seconds_range(self) -> tuple[float, float]:
@@ -212,6 +218,8 @@ class StepTimes:
         gpu: what runs it.
         shapes: of the texts that are trained on; None where rows are full.
         calibration: factors fitted to trials on that GPU; None takes the catalogue's rates.
+        evidence: what contributions say of the GPU, beside the catalogue's rates; by default what
+            this machine keeps or the catalogue ships.
 
     Seconds and what follows from them are not a number where the architecture is not known or the
     GPU has no rate for the compute type. By the logarithms of factors (`log_seconds`, `slopes`) all
@@ -226,12 +234,15 @@ class StepTimes:
         gpu: GpuSpec,
         shapes: ShapesOnTexts | None = None,
         calibration: Calibration | None = None,
+        evidence: SpeedEvidence | Literal["kept"] | None = "kept",
     ) -> None:
         self._model, self._gpu, self._calibration = model, gpu, calibration
+        self.evidence = speed_evidence(gpu.name) if evidence == "kept" else evidence
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)
-        self._factors = in_order(calibration)
+        self._means = np.zeros(len(FACTORS)) if self.evidence is None else self.evidence.mean
+        self._factors = np.exp(self._means) if calibration is None else in_order(calibration)
         self._full_seconds = self.phases.seconds(self._factors)
         self.is_known = ~np.isnan(self._full_seconds)
         parts = (1.0 if shapes is None else shapes.of(config).seconds for config in configs)
@@ -263,6 +274,10 @@ class StepTimes:
         parallel = np.array([_parallel_doubt(config) for config in self._full], np.float64)
         # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
         off = np.hypot(stated, eight_bit * np.array(unseen))
+        if self.evidence is not None and self._calibration is None:
+            explained = np.einsum("nf,fg,ng->n", shares, self.evidence.spread, shares)
+            contributed = np.sqrt(explained + residual_spread(shares) ** 2)
+            off = np.minimum(off, np.tanh(NINE_IN_TEN * contributed))
         relative = off + attention * masks + parallel
         # As wide, from end to end, as 1 - this to 1 + this is.
         return np.asarray(np.arctanh(np.minimum(relative, 0.9)) / NINE_IN_TEN)
@@ -297,6 +312,7 @@ class StepTimes:
             basis="predicted" if self._calibration is None else "calibrated",
             log_spread=float(self.log_spread[row]),
             trials=0 if self._calibration is None else self._calibration.trials,
+            contributed=(self.evidence.files, self.evidence.trials) if self.evidence else (0, 0),
         )
 
     @cached_property
@@ -308,7 +324,9 @@ class StepTimes:
 
     @cached_property
     def spread(self) -> Array:
-        """Covariance of the factors' logarithms before anything was measured."""
+        """Covariance of the factors' logarithms before anything was measured here."""
+        if self.evidence is not None:
+            return self.evidence.spread
         eight_bit = FACTOR_SPREAD["matmul" if self._gpu.measured_8bit else "eight_bit"]
         return factor_covariance({**FACTOR_SPREAD, "eight_bit": eight_bit})
 
@@ -320,11 +338,12 @@ class StepTimes:
 
     def log_seconds(self, log_factors: Array, rows: Rows) -> Array:
         """Return the logarithm of some configurations' seconds."""
-        return np.log(self._all_known.of_rows(rows).seconds(np.exp(log_factors)))
+        factors = np.exp(log_factors + self._means)
+        return np.log(self._all_known.of_rows(rows).seconds(factors))
 
     def slopes(self, log_factors: Array, rows: Rows) -> Array:
         """Return by how much some configurations' log seconds rise with each log factor."""
-        phases, factors = self._all_known.of_rows(rows), np.exp(log_factors)
+        phases, factors = self._all_known.of_rows(rows), np.exp(log_factors + self._means)
         return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from search_spaces.config import TrialConfig
+from search_spaces.gpus import GIB
 from storage.contributions import parse_contribution
 from storage.records import Carried, OutOfMemory, TrialRecord
 from storage.study import open_study
+from sweep.planning.question import PlanRequest
+from sweep.predict.speed.evidence import contributions_directory
 from sweep.sampling.samplers import make_sampler
+from sweep.terminal.plan import plan
+from sweep.terminal.sharing import calibrate
+from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_record, a_snapshot
 from tests.sweep.typed import Sweep
 
@@ -101,6 +108,97 @@ def test_a_file_that_others_own_is_not_replaced(here: Path, sweep: Sweep) -> Non
     (here / "mine.jsonl").write_text("mine")
     assert sweep("contribute", study, "-y", "-o", "mine.jsonl").code == 2
     assert (here / "mine.jsonl").read_text() == "mine"
+
+
+class Known(ImaginedPredictor):
+    """Predicts the peak that `a_record` has."""
+
+    def predict(self, config: TrialConfig) -> ImaginedMemory:
+        return replace(super().predict(config), peak_allocated_bytes=10 * GIB)
+
+
+def known(*_: Any) -> Known:
+    return Known()
+
+
+def planned(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    request = PlanRequest(space="small.yaml", as_json=True)
+    plan(request, predictor=known, card=lambda: None)
+    return dict(json.loads(capsys.readouterr().out)["recommended"])
+
+
+def calibrated(capsys: pytest.CaptureFixture[str], *files: str, **options: Any) -> dict[str, Any]:
+    capsys.readouterr()
+    asked = {"forgotten": None, "catalogue": None, "is_forced": False} | options
+    code = calibrate(files or None, **asked, as_json=True, predictor=known)
+    document = json.loads(capsys.readouterr().out)
+    return {"code": code, **document}
+
+
+def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
+    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [a_record(r.number, r.config, off=1.2) for r in TRIALS]
+    assert sweep("contribute", stored(here, *slow), "-y", "-o", "a10.jsonl").code == 0
+    (here / "small.yaml").write_text("gpu: a10\ndimensions:\n  micro_batch_size: [2, 6]\n")
+    before = planned(capsys)
+    assert before["basis"]["speed_contributed"] == {"files": 0, "trials": 0}
+
+    found = calibrated(capsys, "a10.jsonl")
+    (file,), (gpu,), (one,) = found["files"], found["gpus"], found["kept"]
+    assert (found["code"], file["refused"], gpu["gpu"], gpu["trials"]) == (0, None, "a10", 6)
+    assert one["times_predicted_seconds"] == pytest.approx(1.2, abs=0.05)
+    widths = [gpu[when]["high"] / gpu[when]["low"] for when in ("before", "after")]
+    assert widths[1] < 0.8 * widths[0]
+
+    after = planned(capsys)
+    assert after["basis"]["speed_contributed"] == {"files": 1, "trials": 6}
+    (low, high), (least, most) = (of["tokens_per_second_range"] for of in (after, before))
+    assert low < before["tokens_per_second"] / 1.2 < high
+    assert high / low < 1.5 < 2.0 < most / least
+    assert "and 6 trials of 1 contribution" in grounds(capsys)
+
+    # The same file once more is refused, and what is kept stays.
+    again = calibrated(capsys, "a10.jsonl")
+    assert (again["code"], again["kept"], again["gpus"]) == (2, found["kept"], [])
+    listed = calibrated(capsys)
+    assert listed["gpus"][0]["after"] == gpu["after"]
+    assert sweep("calibrate", "--forget", "nonesuch").code == 2
+    forgotten = calibrated(capsys, forgotten=one["digest"])
+    assert (forgotten["kept"], forgotten["gpus"][0]["after"]) == ([], gpu["before"])
+    assert planned(capsys) == before
+
+
+def grounds(capsys: pytest.CaptureFixture[str]) -> str:
+    plan(PlanRequest(space="small.yaml", is_detailed=True), predictor=known, card=lambda: None)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_of_a_folder_the_bad_files_are_refused_each_with_its_reason_and_the_rest_is_kept(
+    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "folder").mkdir()
+    assert sweep("contribute", stored(here, *TRIALS), "-y", "-o", "folder/a.jsonl").code == 0
+    (here / "folder" / "b.jsonl").write_text("{")
+    found = calibrated(capsys, "folder")
+    assert found["code"] == 0
+    assert [file["refused"] is None for file in found["files"]] == [True, False]
+    assert "not valid JSON" in found["files"][1]["refused"]
+    assert sweep("calibrate", "nowhere").code == 2
+    assert sweep("calibrate", "--catalogue", "out.json").code == 2
+
+
+def test_a_folder_becomes_a_catalogues_file_with_its_provenance(
+    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("contribute", stored(here, *TRIALS), "-y", "-o", "a.jsonl").code == 0
+    calibrated(capsys, "a.jsonl", catalogue="out.json")
+    entry = json.loads((here / "out.json").read_text())["gpus"]["a10"]
+    (file,) = entry["files"]
+    assert (file["date"], file["trials"], entry["trials"]) == (DAY, 6, 6)
+    assert {"digest", "versions", "driver"} < file.keys()
+    assert not contributions_directory().exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""What contributed measurements say of a GPU's speed, as a prediction takes it up.
+
+`sweep.predict.contributions` writes it, of files that this machine keeps; a prediction reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweep.paths import runs_directory
+from sweep.predict.memory.profile_store import source_digest
+from sweep.predict.speed.steps import TERMS
+
+Array = NDArray[np.float64]
+
+NAME = "speed_evidence.json"
+"""Of the file, where this machine keeps contributions and where the catalogue ships its own."""
+DEVICE_RESIDUAL, HOST_RESIDUAL = 0.061, 0.26
+"""How far one step's logarithm is off what its GPU and session explain, as far as it waits for the
+GPU or for its host.
+
+By maximum likelihood of the 700 trials of seven recordings on H200s under `tests/data`
+(`pytest tests/sweep/predict/speed/test_evidence.py` holds what is predicted by it against them).
+"""
+DEVICE_SESSION, HOST_SESSION = 0.036, 0.38
+"""How far whole sessions are apart beside that: another GPU of the kind, another host, another day.
+
+From the same. Of the GPU's part the estimate is 0.014; with seven sessions 0.036 is the upper end
+of what nineteen in twenty are below.
+"""
+_LAUNCH = len(TERMS)
+SESSION: Array = np.zeros((len(TERMS) + 2, len(TERMS) + 2))
+"""The covariance of the log factors between sessions."""
+SESSION[:_LAUNCH, :_LAUNCH] = DEVICE_SESSION**2
+SESSION[_LAUNCH, _LAUNCH] = HOST_SESSION**2
+
+
+def residual_spread(slopes: Array) -> Array:
+    """Return how far each step is off beside its GPU and session, by its slopes in log factors."""
+    host = slopes[:, _LAUNCH]
+    return np.hypot((1.0 - host) * DEVICE_RESIDUAL, host * HOST_RESIDUAL)
+
+
+@dataclass(frozen=True)
+class SpeedEvidence:
+    """What contributions say of one GPU: logarithms of factors, in the order of `FACTORS`."""
+
+    entry: Mapping[str, Any]
+    """As it is stored: ``mean`` and ``covariance``, ``trials`` and ``files``."""
+
+    @cached_property
+    def mean(self) -> Array:
+        """Of the factors by which the GPU's terms differ from the catalogue's rates."""
+        return np.array(self.entry["mean"])
+
+    @cached_property
+    def covariance(self) -> Array:
+        """Of the same, for the kind of GPU."""
+        return np.array(self.entry["covariance"])
+
+    @cached_property
+    def spread(self) -> Array:
+        """The covariance on a machine of which nothing is known."""
+        return self.covariance + SESSION
+
+    @property
+    def trials(self) -> int:
+        """Measured trials that count."""
+        return int(self.entry["trials"])
+
+    @property
+    def files(self) -> int:
+        """Files that they are from."""
+        return len(self.entry["files"])
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all of it."""
+        return hashlib.sha256(json.dumps(self.entry, sort_keys=True).encode()).hexdigest()
+
+
+def contributions_directory() -> Path:
+    """Return where this machine keeps contributions."""
+    return runs_directory() / "contributions"
+
+
+def speed_evidence(gpu: str) -> SpeedEvidence | None:
+    """Return what this machine's contributions, or else the catalogue's, say of a GPU."""
+    path = contributions_directory() / NAME
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return shipped_evidence(gpu)
+    known = _read(path, changed)
+    if known.get("basis") != basis():
+        # Factors are of the rates and of the code that they multiply: these were others.
+        from sweep.predict import contributions
+
+        contributions.estimate_anew()
+        known = _read(path, path.stat().st_mtime_ns)
+    return known["gpus"].get(gpu) or shipped_evidence(gpu)
+
+
+def shipped_evidence(gpu: str) -> SpeedEvidence | None:
+    """Return what the catalogue's contributions say of a GPU."""
+    path = Path(str(files("search_spaces") / NAME))
+    return _read(path, 0)["gpus"].get(gpu) if path.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed: int) -> dict[str, Any]:
+    """Return a file's evidence by GPU; it is read again once the file has changed."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found = {gpu: SpeedEvidence(entry) for gpu, entry in document["gpus"].items()}
+    return document | {"gpus": found}
+
+
+@cache
+def basis() -> str:
+    """Return a digest of the rates and the code that factors multiply."""
+    rates = (files("search_spaces") / "gpus.yaml").read_bytes()
+    code = source_digest("search_spaces", "sweep/predict/speed").encode()
+    return hashlib.sha256(rates + code).hexdigest()
