@@ -23,7 +23,8 @@ from scipy.special import log_ndtr, ndtr
 
 from search_spaces.space import Objective
 from sweep.predict.forecast import Forecasts
-from sweep.predict.speed.predictor import StepTimes
+from sweep.predict.speed.predictor import NINE_IN_TEN, StepTimes
+from sweep.predict.speed.steps import OVERLAP_EXPONENT
 
 Array = NDArray[np.float64]
 Codes = NDArray[np.intp]
@@ -155,11 +156,13 @@ class SpeedSurrogate:
     ) -> None:
         self._columns = [column for column in columns if len(column.alike) > 1]
         self._log_tokens, self._physics = log_tokens, physics
-        self._launch_shares = np.zeros(len(log_tokens))
+        self._launch_shares = self._headroom = np.zeros(len(log_tokens))
         self._log_seconds = log_tokens
         """Of the model as it is before any trial."""
         if physics is not None:
             self._launch_shares = physics.launch_shares
+            left = np.maximum(1.0 - self._launch_shares, _LEAST)
+            self._headroom = -np.log(left) / OVERLAP_EXPONENT
             self._log_seconds = physics.log_seconds(np.zeros(len(physics.spread)), slice(None))
 
     def posterior(self, observed: Observed) -> Mixture:
@@ -224,7 +227,12 @@ class SpeedSurrogate:
         mean = prior + across @ pulled
         known = np.einsum("ij,ji->i", across, cho_solve(factor, across.T))
         likelihood = -0.5 * errors @ pulled - np.log(np.diag(factor[0])).sum()
-        return mean, np.sqrt(np.maximum(before - known, 1e-10)), float(likelihood)
+        deviation = np.sqrt(np.maximum(before - known, 1e-10))
+        if view.is_calibrated:
+            # Launches that cost nothing would leave the GPU's own seconds: a step that the host
+            # holds up is known badly, and is no faster than that by any surprise.
+            deviation = np.minimum(deviation, deviation / doubt + self._headroom / NINE_IN_TEN)
+        return mean, deviation, float(likelihood)
 
     def _calibrated(self, observed: Observed, residuals: Array) -> tuple[Array, Array, Array]:
         """Return the physical model, linearized around the factors that fit what was measured."""

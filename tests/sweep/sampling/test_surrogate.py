@@ -122,6 +122,29 @@ def test_what_one_structure_has_over_its_forecast_is_believed_of_its_like() -> N
     assert others[KINDS == 2].mean() > others[KINDS == 0].mean() + 0.1
 
 
+class HeldUp(OneFactor):
+    """All steps of the second kind take half as long again for the host's launches."""
+
+    @property
+    def launch_shares(self) -> Array:
+        return np.where(KINDS == 1, 1 - 1.5**-4.0, 0.0)
+
+
+def test_no_surprise_makes_a_step_faster_than_its_launches_allow() -> None:
+    log_speed = TRUTH - 0.8 * (KINDS == 1)
+    columns = [Column.of_numbers(SIZES, scale=2.0), Column.of_kinds(list(KINDS), common=0.5)]
+    physics = HeldUp(LOG_TOKENS - log_speed)
+    speed = SpeedSurrogate(columns, log_tokens=LOG_TOKENS, physics=physics).posterior(
+        observed(7, 23)
+    )
+    goal = Goal(speed, np.ones((len(KINDS), 2)), np.zeros(2))
+    gains, _ = expected_improvement(goal, np.exp([[TRUTH.max()]]))
+    # At best they are 2.2 times as slow as the fastest, over 1.5.
+    assert gains[KINDS == 1].max() < 0.01
+    held_up = (KINDS == 1) & (SIZES == 7)
+    assert speed.deviation[held_up] > 2 * speed.deviation[(KINDS == 0) & (SIZES == 6)]
+
+
 def test_uncertainty_falls_where_something_was_measured() -> None:
     before = a_surrogate(TRUTH).posterior(observed())
     assert np.abs(before.mean - TRUTH).max() < 0.1, "as forecast"
