@@ -142,7 +142,7 @@ def gain_words(view: StudyView, record: TrialRecord) -> str:
     """Return a trial's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
     none is stated, and for the baseline itself. Where the class of numerics was chosen by what is
     predicted of the target, it is named whose gain that is."""
-    ratio = None if view.baseline is None else view.ranking.gain_of(record).ratio
+    ratio = view.ranking.gain_of(record).ratio
     if ratio is None or ratio.value == 1:
         return ""
     over = words.reference_of(view.ranking, record.config)
@@ -154,8 +154,6 @@ def gain_words(view: StudyView, record: TrialRecord) -> str:
 def gain_clause(view: StudyView, record: TrialRecord) -> str:
     """Return a trial's gain or why none is stated, and that what it is over is the faster of both
     and no answer all the same, where that is so."""
-    if view.baseline is None:
-        return "none stated: the baseline was not measured"
     gain, over = view.ranking.gain_of(record), words.reference_of(view.ranking, record.config)
     stated = gain_words(view, record) or f"none: it is {over}"
     if gain.ratio is None:
@@ -322,7 +320,7 @@ def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:
         measured, is_searched = measured_of(record), record.purpose == "search"
         runs = ranking.confirmations.runs(record.config, series=ranking.confirmations.series)
         has_fallen = number in ranking.fallen
-        recipe = words.at_capacity(record.config).removeprefix("the ")
+        recipe = words.reference_of(ranking, record.config).removeprefix("the ")
         baseline = ranking.definition.space.baseline_config()
         yield ConfirmedRow(
             number=str(number) if is_searched else units.DASH,

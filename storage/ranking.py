@@ -436,9 +436,10 @@ class Ranking:
 
     @cached_property
     def baseline(self) -> TrialRecord | None:
-        """The last trial of the baseline that was measured to the end; None where none was."""
+        """The last trial of the baseline that was measured to the end, where none was what the
+        confirmation measured of it; None where neither did."""
         measured = [r for r in self.records if r.is_baseline and r.verdict is Verdict.FITS]
-        return measured[-1] if measured else None
+        return measured[-1] if measured else self._confirmed(self._recipe)
 
     @cached_property
     def _recipe(self) -> TrialConfig:
@@ -471,12 +472,15 @@ class Ranking:
         class what was measured of the recipe there; None where it was not."""
         if self.is_of_baselines_class(config):
             return self.baseline
-        wanted, known = canonical(self.recipe_for(config)), self.confirmations
-        if wanted in known.fallen:
+        recipe = self.recipe_for(config)
+        return self._fitting.get(canonical(recipe)) or self._confirmed(recipe)
+
+    def _confirmed(self, config: TrialConfig) -> TrialRecord | None:
+        """Return what the confirmation measured of a configuration that no trial was of."""
+        wanted, known = canonical(config), self.confirmations
+        pooled = None if wanted in known.fallen else known.pooled(wanted)
+        if pooled is None:
             return None
-        pooled = known.pooled(wanted)
-        if wanted in self._fitting or pooled is None:
-            return self._fitting.get(wanted)
         runs = (r for r in known.records if r.series == known.series and r.purpose == "confirm")
         return _with(next(r for r in runs if canonical(r.config) == wanted), pooled)
 
@@ -488,8 +492,6 @@ class Ranking:
     @cached_property
     def gain(self) -> Gain:
         """What the winner gained within its capacity class."""
-        if self.baseline is None:
-            return Gain(reason="not_measured")
         return Gain(reason="no_winner") if self.winner is None else self.gain_of(self.winner)
 
     def gain_of(self, trial: TrialRecord) -> Gain:

@@ -43,7 +43,7 @@ class Contender:
     canonical: TrialConfig
     config: TrialConfig = field(compare=False)
     number: int | None = field(default=None, compare=False)
-    """Of its trial; None for the baseline's recipe in the winner's class, which none was."""
+    """Of its trial; None for the baseline in a winner's class that none was of."""
 
     @classmethod
     def of(cls, record: TrialRecord) -> Contender:
@@ -149,19 +149,23 @@ class Plan:
         """What gains are stated over: the winner's, and in another class than the baseline's that
         of the fastest of the baseline's own, with it."""
         ranking, winner = self.ranking, self.ranking.winner
-        if winner is None or ranking.baseline is None:
+        own = ranking.fastest_of_baselines_class
+        if winner is None:
             return ()
-        if ranking.is_of_baselines_class(winner.config):
-            return (Contender.of(ranking.baseline),)
-        found: list[Contender] = []
-        config = ranking.recipe_for(winner.config)
-        recipe = canonical(config)
-        if recipe not in ranking.confirmations.fallen:
-            tried = [r for r in ranking.records if canonical(r.config) == recipe]
-            found.append(Contender.of(tried[-1]) if tried else Contender(recipe, config))
-        if ranking.fastest_of_baselines_class is not None:
-            found += map(Contender.of, (ranking.fastest_of_baselines_class, ranking.baseline))
+        found = self._recipe_of(winner)
+        if own is not None and not ranking.is_of_baselines_class(winner.config):
+            found += [Contender.of(own), *self._recipe_of(own)]
         return tuple(found)
+
+    def _recipe_of(self, record: TrialRecord) -> list[Contender]:
+        """Return the baseline in a trial's class; none where that is known not to run."""
+        config = self.ranking.recipe_for(record.config)
+        recipe = canonical(config)
+        tried = [r for r in self.ranking.records if canonical(r.config) == recipe]
+        if not tried:
+            fell = recipe in self.ranking.confirmations.fallen
+            return [] if fell else [Contender(recipe, config)]
+        return [Contender.of(r) for r in tried[-1:] if r.measurement is not None]
 
     @cached_property
     def _winner(self) -> Contender | None:
@@ -322,8 +326,8 @@ class Confirmation(Source):
         if is_first:
             self._lane = lane
             numbers = tuple(c.number for c in plan.contenders if c.number is not None)
-            recipe = next((c.config for c in plan.contenders if c.number is None), None)
-            self._driver.on_event(ConfirmationStarted(self._series, numbers, recipe))
+            recipes = tuple(c.config for c in plan.contenders if c.number is None)
+            self._driver.on_event(ConfirmationStarted(self._series, numbers, recipes))
         return wanted
 
     def _plan(self, series: int, budget: ConfirmBudget) -> Plan:

@@ -107,8 +107,8 @@ class ConfirmationStarted:
     series: int
     numbers: tuple[int, ...]
     """Trials whose configurations are run in turns, the baseline last."""
-    recipe: TrialConfig | None = None
-    """The baseline in the winner's class, run with them; None where it is one of them."""
+    recipes: tuple[TrialConfig, ...] = ()
+    """The baseline in the classes of those, where no trial was of it."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from search_spaces.config import TrialConfig
-from storage.records import Outcome, TrialRecord
+from storage.records import Outcome, TrialRecord, Verdict
 from sweep.running.runner import Lane
 from sweep.sampling.encoding import Frontier, identity
 from sweep.study.confirmation import Confirmation, ranking_of
@@ -47,10 +49,11 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
 
 
 class Search(Source):
-    """Wants the baseline, what failed, and what the sampler chooses, until the stop rule ends it.
+    """Wants what the sampler chooses, what failed, and the baseline, until the stop rule ends it.
 
-    A sampler that knows what is fastest before anything ran goes before the baseline: the answer
-    comes the sooner.
+    The baseline is no part of a guided search that is followed by a confirmation, which measures it
+    beside the winner. Any other search begins with it, or has it second, where the sampler knows
+    what is fastest before anything ran.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -80,10 +83,10 @@ class Search(Source):
         running = {trial.record.config for trial in driver.lanes.running.values()}
         self._tried |= {identity(config) for config in running}
         self._tokens = self._tokens or tokens_of(self._study)
-        has_baseline = driver.baseline in ledger or driver.baseline in running
+        lacks_baseline = driver.baseline not in ledger and driver.baseline not in running
         to_retry = [c for c in ledger.to_retry(since=self._since) if c not in running]
         spent = ledger.trials_spent(since=self._since) + len(running)
-        reason, config = self._reason_to_stop(spent, has_baseline=has_baseline, to_retry=to_retry)
+        reason, config = self._reason_to_stop(spent, lacks_baseline, to_retry)
         if reason is not None:
             return reason
         if running and driver.asks_for_loss and self._tokens is None:
@@ -97,7 +100,7 @@ class Search(Source):
             if not has_room and not retries:
                 return None
             retries = [] if has_room else retries
-        if not has_baseline and not self._is_foreseen():
+        if lacks_baseline and not self._is_left_to_confirm and not self._is_foreseen():
             config = driver.baseline
         elif retries:
             config = retries[0]
@@ -116,7 +119,7 @@ class Search(Source):
             self._failures.setdefault(lane, ConsecutiveFailures()).count(outcome)
 
     def _reason_to_stop(
-        self, spent: int, *, has_baseline: bool, to_retry: list[TrialConfig]
+        self, spent: int, lacks_baseline: bool, to_retry: list[TrialConfig]
     ) -> tuple[StopReason | None, TrialConfig | None]:
         """Return why no further trial should start, None where one should; and what is owed one, as
         the search would end without it."""
@@ -127,15 +130,29 @@ class Search(Source):
             reason = StopReason.TIME_SPENT if is_late else None
         if reason is not None or to_retry:
             return reason, None
-        if not has_baseline and spent < self._space.trials:
+        if lacks_baseline and not self._is_left_to_confirm and spent < self._space.trials:
             return None, None
-        reason = limits.out_of_trials(
-            spent, is_exhausted=self._is_exhausted, records=self._study.ledger.records
-        )
+        records = self._study.ledger.records
+        reason = limits.out_of_trials(spent, is_exhausted=self._is_exhausted, records=records)
+        is_done = reason in (StopReason.GAIN_SPENT, StopReason.EXHAUSTED)
+        if is_done and lacks_baseline and all(r.verdict is not Verdict.FITS for r in records):
+            # Nothing will be confirmed: whether the baseline fits is asked here.
+            return None, driver.baseline
         if reason is StopReason.GAIN_SPENT and not driver.lanes.running:
             owed = limits.still_owed(ranking_of(self._study))
             return reason if owed is None else None, owed
         return reason, None
+
+    @cached_property
+    def _is_left_to_confirm(self) -> bool:
+        """Whether the confirmation alone measures the baseline; what is refused costs nothing."""
+        driver = self._driver
+        is_needed = self._space.confirm is None or driver.asks_for_loss or not self._is_guided
+        return not is_needed and not driver.forecaster.expect(driver.baseline).is_refused
+
+    @property
+    def _is_guided(self) -> bool:
+        return self._space.sampler == "guided" and self._driver.forecaster.speed is not None
 
     def _is_exhausted(self) -> bool:
         return self._frontier.is_exhausted(self._tried)
@@ -145,5 +162,4 @@ class Search(Source):
         if self._driver.asks_for_loss or self._study.ledger.records or self._driver.lanes.running:
             # The baseline's speed says how much every trial is to learn from.
             return False
-        is_guided = self._space.sampler == "guided" and self._driver.forecaster.speed is not None
-        return is_guided and self._space.trials > 1
+        return self._is_guided and self._space.trials > 1

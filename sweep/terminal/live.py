@@ -155,9 +155,10 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
     is_first = board.is_first and board.starts_a_worker
     board.take(event)
     match event:
-        case events.ConfirmationStarted(numbers=numbers, recipe=recipe):
+        case events.ConfirmationStarted(numbers=numbers, recipes=recipes):
             noun = "trials" if len(numbers) > 1 else "trial"
-            beside = f" beside {words.at_capacity(recipe)}" if recipe else ""
+            over = " and ".join(words.reference_of(board.ranking, recipe) for recipe in recipes)
+            beside = f" beside {over}" if over else ""
             what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
             return f"the search has ended: measuring {what}, in turns"
         case events.LanesOpened(names=names):
@@ -185,7 +186,7 @@ def _trial_line(board: Board, record: TrialRecord) -> str:
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
     if record.purpose != "search":
         if record.confirms is None:
-            return f"{words.at_capacity(record.config)}: {ended}"
+            return f"{words.reference_of(board.ranking, record.config)}: {ended}"
         soak = record.measurement and record.measurement.soak
         steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
         return f"{_AGAIN[record.purpose].format(record.confirms)}{steps}: {ended}"
@@ -249,7 +250,7 @@ def _running_line(board: Board, running: Running) -> str:
     if started.errand.purpose == "search":
         what = f"trial {started.number}"
     elif started.errand.confirms is None:
-        what = words.at_capacity(started.config)
+        what = words.reference_of(board.ranking, started.config)
     if progress is None:
         phase = "starting the worker" if board.starts_a_worker else "getting ready"
     else:

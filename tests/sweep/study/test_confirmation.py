@@ -363,7 +363,7 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
         assert drive(study, a_runner(by_size)) is StopReason.EXHAUSTED
         assert len(study.confirmations()) == 5
     (begun,) = [event for event in events if isinstance(event, ConfirmationStarted)]
-    assert (begun.numbers, begun.recipe) == ((1,), RECIPE)
+    assert (begun.numbers, begun.recipes) == ((1,), (RECIPE,))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,30 @@ def test_a_space_of_one_point_is_tried_once(tmp_path: Path) -> None:
     assert [r.config.micro_batch_size for r in study.records()] == [4, 8]
 
 
-def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(tmp_path: Path) -> None:
+def test_the_baseline_of_a_guided_search_is_measured_beside_the_winner_alone(
+    tmp_path: Path,
+) -> None:
+    _, study = run(tmp_path, confirm={"soak_seconds": 0})
+    assert not any(record.is_baseline for record in study.records())
+    assert sum(record.is_baseline for record in study.confirmations()) >= 2
+    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    document, ranking = view_of(found).document(), rank_study(found)
+    assert document["gain"]["over"]["baseline"]
+    best, over = ranking.winner.config, ranking.baseline.config
+    expected = tokens_per_second(best) / tokens_per_second(over)
+    assert document["gain"]["ratio"] == pytest.approx(expected, rel=0.01)
+    # Interrupted before it was measured, no gain is made up.
+    cut = replace(found, confirmations=())
+    assert view_of(cut).document()["gain"] is None
+    assert "the baseline was not measured" in last_screen(cut)
+
+
+@pytest.mark.parametrize("confirm", [False, {"seconds": 5}])
+def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(
+    tmp_path: Path, confirm: Any
+) -> None:
     huge = {
+        "confirm": confirm,
         "dimensions": {"micro_batch_size": {"choices": [200, 400, 800]}},
         "fixed": {"seq_len": 4096},
         "baseline": {"micro_batch_size": 300},
