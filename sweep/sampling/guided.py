@@ -508,9 +508,9 @@ def columns(configs: Sequence[TrialConfig]) -> list[Column]:
 def _noise(record: TrialRecord) -> float:
     """Return how far a trial's speed may be off, relative: one standard deviation."""
     measured = record.measurement
-    if measured is None or measured.speed_interval is None:
+    if measured is None or (measured.speed_interval is None and not measured.flags):
         return NOISE_UNKNOWN
-    if measured.is_noisy:
+    if measured.speed_interval is None or NEIGHBOUR in measured.flags:
         return NOISE_UNEVEN
     low, high = measured.speed_interval
     return float(np.hypot(NOISE, np.log(high / low) / 4))
