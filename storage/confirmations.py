@@ -9,11 +9,17 @@ The median steps of several runs differ by more than the interval of each says: 
 layout and neighbours stay as they are within a run and change from one to the next (Georges et al.,
 "Statistically rigorous Java performance evaluation", OOPSLA 2007; Kalibera and Jones, "Rigorous
 benchmarking in reasonable time", ISMM 2013). So intervals are Student's, over the runs' medians, in
-logarithms, as what disturbs a step takes a share of it. A configuration has few runs, and two say
-next to nothing of how far runs spread; all of a series were run alike, so their spreads are pooled:
-of one speed as in a one-way layout, of a ratio about the rounds as well (Box, Hunter and Hunter,
-"Statistics for experimenters", ch. 4). What spread more than that keeps its own spread, and no
-interval is narrower than what is left of the runs' own. Losses over seeds are pooled the same way.
+logarithms, as what disturbs a step takes a share of it. Two runs say next to nothing of how far
+runs spread, and a configuration whose steps are uneven spreads more than a steady one. So each
+run's spread is counted in units of its configuration's `noise`, by what the steps within its runs
+say, and in those units the spreads of a series are pooled: of one speed as in a one-way layout, of
+a ratio about the rounds as well (Box, Hunter and Hunter, "Statistics for experimenters", ch. 4).
+What spread more than that keeps its own spread, and no interval is narrower than what the steps
+within its runs say. Losses over seeds are pooled without units.
+
+A confirmation looks after every round whether it is decided, and stops where intervals are narrow.
+So that the interval at which it stops holds all the same, each of the possible looks has its share
+of the 5 % (Bonferroni): with two looks, 97.5 % intervals.
 """
 
 from __future__ import annotations
@@ -39,10 +45,14 @@ from storage.records import (
 
 RUNS_TO_CONFIRM = 2
 """The fewest runs between which there is a spread."""
+ERRORS_OF_STEPS = 2.5
+"""Standard errors of the median in half a run's interval, which holds whenever measuring ends: of
+normal steps 2.5 with six or ten of them, 2.9 with 15, 3.3 with 20."""
 UNSURE_FROM = 0.10
 """A pooled speed whose interval reaches this far is too unsure to be set against another."""
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t, 97.5 %, of 1 to 10 degrees of freedom; with more the last is a little too wide."""
+BETWEEN_RUNS = 0.005
+"""Relative: half of 24 pairs of runs of one series in `tests/bench/results` differ by less, however
+even their steps are."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,22 @@ class Spread:
     degrees: int
     """Degrees of freedom: runs less the means about which they spread."""
 
-    @property
-    def t(self) -> float:
-        """Student's t, 97.5 %."""
-        return T_975[min(self.degrees, len(T_975)) - 1]
+    def half(self, values: Sequence[float], *, noise: float | None = None, looks: int = 1) -> float:
+        """Return half the 95 % interval of the mean of ``values``, each of which is off by as much.
+
+        Args:
+            values: with this spread, or more.
+            noise: what it is in units of, and the least that each value is off by, as a few may
+                agree by chance; None for the values' own unit, and no least.
+            looks: how many intervals hold at once.
+        """
+        # It takes longer to import than most of what reads a study takes.
+        from scipy.special import stdtrit
+
+        t = float(stdtrit(self.degrees, 1.0 - 0.025 / looks)) if self.degrees else math.inf
+        spread = self.deviation * (1.0 if noise is None else noise)
+        off = t * max(spread, statistics.stdev(values)), 1.96 * (noise or 0.0)
+        return max(off) / math.sqrt(len(values))
 
     @classmethod
     def of(cls, groups: Iterable[Sequence[float]]) -> Spread:
@@ -84,6 +106,11 @@ class Spread:
         squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)
         return cls(math.sqrt(squares / degrees) if degrees else math.inf, degrees)
 
+    @classmethod
+    def of_runs(cls, groups: Iterable[Sequence[Measurement]]) -> Spread:
+        """Return the spread of the runs of several configurations, in units of each one's noise."""
+        return cls.of([step / noise(runs) for step in logarithms(runs)] for runs in groups)
+
 
 @dataclass(frozen=True)
 class Confirmations:
@@ -91,6 +118,8 @@ class Confirmations:
 
     records: tuple[TrialRecord, ...] = ()
     """By number."""
+    looks: int = 1
+    """How often it may be looked at whether the runs of a series are enough."""
 
     @cached_property
     def newest(self) -> int:
@@ -166,6 +195,7 @@ class Confirmations:
             runs,
             spread=self._spread,
             level=self._levels[canonical(config)],
+            looks=self.looks,
             soak=None if soak is None else soak.measurement,
         )
 
@@ -180,17 +210,17 @@ class Confirmations:
         rounds = sorted(mine.keys() & theirs.keys())
         if len(rounds) < RUNS_TO_CONFIRM:
             return None
-        blocks = [
-            logarithms([ran[n] for n in rounds])
-            for ran in self._rounds.values()
+        blocks = {
+            each: logarithms([ran[n] for n in rounds])
+            for each, ran in self._rounds.items()
             if ran.keys() >= set(rounds)
-        ]
+        }
+        noises = {each: noise(list(self._rounds[each].values())) for each in blocks}
         gains = [math.log(mine[n].tokens_per_second / theirs[n].tokens_per_second) for n in rounds]
-        residual = _residual(blocks)
-        deviation = max(math.sqrt(2) * residual.deviation, statistics.stdev(gains))
-        between = residual.t * deviation / math.sqrt(len(rounds))
-        within = [_within([ran[n] for n in rounds]) for ran in (mine, theirs)]
-        center, half = statistics.fmean(gains), max(between, math.hypot(*within))
+        residual = _residual(list(blocks.values()), list(noises.values()))
+        of_both = math.hypot(noises[canonical(config)], noises[canonical(over)])
+        half = residual.half(gains, noise=of_both, looks=self.looks)
+        center = statistics.fmean(gains)
         ends = math.exp(center - half), math.exp(center + half)
         return Ratio(math.exp(center), *ends, is_paired=True)
 
@@ -228,8 +258,8 @@ class Confirmations:
 
     @cached_property
     def _spread(self) -> Spread:
-        known = self._runs.items()
-        return Spread.of(logarithms(runs) for (series, _), runs in known if series == self.series)
+        known = [runs for (series, _), runs in self._runs.items() if series == self.series]
+        return Spread.of_runs(known)
 
     @cached_property
     def _runs(self) -> Mapping[tuple[int, TrialConfig], Sequence[Measurement]]:
@@ -254,6 +284,7 @@ def pool(
     *,
     spread: Spread,
     level: float | None = None,
+    looks: int = 1,
     soak: Measurement | None = None,
 ) -> Measurement:
     """Return several runs of one configuration as one measurement.
@@ -263,8 +294,9 @@ def pool(
 
     Args:
         runs: at least two.
-        spread: of all runs of their series.
+        spread: of all runs of their series, in units of each one's `noise`.
         level: the logarithm of the step where that is known better than by their mean.
+        looks: how often it may be looked at whether the runs are enough.
         soak: of the same configuration; what its allocator did counts as well.
     """
 
@@ -273,8 +305,7 @@ def pool(
 
     steps, energies = logarithms(runs), known("joules_per_token")
     center = statistics.fmean(steps) if level is None else level
-    between = spread.t * max(spread.deviation, statistics.stdev(steps)) / math.sqrt(len(runs))
-    half = max(between, _within(runs))
+    half = spread.half(steps, noise=noise(runs), looks=looks)
     retries = max(m.allocator_retries for m in (*runs, *(() if soak is None else (soak,))))
     # That the steps of one run were uneven is in the spread.
     flags = dict.fromkeys(flag for run in runs for flag in run.flags if flag != "noisy")
@@ -315,28 +346,28 @@ def logarithms(runs: Sequence[Measurement]) -> list[float]:
     return [math.log(run.step_seconds) for run in runs]
 
 
-def _within(runs: Sequence[Measurement]) -> float:
-    """Return what is left of the runs' own intervals in their middle, in logarithms."""
-    ends = [(run.step_seconds, *run.step_seconds_ci95) for run in runs if run.step_seconds_ci95]
-    halves = (math.log(max(high / step, step / low)) for step, low, high in ends)
-    return math.sqrt(sum(half**2 for half in halves)) / len(runs)
+def noise(runs: Sequence[Measurement]) -> float:
+    """Return how far a single run of a configuration may be off by what its steps show, a
+    logarithm's standard deviation; no less than runs differ by anyway."""
+    ends = (run.step_seconds_ci95 for run in runs if run.step_seconds_ci95)
+    within = (math.log(high / low) / 2.0 / ERRORS_OF_STEPS for low, high in ends)
+    return math.hypot(BETWEEN_RUNS, *(each / math.sqrt(len(runs)) for each in within))
 
 
-def _residual(blocks: Sequence[Sequence[float]]) -> Spread:
+def _residual(blocks: Sequence[Sequence[float]], noises: Sequence[float]) -> Spread:
     """Return how far runs spread that neither the configuration (a row) nor the round (a column)
-    explains."""
-    rows, columns = [statistics.fmean(row) for row in blocks], list(zip(*blocks, strict=True))
-    rounds, mean = [statistics.fmean(column) for column in columns], statistics.fmean(rows)
-    degrees = (len(rows) - 1) * (len(rounds) - 1)
+    explains, in units of each row's noise."""
+    units = np.array(noises)[:, None]
+    away = np.array(blocks) / units
+    away -= away.mean(axis=1, keepdims=True)
+    degrees = (away.shape[0] - 1) * (away.shape[1] - 1)
     if degrees == 1:
         # t is 12.7 with one degree of freedom. Drift that is left in can only widen the interval.
-        rounds, degrees = [mean] * len(rounds), 2
-    squares = sum(
-        (value - row - column + mean) ** 2
-        for values, row in zip(blocks, rows, strict=True)
-        for value, column in zip(values, rounds, strict=True)
-    )
-    return Spread(math.sqrt(squares / degrees), degrees)
+        degrees = 2
+    else:
+        # A round's own is a share of every step: in units, so much the more where steps are even.
+        away -= (away / units).sum(axis=0) / (units**-2.0).sum() / units
+    return Spread(math.sqrt((away**2).sum() / degrees), degrees)
 
 
 def soaked_long_enough(record: TrialRecord, *, seconds: float, steps: int) -> bool:
@@ -402,8 +433,7 @@ def pooled_qualities(
     def pooled(runs: Sequence[QualityReport], losses: Sequence[float]) -> QualityReport:
         if len(runs) == 1:
             return runs[0]
-        mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
-        half = spread.t * max(spread.deviation, deviation) / math.sqrt(len(runs))
+        mean, half = statistics.fmean(losses), spread.half(losses)
         return runs[0].model_copy(
             update={
                 "eval_loss": mean,

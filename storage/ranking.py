@@ -46,6 +46,7 @@ from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.confirmations import (
+    RUNS_TO_CONFIRM,
     Confirmations,
     Ratio,
     is_told_apart,
@@ -579,7 +580,9 @@ def rank(
         confirmations: what measured some of them again.
         target_speeds: what is predicted of the target by number, where another GPU stands in.
     """
-    known = Confirmations(tuple(_by_number(rankable(confirmations))))
+    budget = definition.space.confirm
+    looks = 1 if budget is None else budget.repeats - RUNS_TO_CONFIRM + 1
+    known = Confirmations(tuple(_by_number(rankable(confirmations))), looks)
     found = _by_number(rankable(records))
     if not known.records:
         return Ranking(definition, tuple(found), known, target_speeds=target_speeds)

@@ -6,13 +6,14 @@ killed at any moment goes on with the run after the last one that ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
-from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, soaked_long_enough
+from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, Ratio, soaked_long_enough
 from storage.ledger import MAX_ATTEMPTS, attempts, next_number
 from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord
@@ -21,13 +22,14 @@ from sweep.planning.evidence import target_speeds
 from sweep.running.runner import Lane
 from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import ConfirmationStarted, StopReason
+from sweep.study.stopping import SPEED_MARGIN
 
 CONTENDERS_MAX = 4
 """Of all whose intervals overlap the winner's, so many are measured again at a time."""
 BEGUN_MAX = 8
 """So many in all: where more take the lead one after the other, the machine cannot tell them."""
-GAIN_WITHIN = 1.1
-"""A gain that is known this closely needs no further runs."""
+GAIN_WIDTH = 0.1
+"""Of a gain that is above 1 for sure and needs no further runs, relative."""
 RUNS_MAX = 2
 """Times its repeats that a configuration runs at most, however often others take the lead."""
 SOAKS_MAX = 3
@@ -197,20 +199,18 @@ class Plan:
         ranking, winner = self.ranking, self.ranking.winner
         if self._is_spent or winner is None:
             return []
-        tied = {winner.number, *ranking.tied} if ranking.tied else set()
+        others = [record for record in ranking.ranked if record.number in ranking.tied]
+        tied = [r for r in others if not _is_enough(ranking.ratio(winner, r))]
         over = ranking.reference_for(winner.config) or winner
-        pair = {Contender.of(winner), Contender.of(over)}
-        if len(pair) == 1:
+        pair = [winner, over]
+        if Contender.of(winner) == Contender.of(over):
             # Without a gain its own speed is to be known closely.
             is_unsure = measured_of(winner).is_noisy
         else:
-            gain = ranking.ratio(winner, over)
-            is_unsure = gain.low is None or gain.value > GAIN_WITHIN * gain.low
+            is_unsure = not _is_enough(ranking.ratio(winner, over), width=GAIN_WIDTH)
+        open_ = {Contender.of(r) for r in (*pair * is_unsure, *[winner, *tied] * bool(tied))}
         return [
-            c
-            for c in self.contenders
-            if (c.number in tied or (is_unsure and c in pair))
-            and self._rounds_of(c) < self.budget.repeats
+            c for c in self.contenders if c in open_ and self._rounds_of(c) < self.budget.repeats
         ]
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
@@ -270,6 +270,16 @@ class Plan:
     def _of(self, purpose: Purpose) -> list[TrialRecord]:
         known = self.ranking.confirmations.records
         return [r for r in known if r.series == self.series and r.purpose == purpose]
+
+
+def _is_enough(ratio: Ratio, *, width: float = math.inf) -> bool:
+    """Whether runs need not tell more of a winner's speed over that of another: it is faster, to
+    within ``width``, or at most `SPEED_MARGIN` slower, which is a tie and enough."""
+    if ratio.low is None or ratio.high is None:
+        return False
+    if ratio.low <= 1.0:
+        return ratio.low * (1.0 + SPEED_MARGIN) >= 1.0
+    return ratio.high - ratio.low < width * ratio.value
 
 
 def _loss(record: TrialRecord) -> float:
