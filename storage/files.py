@@ -272,7 +272,7 @@ _MARK = re.compile(
     re.MULTILINE,
 )
 _DOCUMENT = re.compile(
-    rb'\A{"surface": \d+, "model": |^ +"provenance": {\n +"study": ', re.MULTILINE
+    rb'\A{"surface": \d+, "model": |\A{"basis": "|^ +"provenance": {\n +"study": ', re.MULTILINE
 )
 """What an export has in JSON, which holds no comments."""
 _MARKED_BYTES, _DOCUMENT_BYTES = 2**12, 2**20

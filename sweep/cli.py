@@ -355,7 +355,6 @@ def contribute(
     output: opt.Output = None,
     is_dry: opt.Shown = False,
     is_sure: opt.Yes = False,
-    is_forced: opt.Force = False,
     storage: opt.Storage = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -376,7 +375,6 @@ def calibrate(
     named: opt.Contributions = None,
     forgotten: opt.Forget = None,
     catalogue: opt.Catalogue = None,
-    is_forced: opt.Force = False,
     as_json: opt.Json = False,
 ) -> None:
     """Predict speed by what others measured on a GPU.

@@ -288,7 +288,7 @@ def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
         space.model_dump(mode="json"),
         forecaster.model.fingerprint,
         forecaster.gpu.model_dump(mode="json"),
-        contributed and contributed.digest,
+        contributed and contributed.entry,
         forecaster.budget_bytes,
         tracing_fingerprint(),
         source_digest(*SURVEYED_BY),

@@ -81,22 +81,17 @@ class SpeedEvidence:
     @property
     def files(self) -> int:
         """Files that they are from."""
-        return len(self.entry["files"])
-
-    @cached_property
-    def digest(self) -> str:
-        """Of all of it."""
-        return hashlib.sha256(json.dumps(self.entry, sort_keys=True).encode()).hexdigest()
+        return sum(not file["is_outvoted"] for file in self.entry["files"])
 
 
-def contributions_directory() -> Path:
+def directory() -> Path:
     """Return where this machine keeps contributions."""
     return runs_directory() / "contributions"
 
 
 def speed_evidence(gpu: str) -> SpeedEvidence | None:
     """Return what this machine's contributions, or else the catalogue's, say of a GPU."""
-    path = contributions_directory() / NAME
+    path = directory() / NAME
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
@@ -106,7 +101,7 @@ def speed_evidence(gpu: str) -> SpeedEvidence | None:
         # Factors are of the rates and of the code that they multiply: these were others.
         from sweep.predict import contributions
 
-        contributions.estimate_anew()
+        contributions.keep(contributions.kept())
         known = _read(path, path.stat().st_mtime_ns)
     return known["gpus"].get(gpu) or shipped_evidence(gpu)
 

@@ -20,8 +20,7 @@ from sweep.predict.contributions import (
     check,
     evidence_document,
     posterior,
-    refuse_known,
-    votes,
+    refuse_copy,
 )
 from sweep.predict.memory.prediction import MemoryPrediction
 from sweep.predict.speed.evidence import SpeedEvidence
@@ -162,34 +161,36 @@ def test_the_same_measurements_count_once_and_an_edited_copy_not_at_all() -> Non
     whole = simulated()
     part = parse_contribution(changed(whole, lambda f: f.pop()), "part.jsonl")
     another = simulated(seed=1)
-    assert refuse_known(another, [whole]) is None
+    assert refuse_copy(another, [whole]) is None
     # A study that went on takes its own place.
-    assert refuse_known(whole, [part]) is part
+    assert refuse_copy(whole, [part]) is part
     edits: list[tuple[Callable[[Lines], object], str]] = [
         (lambda f: None, "is known already"),
-        (lambda f: f.pop(), "all of its trials are in"),
+        (lambda f: f.pop(), "7 of its trials are in"),
         (lambda f: slower(f[1], 1.2), "with other numbers: one of the files was edited"),
         (lambda f: [slower(row, 1.2) for row in f[1:]], "one of the files was edited"),
     ]
     for edit, words in edits:
         copy = parse_contribution(changed(whole, edit), "f.jsonl")
         with pytest.raises(InputError, match=words):
-            refuse_known(copy, [whole])
+            refuse_copy(copy, [whole])
 
 
 def test_a_file_that_contradicts_the_others_of_its_gpu_is_outvoted() -> None:
     honest = [simulated(slower=1.2, seed=seed) for seed in (1, 2)]
     wrong = simulated(slower=0.7, seed=3)
-    for files in ([*honest, wrong], [wrong, *honest]):
-        cast = votes([Session(file) for file in files])
-        assert [v.contribution for v in cast if v.is_outvoted] == [wrong]
+    assert outvoted(*honest, wrong) == outvoted(wrong, *honest) == {wrong.digest}
     entry = evidence_document([*honest, wrong])["gpus"]["a10"]
-    assert entry["outvoted"] == [wrong.digest]
-    assert {file["digest"] for file in entry["files"]} == {file.digest for file in honest}
+    assert SpeedEvidence(entry).files == 2
+    assert entry["mean"] == evidence_document(honest)["gpus"]["a10"]["mean"]
     # Of two the one that is further from the catalogue; one alone has nobody against it.
-    pair = votes([Session(honest[0]), Session(simulated(slower=0.5, seed=4))])
-    assert [vote.is_outvoted for vote in pair] == [False, True]
-    assert not votes([Session(simulated(slower=0.5))])[0].is_outvoted
+    far = simulated(slower=0.5, seed=4)
+    assert (outvoted(honest[0], far), outvoted(far)) == ({far.digest}, set())
+
+
+def outvoted(*files: Contribution) -> set[str]:
+    found = evidence_document(files)["gpus"]["a10"]["files"]
+    return {file["digest"] for file in found if file["is_outvoted"]}
 
 
 @pytest.mark.parametrize("times", [0.85, 1.2])
@@ -223,7 +224,7 @@ def test_what_other_sessions_teach_of_an_h200_holds_for_one_that_was_not_seen() 
     inside: list[bool] = []
     for at, held in enumerate(sessions):
         taught = [session for of in (*sessions[:at], *sessions[at + 1 :]) for session in of]
-        mean, covariance = posterior(taught, *taught[0].prior())
+        mean, covariance = posterior(taught)
         evidence = SpeedEvidence({"mean": mean, "covariance": covariance, "trials": 0, "files": []})
         for surface in (session.contribution.surface for session in held):
             rows = [row for row in surface.rows if row.step_seconds]

@@ -15,7 +15,7 @@ from storage.contributions import parse_contribution
 from storage.records import Carried, OutOfMemory, TrialRecord
 from storage.study import open_study
 from sweep.planning.question import PlanRequest
-from sweep.predict.speed.evidence import contributions_directory
+from sweep.predict.speed.evidence import directory
 from sweep.sampling.samplers import make_sampler
 from sweep.terminal.plan import plan
 from sweep.terminal.sharing import calibrate
@@ -84,7 +84,7 @@ def test_what_a_study_measured_is_shown_and_written_without_a_name_in_it(
     study = stored(here, *told, *others, emulated_on="NVIDIA H200")
     shown = sweep("contribute", study, "--dry-run", "--json")
     document = json.loads(shown.out)
-    assert (document["gpu"], document["trials"]) == ("h200", {"fits": 4, "oom": 1})
+    assert (document["header"]["gpu"], document["trials"]) == ("h200", {"fits": 4, "oom": 1})
     assert sweep("contribute", study).code == 2  # Nobody is there to be asked.
     assert list(here.glob("*.jsonl")) == []
 
@@ -92,7 +92,8 @@ def test_what_a_study_measured_is_shown_and_written_without_a_name_in_it(
     (file,) = here.glob("*.jsonl")
     assert (written.code, written.out.strip()) == (0, file.name)
     text = file.read_text()
-    assert [json.loads(line) for line in text.splitlines()] == document["lines"]
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines == [document["header"], *document["rows"]]
     for word in (PLANTED, "zebra", "12:34", "/home"):
         assert word not in text + file.name
     contribution = parse_contribution(text, "")
@@ -130,7 +131,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def calibrated(capsys: pytest.CaptureFixture[str], *files: str, **options: Any) -> dict[str, Any]:
     capsys.readouterr()
-    asked = {"forgotten": None, "catalogue": None, "is_forced": False} | options
+    asked: dict[str, Any] = {"forgotten": None, "catalogue": None} | options
     code = calibrate(files or None, **asked, as_json=True, predictor=known)
     document = json.loads(capsys.readouterr().out)
     return {"code": code, **document}
@@ -146,11 +147,11 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
     assert before["basis"]["speed_contributed"] == {"files": 0, "trials": 0}
 
     found = calibrated(capsys, "a10.jsonl")
-    (file,), (gpu,), (one,) = found["files"], found["gpus"], found["kept"]
-    assert (found["code"], file["refused"], gpu["gpu"], gpu["trials"]) == (0, None, "a10", 6)
+    (file,), (one,) = found["files"], found["gpus"]["a10"]
+    assert (found["code"], file["refused"], one["trials"]) == (0, None, 6)
     assert one["times_predicted_seconds"] == pytest.approx(1.2, abs=0.05)
-    widths = [gpu[when]["high"] / gpu[when]["low"] for when in ("before", "after")]
-    assert widths[1] < 0.8 * widths[0]
+    ends = [found[when]["a10"]["tokens_per_second_range"] for when in ("before", "after")]
+    assert ends[1][1] / ends[1][0] < 0.8 * ends[0][1] / ends[0][0]
 
     after = planned(capsys)
     assert after["basis"]["speed_contributed"] == {"files": 1, "trials": 6}
@@ -161,12 +162,11 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
 
     # The same file once more is refused, and what is kept stays.
     again = calibrated(capsys, "a10.jsonl")
-    assert (again["code"], again["kept"], again["gpus"]) == (2, found["kept"], [])
-    listed = calibrated(capsys)
-    assert listed["gpus"][0]["after"] == gpu["after"]
+    assert (again["code"], again["gpus"], again["after"]) == (2, found["gpus"], {})
+    assert calibrated(capsys)["gpus"] == found["gpus"]
     assert sweep("calibrate", "--forget", "nonesuch").code == 2
     forgotten = calibrated(capsys, forgotten=one["digest"])
-    assert (forgotten["kept"], forgotten["gpus"][0]["after"]) == ([], gpu["before"])
+    assert (forgotten["gpus"], forgotten["after"]) == ({}, found["before"])
     assert planned(capsys) == before
 
 
@@ -198,7 +198,7 @@ def test_a_folder_becomes_a_catalogues_file_with_its_provenance(
     (file,) = entry["files"]
     assert (file["date"], file["trials"], entry["trials"]) == (DAY, 6, 6)
     assert {"digest", "versions", "driver"} < file.keys()
-    assert not contributions_directory().exists()
+    assert not directory().exists()
 
 
 @pytest.mark.parametrize(
