@@ -369,7 +369,7 @@ def contribute(
     "sharing.calibrate",
     "sweep calibrate a10.jsonl",
     "sweep calibrate",
-    "sweep calibrate contributions --catalogue speed_evidence.json",
+    "sweep calibrate contributions --catalogue contributed_speed.json",
 )
 def calibrate(
     named: opt.Contributions = None,

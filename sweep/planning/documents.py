@@ -52,7 +52,8 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
     """
     memory, broken, trial = forecast.memory, forecast.broken, forecast.trial
     measured = None if trial is None else trial.measurement
-    contributed = (0, 0) if forecast.speed is None else forecast.speed.contributed
+    files, trials = (0, 0) if forecast.speed is None else forecast.speed.contributed
+    contributed = {"files": files, "trials": trials}
     return {
         **_fit(forecast),
         "peak_allocated_bytes": forecast.peak_allocated_bytes,
@@ -69,7 +70,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
             **_of(memory, "reserved_uncertainty"),
             "speed": forecast.speed_basis,
             "speed_trials": 0 if forecast.speed is None else forecast.speed.trials,
-            "speed_contributed": dict(zip(("files", "trials"), contributed, strict=True)),
+            **({"speed_contributed": contributed} if contributed["files"] else {}),
         },
         "measured": None
         if trial is None or measured is None

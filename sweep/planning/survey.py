@@ -40,7 +40,7 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts,
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.speed.evidence import speed_evidence
+from sweep.predict.speed.contributed import contributed_speed
 from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
@@ -282,7 +282,7 @@ def survey(
 
 
 def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
-    contributed = speed_evidence(forecaster.gpu.name)
+    contributed = contributed_speed(forecaster.gpu.name)
     parts = [
         None if forecaster.shapes is None else forecaster.shapes.epochs.digest,
         space.model_dump(mode="json"),

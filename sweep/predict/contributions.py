@@ -24,8 +24,8 @@ from storage.files import replace, writing
 from storage.surfaces import SurfaceRow
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.predict.speed import evidence
-from sweep.predict.speed.evidence import SESSION, Array, residual_spread, shipped_evidence
+from sweep.predict.speed import contributed
+from sweep.predict.speed.contributed import SESSION, Array, residual_spread, shipped_contributions
 from sweep.predict.speed.predictor import StepTimes
 
 LIMIT = 4.0
@@ -132,7 +132,7 @@ def refuse_copy(contribution: Contribution, kept: Sequence[Contribution]) -> Con
         InputError: its trials are a kept file's, as they are there or edited.
     """
     label, own = contribution.surface.name, _by_config(contribution)
-    shipped, replaced = shipped_evidence(contribution.surface.gpu), None
+    shipped, replaced = shipped_contributions(contribution.surface.gpu), None
     known = [file["digest"] for file in (shipped.entry["files"] if shipped else ())]
     if contribution.digest in (*known, *(one.digest for one in kept)):
         raise InputError(f"{label}: is known already, as {contribution.digest}")
@@ -173,7 +173,7 @@ class Session:
             [row.config for row in rows], model=surface.model, gpu=surface.card, evidence=None
         )
         self._log_seconds = np.log([row.step_seconds or np.nan for row in rows])
-        shipped = None if is_shipped else shipped_evidence(surface.gpu)
+        shipped = None if is_shipped else shipped_contributions(surface.gpu)
         self.prior: tuple[Array, Array] = (np.zeros(len(SESSION)), self._times.spread)
         """Mean and covariance of the log factors before the file was seen."""
         if shipped is not None:
@@ -235,7 +235,7 @@ def evidence_document(
         session = Session(contribution, is_shipped=is_shipped)
         if len(session.rows):
             by_gpu[contribution.surface.gpu].append(session)
-    return {"basis": evidence.basis(), "gpus": {gpu: _entry(of) for gpu, of in by_gpu.items()}}
+    return {"basis": contributed.basis(), "gpus": {gpu: _entry(of) for gpu, of in by_gpu.items()}}
 
 
 def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
@@ -274,15 +274,15 @@ def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
 
 def kept() -> list[Contribution]:
     """Return the files that this machine keeps, by digest."""
-    return [read_contribution(path) for path in sorted(evidence.directory().glob("*.jsonl"))]
+    return [read_contribution(path) for path in sorted(contributed.directory().glob("*.jsonl"))]
 
 
 def keep(contributions: Sequence[Contribution]) -> dict[str, Any]:
     """Keep these files and no others, with what they say, which is returned."""
-    directory, document = evidence.directory(), evidence_document(contributions)
+    directory, document = contributed.directory(), evidence_document(contributions)
     texts = {f"{one.digest}.jsonl": one.text for one in contributions}
     with writing(directory):
-        for name, text in {**texts, evidence.NAME: json.dumps(document)}.items():
+        for name, text in {**texts, contributed.NAME: json.dumps(document)}.items():
             replace(directory / name, text.encode())
         for path in directory.glob("*.jsonl"):
             if path.name not in texts:

@@ -22,7 +22,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, SpeedUncertainty
 from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
-from sweep.predict.speed.evidence import SpeedEvidence, residual_spread, speed_evidence
+from sweep.predict.speed.contributed import Contributed, contributed_speed, residual_spread
 from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped, refusal
 
@@ -124,14 +124,14 @@ def calibrate(
     configs = [config for config, _ in observations]
     measured = np.array([seconds for _, seconds in observations])
     steps = StepPhases.of(configs, model=model, gpu=gpu)
-    factors = _fitted(steps, measured, speed_evidence(gpu.name))
+    factors = _fitted(steps, measured, contributed_speed(gpu.name))
     errors = np.abs(steps.seconds(factors) / measured - 1.0)
     by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
     classes = frozenset(config.numerics for config in configs)
     return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
 
 
-def _fitted(steps: StepPhases, measured: Array, evidence: SpeedEvidence | None) -> Array:
+def _fitted(steps: StepPhases, measured: Array, evidence: Contributed | None) -> Array:
     """Return the non-negative factors nearest to trials and prior, each error over its spread."""
     factors, covariance = np.ones(len(FACTORS)), factor_covariance()
     if evidence is not None:
@@ -234,10 +234,10 @@ class StepTimes:
         gpu: GpuSpec,
         shapes: ShapesOnTexts | None = None,
         calibration: Calibration | None = None,
-        evidence: SpeedEvidence | Literal["kept"] | None = "kept",
+        evidence: Contributed | Literal["kept"] | None = "kept",
     ) -> None:
         self._model, self._gpu, self._calibration = model, gpu, calibration
-        self.evidence = speed_evidence(gpu.name) if evidence == "kept" else evidence
+        self.evidence = contributed_speed(gpu.name) if evidence == "kept" else evidence
         # What is predicted is full rows; a step on texts takes some part of their seconds.
         self._full = full_rows(configs, shapes)
         self.phases = StepPhases.of(self._full, model=model, gpu=gpu)

@@ -23,7 +23,7 @@ from sweep.predict.contributions import (
     refuse_copy,
 )
 from sweep.predict.memory.prediction import MemoryPrediction
-from sweep.predict.speed.evidence import SpeedEvidence
+from sweep.predict.speed.contributed import Contributed
 from sweep.predict.speed.predictor import StepTimes
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor, imagined
 from tests.sweep.predict import contributed
@@ -181,7 +181,7 @@ def test_a_file_that_contradicts_the_others_of_its_gpu_is_outvoted() -> None:
     wrong = simulated(slower=0.7, seed=3)
     assert outvoted(*honest, wrong) == outvoted(wrong, *honest) == {wrong.digest}
     entry = evidence_document([*honest, wrong])["gpus"]["a10"]
-    assert SpeedEvidence(entry).files == 2
+    assert Contributed(entry).files == 2
     assert entry["mean"] == evidence_document(honest)["gpus"]["a10"]["mean"]
     # Of two the one that is further from the catalogue; one alone has nobody against it.
     far = simulated(slower=0.5, seed=4)
@@ -203,7 +203,7 @@ def test_one_file_makes_a_gpus_interval_narrower_and_right(times: float) -> None
     ]
     before, after = (
         StepTimes(others, model=MISTRAL, gpu=A10, evidence=evidence)
-        for evidence in (None, SpeedEvidence(entry))
+        for evidence in (None, Contributed(entry))
     )
     truth = times * before.seconds
     inside = np.abs(np.log(truth / after.seconds)) < 1.645 * after.log_spread
@@ -225,7 +225,7 @@ def test_what_other_sessions_teach_of_an_h200_holds_for_one_that_was_not_seen() 
     for at, held in enumerate(sessions):
         taught = [session for of in (*sessions[:at], *sessions[at + 1 :]) for session in of]
         mean, covariance = posterior(taught)
-        evidence = SpeedEvidence({"mean": mean, "covariance": covariance, "trials": 0, "files": []})
+        evidence = Contributed({"mean": mean, "covariance": covariance, "trials": 0, "files": []})
         for surface in (session.contribution.surface for session in held):
             rows = [row for row in surface.rows if row.step_seconds]
             times = StepTimes(

@@ -23,14 +23,14 @@ from sweep.predict.speed.steps import TERMS
 
 Array = NDArray[np.float64]
 
-NAME = "speed_evidence.json"
+NAME = "contributed_speed.json"
 """Of the file, where this machine keeps contributions and where the catalogue ships its own."""
 DEVICE_RESIDUAL, HOST_RESIDUAL = 0.061, 0.26
 """How far one step's logarithm is off what its GPU and session explain, as far as it waits for the
 GPU or for its host.
 
 By maximum likelihood of the 700 trials of seven recordings on H200s under `tests/data`
-(`pytest tests/sweep/predict/speed/test_evidence.py` holds what is predicted by it against them).
+(`pytest tests/sweep/predict/test_contributions.py` leaves each out and predicts it).
 """
 DEVICE_SESSION, HOST_SESSION = 0.036, 0.38
 """How far whole sessions are apart beside that: another GPU of the kind, another host, another day.
@@ -52,7 +52,7 @@ def residual_spread(slopes: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class SpeedEvidence:
+class Contributed:
     """What contributions say of one GPU: logarithms of factors, in the order of `FACTORS`."""
 
     entry: Mapping[str, Any]
@@ -89,13 +89,13 @@ def directory() -> Path:
     return runs_directory() / "contributions"
 
 
-def speed_evidence(gpu: str) -> SpeedEvidence | None:
+def contributed_speed(gpu: str) -> Contributed | None:
     """Return what this machine's contributions, or else the catalogue's, say of a GPU."""
     path = directory() / NAME
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
-        return shipped_evidence(gpu)
+        return shipped_contributions(gpu)
     known = _read(path, changed)
     if known.get("basis") != basis():
         # Factors are of the rates and of the code that they multiply: these were others.
@@ -103,10 +103,10 @@ def speed_evidence(gpu: str) -> SpeedEvidence | None:
 
         contributions.keep(contributions.kept())
         known = _read(path, path.stat().st_mtime_ns)
-    return known["gpus"].get(gpu) or shipped_evidence(gpu)
+    return known["gpus"].get(gpu) or shipped_contributions(gpu)
 
 
-def shipped_evidence(gpu: str) -> SpeedEvidence | None:
+def shipped_contributions(gpu: str) -> Contributed | None:
     """Return what the catalogue's contributions say of a GPU."""
     path = Path(str(files("search_spaces") / NAME))
     return _read(path, 0)["gpus"].get(gpu) if path.is_file() else None
@@ -116,7 +116,7 @@ def shipped_evidence(gpu: str) -> SpeedEvidence | None:
 def _read(path: Path, changed: int) -> dict[str, Any]:
     """Return a file's evidence by GPU; it is read again once the file has changed."""
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    found = {gpu: SpeedEvidence(entry) for gpu, entry in document["gpus"].items()}
+    found = {gpu: Contributed(entry) for gpu, entry in document["gpus"].items()}
     return document | {"gpus": found}
 
 
