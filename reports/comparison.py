@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -26,9 +27,8 @@ from search_spaces.costs import (
     Range,
     checkpoint_bytes,
     compare_offers,
-    is_surely_less,
     ratio,
-    usd_per_training_second,
+    ties,
 )
 from search_spaces.errors import InputError, words_of
 from search_spaces.linears import CapacityClass
@@ -372,19 +372,18 @@ def _verdicts(group: Group) -> Iterator[str]:
     """Yield who is the cheapest and who the fastest, as far as that is sure, and break-evens."""
     named = {id(entry.bill): entry.candidate.label for entry in group.entries}
     if (costs := group.costs) is not None:
-        first, others = costs.cheapest, costs.bills[1:]
         words = {named[id(b)]: _range(b.range_of(_usd), units.usd) for b in costs.bills}
-        behind = [(named[id(o)], ratio(o, first)) for o in others if is_surely_less(first, o)]
+        dearer = [bill for bill in costs.bills if bill not in costs.perhaps_cheapest]
+        behind = [(named[id(bill)], ratio(bill, costs.cheapest)) for bill in dearer]
         yield _leader("Cheapest", words, behind)
     if unpriced := [entry.candidate.label for entry in group.entries if entry.bill is None]:
         yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
     ranked = sorted(group.entries, key=lambda entry: entry.seconds.value)
     words = {e.candidate.label: _range(e.seconds, units.duration) for e in ranked}
-    best, low, high = ranked[0].seconds
-    slower = [entry for entry in ranked if high < entry.seconds.low]
-    times = [Range(e.seconds[0] / best, e.seconds[1] / high, e.seconds[2] / low) for e in slower]
-    labels = (entry.candidate.label for entry in slower)
-    yield _leader("Fastest", words, list(zip(labels, times, strict=True)))
+    tied = ties(ranked, lambda one, other: one.seconds.over(other.seconds))
+    slower = [entry for entry in ranked if entry not in tied]
+    times = [(e.candidate.label, e.seconds.over(ranked[0].seconds)) for e in slower]
+    yield _leader("Fastest", words, times)
     for point in costs.break_evens if costs else ():
         amount, *ends = (units.count(round(float(f"{n:.2g}"))) for n in point.samples)
         yield (
@@ -407,7 +406,7 @@ def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, Ran
     """
     tied = [f"{label} {known}" for label, known in words.items() if label not in dict(behind)]
     if len(tied) > 1:
-        return f"{what} cannot be told within the uncertainty of the speeds: {'; '.join(tied)}."
+        return f"{what}: statistically indistinguishable are {'; '.join(tied)}."
     others = ", ".join(
         f"{label} takes {times.value:.1f}x as much ({times.low:.1f}–{times.high:.1f}x)"
         for label, times in behind
@@ -438,10 +437,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     option, bill, one = entry.option, entry.bill, entry.candidate
     tokens = cost = price = units.DASH
     if bill is not None:
-        second = usd_per_training_second(bill.offer, bill.gpus)
-        per_million = Range(
-            *(1e6 * second / rate for rate in (option.speed[0], *option.speed[:0:-1]))
-        )
+        per_million = bill.range_of(attrgetter("usd_per_million_tokens"))
         tokens, cost = _range(per_million, units.usd), _range(bill.range_of(_usd), units.usd)
         price = f"{units.usd(bill.usd_per_hour)} an hour, {bill.offer.label}, {bill.offer.date}"
     ends = f"{units.rate(option.speed.low)}–{units.rate(option.speed.high)}"

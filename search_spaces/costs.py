@@ -1,8 +1,8 @@
 """What a training costs: an amount of work, its bill under an offer, and several bills compared.
 
-A step's time lies between two ends, and no order of two bills is claimed inside them. Two offers
-of one GPU share its step: it may be longer or shorter than predicted, but for both alike. Two GPUs
-share nothing that could be relied on: each step may be anywhere between its own ends.
+A step's time lies between two ends, as do a bill and the ratio of two. No order is claimed where
+that ratio's ends have 1 between them. Two offers of one GPU share its step: it may be longer or
+shorter than predicted, but for both alike. The steps of two GPUs are taken as independent.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, quote
@@ -20,6 +21,7 @@ from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 
+T = TypeVar("T")
 ItemName = Literal["training", "boot", "download", "queue", "preemptions", "rounding", "minimum"]
 SECONDS_PER_HOUR = 3600.0
 SHORTEST_SHARE = 0.01
@@ -46,12 +48,36 @@ def usd_per_training_second(offer: Offer, gpus: int = 1) -> float:
     return usd_per_hour(offer, gpus) / SECONDS_PER_HOUR * (1.0 + interrupted)
 
 
+def usd_per_million_tokens(offer: Offer, gpus: int, tokens_per_second: float) -> float:
+    """Return what a million tokens cost while it trains: what comes before is in a bill alone."""
+    return 1e6 * usd_per_training_second(offer, gpus) / tokens_per_second
+
+
 class Range(NamedTuple):
     """A number with the least and the most that it may be."""
 
     value: float
     low: float
     high: float
+
+    def over(self, other: Range) -> Range:
+        """Return how many times another, independent number this is.
+
+        Its ends hold the ratio as often as the two numbers' own ends hold them: in logarithms
+        their distances add up as the sides of a right triangle do.
+        """
+        value = self.value / other.value
+        less = math.hypot(math.log(self.value / self.low), math.log(other.high / other.value))
+        more = math.hypot(math.log(self.high / self.value), math.log(other.value / other.low))
+        return Range(value, value * math.exp(-less), value * math.exp(more))
+
+
+def ties(ranked: Sequence[T], ratio: Callable[[T, T], Range | None]) -> tuple[T, ...]:
+    """Return the first of what is ranked by a prediction, and all that is statistically
+    indistinguishable from it: the ends of their ratio have 1 between them, or are not known."""
+    known = ((other, ratio(ranked[0], other)) for other in ranked[1:])
+    tied = (other for other, of in known if of is None or of.low <= 1.0 <= of.high)
+    return *ranked[:1], *tied
 
 
 @dataclass(frozen=True)
@@ -246,8 +272,9 @@ class Bill:
 
     @property
     def usd_per_million_tokens(self) -> float:
-        """Dollars per million tokens that carry loss, everything included."""
-        return self.usd / self.workload.tokens * 1e6
+        """Dollars per million tokens that carry loss while it trains."""
+        seconds = self.workload.steps * self.step_seconds
+        return usd_per_million_tokens(self.offer, self.gpus, self.workload.tokens / seconds)
 
     @property
     def usd_per_sample(self) -> float:
@@ -279,6 +306,7 @@ class Bill:
             "date": self.offer.date.isoformat(),
             "steps": self.workload.steps,
             "usd_range": [end.usd for end in self.extremes],
+            "usd_per_million_tokens_range": [e.usd_per_million_tokens for e in self.extremes],
             "wall_hours_range": [end.wall_hours for end in self.extremes],
             "dominant": self.dominant.name,
             "items": [{"name": i.name, "seconds": i.seconds, "usd": i.usd} for i in self.items],
@@ -295,26 +323,23 @@ def hours_per_token(bill: Bill) -> float:
     return bill.wall_hours / bill.workload.tokens
 
 
-def is_surely_less(
-    first: Bill, second: Bill, measure: Callable[[Bill], float] = usd_per_token
-) -> bool:
-    """Whether a bill is less than another by ``measure`` wherever their steps are."""
-    return all(measure(one) < measure(other) for one, other in _corners(first, second))
-
-
 def ratio(bill: Bill, to: Bill, measure: Callable[[Bill], float] = usd_per_token) -> Range:
     """Return how many times as much a bill is as another, with the ends of that."""
+    if not _is_one_forecast(bill, to):
+        return bill.range_of(measure).over(to.range_of(measure))
     ends = [measure(one) / measure(other) for one, other in _corners(bill, to)]
     return Range(measure(bill) / measure(to), min(ends), max(ends))
 
 
+def _is_one_forecast(first: Bill, second: Bill) -> bool:
+    """Whether two bills are of one step: it is as long as may be in both, or in neither."""
+    of = attrgetter("offer.gpu", "workload", "step_seconds", "step_ends")
+    return bool(of(first) == of(second))
+
+
 def _corners(first: Bill, second: Bill) -> Iterable[tuple[Bill, Bill]]:
     """Return two bills at the ends of what their steps may take; one forecast's go together."""
-
-    def forecast(bill: Bill) -> tuple[object, ...]:
-        return bill.offer.gpu, bill.workload, bill.step_seconds, bill.step_ends
-
-    if forecast(first) == forecast(second):
+    if _is_one_forecast(first, second):
         return zip(first.extremes, second.extremes, strict=True)
     return itertools.product(first.extremes, second.extremes)
 
@@ -408,17 +433,16 @@ class OfferComparison:
 
     @property
     def perhaps_cheapest(self) -> tuple[Bill, ...]:
-        """The other bills that may be as cheap as the cheapest."""
-        others = (bill for bill in self.bills if bill is not self.cheapest)
-        return tuple(bill for bill in others if not is_surely_less(self.cheapest, bill))
+        """All bills that may be the cheapest, by what is predicted; one where that is sure."""
+        return ties(self.bills, ratio)
 
     @property
     def perhaps_soonest(self) -> tuple[Bill, ...]:
-        """The other GPUs' bills that may end as soon; of each GPU the soonest."""
-        first = self.soonest
-        ranked = sorted(self.bills, key=hours_per_token, reverse=True)
-        others = {bill.offer.gpu: bill for bill in ranked if bill.offer.gpu != first.offer.gpu}
-        return tuple(b for b in others.values() if not is_surely_less(first, b, hours_per_token))
+        """The bills that may end first, the soonest of each GPU; one where that is sure."""
+        of_gpu: dict[str, Bill] = {}
+        for bill in sorted(self.bills, key=hours_per_token):
+            of_gpu.setdefault(bill.offer.gpu, bill)
+        return ties(list(of_gpu.values()), partial(ratio, measure=hours_per_token))
 
 
 def compare_offers(bills: Sequence[Bill]) -> OfferComparison:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from search_spaces.config import TrialConfig
-from search_spaces.costs import usd_per_training_second
+from search_spaces.costs import usd_per_million_tokens
 from search_spaces.errors import InputError, quote
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
@@ -229,5 +229,4 @@ class StudySnapshot:
     def _usd(self, tokens_per_second: float, config: TrialConfig) -> float | None:
         if self.offer is None:
             return None
-        second = usd_per_training_second(self.offer, config.data_parallel)
-        return second / tokens_per_second * 1e6
+        return usd_per_million_tokens(self.offer, config.data_parallel, tokens_per_second)

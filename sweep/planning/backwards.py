@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces.config import TrialConfig
-from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, is_surely_less
+from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
@@ -131,11 +131,8 @@ class Cheapest:
 
     @property
     def perhaps_cheapest(self) -> tuple[JobCard, ...]:
-        """The other GPUs that the speeds' uncertainty leaves as cheap as the cheapest."""
-        first = self.cheapest
-        if first is None:
-            return ()
-        return tuple(card for card in self.able[1:] if not is_surely_less(first.bill, card.bill))
+        """The GPUs that may be the cheapest, by what is predicted; one where that is sure."""
+        return ties(self.able, lambda one, other: ratio(one.bill, other.bill))
 
     @property
     def smallest(self) -> JobCard | None:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
+from search_spaces.costs import Range
 from search_spaces.dimensions import Choices, Dimension, FloatRange
 from search_spaces.linears import CapacityClass, lora_parameters
 from search_spaces.loading import load_space, parse_space, preset_name
@@ -23,6 +25,7 @@ from search_spaces.presets import starting_text
 from search_spaces.space import SearchSpace
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.prediction import Fit
+from sweep.predict.speed.predictor import ratio_spread, within
 
 SpaceKind = Literal["preset", "file", "standard"]
 """Where a space comes from: shipped under its name, written by the user, or made for a GPU."""
@@ -37,8 +40,13 @@ VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
 STANDARD = TrialConfig()
 """The published recipe, whose capacity class is rank 16 on q,k,v,o."""
+WORTH_SPEED = 0.005
+"""A smaller gain in speed, relative, is none."""
 WELL_PREDICTED = 0.05
 """A peak whose prediction may be further off than this (compiled layers') is less than sure."""
+
+_UNLIKE = attrgetter("packing", "data_parallel", "sharding")
+"""Where two configurations differ in these, `ratio_spread` does not hold all of their doubt."""
 
 
 @dataclass(frozen=True)
@@ -224,21 +232,48 @@ def speed_order(forecast: Forecast) -> tuple[float, int]:
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
 
 
-def is_surely_faster(candidate: Forecast, other: Forecast) -> bool:
-    """Whether ``candidate`` is faster even if it is as slow, and ``other`` as fast, as may be."""
-    speeds, others = candidate.tokens_per_second_range, other.tokens_per_second_range
-    return speeds is not None and others is not None and speeds[0] > others[1]
+def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
+    """Return how many times as fast as another a forecast is, with the ends of nine in ten such
+    ratios; None where a speed or its interval is not known.
+
+    On one GPU what is predicted of both is compared, unless both were measured: a measurement over
+    a prediction would tell more of the prediction. What both are off by in common cancels there.
+    The errors of two GPUs are taken as independent, as are those of packing and of several GPUs.
+    """
+    of, speeds = one.forecaster, (one.speed, other.speed)
+    if of.gpu == other.forecaster.gpu and not (one.measured and other.measured) and all(speeds):
+        own, others = (speed for speed in speeds if speed is not None)
+        apart = math.hypot(own.log_spread, others.log_spread)
+        if _UNLIKE(one.config) == _UNLIKE(other.config):
+            common = ratio_spread(one.config, other.config, model=of.model, gpu=of.gpu)
+            apart = min(apart, common)
+        times = own.tokens_per_second / others.tokens_per_second
+        return Range(times, *within(times, apart))
+    known = [
+        Range(forecast.tokens_per_second, *forecast.tokens_per_second_range)
+        for forecast in (one, other)
+        if forecast.tokens_per_second and forecast.tokens_per_second_range
+    ]
+    return known[0].over(known[1]) if len(known) == 2 else None
+
+
+def is_faster(one: Forecast, other: Forecast) -> bool:
+    """Whether a forecast is faster than another beyond doubt, and by enough to be worth a line."""
+    times = speed_ratio(one, other)
+    return times is not None and times.low > 1.0 and times.value > 1.0 + WORTH_SPEED
 
 
 def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
-    """Return the fastest of the surest, unless a less sure one is faster beyond the uncertainty.
+    """Return the fastest of the surest, unless a less sure one is so much faster that their
+    intervals are apart.
 
-    A gain inside the error of the speeds is no reason to risk running out of memory.
+    Any smaller gain, be it sure, is no reason to risk running out of memory.
     """
     chosen: Forecast | None = None
     best = _fastest_by_certainty(candidates)
     for level in sorted(best, reverse=True):
-        if chosen is None or is_surely_faster(best[level], chosen):
+        ends, least = best[level].tokens_per_second_range, chosen and chosen.tokens_per_second_range
+        if chosen is None or (ends and least and ends[0] > least[1]):
             chosen = best[level]
     return chosen
 
@@ -247,13 +282,13 @@ def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | 
     """Return what is worth naming beside the preferred forecast, if anything is.
 
     Where a surer one was passed over, that is the surest; else it is the fastest of those that are
-    less sure, where it is predicted to be faster.
+    less sure, where it is faster beyond doubt.
     """
     best = _fastest_by_certainty(candidates)
     surest = max(best, default=Certainty.DOUBTFUL)
     if surest > certainty(chosen):
         return best[surest]
-    faster = [rival for rival in best.values() if speed_order(rival)[0] > speed_order(chosen)[0]]
+    faster = [rival for rival in best.values() if rival is not chosen and is_faster(rival, chosen)]
     return max(faster, key=speed_order, default=None)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from search_spaces.costs import Bill, OfferComparison, usd_per_training_second
+from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
 from search_spaces.linears import CapacityClass
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
-from sweep.planning.candidates import STANDARD
+from sweep.planning.candidates import STANDARD, speed_ratio
 from sweep.planning.plan import CardComparison, CardPlan, WhatIf
 from sweep.planning.survey import ShapeTable, Survey
 from sweep.predict.forecast import Forecast
@@ -16,6 +16,12 @@ from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
 
 MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
+
+
+def _leading(what: str, tied: Sequence[Any]) -> dict[str, Any]:
+    """Return what leads beyond doubt, or else all that perhaps does."""
+    is_sure = len(tied) == 1
+    return {what: tied[0] if is_sure else None, f"perhaps_{what}": [] if is_sure else list(tied)}
 
 
 def _of(thing: object, *names: str) -> dict[str, Any]:
@@ -192,7 +198,7 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
             for forecast in survey.fastest_by_class.values()
         ],
         "fastest_by_numerics": [
-            {"numerics": numerics, **_gain(plan, forecast), **_brief(forecast)}
+            {"numerics": numerics, **_gain(plan, survey, forecast), **_brief(forecast)}
             for numerics, forecast in survey.fastest_by_numerics.items()
         ],
         "trials": survey.trials,
@@ -200,10 +206,13 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
     }
 
 
-def _gain(plan: CardPlan, forecast: Forecast) -> dict[str, Any]:
-    """Return how many times as fast as the fastest in 16 bits a forecast is."""
+def _gain(plan: CardPlan, survey: Survey, forecast: Forecast) -> dict[str, Any]:
+    """Return how many times as fast as the fastest in 16 bits a forecast is, and which classes of
+    numerics it is statistically indistinguishable from."""
+    rivals = [other for other in survey.fastest_by_numerics.values() if other is not forecast]
+    tied = [other.config.numerics for other in ties([forecast, *rivals], speed_ratio)[1:]]
     times, *ends = plan.times_16_bit(forecast) or (None,)
-    return {"times_16_bit": times, "times_16_bit_range": ends or None}
+    return {"times_16_bit": times, "times_16_bit_range": ends or None, "tied": tied}
 
 
 def _brief(forecast: Forecast) -> dict[str, Any]:
@@ -218,7 +227,9 @@ def comparison_document(
 ) -> dict[str, Any]:
     """Return the plans of several GPUs, and the same training's speeds and bills on each.
 
-    ``comparison`` is null where fewer than two GPUs can do it or no price of any is known.
+    ``comparison`` is null where fewer than two GPUs can do it or no price of any is known. Of GPUs
+    that are statistically indistinguishable none is called the cheapest, soonest or fastest: that
+    is null, and all of them are perhaps so. One is recommended all the same, by what is predicted.
     """
     costs = None if comparison is None else comparison.bills
     return {
@@ -226,9 +237,15 @@ def comparison_document(
         "speeds": None
         if comparison is None
         else {
-            "fastest": comparison.fastest,
-            "perhaps_fastest": list(comparison.perhaps_fastest),
+            **_leading("fastest", comparison.perhaps_fastest),
             "configurations": _configurations(comparison),
+        },
+        "recommended": None
+        if comparison is None
+        else {
+            "gpu": comparison.perhaps_best[0],
+            "chosen_by": "tokens_per_second" if costs is None else "usd",
+            "tied": list(comparison.perhaps_best[1:]),
         },
         "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
     }
@@ -243,10 +260,8 @@ def _costs(comparison: CardComparison, costs: OfferComparison) -> dict[str, Any]
         **_of(comparison, "effective_batch_size", "seq_len"),
         **_of(comparison.workload, "steps", "samples", "tokens"),
         "configurations": _configurations(comparison),
-        "cheapest": costs.cheapest.to_json(),
-        "perhaps_cheapest": _bills(costs.perhaps_cheapest),
-        "soonest": costs.soonest.to_json(),
-        "perhaps_soonest": _bills(costs.perhaps_soonest),
+        **_leading("cheapest", _bills(costs.perhaps_cheapest)),
+        **_leading("soonest", _bills(costs.perhaps_soonest)),
         "bills": _bills(costs.bills),
         "break_evens": [
             {
@@ -287,7 +302,10 @@ def _longest_row(row: LongestRow) -> dict[str, Any]:
 
 
 def cheapest_document(answer: Cheapest) -> dict[str, Any]:
-    """Return a job on every GPU, those that do it first and the cheapest of them before others."""
+    """Return a job on every GPU, those that do it first and the cheapest of them before others.
+
+    Ties are as in `comparison_document`.
+    """
 
     def named(*cards: JobCard | None) -> list[str]:
         return [card.gpu.name for card in cards if card is not None]
@@ -297,8 +315,8 @@ def cheapest_document(answer: Cheapest) -> dict[str, Any]:
         "held": dict(answer.held),
         "within_seconds": answer.deadline_seconds,
         **_of(answer.workload, "steps", "samples", "tokens"),
-        "cheapest": next(iter(named(answer.cheapest)), None),
-        "perhaps_cheapest": named(*answer.perhaps_cheapest),
+        **_leading("cheapest", named(*answer.perhaps_cheapest)),
+        "recommended": next(iter(named(answer.cheapest)), None),
         "smallest": next(iter(named(answer.smallest)), None),
         "too_small": named(*answer.that(Outcome.TOO_SMALL)),
         "too_slow": named(*answer.that(Outcome.TOO_SLOW)),

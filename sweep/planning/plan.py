@@ -14,9 +14,11 @@ from search_spaces.costs import (
     AskedWork,
     Bill,
     OfferComparison,
+    Range,
     Workload,
     checkpoint_bytes,
     compare_offers,
+    ties,
 )
 from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles
@@ -28,10 +30,12 @@ from search_spaces.space import SearchSpace
 from sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
-    is_surely_faster,
+    is_faster,
     nearest_capacity,
     preferred,
     single_changes,
+    speed_order,
+    speed_ratio,
 )
 from sweep.planning.survey import (
     LargestBatch,
@@ -49,13 +53,10 @@ from sweep.predict.forecast import (
     silent,
 )
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.predictor import ratio_spread, within
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LENGTHS = (512, 1024, 2048, 4096)
 """Rows and columns of the table of one structure."""
-WORTH_SPEED = 0.005
-"""A smaller gain in speed, relative, is none."""
 WORTH_MEMORY = 0.01
 """Nor is a smaller saving of memory, relative to the peak."""
 SHOWN_OF_EACH = 4
@@ -69,12 +70,9 @@ def bill_offers(
     forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer]
 ) -> tuple[Bill, ...]:
     """Return the work's bills, the cheapest first; none where the speed is unknown."""
-    if forecast.step_seconds is None:
-        return ()
     step, ends = forecast.step_seconds, forecast.step_seconds_range
-    if ends is None:
-        # A step measured too few times for an interval is no surer than its prediction.
-        ends = within(step, 0.0 if forecast.speed is None else forecast.speed.log_spread)
+    if step is None:
+        return ()
     workload = workload_of(forecast, work)
     bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]
     return tuple(sorted(bills, key=lambda bill: bill.usd))
@@ -154,17 +152,11 @@ class CardPlan:
         """Whether anything fits, by the best guess."""
         return self.shown is not None and bool(self.shown.fits)
 
-    def times_16_bit(self, forecast: Forecast) -> tuple[float, float, float] | None:
-        """Return how many times as fast as the fastest in 16 bits a forecast of the space is, and
-        between what nine in ten such ratios are; None where either has no prediction."""
+    def times_16_bit(self, forecast: Forecast) -> Range | None:
+        """Return how many times as fast as the fastest in 16 bits a forecast of the space is; None
+        where either has no prediction."""
         wide = None if self.survey is None else self.survey.fastest_by_numerics.get("16-bit")
-        if wide is None or wide.speed is None or forecast.speed is None:
-            return None
-        times = forecast.speed.tokens_per_second / wide.speed.tokens_per_second
-        spread = ratio_spread(
-            forecast.config, wide.config, model=self.forecaster.model, gpu=self.gpu
-        )
-        return times, *within(times, spread)
+        return None if wide is None else speed_ratio(forecast, wide)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -264,7 +256,7 @@ def _what_if(key: str, shown: Forecast, changed: Forecast) -> WhatIf | None:
     peak = shown.memory.peak_allocated_bytes
     saved = peak - changed.memory.peak_allocated_bytes
     use = Use.NONE
-    if speed is not None and speed > WORTH_SPEED:
+    if is_faster(changed, shown):
         use = Use.FASTER_WHERE_IT_FITS if changed.fit is Fit.NO else Use.FASTER
     elif changed.fit is not Fit.NO and saved > WORTH_MEMORY * peak:
         use = Use.LEANER
@@ -334,17 +326,18 @@ class CardComparison:
     """None where no price of any of them is known."""
 
     @property
-    def fastest(self) -> str:
-        """The GPU of most tokens/s, by what is predicted."""
-        return max(self.chosen, key=lambda gpu: self.chosen[gpu].tokens_per_second or 0.0)
+    def perhaps_fastest(self) -> tuple[str, ...]:
+        """The GPUs that may be the fastest, by what is predicted; one where that is sure."""
+        ranked = sorted(self.chosen.values(), key=speed_order, reverse=True)
+        return tuple(forecast.forecaster.gpu.name for forecast in ties(ranked, speed_ratio))
 
     @property
-    def perhaps_fastest(self) -> tuple[str, ...]:
-        """The other GPUs that the uncertainty of the speeds leaves as fast, the faster first."""
-        first = self.chosen[self.fastest]
-        others = {gpu: forecast for gpu, forecast in self.chosen.items() if forecast is not first}
-        tied = [gpu for gpu, other in others.items() if not is_surely_faster(first, other)]
-        return tuple(sorted(tied, key=lambda gpu: -(others[gpu].tokens_per_second or 0.0)))
+    def perhaps_best(self) -> tuple[str, ...]:
+        """The GPUs that may be the cheapest, or the fastest where no price is known; the first is
+        recommended."""
+        if self.bills is None:
+            return self.perhaps_fastest
+        return tuple(dict.fromkeys(bill.offer.gpu for bill in self.bills.perhaps_cheapest))
 
     @property
     def effective_batch_size(self) -> int:

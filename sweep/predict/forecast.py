@@ -51,6 +51,7 @@ from sweep.predict.speed.predictor import (
     SpeedPrediction,
     StepTimes,
     calibrate,
+    within,
 )
 from sweep.predict.speed.steps import refusal
 
@@ -413,11 +414,13 @@ class Forecast:
 
     @property
     def step_seconds_range(self) -> tuple[float, float] | None:
-        """Between what the step is expected: of a measured one its own interval, where it has one;
-        of a predicted one nine in ten."""
-        if self.measured is not None:
+        """Between what the step is expected: of a measured one its own interval, of a predicted
+        one nine in ten. A step measured too few times is no surer than its prediction."""
+        if self.measured is not None and self.measured.step_seconds_ci95 is not None:
             return self.measured.step_seconds_ci95
-        return None if self.speed is None else self.speed.step_seconds_range
+        if self.step_seconds is None or self.speed is None:
+            return None
+        return within(self.step_seconds, self.speed.log_spread)
 
     @property
     def tokens_per_second_range(self) -> tuple[float, float] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +13,7 @@ from rich.text import Text
 from reports import units
 from reports.words import capacity, cut_in_words
 from search_spaces.config import CAPACITY_KEYS, TrialConfig
-from search_spaces.costs import Bill
+from search_spaces.costs import Bill, Range
 from search_spaces.errors import listed
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
@@ -23,6 +24,7 @@ from sweep.planning.candidates import (
     certainty,
     evenly_spaced,
     speed_order,
+    speed_ratio,
 )
 from sweep.planning.plan import CardComparison, CardPlan, Use, few
 from sweep.planning.survey import Survey
@@ -86,13 +88,17 @@ def several_gpus(
     best = max(able, key=lambda plan: speed_order(chosen[plan.gpu.name]), default=plans[0])
     bills = None if comparison is None else comparison.bills
     bill = None if bills is None else bills.cheapest
-    if bill is not None:
-        best = next(plan for plan in able if plan.gpu.name == bill.offer.gpu)
+    if comparison is not None:
+        best = next(plan for plan in able if plan.gpu.name == comparison.perhaps_best[0])
     model, name = best.forecaster.model.name, best.gpu.name
     if chosen:
         which = f"the {name}" if bill is None else _offer_words(bill)
-        why = f"predicted the {'fastest' if bill is None else 'cheapest'}"
-        why = why if len(chosen) > 1 else "which alone has room"
+        why = "which alone has room" if len(chosen) == 1 else "chosen by its predicted speed"
+        if comparison is not None:
+            by, lead = ("speed", "fastest") if bills is None else ("cost", "cheapest")
+            if bills is not None and {b.offer.gpu for b in bills.bills} < set(chosen):
+                lead = "cheapest of those with a known price"
+            why = _why(comparison.perhaps_best, by=by, lead=lead)
         what = f"{_what(chosen[name].config)}: {_numbers(chosen[name], bill)}"
         sentence = f"Recommended for {model}: {which}, {why}: {what}"
     else:
@@ -111,7 +117,7 @@ def several_gpus(
                 units.rate_interval(forecast.tokens_per_second_range),
                 units.size(forecast.config),
                 units.gib(forecast.peak_allocated_bytes),
-                units.usd(own.usd_per_million_tokens if own else None),
+                _per_million(own) if own else units.DASH,
                 "" if forecast.fit is Fit.YES else "may not fit",
             )
         )
@@ -146,8 +152,16 @@ def _numbers(forecast: Forecast, bill: Bill | None) -> str:
         doubt = ", too close to be sure" if forecast.fit is Fit.UNCERTAIN else ""
         parts.append(f"{peak} (within {error}) of the {budget} budget{doubt}")
     if bill is not None:
-        parts.append(f"{units.usd(bill.usd_per_million_tokens)} per million tokens")
+        parts.append(f"{_per_million(bill)} per million tokens")
     return ", ".join(parts)
+
+
+def _why(tied: Sequence[str], *, by: str, lead: str) -> str:
+    """Return what a GPU is recommended by, the first of those that may lead by that."""
+    if len(tied) == 1:
+        return f"predicted the {lead}"
+    others = listed(tied[1:])
+    return f"chosen by its predicted {by}, statistically indistinguishable from the {others}'s"
 
 
 def _offer_words(bill: Bill) -> str:
@@ -159,6 +173,12 @@ def _offer_words(bill: Bill) -> str:
 def _cost(bill: Bill) -> str:
     """Return dollars and what they may come to: ``$0.848 ($0.315 to $1.38)``."""
     return f"{units.usd(bill.usd)} ({' to '.join(units.usd(end.usd) for end in bill.extremes)})"
+
+
+def _per_million(bill: Bill) -> str:
+    """Return dollars per million tokens with their ends: ``$0.138 ($0.0469–0.229)``."""
+    usd, *ends = bill.range_of(attrgetter("usd_per_million_tokens"))
+    return f"{units.usd(usd)} ({units.usd_interval((ends[0], ends[1]))})"
 
 
 def _took(bill: Bill) -> str:
@@ -230,30 +250,33 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
         ends = [pick(others, key=speed_order) for pick in (min, max) if others]
         told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
-        rates = (f"{name}: {speed} tokens/s" for name, speed in told.items())
-        yield "capacity", "; ".join([why, *rates])
+        rates = (f"; {name} is predicted at {speed} tokens/s" for name, speed in told.items())
+        yield "capacity", f"{capacity(best.config)} is {why}{''.join(rates)}"
     other = survey.alternative
-    if other is not None and other.memory is not None:
+    if other and other.memory and (times := speed_ratio(other, best)):
+        peak, error = units.gib(other.peak_allocated_bytes), units.error(other.memory.uncertainty)
+        is_surer = certainty(other) > certainty(best)
+        label, surely = ("surer fit", "more surely") if is_surer else ("riskier", "less surely")
         change = units.changes(other.config, baseline=best.config)
-        words = f"{change}, {units.rate(other.tokens_per_second)} tokens/s"
-        if certainty(other) > certainty(best):
-            yield "surer fit", f"{words}, slower beyond the uncertainty"
-        else:
-            error = units.error(other.memory.uncertainty)
-            peak = units.gib(other.memory.peak_allocated_bytes)
-            yield "riskier", f"{words}, not surely faster; {peak} (within {error})"
+        fits = f"its {peak} (within {error}) fit {surely}"
+        yield label, f"{change} is predicted {_times(times)} as fast, and {fits}"
 
 
 def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
     """Yield what 8 bits are expected to bring, where a space has several classes of numerics."""
     classes = survey.fastest_by_numerics
     gains = {n: plan.times_16_bit(f) for n, f in classes.items() if n != "16-bit"}
-    told = [f"{n} {of[0]:.2f} ({of[1]:.2f} to {of[2]:.2f})" for n, of in gains.items() if of]
-    if told:
+    if told := " and ".join(f"{n} compute is {_times(of)}" for n, of in gains.items() if of):
         wide = classes["16-bit"]
         compute = units.phrase("compute_dtype", wide.config.compute_dtype)
-        speed = f"{units.rate(wide.tokens_per_second)} tokens/s, predicted (--set numerics=16-bit)"
-        yield "numerics", f"{', '.join(told)} times {compute}'s {speed}"
+        speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
+        yield "numerics", f"by prediction {told} as fast as {speed} (--set numerics=16-bit)"
+
+
+def _times(ratio: Range) -> str:
+    """Return how many times, and whether that is a tie: ``1.47 times (0.94 to 2.32, a tie)``."""
+    tie = ", a tie" if ratio.low <= 1.0 <= ratio.high else ""
+    return f"{ratio.value:.2f} times ({ratio.low:.2f} to {ratio.high:.2f}{tie})"
 
 
 def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
@@ -317,10 +340,15 @@ def _compared(comparison: CardComparison) -> Iterator[Fact]:
     if costs is None:
         yield "cheapest", f"no price is known: give one with {PRICE_OPTION} a10=0.75"
     else:
-        first, others = costs.cheapest, costs.perhaps_cheapest
-        tied = dict.fromkeys(bill.offer.gpu for bill in (first, *others))
-        yield "cheapest", f"{listed(tied)}: {_cost(first)}, {_took(first)}"
-    yield "fastest", listed([comparison.fastest, *comparison.perhaps_fastest])
+        of_gpu = {bill.offer.gpu: bill for bill in reversed(costs.perhaps_cheapest)}
+        tied = (of_gpu[gpu] for gpu in comparison.perhaps_best)
+        yield "cheapest", _tied([f"{b.offer.gpu} {_cost(b)}, {_took(b)}" for b in tied])
+    yield "fastest", _tied(comparison.perhaps_fastest)
+
+
+def _tied(leaders: Sequence[str]) -> str:
+    """Return what leads, and that several do as far as is known."""
+    return f"{listed(leaders)}{', statistically indistinguishable' * (len(leaders) > 1)}"
 
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
@@ -372,18 +400,19 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     model, best = answer.model.name, answer.cheapest
     shown = answer.able if is_detailed else answer.able[:_LINES_SHOWN]
     others = [card for card in answer.cards if not card.is_able]
+    tied = [card.gpu.name for card in answer.perhaps_cheapest]
     sentence, said = f"No GPU of a known price is predicted to do it for {model}", list[Fact]()
     if best is not None and best.forecast is not None:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
-        which = f"{_offer_words(best.bill)}, predicted the cheapest"
+        which = f"{_offer_words(best.bill)}, {_why(tied, by='cost', lead='cheapest')}"
         sentence = f"Recommended for {model}: {which}: {what}"
         said.append(("settings", _but(settings(best.forecast.config))))
     work = "a training" if answer.workload is None else work_words(answer.workload)
     limit = answer.deadline_seconds
     by = "" if limit is None else f" within {units.duration(limit)}"
     said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
-    if answer.perhaps_cheapest:
-        said.append(("or perhaps", ", ".join(card.gpu.name for card in answer.perhaps_cheapest)))
+    if len(tied) > 1:
+        said.append(("cheapest", _tied(tied)))
     if late := [c.gpu.name for c in shown if c.outcome is Outcome.PERHAPS_LATE]:
         said.append(("may be late", ", ".join(late)))
     least = answer.smallest
@@ -394,8 +423,8 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said += [(card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}") for card in others]
         said += [("price", price_source(card.bill.offer)) for card in answer.able[:1]]
     else:
-        dearer = len(answer.able) - len(shown)
-        words = [f"{dearer} more do it at higher prices"] if dearer else []
+        more = len(answer.able) - len(shown)
+        words = [f"{more} more do it"] if more else []
         by_outcome: dict[str, list[str]] = {}
         for card in others:
             by_outcome.setdefault(card.outcome.value, []).append(card.gpu.name)

@@ -79,14 +79,14 @@ def test_what_lies_within_the_uncertainty_or_has_no_interval_is_tied() -> None:
     speeds = {"a10": 1_000.0, "a10 large": 4_000.0, "other": 4_400.0}
     studies = [_study(name, speed, width=0.2) for name, speed in speeds.items()]
     cheapest, fastest = _verdicts(_compared(*studies))
-    assert cheapest.startswith("Cheapest cannot be told within the uncertainty of the speeds: ")
-    assert fastest.startswith("Fastest cannot be told within the uncertainty of the speeds: ")
+    assert cheapest.startswith("Cheapest: statistically indistinguishable are ")
+    assert fastest.startswith("Fastest: statistically indistinguishable are ")
     assert all(f"{name} $" in cheapest for name in ("a10 large", "other"))
     assert "a10 2 h" not in fastest
     bare = fits(0, 9_000.0, SMALL, steps_measured=3, step_seconds_ci95=None)
     study = snapshot([bare], name="bare", definition=definition(emulated_on=None))
     comparison = _compared(study, _study("known", 4_000.0))
-    assert _verdicts(comparison)[-1].startswith("Fastest cannot be told")
+    assert _verdicts(comparison)[-1].startswith("Fastest: statistically")
     rows = comparison_words(comparison).groups[0].rows
     assert any("9,000 (no interval)" in row[1] for row in rows)
 
@@ -191,7 +191,7 @@ def test_a_plan_is_compared_with_a_study_of_the_same_model() -> None:
     comparison = compare([of_study(study), one], work=AskedWork())
     (group,) = comparison.groups
     assert {entry.candidate.label for entry in group.entries} == {"a10", "l4 (plan)"}
-    assert _verdicts(comparison)[-1].startswith("Fastest cannot be told")
+    assert _verdicts(comparison)[-1].startswith("Fastest: statistically")
 
 
 def test_plans_are_read_with_their_offer_and_anything_else_is_refused_by_name() -> None:

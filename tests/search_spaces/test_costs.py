@@ -15,6 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.costs import (
     AskedWork,
     Bill,
+    Range,
     Workload,
     break_evens,
     compare_offers,
@@ -71,7 +72,8 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
     assert [item.usd for item in result.items if item.name == "queue"] == [0.0]
     assert result.usd == result.usd_per_1000_steps == pytest.approx(3.6)
     assert result.usd_per_sample == pytest.approx(3.6 / 16_000)
-    assert result.usd_per_million_tokens == pytest.approx(3.6e6 / 16_000 / 512)
+    training = 2.0 / 16 / 512 * 0.001 * (1 + 1.8 * 50 / 3600)
+    assert result.usd_per_million_tokens == pytest.approx(1e6 * training)
     assert result.wall_hours == pytest.approx(2200 / 3600)
     assert result.dominant.name == "training"
     assert usd_per_training_second(offer) == pytest.approx(0.001 * (1 + 1.8 * 50 / 3600))
@@ -234,21 +236,29 @@ def test_no_break_even_is_claimed_inside_the_uncertainty_of_two_gpus() -> None:
     assert none == ()
 
 
-def test_two_cards_that_overlap_are_not_told_apart() -> None:
-    near = _uncertain(Bill(WORK, make_offer(), 2.0), 0.2)
-    far = _uncertain(Bill(WORK, make_offer(gpu="l4"), 2.5), 0.2)
-    comparison = compare_offers([near, far])
-    assert comparison.perhaps_cheapest == (far,)
-    assert comparison.perhaps_soonest == (far,)
-    surely = compare_offers([_uncertain(near, 0.05), _uncertain(far, 0.05)])
-    assert (surely.perhaps_cheapest, surely.perhaps_soonest) == ((), ())
+def _log_normal(bill: Bill, log_spread: float) -> Bill:
+    factor = math.exp(1.645 * log_spread)
+    return replace(bill, step_ends=(bill.step_seconds / factor, bill.step_seconds * factor))
+
+
+def test_two_gpus_are_ties_where_the_interval_of_their_ratio_holds_1() -> None:
+    """Of independent log-normal steps: apart by more than 1.645 of both spreads together."""
+    first, parted = Bill(WORK, make_offer(), 2.0), math.exp(1.645 * math.hypot(0.1, 0.2))
+    for times, is_tied in ((0.99 * parted, True), (1.01 * parted, False)):
+        other = Bill(WORK, make_offer(gpu="l4"), 2.0 * times)
+        comparison = compare_offers([_log_normal(first, 0.1), _log_normal(other, 0.2)])
+        for leading in (comparison.perhaps_cheapest, comparison.perhaps_soonest):
+            assert [bill.offer.gpu for bill in leading] == ["a10", "l4"][: 1 + is_tied]
+    low, high = Range(1.0, 0.8, 1.25).over(Range(2.0, 1.0, 4.0))[1:]
+    assert low == pytest.approx(0.5 * math.exp(-math.hypot(math.log(1.25), math.log(2))))
+    assert high == pytest.approx(0.25 / low)
 
 
 def test_offers_of_one_card_share_its_step_however_uncertain_that_is() -> None:
     """The dearer hour is dearer whatever the speed; the break-even is there at any of them."""
     cheap = _uncertain(Bill(WORK, make_offer(provider="A"), 2.0), 0.5)
     dear = _uncertain(Bill(WORK, make_offer(provider="B", usd_per_hour=3.7), 2.0), 0.5)
-    assert compare_offers([dear, cheap]).perhaps_cheapest == ()
+    assert compare_offers([dear, cheap]).perhaps_cheapest == (cheap,)
     late = _uncertain(
         Bill(WORK, make_offer(provider="C", usd_per_hour=1.8, boot_seconds=600.0), 2.0), 0.5
     )
@@ -295,7 +305,7 @@ def test_what_is_claimed_of_two_offers_holds_wherever_their_steps_are(
 
     if offers[0] == offers[1]:
         return
-    if not comparison.perhaps_cheapest:
+    if len(comparison.perhaps_cheapest) == 1 and is_one_card:
         cheap, dear = (b.offer for b in comparison.bills)
         assert true_usd(cheap, WORK.samples) <= true_usd(dear, WORK.samples) * (1 + 1e-9)
     for point in comparison.break_evens[-1:]:

@@ -24,7 +24,7 @@ from search_spaces.space import SearchSpace
 from storage.records import OutOfMemory, PredictionRecord
 from sweep.planning import candidates
 from sweep.planning import survey as surveys
-from sweep.planning.candidates import own_space
+from sweep.planning.candidates import is_faster, own_space, speed_ratio
 from sweep.planning.documents import card_document, comparison_document, forecast_document
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import (
@@ -39,6 +39,7 @@ from sweep.planning.survey import survey
 from sweep.predict.forecast import Evidence, Forecast, Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.predictor import within
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import (
     INTERFACE_KEYS,
@@ -324,14 +325,22 @@ def test_capacity_classes_are_of_modules_and_of_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "classes"), [("a100-40gb", {"16-bit", "int8"}), ("l40s", {"16-bit", "fp8", "int8"})]
+    ("gpu", "classes", "ties"),
+    [
+        ("a100-40gb", {"16-bit", "int8"}, True),
+        ("l40s", {"16-bit", "fp8", "int8"}, True),
+        ("h200", {"16-bit", "fp8", "int8"}, False),
+    ],
 )
-def test_the_fastest_of_each_class_of_numerics_is_named(gpu: str, classes: set[str]) -> None:
+def test_the_fastest_of_each_class_of_numerics_is_named(
+    gpu: str, classes: set[str], ties: bool
+) -> None:
     dtypes = {"compute_dtype": ["bf16", "fp8", "int8"], "quantization": ["nf4", "fp8", "int8"]}
     space = a_space(**choices(micro_batch_size=[4, 16], **dtypes))
     document = card_document(planned(space, a_forecaster(gpu=gpu, budget_gib=30)))
     found = document["fastest_by_numerics"]
     assert {one["numerics"] for one in found} == classes
+    assert any(one["tied"] for one in found) == ties
     speeds = [one["tokens_per_second"] for one in found]
     assert speeds == sorted(speeds, reverse=True)
     wide = next(one for one in found if one["numerics"] == "16-bit")
@@ -340,6 +349,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named(gpu: str, classes: set[s
         ratio, (low, high) = one["times_16_bit"], one["times_16_bit_range"]
         assert ratio == pytest.approx(one["tokens_per_second"] / wide["tokens_per_second"])
         assert low < ratio < high or one is wide
+        assert ("16-bit" in one["tied"]) == (low <= 1.0 <= high and one is not wide)
 
 
 def test_a_structure_that_cannot_be_predicted_is_counted_and_silences_no_other() -> None:
@@ -574,14 +584,32 @@ def test_gpus_on_which_nothing_fits_are_not_compared() -> None:
 def test_gpus_without_a_price_are_compared_by_their_speed() -> None:
     plans = on(a_space())
     comparison = compared(plans, {})
-    assert (comparison.bills, comparison.fastest) == (None, "h100-80gb")
+    assert (comparison.bills, comparison.perhaps_best) == (None, ("h100-80gb",))
     document = comparison_document(plans, comparison)
     assert document["comparison"] is None
     assert document["speeds"]["fastest"] == "h100-80gb"
-    # They are told apart where their intervals are.
-    assert compared(on(a_space(), "a10", "h200")).perhaps_fastest == ()
-    close = compared(on(a_space(), "a10", "a10g"))
-    assert {close.fastest, *close.perhaps_fastest} == {"a10", "a10g"}
+    plans = on(a_space(), "a10", "a10g")
+    document = comparison_document(plans, compared(plans, {}))
+    assert document["speeds"]["fastest"] is None
+    assert set(document["speeds"]["perhaps_fastest"]) == {"a10", "a10g"}
+    first, *others = document["speeds"]["perhaps_fastest"]
+    known = {"gpu": first, "chosen_by": "tokens_per_second", "tied": others}
+    assert document["recommended"] == known
+
+
+def test_one_gpus_configurations_are_ordered_by_what_their_errors_have_not_in_common() -> None:
+    """Both speeds of an A10 are known within a factor of two, and their ratio within percents."""
+    on_a10, on_a10g = a_forecaster(), a_forecaster(gpu="a10g")
+    leaner, quicker = TrialConfig(), TrialConfig(checkpoint_fraction=0.0)
+    slow, fast, other = on_a10.expect(leaner), on_a10.expect(quicker), on_a10g.expect(quicker)
+    assert fast.tokens_per_second_range[0] < slow.tokens_per_second_range[1]
+    assert is_faster(fast, slow)
+    assert speed_ratio(fast, slow).low > 1.3
+    assert speed_ratio(fast, fast) == pytest.approx((1.0, 1.0, 1.0))
+    apart = math.hypot(slow.speed.log_spread, other.speed.log_spread)
+    times = other.tokens_per_second / slow.tokens_per_second
+    assert speed_ratio(other, slow) == pytest.approx((times, *within(times, apart)))
+    assert not is_faster(other, slow)
 
 
 # Documents

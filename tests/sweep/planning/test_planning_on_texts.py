@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from reports import units
+from reports.comparison import compare, comparison_words, of_plan, of_study
+from reports.sentences import facts
+from reports.view import view_of
 from search_spaces.config import TrialConfig
 from search_spaces.costs import AskedWork
 from search_spaces.errors import InputError
@@ -31,6 +37,7 @@ from sweep.planning.survey import survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.on_texts import ShapesOnTexts
+from sweep.terminal.plan_screen import one_gpu
 from tests.reports import synthetic
 from tests.reports.synthetic import definition, fits, snapshot
 from tests.sweep.imagined_memory import ImaginedPredictor
@@ -153,6 +160,46 @@ def test_the_speed_is_what_is_predicted_of_the_configuration_on_that_card() -> N
     assert speed.basis == "predicted"
     assert speed.tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert (speed.low, speed.high) == pytest.approx(expected.tokens_per_second_range)
+
+
+def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
+    """In a plan's document, screen and details, in `best`, on the page and in a comparison."""
+    record = synthetic.fits(0, 17_000.0, TrialConfig(micro_batch_size=8, checkpoint_fraction=0.0))
+    shown = replace(study(record), offer=an_offer(boot_seconds=600.0))
+    asked = a_forecaster(model=MODEL, shapes=None).expect(record.config)
+    planned = plan_card(asked, work=AskedWork(), offers=[shown.offer])
+    plan = card_document(planned)
+    best = view_of(shown).document()
+    models = [(shown.definition.model_fingerprint, MODEL)]
+    studied, compared = of_study(shown), of_plan(plan, where="plan.json", models=models)[0]
+    for other in (studied.options[0].speed, compared.options[0].speed):
+        assert other == pytest.approx((plan["tokens_per_second"], *plan["tokens_per_second_range"]))
+    speed, low, high = other
+    target, cost = best["target_tokens_per_second"], best["cost"]
+    assert [target[end] for end in ("value", "low", "high")] == pytest.approx([speed, low, high])
+    usd = [cost[f"usd_per_million_tokens{end}"] for end in ("", "_low", "_high")]
+    bill = plan["cost"]
+    assert usd == pytest.approx([1e3 / rate for rate in (speed, high, low)])
+    of_plan_too = [bill["usd_per_million_tokens"], *bill["usd_per_million_tokens_range"]]
+    assert of_plan_too == pytest.approx(usd)
+    drawn = io.StringIO()
+    Console(file=drawn, width=1000).print(one_gpu(planned, is_detailed=True))
+    dollars = f"{units.usd(usd[0])} ({units.usd_interval((usd[1], usd[2]))})"
+    assert f"(predicted, {units.rate(low)} to {units.rate(high)})" in drawn.getvalue()
+    assert f"{dollars} per million tokens" in drawn.getvalue()
+    assert f"nine in ten within a factor of {high / speed:.2f}" in drawn.getvalue()
+    told = dict(facts(view_of(shown)))
+    assert f"(predicted {units.rate(low)}–{units.rate(high)};" in told["speed"]
+    assert told["cost"].startswith(
+        f"{units.usd(usd[0])} per million tokens ({units.usd_interval((usd[1], usd[2]))};"
+    )
+    rows = comparison_words(compare([studied, compared], work=AskedWork())).groups[0].rows
+    assert {row[1] for row in rows} == {
+        f"{units.rate(speed)} ({units.rate(low)}–{units.rate(high)}), predicted"
+    }
+    assert {row[2] for row in rows} == {
+        f"{units.usd(usd[0])} ({' to '.join(map(units.usd, usd[1:]))})"
+    }
 
 
 def test_a_step_holds_the_tokens_that_it_was_measured_with() -> None:

@@ -41,7 +41,7 @@ def test_several_studies_are_one_page_beside_the_first(
     assert path == tmp_path / "runs" / study / "comparison.html"
     page = path.read_text(encoding="utf-8")
     assert "study 1 or study 2?" in page
-    assert "Fastest cannot be told" in page
+    assert "Fastest: statistically indistinguishable are study 1" in page
 
 
 def test_a_plan_is_set_beside_a_study_and_leads_where_it_is_surely_faster(
