@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
@@ -20,6 +20,9 @@ STARS = "***"
 """What stands in a secret's place."""
 _SHORTEST_KNOWN = 6
 """Characters below which a known secret is only found by where it stands: 'a' is in every word."""
+_SHORT = 64
+"""Characters up to which what became of a text is remembered: documents of many rows have the same
+keys and words in each."""
 _COMMON = re.compile(r"[a-z_][a-z0-9_.-]{0,14}")
 """Values of variables that are found by where they stand alone: stars in the place of a word that
 everybody knows, as in ``"optimizer": "***"``, would tell them."""
@@ -30,16 +33,26 @@ _known: set[str] = set()
 def remember(*secrets: str) -> None:
     """Let every text from here on be without these, however they are spelled in it."""
     _known.update(secrets)
-    _spellings.cache_clear()
+    learn_environment()
 
 
 def learn_environment() -> None:
     """Read the environment's secrets anew."""
     _spellings.cache_clear()
+    _redact_again.cache_clear()
 
 
 def redact(text: str) -> str:
     """Return a text with `***` for every secret in it. Applied again it changes nothing."""
+    return _redact_again(text) if len(text) <= _SHORT else _redact(text)
+
+
+@lru_cache(maxsize=4096)
+def _redact_again(text: str) -> str:
+    return _redact(text)
+
+
+def _redact(text: str) -> str:
     for secret in _spellings():
         text = text.replace(secret, STARS)
     if _HINTS.search(text):

@@ -226,7 +226,8 @@ class Forecasts:
 
     def replay(self, progress: Progress) -> None:
         """Replay all steps, on all processors, where each is going to be looked at."""
-        self._memory.replay(on_progress=progress("steps replayed"))
+        near = [row for row, fit in enumerate(self._quick_fits()) if fit is None]
+        self._memory.replay(near, on_progress=progress("steps replayed"))
 
     @property
     def refused(self) -> Mapping[int, InputError]:
@@ -262,14 +263,18 @@ class Forecasts:
         shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
         if shown is not None:
             return Fit.YES if shown else Fit.NO
-        if self.fits is None:
-            self.fits = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
-        fit = self.fits[row]
+        fits = self._quick_fits()
+        fit = fits[row]
         if fit is None:
             memory = self.memory(row)
             fit = Fit.UNCERTAIN if memory is None else memory.fits(self.budget_bytes)
-            self.fits[row] = fit
+            fits[row] = fit
         return fit
+
+    def _quick_fits(self) -> list[Fit | None]:
+        if self.fits is None:
+            self.fits = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
+        return self.fits
 
     def memory(self, row: int) -> MemoryPrediction | None:
         """Return what a row needs, no surer than the trials allow; None for no prediction."""

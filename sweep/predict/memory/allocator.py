@@ -35,8 +35,8 @@ _LARGE_GRAIN_BYTES = 2 * MIB
 """``kRoundLarge``: a segment of a request's own size is rounded up to a multiple of this."""
 
 Event = tuple[int, int]
-"""The grains of a request, and the place where the address of its block is noted; or zero, and
-where the address is noted of a block that is given back."""
+"""The grains of a request, and the place where the address of its block is noted; or these grains,
+negative, and where the address is noted of the block that is given back."""
 
 
 def paged(allocated_bytes: Any) -> Any:
@@ -107,7 +107,7 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = reserved_bytes
         self._small, self._large = _Pool(0), _Pool(grains(SMALL_BYTES))
         self._limit_bytes = limit_bytes
-        # In grains, by address.
+        # In grains, by address; what is in use only of blocks that were allocated one by one.
         self._used: dict[int, int] = {}
         self._remainders: dict[int, int] = {}
         self._segments: dict[int, int] = {}
@@ -126,13 +126,14 @@ class CachingAllocator:
         addresses = [0]
         pool = self._small if size <= SMALL_BYTES else self._large
         self._run(pool, [(grains(size), 0)], addresses)
+        self._used[addresses[0]] = grains(size)
         return addresses[0]
 
     def free(self, address: int) -> None:
         """Give a block back; it merges with the free ones that it touches."""
-        # A small block is always cut to its request, so that the size in use tells the pool.
-        is_small = self._used[address] <= grains(SMALL_BYTES)
-        self._run(self._small if is_small else self._large, [(0, 0)], [address])
+        wanted = self._used.pop(address)
+        is_small = wanted <= grains(SMALL_BYTES)
+        self._run(self._small if is_small else self._large, [(-wanted, 0)], [address])
 
     def run(self, events: Iterable[Event], addresses: list[int]) -> None:
         """Serve many large requests and give blocks back, in order.
@@ -149,11 +150,11 @@ class CachingAllocator:
     def _run(self, pool: _Pool, events: Iterable[Event], addresses: list[int]) -> None:
         # One loop without calls, as a step goes through it thousands of times.
         free, starts, ends = pool.free, pool.starts, pool.ends
-        used, remainders, unsplit = self._used, self._remainders, pool.unsplit
+        remainders, unsplit = self._remainders, pool.unsplit
         requested = wasted = most_requested = most = 0
         try:
             for wanted, place in events:
-                if wanted:
+                if wanted > 0:
                     # Best fit, of equal ones the lowest address: `get_free_block` takes the pool's
                     # lower bound, in the order of `BlockComparatorSize`.
                     index = bisect_left(free, (wanted, 0))
@@ -169,13 +170,11 @@ class CachingAllocator:
                         start = address + wanted
                         starts[start], ends[address + size] = rest, start
                         insort(free, (rest, start))
-                        size = wanted
                     else:
                         ends.pop(address + size, None)
                         if rest:
                             remainders[address] = rest
                             wasted += rest
-                    used[address] = size
                     addresses[place] = address
                     requested += wanted
                     if requested > most_requested:
@@ -184,10 +183,12 @@ class CachingAllocator:
                         most = requested + wasted
                 else:
                     address = addresses[place]
-                    size = used.pop(address)
-                    rest = remainders.pop(address, 0)
-                    wasted -= rest
-                    requested -= size - rest
+                    requested += wanted
+                    size = -wanted
+                    if address in remainders:
+                        rest = remainders.pop(address)
+                        wasted -= rest
+                        size += rest
                     end = address + size
                     if end in starts:
                         more = starts.pop(end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -209,6 +209,11 @@ class MemoryPrediction:
     def _runs_under(self, limit_bytes: int) -> bool:
         if self.step is None or self.step.config.expandable_segments:
             return self.peak_reserved_bytes <= limit_bytes
+        if self.uncapped is not None:
+            if limit_bytes < self.uncapped.least_bytes:
+                return False
+            if (twice := self.uncapped.twice_bytes) is not None and twice <= limit_bytes:
+                return True
         return runs_under(self.step, limit_bytes=limit_bytes)
 
 
@@ -290,18 +295,24 @@ class WholeMemory:
             uncapped=uncapped,
         )
 
-    def replay(self, *, on_progress: OnProgress = tell_nobody) -> None:
+    def replay(self, near: Collection[int] = (), *, on_progress: OnProgress = tell_nobody) -> None:
         """Replay every step whose reserved peak takes that, on all processors.
 
         Where all of them are going to be looked at; one by one they are replayed when they are.
 
         Args:
+            near: rows of which only a replay tells whether they fit.
             on_progress: told how many have been replayed, of how many.
         """
         rows = [r for r, step in self.steps.items() if not step.config.expandable_segments]
         missing = [row for row in rows if row not in self._replays]
-        steps = [self.steps[row] for row in missing]
-        self._replays.update(zip(missing, replay_all(steps, on_progress=on_progress), strict=True))
+        is_near = set(near)
+        found = replay_all(
+            [self.steps[row] for row in missing],
+            near=[at for at, row in enumerate(missing) if row in is_near],
+            on_progress=on_progress,
+        )
+        self._replays.update(zip(missing, found, strict=True))
 
     def _uncapped(self, row: int) -> Uncapped:
         if row not in self._replays:

@@ -142,6 +142,9 @@ nothing else, or is there no more.
 """
 _SIGNS = (1, -1, 1, -1, -1, 1, -1)
 
+Move = tuple[int, int, int]
+"""Whether a tensor is born (1) or dies (-1), the index of its size, and its place: how many were
+born in its segment before it."""
 Entry = Sequence[Any]
 """What happens, to what (a temporary's number or a path), the index of its size, what it is for (an
 index of `VARYING`), and the layers that what dies lived through. Where what all layers have left
@@ -164,9 +167,29 @@ class Segment:
         return sum(what in (BIRTH, LEAVE) for what, *_ in self.tape)
 
     @cached_property
-    def leaves(self) -> int:
-        """How many of them outlive it."""
-        return sum(what == LEAVE for what, *_ in self.tape)
+    def leaves(self) -> Sequence[tuple[str, int, int]]:
+        """Those of them that outlive it: path, place, and the index of the size."""
+        born = [entry for entry in self.tape if entry[0] in (BIRTH, LEAVE)]
+        return [(e[1], place, e[2]) for place, e in enumerate(born) if e[0] == LEAVE]
+
+    @cached_property
+    def stretches(self) -> Sequence[tuple[Sequence[Move], tuple[str, int | None] | None]]:
+        """What happens up to where something dies that an earlier segment has left: the path of
+        that, and the layers it lived through; None for all layers'. At the end nothing does."""
+        found: list[tuple[list[Move], tuple[str, int | None] | None]] = []
+        moves: list[Move] = []
+        born: dict[Any, tuple[int, int]] = {}
+        for what, key, size, _, by in self.tape:
+            if what in (BIRTH, LEAVE):
+                place = len(born)
+                born[key if what == BIRTH else (key, place)] = size, place
+                moves.append((1, size, place))
+            elif what == DEATH:
+                moves.append((-1, *born[key]))
+            elif what in (FETCH, FETCH_ALL):
+                found.append((moves, (key, by if what == FETCH else None)))
+                moves = []
+        return [*found, (moves, None)]
 
 
 def alive(tape: Sequence[Entry], coefficients: NDArray[np.int64]) -> NDArray[np.int64]:

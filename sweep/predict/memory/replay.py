@@ -13,9 +13,10 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,11 +31,6 @@ from sweep.predict.memory.allocator import (
 )
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import (
-    BIRTH,
-    DEATH,
-    FETCH,
-    FETCH_ALL,
-    LEAVE,
     Profile,
     Segment,
     Values,
@@ -142,7 +138,7 @@ class Step:
     def most_wasted_bytes(self) -> int:
         """No more than this do unsplit remainders take: one for each block that may be alive."""
         segments = [self.segment(visit) for visit in self.visits()]
-        left = sum(segment.leaves for segment in segments)
+        left = sum(len(segment.leaves) for segment in segments)
         return SMALL_BYTES * (left + max(segment.births for segment in segments))
 
     @cached_property
@@ -189,10 +185,9 @@ class _SizedTape:
     """
 
     stretches: list[tuple[list[Event], tuple[str, int | None] | None]]
-    """What happens up to where something dies that an earlier segment has left: the path of that,
-    and the layers it lived through; None for all layers'. At the end nothing does."""
-    leaves: list[tuple[str, int, int]]
-    """Path, place, and the bytes of what is small, which has nothing in its place."""
+    """As in `Segment.stretches`."""
+    leaves: list[tuple[str, int, int, int]]
+    """Path, place, the grains of what is large, and the bytes of what is small."""
     places: int
     small_peak_bytes: int
     """How high small requests rise above where the tape begins."""
@@ -202,19 +197,25 @@ class _Replay:
     """Replays tapes one after another, a layer's as often as there are such layers.
 
     What outlives its segment is kept by its path and the layer that left it, as `tapes` names it:
-    a later segment finds it by how many layers lie between, whichever layers were traced. Of what
-    is small its bytes are kept, negative, in place of an address.
+    a later segment finds it by how many layers lie between, whichever layers were traced: its
+    address and grains, or 0 and the bytes of what is small.
+
+    Args:
+        allocator: what is asked.
+        is_large: whether it is asked for what is large, too.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self._allocator = allocator
-        self._small_bytes = self._small_room_bytes = 0
-        self._left: dict[str, dict[int, int]] = defaultdict(dict)
+    def __init__(self, allocator: CachingAllocator, *, is_large: bool = True) -> None:
+        self.allocator = allocator
+        self._is_large = is_large
+        self.small_room_bytes = self._small_bytes = 0
+        self._left: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def hold(self, sizes: Collection[int]) -> None:
         """Allocate what stays."""
         large = [size for size in sizes if size > SMALL_BYTES]
-        self._allocator.run([(grains(size), 0) for size in large], [0])
+        if self._is_large:
+            self.allocator.run([(grains(size), 0) for size in large], [0])
         self._small_bytes += sum(sizes) - sum(large)
         self._make_small_room(0)
 
@@ -224,12 +225,15 @@ class _Replay:
         addresses = [0] * tape.places
         events: list[Event] = []
         for before, fetched in tape.stretches:
-            events += before
+            if self._is_large:
+                events += before
             if fetched is not None:
                 self._fetch(*fetched, layer, events, addresses)
-        self._allocator.run(events, addresses)
-        for path, place, small_bytes in tape.leaves:
-            self._left[path][layer] = addresses[place] or -small_bytes
+        if events:
+            self.allocator.run(events, addresses)
+        for path, place, wanted, small_bytes in tape.leaves:
+            address = addresses[place]
+            self._left[path][layer] = address, wanted if address else small_bytes
             self._small_bytes += small_bytes
 
     def end_step(self) -> None:
@@ -238,7 +242,7 @@ class _Replay:
         addresses: list[int] = []
         for path in list(self._left):
             self._fetch(path, None, 0, events, addresses)
-        self._allocator.run(events, addresses)
+        self.allocator.run(events, addresses)
 
     def _fetch(
         self, path: str, back: int | None, layer: int, events: list[Event], addresses: list[int]
@@ -246,19 +250,19 @@ class _Replay:
         """Add that it is freed what was left so many layers back, or in all."""
         left = self._left[path]
         layers = list(left) if back is None else [layer - back]
-        for address in [left.pop(layer, 0) for layer in layers]:
-            if address > 0:
-                events.append((0, len(addresses)))
+        for address, size in [left.pop(layer, (0, 0)) for layer in layers]:
+            if address:
+                events.append((-size, len(addresses)))
                 addresses.append(address)
             else:
-                self._small_bytes += address
+                self._small_bytes -= size
 
     def _make_small_room(self, peak_bytes: int) -> None:
-        missing = self._small_bytes + peak_bytes - self._small_room_bytes
+        missing = self._small_bytes + peak_bytes - self.small_room_bytes
         if missing > 0:
             length = -(-missing // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-            self._allocator.take_segment(length)
-            self._small_room_bytes += length
+            self.allocator.take_segment(length)
+            self.small_room_bytes += length
 
 
 def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
@@ -272,10 +276,94 @@ def base_allocator(step: Step, *, limit_bytes: int | None = None) -> CachingAllo
     )
 
 
+class _SizedStep:
+    """A step, and all that is made of it once, however often it is replayed."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.visits = list(_played(step))
+        self.sizes = {flag: _sizes(profile, step.values) for flag, profile in step.profiles.items()}
+        self._tapes: dict[tuple[str, bool], _SizedTape] = {}
+
+    def _tape(self, name: str, flag: bool) -> _SizedTape:
+        if (name, flag) not in self._tapes:
+            segment = self.step.profiles[flag].segments[name]
+            self._tapes[name, flag] = _sized(segment, *self.sizes[flag])
+        return self._tapes[name, flag]
+
+    @cached_property
+    def is_heavy(self) -> bool:
+        """Whether it makes a difference that the optimizer's states are made at the end of the
+        first step, in what it has left free; else they may as well be there from the start."""
+        replay = _Replay(base_allocator(self.step))
+        replay.hold(self.step.adapters)
+        return sum(self.step.states) > _HEAVY_STATES * replay.allocator.allocated_bytes
+
+    def replayed(
+        self, *, is_twice: bool, limit_bytes: int | None = None, is_large: bool = True
+    ) -> _Replay:
+        """Replay a step that finds the optimizer's states where the first one's end has put them,
+        or where they have been from the start.
+
+        Under a limit it is the second step that must do with blocks that the first has cut up.
+
+        Args:
+            is_twice: whether there is a first step.
+            limit_bytes: the most that may be reserved.
+            is_large: whether what is large is replayed, too.
+
+        Raises:
+            OutOfSegments: it passes the limit.
+        """
+        allocator = base_allocator(self.step, limit_bytes=limit_bytes)
+        replay = _Replay(allocator, is_large=is_large)
+        replay.hold(self.step.adapters)
+        if is_twice:
+            self.play(replay)
+            replay.end_step()
+        replay.hold(self.step.states)
+        self.play(replay)
+        return replay
+
+    def play(self, replay: _Replay) -> None:
+        """Replay the step."""
+        for _ in range(self.step.held_gradients):
+            replay.hold(self.step.adapters)
+        for visit in self.visits:
+            replay.play(self._tape(*visit.key), layer=visit.layer)
+
+    def alike(self) -> Hashable:
+        """Return what decides over what the large pool comes to."""
+        large = (
+            tuple(size for size in sizes if size > SMALL_BYTES)
+            for sizes in (self.step.adapters, self.step.states)
+        )
+        requests = tuple(tuple(requests) for requests, _ in self.sizes.values())
+        return _structure(self.step), len(self.visits), self.is_heavy, *large, requests
+
+
+def _played(step: Step) -> Iterator[Visit]:
+    """Yield the segments up to where nothing new can come: the same layer again, with less alive
+    than before it, and free blocks that served the last one."""
+    seen = set()
+    for visit in step.visits():
+        if visit.key in seen and visit.name[0] == "b" and _keeps_bytes(step, visit) <= 0:
+            return
+        seen.add(visit.key)
+        yield visit
+
+
+def _keeps_bytes(step: Step, visit: Visit) -> int:
+    """Return what a layer's segment leaves; negative where it frees more."""
+    profile = step.profiles[visit.is_checkpointed]
+    kept, _ = profile.accounts[visit.name]
+    return int(kept.sum(axis=(0, 1)) @ np.array(profile.scale(step.values), object))
+
+
 def runs_under(step: Step, *, limit_bytes: int) -> bool:
     """Return whether a step runs where no more than so much may be reserved; some milliseconds."""
     try:
-        replayed(step, limit_bytes=limit_bytes)
+        _SizedStep(step).replayed(is_twice=True, limit_bytes=limit_bytes)
     except OutOfSegments:
         return False
     return True
@@ -288,60 +376,79 @@ class Uncapped(NamedTuple):
     """The most that the allocator holds."""
     wasted_bytes: int
     """By how much unsplit remainders of blocks raise the peak."""
+    least_bytes: int
+    """No more than what is asked for at once: it runs under no limit below."""
+    twice_bytes: int | None
+    """The most that the allocator holds where a first step makes the optimizer's states: it runs
+    under every limit from there on. None where that was not replayed."""
 
 
-def replay_uncapped(step: Step) -> Uncapped:
-    """Return what a step comes to without a limit; some milliseconds."""
-    allocator = replayed(step)
-    wasted = allocator.peak_allocated_bytes - allocator.peak_requested_bytes
-    return Uncapped(allocator.peak_reserved_bytes, wasted)
+class _Large:
+    """What the large pool comes to in steps alike; without a limit, pools are each on their own.
 
+    Args:
+        sized: the first of them.
 
-def replayed(step: Step, *, limit_bytes: int | None = None) -> CachingAllocator:
-    """Return the allocator as a step leaves it.
-
-    Raises:
-        OutOfSegments: it passes the limit.
+    Attributes:
+        reserved_bytes: what the large pool holds at most.
+        requested_bytes: the most that is asked for at once.
+        wasted_bytes: by how much unsplit remainders raise the peak.
     """
-    allocator = base_allocator(step, limit_bytes=limit_bytes)
-    replay = _Replay(allocator)
-    sizes = {flag: _sizes(profile, step.values) for flag, profile in step.profiles.items()}
 
-    @cache
-    def sized(name: str, flag: bool) -> _SizedTape:
-        return _sized(step.profiles[flag].segments[name], *sizes[flag])
+    def __init__(self, sized: _SizedStep) -> None:
+        self._replay = sized.replayed(is_twice=sized.is_heavy)
+        allocator = self._replay.allocator
+        self.reserved_bytes = self._reserved_bytes
+        self.requested_bytes = allocator.peak_requested_bytes
+        self.wasted_bytes = allocator.peak_allocated_bytes - self.requested_bytes
+        self._twice_bytes: int | None = None
 
-    def play() -> None:
-        for _ in range(step.held_gradients):
-            replay.hold(step.adapters)
-        seen = set()
-        for visit in step.visits():
-            if visit.key in seen and visit.name[0] == "b" and _keeps_bytes(step, visit) <= 0:
-                # The same layer again, with less alive than before it, and free blocks that served
-                # the last one: nothing new can come.
-                break
-            seen.add(visit.key)
-            replay.play(sized(*visit.key), layer=visit.layer)
-        replay.end_step()
+    @property
+    def _reserved_bytes(self) -> int:
+        return self._replay.allocator.peak_reserved_bytes - self._replay.small_room_bytes
 
-    replay.hold(step.adapters)
-    # A step that is not the first finds the states where the first one's end has put them. Where
-    # they are small it makes no difference to assume that they were there from the start.
-    is_heavy = sum(step.states) > _HEAVY_STATES * allocator.allocated_bytes
-    if is_heavy or limit_bytes is not None:
-        # They are made at the end of the first step, in what it has left free; and under a limit it
-        # is the second step that must do with blocks that the first one has cut up.
-        play()
-    replay.hold(step.states)
-    play()
-    return allocator
+    def play_twice(self, sized: _SizedStep) -> int:
+        """Return the most that is held over a first step and a second one."""
+        if self._twice_bytes is None:
+            if any(size > SMALL_BYTES for size in sized.step.states):
+                self._replay = sized.replayed(is_twice=True)
+            else:
+                # What there is was a first step: nothing that is large would come before it.
+                self._replay.end_step()
+                sized.play(self._replay)
+            self._twice_bytes = self._reserved_bytes
+        return self._twice_bytes
 
 
-def _keeps_bytes(step: Step, visit: Visit) -> int:
-    """Return what a layer's segment leaves; negative where it frees more."""
-    profile = step.profiles[visit.is_checkpointed]
-    kept, _ = profile.accounts[visit.name]
-    return int(kept.sum(axis=(0, 1)) @ np.array(profile.scale(step.values), object))
+def replay_uncapped(
+    step: Step, *, is_near: bool = False, known: dict[Hashable, _Large] | None = None
+) -> Uncapped:
+    """Return what a step comes to without a limit; some milliseconds.
+
+    Args:
+        step: what is replayed.
+        is_near: whether limits are going to be asked about, so that `Uncapped.twice_bytes` pays.
+        known: what large pools came to; what is new is added.
+    """
+    known, sized = {} if known is None else known, _SizedStep(step)
+    key = sized.alike()
+    if key not in known:
+        known[key] = _Large(sized)
+    large = known[key]
+    own_bytes = sized.replayed(is_twice=sized.is_heavy, is_large=False).small_room_bytes
+    twice_bytes = large.reserved_bytes + own_bytes if sized.is_heavy else None
+    if is_near and twice_bytes is None:
+        # Gradients that are held beside others stay, so that a first step leaves less room.
+        twice = sized.replayed(is_twice=True, is_large=False) if step.held_gradients else None
+        room_bytes = own_bytes if twice is None else twice.small_room_bytes
+        twice_bytes = large.play_twice(sized) + room_bytes
+    held_bytes = sum(size for size in (*step.adapters, *step.states) if size <= SMALL_BYTES)
+    return Uncapped(
+        large.reserved_bytes + own_bytes,
+        large.wasted_bytes,
+        large.requested_bytes + held_bytes,
+        twice_bytes,
+    )
 
 
 def _sizes(profile: Profile, values: Values) -> tuple[list[int], list[int]]:
@@ -352,61 +459,61 @@ def _sizes(profile: Profile, values: Values) -> tuple[list[int], list[int]]:
 
 
 def _sized(segment: Segment, requests: Sequence[int], small: Sequence[int]) -> _SizedTape:
-    places: dict[Any, tuple[int, int]] = {}
-    tape = _SizedTape([], [], segment.births, 0)
-    events: list[Event] = []
-    alive = peak = 0
-    for what, key, size, _, by in segment.tape:
-        if what in (BIRTH, LEAVE):
-            place = len(places)
-            places[key if what == BIRTH else (key, place)] = size, place
-            if what == LEAVE:
-                tape.leaves.append((key, place, small[size]))
-            if requests[size]:
-                events.append((requests[size], place))
-            alive += small[size]
-            peak = max(peak, alive)
-        elif what == DEATH:
-            born, place = places[key]
-            if requests[born]:
-                events.append((0, place))
-            alive -= small[born]
-        elif what in (FETCH, FETCH_ALL):
-            tape.stretches.append((events, (key, by if what == FETCH else None)))
-            events = []
-    tape.stretches.append((events, None))
-    return replace(tape, small_peak_bytes=peak)
+    moves = [move for moves, _ in segment.stretches for move in moves]
+    return _SizedTape(
+        [
+            ([(sign * requests[size], at) for sign, size, at in moves if requests[size]], fetched)
+            for moves, fetched in segment.stretches
+        ],
+        [(path, place, requests[size], small[size]) for path, place, size in segment.leaves],
+        segment.births,
+        max(accumulate((sign * small[size] for sign, size, _ in moves if small[size]), initial=0)),
+    )
 
 
-def replay_all(steps: Sequence[Step], *, on_progress: OnProgress = tell_nobody) -> list[Uncapped]:
+def replay_all(
+    steps: Sequence[Step],
+    *,
+    near: Collection[int] = (),
+    on_progress: OnProgress = tell_nobody,
+) -> list[Uncapped]:
     """Return what each step comes to without a limit.
 
     Args:
         steps: of any structures, and of any sizes.
+        near: which of them limits are going to be asked about.
         on_progress: told how many different ones have been replayed, of how many.
     """
-    distinct = {_alike(step): step for step in steps}
-    # Neighbours are of one structure, so that a process is sent few profiles at a time.
-    keys = sorted(distinct, key=lambda key: key[0])
+    alike = [_alike(step) for step in steps]
+    distinct = dict(zip(alike, steps, strict=True))
+    is_near = {alike[row] for row in near}
+    # Neighbours are of one structure, so that a process is sent few profiles at a time, and of as
+    # many tokens, so that it finds what they ask for alike.
+    keys = sorted(distinct, key=lambda key: (key[0], distinct[key].config.tokens_per_micro_batch))
     results: list[Uncapped] = []
     on_progress(0, len(keys))
-    for more in _replayed([distinct[key] for key in keys]):
+    for more in _in_parts([(distinct[key], key in is_near) for key in keys]):
         results += more
         on_progress(len(results), len(keys))
     known = dict(zip(keys, results, strict=True))
-    return [known[_alike(step)] for step in steps]
+    return [known[key] for key in alike]
+
+
+def _structure(step: Step) -> tuple[tuple[int, ...], *tuple[Hashable, ...]]:
+    """Return what decides over a replay beside sizes; its profiles come first."""
+    ids = tuple(map(id, step.profiles.values()))
+    return ids, step.flags, step.workspace_bytes, step.held_gradients
 
 
 def _alike(step: Step) -> tuple[tuple[int, ...], Hashable]:
     """Return what decides over a replay."""
-    config = step.config
-    sizes = tuple(step.values.items()), step.flags, step.workspace_bytes, step.held_gradients
+    config, structure = step.config, _structure(step)
     gpus = config.is_sharded and config.data_parallel
     states = config.adapter_dtype, config.optimizer, gpus
-    return tuple(map(id, step.profiles.values())), (*sizes, *states)
+    return structure[0], (*structure, *step.values.items(), *states)
 
 
-def _replayed(steps: Sequence[Step]) -> Iterator[list[Uncapped]]:
+def _in_parts(steps: Sequence[tuple[Step, bool]]) -> Iterator[list[Uncapped]]:
     """Yield replays in order, some at a time."""
     chunks = [steps[start : start + _AT_ONCE] for start in range(0, len(steps), _AT_ONCE)]
     processors = len(os.sched_getaffinity(0))
@@ -424,5 +531,6 @@ def _replayed(steps: Sequence[Step]) -> Iterator[list[Uncapped]]:
     yield from map(_replay, chunks[done:])
 
 
-def _replay(steps: Sequence[Step]) -> list[Uncapped]:
-    return [replay_uncapped(step) for step in steps]
+def _replay(steps: Sequence[tuple[Step, bool]]) -> list[Uncapped]:
+    known: dict[Hashable, _Large] = {}
+    return [replay_uncapped(step, is_near=is_near, known=known) for step, is_near in steps]

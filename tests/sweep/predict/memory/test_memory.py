@@ -37,7 +37,7 @@ from sweep.predict.memory.profiles import (
     Symbols,
     Untraceable,
 )
-from sweep.predict.memory.replay import Step, replay_all, replay_uncapped
+from sweep.predict.memory.replay import Step, replay_all, replay_uncapped, runs_under
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -497,11 +497,28 @@ def test_each_of_many_steps_comes_to_what_it_comes_to_alone(
     monkeypatch.setattr(replay, "WORTH_PROCESSES", worth_processes)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     told: list[tuple[int, int]] = []
-    # Equal ones are replayed once.
+    # Equal ones are replayed once, and the large requests of others that ask for as large ones.
     found = replay_all([*steps, *steps], on_progress=lambda done, of: told.append((done, of)))
     assert found == [replay_uncapped(step) for step in steps] * 2
     assert told[0] == (0, len(steps))
     assert told[-1] == (len(steps), len(steps))
+
+
+def test_what_a_step_comes_to_without_a_limit_decides_most_limits(tmp_path: Path) -> None:
+    # Pairs whose large requests are alike, and few of whose small ones are.
+    sizes: list[dict[str, int]] = [
+        {"micro_batch_size": 4, "seq_len": 512},
+        {"micro_batch_size": 8, "seq_len": 256},
+    ]
+    steps = steps_of(imagined(tmp_path), [c for size in sizes for c in mixed_configs(25, **size)])
+    found = replay_all(steps, near=range(len(steps)))
+    alone = [replay_uncapped(step, is_near=True) for step in steps]
+    assert found == alone
+    assert [uncapped[:3] for uncapped in found] == [replay_uncapped(step)[:3] for step in steps]
+    for step, uncapped in zip(steps, found, strict=True):
+        assert uncapped.twice_bytes is not None
+        assert runs_under(step, limit_bytes=uncapped.twice_bytes)
+        assert not runs_under(step, limit_bytes=uncapped.least_bytes - 1)
 
 
 # The simulated caching allocator: sizes of blocks and segments, splitting, merging, the limit
