@@ -113,7 +113,9 @@ Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout,
 Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
 Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
-Forget = Annotated[str | None, Option(metavar="DIGEST", help="Keep this file no longer.")]
+Forget = Annotated[
+    str | None, Option("--forget", metavar="DIGEST", help="Keep this file no longer.")
+]
 Catalogue = Annotated[
     str | None,
     Option(metavar="OUT", help="Write what the files say as a catalogue's file; keep nothing."),

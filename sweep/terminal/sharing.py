@@ -95,9 +95,7 @@ def calibrate(
         if forgotten is not None:
             gpu = next((one.surface.gpu for one in kept if one.digest == forgotten), None)
             if gpu is None:
-                raise InputError(
-                    f"--forget {forgotten}: none such is kept: `sweep calibrate` lists"
-                )
+                raise InputError(f"--forget {forgotten}: no such file is kept")
             before[gpu] = _recommended(gpu, predict)
             kept = [one for one in kept if one.digest != forgotten]
         for file in files:

@@ -164,7 +164,7 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
     again = calibrated(capsys, "a10.jsonl")
     assert (again["code"], again["gpus"], again["after"]) == (2, found["gpus"], {})
     assert calibrated(capsys)["gpus"] == found["gpus"]
-    assert sweep("calibrate", "--forget", "nonesuch").code == 2
+    assert "no such file is kept" in sweep("calibrate", "--forget", "nonesuch").err
     forgotten = calibrated(capsys, forgotten=one["digest"])
     assert (forgotten["gpus"], forgotten["after"]) == ({}, found["before"])
     assert planned(capsys) == before
@@ -185,8 +185,8 @@ def test_of_a_folder_the_bad_files_are_refused_each_with_its_reason_and_the_rest
     assert found["code"] == 0
     assert [file["refused"] is None for file in found["files"]] == [True, False]
     assert "not valid JSON" in found["files"][1]["refused"]
-    assert sweep("calibrate", "nowhere").code == 2
-    assert sweep("calibrate", "--catalogue", "out.json").code == 2
+    assert "nowhere: no such file" in sweep("calibrate", "nowhere").err
+    assert "name the files" in sweep("calibrate", "--catalogue", "out.json").err
 
 
 def test_a_folder_becomes_a_catalogues_file_with_its_provenance(
