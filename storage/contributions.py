@@ -25,7 +25,7 @@ from search_spaces.linears import known_linear_modules
 from search_spaces.models import ModelSpec, shipped_models
 from storage.definition import StudySnapshot
 from storage.environment import PACKAGES
-from storage.records import SPEED_REUSED, TrialRecord
+from storage.records import NEIGHBOUR, SPEED_REUSED, TrialRecord
 from storage.surfaces import (
     Bytes,
     Header,
@@ -91,8 +91,8 @@ class Contribution:
 def contribution_of(snapshot: StudySnapshot) -> Contribution:
     """Return what a study measured as a contribution: of the GPU that ran, not of the target.
 
-    Left out are trials that shared their GPU or whose steps were uneven, that several GPUs ran,
-    and those that another study measured.
+    Left out are trials that shared their GPU, that have no interval, that several GPUs ran, and
+    those that another study measured.
 
     Raises:
         InputError: nothing of it may be contributed; the message says why.
@@ -105,7 +105,7 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
     told = [record for record in snapshot.records if _is_told(record, model)]
     header, *rows = surface_lines(snapshot, told)
     if not any(row["verdict"] == "fits" for row in rows):
-        raise NothingFits(f"{name} has no steadily measured trial to contribute")
+        raise NothingFits(f"{name} has no trial of its own to contribute")
     gpu, environment = find_gpu(header["measured_on"]), snapshot.environment
     # The newest run may have been on another machine.
     is_here = match_product(environment.get("gpu") or "") == gpu
@@ -130,8 +130,11 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
 def _is_told(record: TrialRecord, model: ModelSpec) -> bool:
     config, measured = record.config, record.measurement
     is_alone = config.data_parallel == 1 and not config.is_sharded and record.carried is None
-    is_steady = measured is None or not (measured.is_noisy or SPEED_REUSED in measured.flags)
-    return is_alone and is_steady and _has_known_targets(config, model)
+    is_own = measured is None or (
+        measured.step_seconds_ci95 is not None
+        and {NEIGHBOUR, SPEED_REUSED}.isdisjoint(measured.flags)
+    )
+    return is_alone and is_own and _has_known_targets(config, model)
 
 
 def _public_name(model: ModelSpec, study: str) -> str:

@@ -40,6 +40,8 @@ one."""
 MEMORY_TIMES = 2.0
 """How many times the stated uncertainty a peak may be off: of the 445 trials of both recorded
 surfaces none is 1.5 times as far."""
+CI95_WIDTH = 3.92
+"""Standard deviations from end to end of a 95 % interval."""
 ROUNDS = 5
 """The model is made straight again around each solution."""
 _TOLERANCE = 1e-6
@@ -173,6 +175,8 @@ class Session:
             [row.config for row in rows], model=surface.model, gpu=surface.card, evidence=None
         )
         self._log_seconds = np.log([row.step_seconds or np.nan for row in rows])
+        ends = [row.step_seconds_ci95 or (1.0, 1.0) for row in rows]
+        self._variances = np.array([np.log(high / low) / CI95_WIDTH for low, high in ends]) ** 2
         shipped = None if is_shipped else shipped_contributions(surface.gpu)
         self.prior: tuple[Array, Array] = (np.zeros(len(SESSION)), self._times.spread)
         """Mean and covariance of the log factors before the file was seen."""
@@ -194,7 +198,8 @@ class Session:
         """Return slopes, measured log seconds less what is not by the slopes, and covariance."""
         slopes = self._times.slopes(log_factors, self.rows)
         rest = self._times.log_seconds(log_factors, self.rows) - slopes @ log_factors
-        noise = np.diag(residual_spread(slopes) ** 2) + slopes @ SESSION @ slopes.T
+        own = residual_spread(slopes) ** 2 + self._variances[self.rows]
+        noise = np.diag(own) + slopes @ SESSION @ slopes.T
         return slopes, self._log_seconds[self.rows] - rest, noise
 
     def _off(self) -> Array:

@@ -208,7 +208,7 @@ def test_one_file_makes_a_gpus_interval_narrower_and_right(times: float) -> None
     truth = times * before.seconds
     inside = np.abs(np.log(truth / after.seconds)) < 1.645 * after.log_spread
     assert inside.mean() >= 0.9
-    assert (after.log_spread < 0.5 * before.log_spread).all()
+    assert (after.log_spread < 0.75 * before.log_spread).all()
 
 
 def test_what_other_sessions_teach_of_an_h200_holds_for_one_that_was_not_seen() -> None:

@@ -75,11 +75,11 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_study_measured_is_shown_and_written_without_a_name_in_it(
     here: Path, sweep: Sweep
 ) -> None:
-    noisy = TRIALS[1].model_dump()
-    noisy["outcome"]["measurement"]["flags"] = ("noisy",)
+    shared = TRIALS[1].model_dump()
+    shared["outcome"]["measurement"]["flags"] = ("neighbour",)
     mark = Carried(study=PLANTED, identity="i", number=1)
     told = (TRIALS[0], *TRIALS[2:5], OOM)
-    others = (TrialRecord.model_validate(noisy), TRIALS[5].model_copy(update={"carried": mark}))
+    others = (TrialRecord.model_validate(shared), TRIALS[5].model_copy(update={"carried": mark}))
     # A larger GPU stood in: it is the one that was measured.
     study = stored(here, *told, *others, emulated_on="NVIDIA H200")
     shown = sweep("contribute", study, "--dry-run", "--json")
@@ -151,13 +151,14 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
     assert (found["code"], file["refused"], one["trials"]) == (0, None, 6)
     assert one["times_predicted_seconds"] == pytest.approx(1.2, abs=0.05)
     ends = [found[when]["a10"]["tokens_per_second_range"] for when in ("before", "after")]
-    assert ends[1][1] / ends[1][0] < 0.8 * ends[0][1] / ends[0][0]
+    # What is recommended computes in 8 bits, of which these trials say less.
+    assert ends[1][1] / ends[1][0] < 0.95 * ends[0][1] / ends[0][0]
 
     after = planned(capsys)
     assert after["basis"]["speed_contributed"] == {"files": 1, "trials": 6}
     (low, high), (least, most) = (of["tokens_per_second_range"] for of in (after, before))
     assert low < before["tokens_per_second"] / 1.2 < high
-    assert high / low < 1.5 < 2.0 < most / least
+    assert high / low < min(1.5, (most / least) ** 0.75)
     assert "and 6 trials of 1 contribution" in grounds(capsys)
 
     # The same file once more is refused, and what is kept stays.
@@ -206,7 +207,7 @@ def test_a_folder_becomes_a_catalogues_file_with_its_provenance(
     [
         (TRIALS, {"gpu": "cpu", "device": "cpu"}, 2, "ran on a CPU"),
         (TRIALS, {"gpu": "Voodoo 2"}, 2, "a GPU of the catalogue"),
-        ([OOM], {}, 1, "no steadily measured trial"),
+        ([OOM], {}, 1, "no trial of its own"),
         ([], {}, 1, "nothing to export"),
     ],
 )
