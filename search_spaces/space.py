@@ -136,11 +136,11 @@ class ConfirmBudget(Strict):
     """Of the device, for measuring again the winner and what may be as fast. The winner and what
     its gain is stated over are measured twice whatever that takes. So is what was begun."""
     repeats: StrictInt = Field(default=3, ge=2)
-    """Runs of a configuration after which a tie is a tie; the more there may be, the wider is the
-    interval after the first, as it is looked at after each."""
+    """Runs of a configuration after which a tie is a tie. Intervals hold for looks after each."""
+    # Six steps of half a second, a winning 7B's slowest, before an evaluation and a checkpoint, and
+    # six after them.
     soak_seconds: Number = Field(default=6.0, ge=0)
-    """How long the recommended one then trains in one go; 0 for no soak. Six steps of half a second
-    (a 7B's slowest that win), before and after an evaluation and a checkpoint."""
+    """How long the recommended one then trains in one go; 0 for no soak."""
     soak_steps: StrictInt = Field(default=500, ge=10)
     """Steps after which it has trained long enough, sooner than that."""
     quality_seeds: StrictInt = Field(default=3, ge=1, le=10)

@@ -47,6 +47,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.confirmations import (
     RUNS_TO_CONFIRM,
+    TIE,
     Confirmations,
     Ratio,
     is_told_apart,
@@ -370,8 +371,8 @@ class Ranking:
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
-        """The other trials whose intervals overlapped the best's in the search: what measuring
-        side by side may tell apart."""
+        """The other trials that by their intervals in the search may be faster than the best, by
+        more than a tie: what measuring side by side may tell apart."""
         if self.winner is None:
             return ()
         best = self._as_searched(self.winner)
@@ -641,8 +642,9 @@ def _overlap(objective: Objective, best: Measurement, other: Measurement) -> boo
     """Whether two are alike in an objective: speeds and losses where 95 % intervals overlap."""
     if objective == "tokens_per_second":
         ends, others = best.speed_interval, other.speed_interval
-        # What seems faster and comes after it was measured in another process, not beside it.
-        return ends is not None and others is not None and ends[0] <= others[1]
+        # What seems faster and comes after it was measured in another process, not beside it. What
+        # is faster by less than a tie at the most is not worth telling apart.
+        return ends is not None and others is not None and ends[0] * (1.0 + TIE) <= others[1]
     if objective == "eval_loss" and best.quality and other.quality:
         mine, theirs = best.quality.eval_loss_ci95, other.quality.eval_loss_ci95
         if mine and theirs and mine[0] <= theirs[1] and theirs[0] <= mine[1]:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.space import ConfirmBudget, StepBudget
-from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, Ratio, soaked_long_enough
+from storage.confirmations import RUNS_TO_CONFIRM, TIE, Confirmations, Ratio, soaked_long_enough
 from storage.ledger import MAX_ATTEMPTS, attempts, next_number
 from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord
@@ -22,7 +22,6 @@ from sweep.planning.evidence import target_speeds
 from sweep.running.runner import Lane
 from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import ConfirmationStarted, StopReason
-from sweep.study.stopping import SPEED_MARGIN
 
 CONTENDERS_MAX = 4
 """Of all whose intervals overlap the winner's, so many are measured again at a time."""
@@ -274,11 +273,11 @@ class Plan:
 
 def _is_enough(ratio: Ratio, *, width: float = math.inf) -> bool:
     """Whether runs need not tell more of a winner's speed over that of another: it is faster, to
-    within ``width``, or at most `SPEED_MARGIN` slower, which is a tie and enough."""
+    within ``width``, or at most `TIE` slower, which is a tie and enough."""
     if ratio.low is None or ratio.high is None:
         return False
     if ratio.low <= 1.0:
-        return ratio.low * (1.0 + SPEED_MARGIN) >= 1.0
+        return ratio.low * (1.0 + TIE) >= 1.0
     return ratio.high - ratio.low < width * ratio.value
 
 

@@ -17,6 +17,7 @@ from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
+from storage.confirmations import TIE
 from storage.definition import StudyDefinition
 from storage.directory import WORTH_KEEPING
 from storage.ranking import CONCLUSIVE, Ranking, rank
@@ -46,11 +47,9 @@ FAILURES_IN_A_ROW = 5
 """So many trials that fail alike are the machine's doing; a night of them teaches nothing more."""
 REMEASURED_AT_MOST = 2
 REMEASURED = "remeasured"
-SPEED_MARGIN = 0.02
-"""A trial whose best case is this close to a rival goes on: that is a tie, and ties are shown."""
 LOSS_MARGIN = 1.0
-"""The same where a held-out loss is asked for as well: only what is less than half as fast goes
-untrained. A slow configuration may learn more, and nobody takes one that takes twice as long."""
+"""What counts as a tie where a held-out loss is asked for as well: only what is less than half as
+fast goes untrained. A slow one may learn more, and nobody takes one that takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,8 @@ def is_hopeless(
     The best case is the fast end of the median's 95 % interval. Before there are steps enough for
     one it is a generous guess, so that only a trial that is far behind is stopped by it; during the
     warm-up there is none, as those steps are not the rate. What a trial would learn nobody knows:
-    how far behind it is decides, by `LOSS_MARGIN`.
+    how far behind it is decides, by `LOSS_MARGIN`. Both intervals hold whenever they are looked at.
+    A trial within a tie of a rival goes on, as ties are shown.
 
     Args:
         progress: the newest sign of life; `tokens_per_second_high` is the trial's best case.
@@ -268,7 +268,7 @@ def is_hopeless(
     high, allocated = progress.tokens_per_second_high, progress.allocated_bytes
     if progress.phase != "measure" or high is None or "tokens_per_second" not in objectives:
         return False
-    margin = LOSS_MARGIN if "eval_loss" in objectives else SPEED_MARGIN
+    margin = LOSS_MARGIN if "eval_loss" in objectives else TIE
     better = [r for r in rivals if r.tokens_per_second > high * (1.0 + margin)]
     if "peak_memory" in objectives:
         # What is allocated by now bounds the peak from below: it can only get worse.

@@ -128,7 +128,7 @@ def test_the_soak_is_told_with_what_strained_it_and_one_that_ran_out_in_it_lost(
 def test_a_noisy_gain_is_its_lower_end_and_one_that_may_be_none_is_not_stated() -> None:
     wide = fits(1, 16_800.0, FAST, step_seconds_ci95=(0.12, 1.0))
     assert said(again(fits(0, 1_000.0), wide))["gain"].startswith("at least ")
-    noisy = fits(1, 16_800.0, FAST, flags=("neighbour",), step_seconds_ci95=(0.1, 1.0))
+    noisy = fits(1, 16_800.0, FAST, flags=("neighbour",), step_seconds_ci95=(0.02, 1.0))
     study = again(fits(0, 8_000.0), noisy, definition=definition(emulated_on=None))
     known = said(study)
     assert known["gain"] == "none stated: statistically indistinguishable from the baseline"
