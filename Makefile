@@ -18,7 +18,7 @@ LOWEST := .venv-lowest
 WORKERS ?= logical
 PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
 
-.PHONY: demo test test-all test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence clean help
+.PHONY: demo test test-all test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -71,6 +71,12 @@ test-lowest:     ## the same under the lowest versions that pyproject.toml allow
 test-gpu: $(READY)  ## the tests that need a GPU, ten minutes; fails where there is none
 	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and not faults' --require-gpu
+
+profiles: $(READY) ## the memory profiles and surveys that ship, anew: everything is traced, a few minutes
+	$(BIN)/python -m tests.sweep.predict.memory.shipping profiles
+
+surveys: $(READY) ## the surveys that ship, anew, and what else plans of the presets ask of profiles
+	$(BIN)/python -m tests.sweep.predict.memory.shipping surveys
 
 lint: $(READY)   ## lint, format, types and import contracts
 	$(BIN)/ruff check .

@@ -202,6 +202,14 @@ def test_it_goes_from_a_plan_to_a_study_and_its_report_far_from_the_repository(
     assert installed.run("python", "-c", program).stdout.split() == ["True", "tune", "plan"]
 
 
+def test_a_plan_of_a_preset_works_nothing_out_that_ships(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert json.loads(installed.sweep("plan", "a10", "--json"))["gpu"]["name"] == "a10"
+    assert not (tmp_path / "cache" / "qlora-sweep").exists()
+
+
 def blobs(directory: Path) -> Path:
     """Return another distribution that installs a package `storage`."""
     files = {

@@ -40,6 +40,7 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts,
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.memory.shipped import is_as_committed, read
 from sweep.predict.speed.contributed import contributed_speed
 from sweep.predict.speed.predictor import within
 
@@ -66,6 +67,8 @@ As measured on an H200, the first of a process apart, which takes ten: see
 """
 SURVEYED_BY = ("search_spaces", "sweep/data", "sweep/predict", "sweep/planning")
 """Directories whose code decides what a survey holds."""
+SURVEYS = Path(__file__).with_name("surveys.zip")
+"""Those of the presets, each of its own model; `make surveys` writes them."""
 
 ClassKey = tuple[CapacityClass, int]
 """Capacity class and length: what a configuration can learn, and from how much context."""
@@ -272,16 +275,25 @@ def survey(
     """
     if directory is None or forecaster.evidence.study is not None:
         return Survey(space, _found(space, forecaster, progress), forecaster)
-    path = directory / f"{_digest(space, forecaster)}.json"
+    is_shipped = is_as_committed(*SURVEYED_BY)
+    shipped = read(SURVEYS, shipped_name(space, forecaster)) if is_shipped else None
+    path = directory / f"{_digest(space, forecaster, source_digest(*SURVEYED_BY))}.json"
     try:
-        found = Found.model_validate_json(path.read_bytes())
+        found = Found.model_validate(shipped or json.loads(path.read_bytes()))
     except (OSError, ValueError):
         found = _found(space, forecaster, progress)
         write_cache(path, found.model_dump(mode="json", exclude_defaults=True))
     return Survey(space, found, forecaster)
 
 
-def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
+def shipped_name(space: SearchSpace, forecaster: Forecaster) -> str:
+    """Return the name under which a survey ships, if it does."""
+    return _digest(space, forecaster)
+
+
+def _digest(space: SearchSpace, forecaster: Forecaster, *code: str) -> str:
+    memory = forecaster.tracing
+    origin = None if memory is None else memory.origin(space.baseline_config())
     contributed = contributed_speed(forecaster.gpu.name)
     parts = [
         None if forecaster.shapes is None else forecaster.shapes.epochs.digest,
@@ -290,8 +302,8 @@ def _digest(space: SearchSpace, forecaster: Forecaster) -> str:
         forecaster.gpu.model_dump(mode="json"),
         contributed and contributed.entry,
         forecaster.budget_bytes,
-        tracing_fingerprint(),
-        source_digest(*SURVEYED_BY),
+        origin or tracing_fingerprint(),
+        *code,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

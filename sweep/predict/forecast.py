@@ -42,7 +42,7 @@ from sweep.predict.memory.prediction import (
     WholeMemory,
     predict_nothing,
 )
-from sweep.predict.memory.predictor import MemoryPredictor, Residuals
+from sweep.predict.memory.predictor import MemoryPredictor, Residuals, TracingPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
@@ -547,6 +547,7 @@ class Forecaster:
             )
         assert violation is not None, "rules are of a GPU, or given"
         self._violation = violation
+        self.tracing = predictor if isinstance(predictor, TracingPredictor) else None
         if predictor is not None and shapes is not None:
             predictor = MemoryOnTexts(predictor, shapes)
         self._predictor = predictor
@@ -609,6 +610,13 @@ class Forecaster:
             for refused in whole.refused.values():
                 self._tell(refused)
         return whole
+
+    def renew_memory(self) -> None:
+        """Predict memory from what is traced by now."""
+        if self.tracing is not None:
+            self.tracing.renew()
+        self._memory_of_one.cache_clear()
+        self._expected.clear()
 
     def _predict_all(self, configs: Sequence[TrialConfig], on_progress: OnProgress) -> WholeMemory:
         if self._predictor is None:

@@ -57,6 +57,7 @@ from sweep.study.events import (
     StopReason,
 )
 from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
+from sweep.study.retracing import retraced_behind
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -400,7 +401,8 @@ def drive(
                 spent = study.ledger.trials_spent(since=study.ledger.next_number)
                 if spent < space.trials and not is_anew and driver.reason_to_stop() is None:
                     _get_ready(driver, sampler)
-                return tune(driver, is_anew=is_anew)
+                with retraced_behind(driver, sampler, warn=warn):
+                    return tune(driver, is_anew=is_anew)
         except KeyboardInterrupt:
             # Whatever it was at, storage can go on from there.
             if not interruption.is_requested():

@@ -131,13 +131,22 @@ def answer(
         )
         for line in dict.fromkeys(n for gpu in question.gpus for n in question.text_notes(gpu)):
             tell(line)
-        if request.from_file is not None:
-            return _of_file(question, request.from_file, progress)
-        if request.is_longest:
-            return _longest(question, progress)
-        if request.is_cheapest:
-            return _cheapest(question, progress)
-        return _of_each_gpu(question, progress)
+        found = _answered(question, progress)
+    traced = (one for one in question.predictors.values() if isinstance(one, TracingPredictor))
+    for others in {one.other_versions for one in traced} - {""}:
+        tell(f"memory is predicted from profiles of {others}; `sweep run` traces its own")
+    return found
+
+
+def _answered(question: Question, progress: Progress) -> Answer:
+    request = question.request
+    if request.from_file is not None:
+        return _of_file(question, request.from_file, progress)
+    if request.is_longest:
+        return _longest(question, progress)
+    if request.is_cheapest:
+        return _cheapest(question, progress)
+    return _of_each_gpu(question, progress)
 
 
 def _of_each_gpu(question: Question, progress: Progress) -> Answer:

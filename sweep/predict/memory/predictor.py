@@ -35,6 +35,8 @@ from sweep.predict.memory.profile_store import (
 )
 from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
 from sweep.predict.memory.replay import Step
+from sweep.predict.memory.shipped import ShippedProfiles
+from sweep.processes import Child
 
 __all__ = ["Fit", "MemoryPrediction", "MemoryPredictor", "Residuals", "TracingPredictor"]
 
@@ -102,6 +104,7 @@ class TracingPredictor(MemoryPredictor):
         workspace_bytes: that libraries take from torch's allocator; None for cuBLAS's.
         tracer: traces structures; by default a child process, started at the first one that is not
             kept.
+        shipped: profiles that travel with the package; None for its own.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class TracingPredictor(MemoryPredictor):
         compute_capability: tuple[int, int] | None = None,
         workspace_bytes: int | None = None,
         tracer: Tracer | None = None,
+        shipped: ShippedProfiles | None = None,
     ) -> None:
         self._model = model
         capability = compute_capability or HOPPER
@@ -119,10 +123,34 @@ class TracingPredictor(MemoryPredictor):
         each = _HOPPER_WORKSPACE_BYTES if capability >= HOPPER else _OLDER_WORKSPACE_BYTES
         self._workspace_bytes = _WORKSPACES * each if workspace_bytes is None else workspace_bytes
         self._has_flash = capability >= AMPERE
-        tracer = tracer or TracingChildren()
-        self._profiles = ProfileStore(model, cache_dir=cache_dir, tracer=tracer)
+        self._store: dict[str, Any] = {"cache_dir": cache_dir, "shipped": shipped}
+        self._store["tracer"] = tracer or TracingChildren()
+        self.renew()
+
+    def renew(self) -> None:
+        """Predict from what is traced by now."""
+        self._profiles = ProfileStore(self._model, **self._store)
         self._known: dict[_Shape, Profile | InputError] = {}
         self._sharded: dict[Hashable, Profile] = {}
+
+    def origin(self, config: TrialConfig) -> str | None:
+        """Return a digest of the file that ships what a configuration is predicted from; None where
+        that was traced here."""
+        is_checkpointed, has_flash = config.checkpoint_fraction > 0, self._has_flash
+        one = Structure.of(config, is_checkpointed=is_checkpointed, has_flash=has_flash)
+        return self._profiles.origin(one.parts()[0])
+
+    @property
+    def other_versions(self) -> str:
+        """In words, the libraries of which others traced what is predicted from; empty for none."""
+        return self._profiles.other_versions if self._profiles.borrowed else ""
+
+    def retrace(self) -> Child | None:
+        """Begin to trace anew what others have traced; see `ProfileStore.retrace`.
+
+        Once the process has ended, `renew` predicts from what it traced. Raises `OSError`.
+        """
+        return self._profiles.retrace()
 
     def predict_all(
         self, configs: Sequence[TrialConfig], *, on_progress: OnProgress = tell_nobody

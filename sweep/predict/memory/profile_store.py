@@ -1,4 +1,4 @@
-"""The profiles of a model's structures: from a cache on disk, or traced.
+"""The profiles of a model's structures: shipped, from a cache on disk, or traced.
 
 What traces are children: processes in which torch and transformers are imported, as they never are
 in this one, and which answer one question a line with one profile a line. A child gets so long for
@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,13 +29,18 @@ from search_spaces.models import ModelSpec
 from storage import files
 from sweep.child_environment import child_environment
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
+from sweep.predict.memory.shipped import PROFILES, ROOT, ShippedProfiles, is_as_committed
 from sweep.processes import Child
 from sweep.subprocess_jobs import last_words
 
-_ROOT = Path(__file__).parents[3]
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
-TRACED_BY = ("search_spaces", "sweep/predict/memory", "sweep/training")
-"""Directories whose code the tracing child runs; a profile is of no use once any of it changes."""
+TRACED_BY = (
+    *(f"search_spaces/{name}.py" for name in ("config", "documents", "linears", "models")),
+    *(f"sweep/predict/memory/{name}" for name in ("allocator.py", "profiles.py", "tracing")),
+    *(f"sweep/training/{name}.py" for name in ("adapters", "eight_bit", "model")),
+)
+"""Modules and directories whose code the tracing child runs; a profile is of no use once any of it
+changes."""
 _ATTEMPTS = 2
 """Times that a structure is traced whose tracing process dies; each time in a new process."""
 _FAULTS_MAX = 3 * _ATTEMPTS
@@ -42,6 +48,8 @@ _FAULTS_MAX = 3 * _ATTEMPTS
 minutes to die, and a study would ask for hundreds."""
 _COMMAND = (sys.executable, "-P", "-m", "sweep.predict.memory.tracing")
 """Followed by this process's number."""
+_RETRACING = (sys.executable, "-P", "-m", "sweep.predict.memory.retracing")
+"""Followed by the same."""
 _DEADLINE_SECONDS = 120.0
 """For one structure, the imports included; a slow disk makes those take most of a minute."""
 _CHILDREN_MAX = 4
@@ -82,16 +90,30 @@ class Tracer(Protocol):
 class ProfileStore:
     """Profiles of one model's structures, each traced at most once on this machine.
 
+    Those that other versions of the libraries traced are used until there are own ones: `borrowed`.
+
     Args:
         model: whose structures.
         cache_dir: where profiles are kept, by model, structure and the versions of what was traced.
         tracer: asked for what is not there.
+        shipped: profiles that travel with the package; None for the package's own, which hold for
+            the code that traced them alone.
     """
 
-    def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        cache_dir: Path,
+        tracer: Tracer,
+        shipped: ShippedProfiles | None = None,
+    ) -> None:
         self._model = model
         self._cache_dir = cache_dir
         self._tracer = tracer
+        archive = PROFILES if is_as_committed(*TRACED_BY) else None
+        self._shipped = shipped or ShippedProfiles(model, archive)
+        self.borrowed: list[Structure] = []
         self._known: dict[Structure, Profile | InputError] = {}
         self._has_answered = False
         self._faults = 0
@@ -154,11 +176,57 @@ class ProfileStore:
         shared = None if in_bf16 is None else self._look(in_bf16)
         if isinstance(shared, InputError) or (shared is not None and shared.is_same_in_fp16):
             return shared
+        if not self.other_versions:
+            return self._shipped.get(structure) or self._cached(structure)
+        own = self._cached(structure)
+        found = own or self._shipped.get(structure)
+        if own is None and found is not None:
+            self.borrowed.append(structure)
+        return found
+
+    def origin(self, structure: Structure) -> str | None:
+        """Return a digest of the file that a structure's profile ships in; None where it is traced
+        here."""
+        traced = structure.in_bf16() or structure
+        is_own = self.other_versions and self._path(traced).exists()
+        return None if is_own or self._shipped.get(traced) is None else self._shipped.digest
+
+    def retrace(self) -> Child | None:
+        """Begin to trace what is borrowed with the versions that are installed, into the cache, in
+        a process that leaves the processors to others; None where nothing is borrowed.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if not self.borrowed:
+            return None
+        structures = [structure.to_json() for structure in self.borrowed]
+        asked = {"model": self._model.to_json(), "structures": structures}
+        # A pipe holds less, and nobody reads it until the process has imported what it needs.
+        with tempfile.TemporaryFile() as question:
+            question.write(json.dumps({**asked, "cache_dir": str(self._cache_dir)}).encode())
+            question.seek(0)
+            return Child(
+                [*_RETRACING, str(os.getpid())],
+                stdin=question,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                environment=child_environment(),
+            )
+
+    def _cached(self, structure: Structure) -> Profile | None:
         try:
             values = json.loads(self._path(structure).read_text(encoding="utf-8"))
             return Profile.from_json(values)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    @cached_property
+    def other_versions(self) -> str:
+        """The libraries of which others are installed than traced what ships, in words."""
+        here = versions()
+        others = {k: v for k, v in self._shipped.versions.items() if here.get(k) != v}
+        return " and ".join(f"{k} {v} (here: {here[k] or 'none'})" for k, v in others.items())
 
     def _trace(self, wanted: Iterable[Structure], on_progress: OnProgress) -> None:
         """Trace what is missing, and again what a process died of."""
@@ -201,28 +269,39 @@ def write_cache(path: Path, values: dict[str, Any]) -> None:
 @cache
 def tracing_fingerprint() -> str:
     """Return a digest of the libraries' versions and of the code that traces them."""
-    versions = "".join(map(_version, _LIBRARIES))
-    return hashlib.sha256((versions + source_digest(*TRACED_BY)).encode()).hexdigest()
+    parts = json.dumps(versions()) + source_digest(*TRACED_BY)
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def source_digest(*directories: str) -> str:
-    """Return a digest of all code in directories of this program, named from where it lies."""
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries whose code is traced; empty for one that is not there.
+
+    Without what tells builds apart (``+cu130``): what is traced touches no GPU.
+    """
+    return {library: _version(library).partition("+")[0] for library in _LIBRARIES}
+
+
+def source_digest(*places: str) -> str:
+    """Return a digest of modules and of all code in directories of this program, named from where
+    it lies."""
     digest = hashlib.sha256()
-    for path in source_files(*directories):
+    for path in source_files(*places):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def source_files(*directories: str) -> list[Path]:
-    """Return the modules in directories of this program, those further down included."""
-    return [path for name in directories for path in sorted((_ROOT / name).rglob("*.py"))]
+def source_files(*places: str) -> list[Path]:
+    """Return modules of this program, and those in directories of it and further down."""
+    return [
+        path for place in places for path in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]
+    ]
 
 
 def _version(library: str) -> str:
     try:
-        return f"{library} {version(library)};"
+        return version(library)
     except PackageNotFoundError:
-        return f"{library};"
+        return ""
 
 
 class TracingChildren:
@@ -312,8 +391,10 @@ class _Child:
             self.process = Child(
                 [*command, str(os.getpid())],
                 stderr=self._printed,
-                # It walks shapes: the GPU's memory is the trials'.
-                environment=child_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+                # It walks shapes: the GPU's memory is the trials'. transformers goes through sets
+                # of words, in an order that decides what is freed first: the same each time.
+                environment=child_environment()
+                | {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"},
             )
             stdin, stdout = self.process.process.stdin, self.process.process.stdout
             assert stdin is not None

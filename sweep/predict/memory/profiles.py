@@ -28,6 +28,7 @@ parameters, so every GPU holds all of them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,12 @@ class Structure:
         if self.config.compute_dtype != "fp16" or self.config.adapter_dtype != "fp32":
             return None
         return replace(self, config=self.config.model_copy(update={"compute_dtype": "bf16"}))
+
+    @property
+    def key(self) -> str:
+        """What tells it apart, as JSON: the settings that shape tensors, and no others."""
+        shaping = {key: getattr(self.config, key) for key, knob in KNOBS.items() if knob.traced}
+        return json.dumps([shaping, self.is_checkpointed, self.has_flash, self.is_long])
 
     @property
     def is_checkpointed(self) -> bool:

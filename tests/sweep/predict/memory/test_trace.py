@@ -16,6 +16,7 @@ from search_spaces.errors import InputError
 from search_spaces.linears import parameters, resolve_targets, target_sets, unquantized
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import WITHOUT_SDPA, violation
+from sweep import namesakes
 from sweep.predict.memory.prediction import Fit, MemoryPrediction, WholeMemory
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TRACED_BY, TracingChildren, source_files
@@ -213,30 +214,39 @@ def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingC
     assert trace(tracing_child, model("llama"), structure)["positions"] == [0, 1, 1, 1, 1, 2]
 
 
-_MODULES_OF_OURS = """
+_FILES_THAT_RAN = """
 import json, sys
 from sweep.predict.memory.tracing.__main__ import answer
 
-asked = json.loads(sys.argv[1])
-assert "profile" in answer(asked), answer(asked)
-rooms = ("search_spaces", "storage", "sweep", "reports")
-ours = (module for name, module in sys.modules.items() if name.partition(".")[0] in rooms)
-print(json.dumps([module.__file__ for module in ours]))
+ran, asked = set(), json.loads(sys.argv[1])
+# Once before, as imports run everything.
+answer(asked[0])
+sys.setprofile(lambda frame, *_: ran.add(frame.f_code.co_filename))
+answers = list(map(answer, asked))
+sys.setprofile(None)
+assert all("profile" in each for each in answers), answers
+print(json.dumps(list(ran)))
 """
 
 
 def test_a_profile_is_of_no_use_once_any_code_that_traced_it_changes() -> None:
-    """Every module of ours that the child has imported when it answers is in the fingerprint."""
-    structure = Structure.of(TrialConfig(kernels="liger"), is_checkpointed=True)
-    asked = {"model": model("llama").to_json(), "structure": structure.to_json()}
-    command = (sys.executable, "-P", "-c", _MODULES_OF_OURS, json.dumps(asked))
+    """Every module of ours of which anything runs when the child answers is in the fingerprint."""
+    knobs: list[dict[str, Any]] = [
+        *({"kernels": kernels} for kernels in ("hf", "fused-loss", "liger")),
+        {"compute_dtype": "int8", "quantization": "int8", "compile": True, "lora_dropout": 0.1},
+        {"compute_dtype": "fp8", "quantization": "nf4", "adapter_dtype": "bf16"},
+        {"packing": "packed", "quantization": "none", "attention": "eager"},
+    ]
+    asked = [
+        {"model": model("llama").to_json(), "structure": structure.to_json()}
+        for one in knobs
+        for structure in [Structure.of(TrialConfig(**one), is_checkpointed=True)]
+    ]
+    command = (sys.executable, "-P", "-c", _FILES_THAT_RAN, json.dumps(asked))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    imported = {Path(file) for file in json.loads(done.stdout)}
-    assert len(imported) > 10
-    outside = {path.name for path in imported - set(source_files(*TRACED_BY))}
-    # Packages around them hold a docstring; whose names they are, how a result is kept and with
-    # whom the child ends decides no number.
-    assert outside <= {"__init__.py", "namesakes.py", "records.py", "processes.py"}
+    ours = {Path(file) for file in json.loads(done.stdout)} & set(source_files(*namesakes.NAMES))
+    assert len(ours) > 10
+    assert ours <= set(source_files(*TRACED_BY))
 
 
 # Profiles of models part of whose layers are in 4 bits, put together from two that are traced

@@ -1,0 +1,38 @@
+"""Traces structures into a user's cache while something else is going on.
+
+Run as ``python -P -m sweep.predict.memory.retracing PARENT`` by `ProfileStore.retrace`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from search_spaces.models import ModelSpec
+from sweep.predict.memory.profile_store import ProfileStore, TracingChildren
+from sweep.predict.memory.profiles import Structure
+from sweep.predict.memory.shipped import ShippedProfiles
+from sweep.processes import bind_to_parent
+
+_LEAST_URGENT = 19
+
+
+def main() -> None:
+    """Trace what standard input asks for, in one child: trials need the other processors."""
+    bind_to_parent(int(sys.argv[1]))
+    os.nice(_LEAST_URGENT)
+    asked = json.load(sys.stdin)
+    model = ModelSpec.from_json(asked["model"])
+    store = ProfileStore(
+        model,
+        cache_dir=Path(asked["cache_dir"]),
+        tracer=TracingChildren(1),
+        shipped=ShippedProfiles(model, None),
+    )
+    store.fetch(map(Structure.from_json, asked["structures"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What is worked out before it is asked, and travels with the package: profiles of the shipped
+models' structures, and surveys of the presets.
+
+`make profiles` writes both, and a test compares them with what the code works out. So they hold for
+code as it was committed: an installation's, or that of a checkout that nobody has edited, which
+works out everything itself: a wrong number is worse than a slow one. A digest of the code that they
+are made by would refuse them after every commit that changes none of their numbers, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec
+from sweep.namesakes import NAMES
+from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untraceable
+
+ROOT = Path(__file__).parents[3]
+PROFILES = Path(__file__).with_name("profiles.zip")
+"""A member for each model, by its fingerprint, and one with the versions that traced them."""
+VERSIONS = "versions"
+_UNREADABLE = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError),
+    *(BadZipFile, lzma.LZMAError),
+)
+
+
+def read(archive: Path, name: str) -> Any:
+    """Return the JSON values of a member; None where there is none that can be read."""
+    try:
+        with ZipFile(archive) as members:
+            return json.loads(members.read(name))
+    except _UNREADABLE:
+        return None
+
+
+def is_as_committed(*places: str) -> bool:
+    """Return whether code is what is tested with what ships; of a checkout, git tells.
+
+    Args:
+        places: modules and directories of this program, named from where it lies.
+    """
+    edited = _edited()
+    return edited is not None and not any(path.startswith(places) for path in edited)
+
+
+@cache
+def _edited() -> Sequence[str] | None:
+    """Return the files that were changed in this checkout; none of an installation, and None where
+    nothing tells."""
+    if not (ROOT / ".git").exists():
+        return ()
+    command = ("git", "--no-optional-locks", "status", "--porcelain", "--no-renames", "--", *NAMES)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [line[3:] for line in done.stdout.decode(errors="replace").splitlines()]
+
+
+class ShippedProfiles:
+    """The profiles of one model that ship.
+
+    Args:
+        model: whose.
+        archive: the file that holds them; None for none.
+    """
+
+    def __init__(self, model: ModelSpec, archive: Path | None) -> None:
+        self._model = model
+        self._archive = archive
+
+    @cached_property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the libraries that traced them; none where there are no profiles."""
+        found = None if self._archive is None else read(self._archive, VERSIONS)
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the file."""
+        data = b"" if self._archive is None else self._archive.read_bytes()
+        return hashlib.sha256(data).hexdigest()
+
+    @cached_property
+    def _packed(self) -> Mapping[str, Any]:
+        found = read(self._archive, self._model.fingerprint) if self._archive else None
+        return found if isinstance(found, dict) else {}
+
+    def get(self, structure: Structure) -> Profile | InputError | None:
+        """Return a structure's profile, or why it has none; None where that does not ship."""
+        try:
+            packed = self._packed["profiles"][structure.key]
+            if isinstance(packed, str):
+                return Untraceable(f"model '{self._model.name}': {packed}")
+            return self._unpacked(packed)
+        except _UNREADABLE:
+            return None
+
+    def _unpacked(self, packed: Mapping[str, Any]) -> Profile:
+        """Return a profile whose segments are codes: the numbers of what happens, in order.
+
+        What dies that was born in the same segment is named by how many of those still alive were
+        born after it, so that segments alike have the same codes.
+        """
+        happenings, codes = self._packed["happenings"], self._packed["codes"]
+        sizes: dict[int, int] = {}
+        segments = {}
+        for name, (number, highest) in packed["segments"].items():
+            tape: list[Any] = []
+            alive: list[Any] = []
+            for what, key, size, purpose, by in map(happenings.__getitem__, codes[number]):
+                if what == DEATH:
+                    key, size, purpose, by = alive.pop(-1 - key)
+                elif what == BIRTH:
+                    key = len(tape)
+                    alive.append((key, size, purpose, by))
+                tape.append((what, key, sizes.setdefault(size, len(sizes)), purpose, by))
+            segments[name] = {"tape": tape, "highest": highest}
+        known = [self._packed["sizes"][size] for size in sizes]
+        return Profile.from_json({**packed, "segments": segments, "sizes": known})

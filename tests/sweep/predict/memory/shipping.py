@@ -1,0 +1,193 @@
+"""Makes what ships worked out before: profiles of the shipped models, and surveys of the presets.
+
+Run as ``python -m tests.sweep.predict.memory.shipping`` with ``profiles`` (`make profiles`: all is
+traced) or ``surveys`` (`make surveys`: only what is asked and does not ship). The same contents
+make the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zipfile import ZIP_LZMA, ZipFile, ZipInfo
+
+from search_spaces.config import TrialConfig
+from search_spaces.gpus import find_gpu
+from search_spaces.loading import load_space, shipped_presets
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.space import SearchSpace
+from sweep.planning.candidates import single_changes
+from sweep.planning.survey import SURVEYS, shipped_name, survey
+from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
+from sweep.predict.memory.profile_store import Traced, Tracer, TracingChildren, versions
+from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
+from sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
+
+_DATE = (1980, 1, 1, 0, 0, 0)
+
+
+def preset_spaces() -> list[SearchSpace]:
+    return [load_space(preset.name) for preset in shipped_presets()]
+
+
+def forecaster_of(space: SearchSpace, model: ModelSpec, predictor: Any = None) -> Forecaster:
+    gpu = find_gpu(space.gpu)
+    return Forecaster(model=model, gpu=gpu, budget_bytes=gpu.budget_bytes, predictor=predictor)
+
+
+def kinds_of(model: ModelSpec) -> list[TrialConfig]:
+    """A configuration of each structure that a preset has for a model."""
+    found: dict[TrialConfig, None] = {}
+    for space in preset_spaces():
+        if space.gpu == "cpu":
+            kinds = list(one_of_each_kind(space)) if model.name == space.model else []
+        else:
+            kinds = list(filter(forecaster_of(space, model).is_valid, one_of_each_kind(space)))
+        found |= dict.fromkeys(kinds)
+    return list(found)
+
+
+def recommended(space: SearchSpace, predictor: TracingPredictor) -> list[TrialConfig]:
+    """The fastest of each class of numerics, of which a plan shows what single changes would do."""
+    looked_at = survey(space, forecaster_of(space, load_model_spec(space.model), predictor))
+    return [best.config for best in looked_at.fastest_by_numerics.values()]
+
+
+class Kept:
+    """A tracer that keeps the answers of another, by the model's fingerprint."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self.answers: dict[str, dict[Structure, Traced]] = {}
+
+    def trace_all(
+        self, model: ModelSpec, structures: Iterable[Structure]
+    ) -> Generator[tuple[Structure, Traced]]:
+        for structure, answer in self._tracer.trace_all(model, structures):
+            self.answers.setdefault(model.fingerprint, {})[structure] = answer
+            yield structure, answer
+
+
+def kept_of(model: ModelSpec, archive: Path | None) -> dict[Structure, Traced]:
+    """What ships of a model, as it was traced."""
+    shipped = ShippedProfiles(model, archive)
+    members = {} if archive is None else read(archive, model.fingerprint) or {}
+    found = {one: shipped.get(one) for one in map(structure_of, members.get("profiles", ()))}
+    return {
+        structure: asdict(known) if isinstance(known, Profile) else known
+        for structure, known in found.items()
+        if known is not None
+    }
+
+
+def structure_of(key: str) -> Structure:
+    """The structure of a `Structure.key`."""
+    shaping, is_checkpointed, *rest = json.loads(key)
+    config = TrialConfig.model_construct(**shaping, checkpoint_fraction=float(is_checkpointed))
+    return Structure(config, *rest)
+
+
+def packed(model: ModelSpec, answers: Mapping[Structure, Traced]) -> dict[str, Any]:
+    """What `ShippedProfiles` reads: see there for what a code is."""
+    happenings: dict[Any, int] = {}
+    codes: dict[tuple[int, ...], int] = {}
+    sizes: dict[str, int] = {}
+    profiles: dict[str, Any] = {}
+    # In whatever order they were traced.
+    for structure, answer in sorted(answers.items(), key=lambda each: each[0].key):
+        if not isinstance(answer, dict):
+            profiles[structure.key] = str(answer).removeprefix(f"model '{model.name}': ")
+            continue
+        own = [sizes.setdefault(json.dumps(size), len(sizes)) for size in answer["sizes"]]
+        segments = {}
+        for name, segment in answer["segments"].items():
+            code, alive = [], list[int]()
+            for what, key, size, purpose, by in segment["tape"]:
+                happening = (what, key, own[size], purpose, by)
+                if what == BIRTH:
+                    alive.append(key)
+                    happening = (what, None, own[size], purpose, by)
+                elif what == DEATH:
+                    later = alive[::-1].index(key)
+                    alive.remove(key)
+                    happening = (what, later, None, None, None)
+                code.append(happenings.setdefault(happening, len(happenings)))
+            segments[name] = codes.setdefault(tuple(code), len(codes)), segment["highest"]
+        profiles[structure.key] = {**answer, "segments": segments}
+        del profiles[structure.key]["sizes"]
+    return {
+        "profiles": profiles,
+        "happenings": list(happenings),
+        "codes": list(codes),
+        "sizes": list(map(json.loads, sizes)),
+    }
+
+
+def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
+    """Write JSON values, so that the same ones make the same file."""
+    with ZipFile(archive, "w", ZIP_LZMA) as file:
+        for name, values in members:
+            text = json.dumps(values, separators=(",", ":"))
+            file.writestr(ZipInfo(name, _DATE), text, ZIP_LZMA)
+
+
+def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
+    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not.
+
+    Other models are taken to have the recommendations of the presets' own.
+    """
+    yield VERSIONS, versions()
+    tracer = Kept(tracer)
+    with TemporaryDirectory() as empty:
+
+        def predictor(model: ModelSpec) -> TracingPredictor:
+            about = {"cache_dir": Path(empty), "tracer": tracer}
+            return TracingPredictor(model, shipped=ShippedProfiles(model, kept), **about)
+
+        best = [
+            (space, config)
+            for space in preset_spaces()
+            if space.gpu != "cpu"
+            for config in recommended(space, predictor(load_model_spec(space.model)))
+        ]
+        for model in shipped_models():
+            asked = predictor(model)
+            asked.predict_all(kinds_of(model))
+            for space, config in best:
+                changes = single_changes(config, forecaster_of(space, model))
+                asked.predict_all(list(changes))
+            known = kept_of(model, kept) | tracer.answers.get(model.fingerprint, {})
+            print(f"{model.name}: {len(known)} structures", file=sys.stderr)
+            yield model.fingerprint, packed(model, known)
+
+
+def surveys() -> Iterator[tuple[str, Any]]:
+    """The presets' surveys, from profiles that ship."""
+    for space in preset_spaces():
+        if space.gpu != "cpu":
+            model = load_model_spec(space.model)
+            shipped, nowhere = ShippedProfiles(model, PROFILES), Path("/nonexistent")
+            predictor = TracingPredictor(model, cache_dir=nowhere, shipped=shipped)
+            forecaster = forecaster_of(space, model, predictor)
+            found = survey(space, forecaster).found
+            values = found.model_dump(mode="json", exclude_defaults=True)
+            yield shipped_name(space, forecaster), values
+
+
+def main() -> None:
+    kept = PROFILES if sys.argv[1] == "surveys" else None
+    with closing(TracingChildren(outlive=True)) as children:
+        members = sorted(profiles(children, kept))
+    write(PROFILES, members)
+    write(SURVEYS, surveys())
+
+
+if __name__ == "__main__":
+    main()

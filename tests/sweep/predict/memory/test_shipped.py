@@ -1,0 +1,318 @@
+"""Profiles and surveys that ship: used at once, never stale, and where they are not, traced."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from search_spaces.loading import load_space
+from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from sweep.planning.plan import what_ifs
+from sweep.planning.survey import SURVEYS, Found, Survey, shipped_name
+from sweep.predict.memory.predictor import TracingPredictor
+from sweep.predict.memory.profile_store import (
+    TRACED_BY,
+    Tracer,
+    TracingChildren,
+    source_digest,
+    versions,
+)
+from sweep.predict.memory.profiles import Profile, Structure
+from sweep.predict.memory.shipped import PROFILES, ROOT, VERSIONS, ShippedProfiles, read
+from sweep.processes import End
+from sweep.study.events import TrialFinished
+from sweep.study.retracing import retraced_behind
+from tests.sweep.predict.memory import shipping
+from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
+
+CONFIG = TrialConfig()
+STRUCTURE = Structure.of(CONFIG, is_checkpointed=True)
+OTHERS = {**versions(), "torch": "1.0"}
+RETRACED_OF_EACH_MODEL = 2
+
+
+def archive(
+    path: Path, of: dict[str, str], model: ModelSpec, answers: dict[Structure, Any]
+) -> Path:
+    members = [(VERSIONS, of), (model.fingerprint, shipping.packed(model, answers))]
+    shipping.write(path / "profiles.zip", members)
+    return path / "profiles.zip"
+
+
+def imagined(path: Path, of: dict[str, str], **about: Any) -> ShippedProfiles:
+    answers = {STRUCTURE: ImaginedTracer(**about).trace(MODEL, STRUCTURE)}
+    return ShippedProfiles(MODEL, archive(path, of, MODEL, answers))
+
+
+OF_EACH_FAMILY = {model.model_type: model for model in shipped_models()}.values()
+
+
+@pytest.mark.parametrize("model", OF_EACH_FAMILY, ids=lambda model: model.name)
+def test_the_presets_need_no_tracing_of_a_shipped_model(model: ModelSpec, tmp_path: Path) -> None:
+    tracer, shipped = ImaginedTracer(), ShippedProfiles(model, PROFILES)
+    predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracer, shipped=shipped)
+    predictor.predict_all(shipping.kinds_of(model))
+    assert not tracer.asked, "run `make profiles`"
+    assert not list(tmp_path.iterdir())
+
+
+def test_plans_of_the_presets_need_no_tracing(tmp_path: Path) -> None:
+    for space in filter(lambda one: one.gpu != "cpu", shipping.preset_spaces()):
+        model, tracer = load_model_spec(space.model), ImaginedTracer()
+        shipped = ShippedProfiles(model, PROFILES)
+        about: dict[str, Any] = {"cache_dir": tmp_path, "tracer": tracer, "shipped": shipped}
+        forecaster = shipping.forecaster_of(space, model, TracingPredictor(model, **about))
+        found = Found.model_validate(read(SURVEYS, shipped_name(space, forecaster)))
+        shown = Survey(space, found, forecaster).recommended
+        assert shown is not None
+        assert what_ifs(shown)
+        assert not tracer.asked, "run `make surveys`"
+
+
+def test_profiles_that_ship_are_what_is_traced_now(
+    tracing_child: TracingChildren, tmp_path: Path
+) -> None:
+    """Of each model a few, chosen anew with every change of the code that traces."""
+    if read(PROFILES, VERSIONS) != versions():
+        pytest.skip("other versions trace here than traced what ships")
+    choice = random.Random(source_digest(*TRACED_BY))
+    for model in shipped_models():
+        known = read(PROFILES, model.fingerprint)["profiles"]
+        asked = map(
+            shipping.structure_of,
+            choice.sample(sorted(known), min(RETRACED_OF_EACH_MODEL, len(known))),
+        )
+        answers = dict(tracing_child.trace_all(model, asked))
+        own = ShippedProfiles(model, archive(tmp_path, versions(), model, answers))
+        shipped = ShippedProfiles(model, PROFILES)
+        for structure in answers:
+            is_same = contents(own.get(structure)) == contents(shipped.get(structure))
+            assert is_same, f"{model.name}, {structure.key}: run `make profiles`"
+
+
+def contents(known: Profile | InputError | None) -> Any:
+    """All of a profile, but which of several alike goes first."""
+    if not isinstance(known, Profile):
+        return str(known)
+    tapes = {
+        name: [(what, str(key).partition("#")[0], *rest) for what, key, *rest in segment.tape]
+        for name, segment in known.segments.items()
+    }
+    highest = {name: segment.highest for name, segment in known.segments.items()}
+    return replace(known, segments={}), tapes, highest
+
+
+def test_surveys_that_ship_are_what_the_presets_hold_now() -> None:
+    for name, values in shipping.surveys():
+        shipped = read(SURVEYS, name)
+        assert shipped is not None, "run `make surveys`"
+        now, then = (Found.model_validate(of).model_dump() for of in (values, shipped))
+        # The last digit depends on how numpy was built.
+        expected = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in then.items()}
+        assert now == expected, "run `make surveys`"
+
+
+def test_the_same_contents_make_the_same_file(tmp_path: Path) -> None:
+    answers = {s: ImaginedTracer().trace(MODEL, s) for s in (STRUCTURE, *STRUCTURE.parts())}
+    files = []
+    for order in (answers.items(), reversed(answers.items())):
+        files.append(archive(tmp_path, versions(), MODEL, dict(order)).read_bytes())
+    assert files[0] == files[1]
+
+
+def test_what_ships_predicts_what_is_traced(tmp_path: Path) -> None:
+    tracers = [ImaginedTracer(), ImaginedTracer()]
+    shipped = [imagined(tmp_path, versions()), ShippedProfiles(MODEL, None)]
+    peaks = [
+        TracingPredictor(MODEL, cache_dir=tmp_path / "cache", tracer=tracer, shipped=ships)
+        .predict(CONFIG)
+        .breakdown
+        for tracer, ships in zip(tracers, shipped, strict=True)
+    ]
+    assert peaks[0] == peaks[1]
+    assert [len(tracer.asked) for tracer in tracers] == [0, 1]
+
+
+def shortened(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def altered(data: bytes) -> bytes:
+    """A byte in the middle of the first member is another."""
+    at = len(data) // 4
+    return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("spoilt", [shortened, altered, lambda _: b"", lambda _: b"none"])
+def test_a_file_that_cannot_be_read_is_none(tmp_path: Path, spoilt: Any) -> None:
+    imagined(tmp_path, versions())
+    path = tmp_path / "profiles.zip"
+    path.write_bytes(spoilt(path.read_bytes()))
+    predicted_as_traced(tmp_path, ShippedProfiles(MODEL, path))
+
+
+@pytest.mark.parametrize("broken", [[], {"profiles": []}, {"profiles": {STRUCTURE.key: {}}}])
+def test_values_that_are_no_profile_are_none(tmp_path: Path, broken: Any) -> None:
+    path = tmp_path / "profiles.zip"
+    shipping.write(path, [(VERSIONS, versions()), (MODEL.fingerprint, broken)])
+    predicted_as_traced(tmp_path, ShippedProfiles(MODEL, path))
+
+
+def predicted_as_traced(home: Path, shipped: ShippedProfiles) -> None:
+    tracer = ImaginedTracer()
+    about: dict[str, Any] = {"tracer": tracer, "shipped": shipped}
+    TracingPredictor(MODEL, cache_dir=home / "cache", **about).predict(CONFIG)
+    assert tracer.asked == [STRUCTURE]
+
+
+# Other versions of the libraries are installed than traced what ships
+
+
+def test_profiles_of_other_versions_are_used_until_there_are_own_ones(tmp_path: Path) -> None:
+    def predictor(tracer: Tracer, shipped: ShippedProfiles) -> TracingPredictor:
+        return TracingPredictor(MODEL, cache_dir=tmp_path / "c", tracer=tracer, shipped=shipped)
+
+    tracer = ImaginedTracer()
+    borrowing = predictor(tracer, imagined(tmp_path, OTHERS, loss_bytes=0))
+    borrowed = borrowing.predict(CONFIG).peak_allocated_bytes
+    assert borrowing.other_versions == f"torch 1.0 (here: {versions()['torch']})"
+    assert borrowing.origin(CONFIG)
+    assert not tracer.asked
+    own = predictor(tracer, ShippedProfiles(MODEL, None)).predict(CONFIG).peak_allocated_bytes
+    assert own > borrowed
+    assert borrowing.predict(CONFIG).peak_allocated_bytes == borrowed
+    borrowing.renew()
+    assert borrowing.predict(CONFIG).peak_allocated_bytes == own
+    assert not borrowing.other_versions
+    assert borrowing.origin(CONFIG) is None
+
+
+@pytest.mark.slow
+def test_what_is_borrowed_is_traced_behind(tmp_path: Path) -> None:
+    demo = load_model_spec("demo")
+    answers = {STRUCTURE: "memory is not predicted: an older library cannot be traced"}
+    shipped = ShippedProfiles(demo, archive(tmp_path, OTHERS, demo, answers))
+    predictor = TracingPredictor(
+        demo, cache_dir=tmp_path / "c", tracer=ImaginedTracer(), shipped=shipped
+    )
+    assert "an older library" in str(predictor.predict_all([CONFIG]).refused[0])
+    tracing = predictor.retrace()
+    assert tracing is not None
+    assert tracing.end(patience=170.0) == End(0)
+    predictor.renew()
+    assert predictor.predict(CONFIG).peak_allocated_bytes > 0
+    assert predictor.retrace() is None
+
+
+class Behind:
+    """A study whose memory is predicted otherwise once a process has ended, at the third look."""
+
+    other_versions = "torch 1.0 (here: 2.0)"
+
+    def __init__(self, status: int, after: int) -> None:
+        self._status, self._peak, self._after = status, 100, after
+        self._looks = itertools.count(1)
+        self.calls: Counter[str] = Counter()
+        self.forecaster = self.tracing = self
+        self.space = load_space("cpu-demo")
+
+    def on_event(self, event: object) -> None:
+        self.calls["heard"] += 1
+
+    def retrace(self) -> Any:
+        return SimpleNamespace(has_ended=lambda: next(self._looks) == 3, end=self._end)
+
+    def _end(self) -> End:
+        self.calls["ended"] += 1
+        return End(self._status)
+
+    def is_valid(self, config: TrialConfig) -> bool:
+        return True
+
+    def whole_memory(self, configs: list[TrialConfig]) -> Any:
+        return SimpleNamespace(peak_allocated_bytes=np.full(len(configs), self._peak))
+
+    def renew_memory(self) -> None:
+        self._peak = self._after
+
+
+@pytest.mark.parametrize(
+    ("status", "after", "said"),
+    [
+        (0, 100, []),
+        (1, 110, []),
+        (
+            0,
+            110,
+            [
+                "Memory was predicted from profiles of torch 1.0 (here: 2.0). Traced with what is "
+                "installed, the peaks of 2 of 2 kinds of configurations are others, by up to 10 %; "
+                "those are used from now on."
+            ],
+        ),
+    ],
+)
+def test_a_difference_is_said_once_between_two_trials(
+    status: int, after: int, said: list[str]
+) -> None:
+    study: Any = Behind(status, after)
+    heard: list[str] = []
+    finished = TrialFinished(record=None)  # type: ignore[arg-type]
+    with retraced_behind(study, sampler=None, warn=heard.append):  # type: ignore[arg-type]
+        for trial in range(1, 6):
+            study.on_event(finished)
+            assert len(heard) == (trial >= 3) * len(said)
+    assert heard == said
+    assert study.calls["heard"] == 5
+    assert study.calls["ended"]
+
+
+# Whether what ships holds for the code
+
+
+def test_an_edited_checkout_works_out_everything_itself(tmp_path: Path) -> None:
+    """What is edited beside the code that traces leaves its profiles alone."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no checkout")
+    clone = tmp_path / "clone"
+    subprocess.run(
+        ("git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", str(clone)), check=True
+    )
+    program = (
+        "from sweep.predict.memory.shipped import is_as_committed as a, ROOT;"
+        "from sweep.predict.memory.profile_store import TRACED_BY as t;"
+        "from sweep.planning.survey import SURVEYED_BY as s; print(a(*t), a(*s))"
+    )
+
+    def current() -> str:
+        environment = {"PYTHONPATH": str(clone), "PATH": "/usr/bin:/bin:/usr/local/bin"}
+        command = (sys.executable, "-P", "-c", program)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        return done.stdout.strip()
+
+    assert current() == "True True"
+    for edited, expected in (
+        ("sweep/cli.py", "True True"),
+        ("sweep/predict/speed/steps.py", "True False"),
+        ("sweep/training/model.py", "False False"),
+    ):
+        with (clone / edited).open("a") as file:
+            file.write("# An edit.\n")
+        assert current() == expected
+    shutil.rmtree(clone / ".git")
+    assert current() == "True True"
