@@ -143,6 +143,7 @@ def run(
     """
     if not (on or dry_run or devices) and starting.is_worthwhile():
         # It imports for seconds what a trial takes, while all else here is read and planned.
+        starting.compile_libraries()
         starting.begin(starting.worker_environment("cuda"))
     from sweep.request import REQUEST, RunRequest, Where, refuse_mistakes
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,11 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 """Where there is a GPU there is one of these, the second in Linux under Windows."""
 _CORES_MIN = 4
 """With fewer cores, imports in the background take time from what is measured."""
+_IMPORTED = (
+    "sympy torch/_dynamo torch/_inductor networkx torch mpmath peft transformers/utils "
+    "transformers/generation transformers/integrations bitsandbytes"
+)
+"""Packages of which a worker imports much, those first that it would come to last."""
 
 
 class Starting:
@@ -98,6 +104,25 @@ def is_worthwhile() -> bool:
     """Whether a GPU is here, and cores enough to import in the background."""
     has_cores = len(os.sched_getaffinity(0)) >= _CORES_MIN
     return has_cores and any(map(os.path.exists, _DRIVERS))
+
+
+def compile_libraries() -> None:
+    """Compile by all cores what a worker imports, where the installer left that to the imports, as
+    uv does: a first worker's then take 10 to 14 s instead of 15 to 21 (H100 host, 2026-11-26).
+    """
+    found = find_spec("torch")
+    if found is None or found.origin is None or Path(cache_from_source(found.origin)).exists():
+        return
+    folders = []
+    for package, _, rest in (name.partition("/") for name in _IMPORTED.split()):
+        spec = find_spec(package)
+        folders += [str(Path(f, rest)) for f in (spec and spec.submodule_search_locations) or ()]
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", "/testing/", *folders]
+    with contextlib.suppress(OSError):
+        nobody = subprocess.DEVNULL
+        subprocess.Popen(
+            command, stdin=nobody, stdout=nobody, stderr=nobody, start_new_session=True
+        )
 
 
 def begin(environment: dict[str, str], module: str = MODULE) -> None:
