@@ -1,0 +1,137 @@
+"""A GPU with a clock: counts what trials take of it; steps are as uneven as real ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from search_spaces.config import KNOBS, TrialConfig, canonical
+from storage.records import Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from sweep.running.runner import Observer, Runner, keep_going
+from sweep.running.wire import Progress, TrialRequest
+from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median, median_interval
+from tests.sweep.simulated_device import a_measurement
+
+ATTACH_SECONDS = 1.0
+REBUILD_SECONDS = 2.0
+COMPILE_SECONDS = 6.0
+"""Of a configuration that its process did not compile yet: 3 to 7 s for a shape, measured."""
+INTERLUDE_SECONDS = 1.0
+UNEVEN = {True: (0.004, 0.0), False: (0.01, 0.2)}
+"""By whether layers are compiled: how far steps spread, and the share of those that the host holds
+up. Under the latter runs of an eager baseline have intervals as on an H200: 7,173 to 8,160 about
+8,109 tokens/s."""
+HELD_UP = 0.08
+BETWEEN_RUNS = 0.005
+"""Half of all pairs of runs of one configuration in `tests/bench/results` differ by less."""
+
+
+def no_pace(_: float) -> float:
+    return 1.0
+
+
+@dataclass(eq=False)
+class TimedRunner(Runner):
+    """Answers by the seconds of a configuration's steps; None for what does not fit.
+
+    Args:
+        step_seconds: of a configuration.
+        peak_bytes: of a configuration.
+        seed: of the noise.
+        pace: by which the GPU is slower at a moment, seconds since its start.
+    """
+
+    step_seconds: Callable[[TrialConfig], float | None]
+    peak_bytes: Callable[[TrialConfig], int]
+    seed: int = 0
+    pace: Callable[[float], float] = no_pace
+    seconds: float = 0.0
+    """The device's, the start of workers apart."""
+    by_purpose: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ran: list[tuple[TrialConfig, str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._base: tuple[Any, ...] | None = None
+        self._compiled: set[TrialConfig] = set()
+
+    def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
+        began = self.seconds
+        outcome = self._trained(request, observe)
+        self.ran.append((request.config, str(outcome.verdict), self.seconds - began))
+        return outcome
+
+    def _trained(self, request: TrialRequest, observe: Observer) -> Outcome:
+        config = request.config
+        base = tuple(getattr(config, key) for key, knob in KNOBS.items() if knob.shapes_base)
+        self.seconds += ATTACH_SECONDS + REBUILD_SECONDS * (base != self._base)
+        self._base, step = base, self.step_seconds(config)
+        if config.compile and canonical(config) not in self._compiled:
+            self.seconds += COMPILE_SECONDS
+            self._compiled.add(canonical(config))
+        if step is None:
+            return OutOfMemory(stage="forward")
+        run = step * math.exp(self._rng.gauss(0.0, BETWEEN_RUNS))
+        watch = NeighbourWatch(
+            cast(Any, SimpleNamespace(room_bytes=lambda: None)), CardReader(None), None
+        )
+        meter = Meter(config, request.steps, watch, request.is_soak)
+        self.seconds += 2 * run
+        while not meter.is_warm():
+            meter.add([self._step(config, run)], (), is_warmup=True)
+        begun, is_slow = self.seconds, False
+        if request.is_soak:
+            self.seconds += INTERLUDE_SECONDS
+        while not is_slow and not meter.is_enough(self.seconds - begun):
+            meter.add([self._step(config, run)], (), is_warmup=False)
+            tokens, fastest = config.tokens_per_step, fastest_median(meter.measured)
+            is_slow = observe(
+                Progress(
+                    phase="measure",
+                    step=len(meter.measured),
+                    tokens_per_second=tokens / meter.median_seconds,
+                    tokens_per_second_high=tokens / fastest if fastest else None,
+                )
+            )
+        median = meter.median_seconds
+        soak = SoakReport(
+            steps=len(meter.measured),
+            seconds=self.seconds - begun,
+            evaluation_loss=2.0,
+            evaluation_seconds=0.5,
+            checkpoint_bytes=1000,
+            checkpoint_seconds=0.5,
+        )
+        measurement = a_measurement(
+            config,
+            tokens_per_second=config.tokens_per_step / median,
+            step_seconds=median,
+            step_seconds_ci95=median_interval(meter.measured),
+            steps_measured=len(meter.measured),
+            steps_warmup=len(meter.warmup),
+            peak_allocated_bytes=self.peak_bytes(config),
+            measured_seconds=meter.measured_spent,
+            flags=("noisy",) if meter.flags()["noisy"] else (),
+            soak=soak if request.is_soak else None,
+        )
+        kind = PrunedSlow if is_slow else Measured
+        return kind(measurement=measurement)
+
+    def _step(self, config: TrialConfig, median: float) -> float:
+        spread, held_up = UNEVEN[config.compile]
+        seconds = median * math.exp(self._rng.gauss(0.0, spread)) * self.pace(self.seconds)
+        if self._rng.random() < held_up:
+            seconds *= 1.0 + self._rng.expovariate(1.0 / HELD_UP)
+        self.seconds += seconds
+        return seconds
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def close(self) -> None: ...
