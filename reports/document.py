@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,10 @@ class Document:
 def document_of(snapshot: StudySnapshot) -> Document:
     """Return what a page knows of a study's trials."""
     ranking, target = rank_study(snapshot), snapshot.definition.target
+    base = ranking.baseline
+    if base is not None and base.number not in {record.number for record in snapshot.records}:
+        # The confirmation alone measured it; a page has it beside the trials.
+        snapshot = replace(snapshot, records=(*snapshot.records, base))
     peaks = [r.measurement.peak_allocated_bytes for r in snapshot.records if r.measurement]
     unit = units.memory_unit(max(peaks, default=target.budget_bytes))
     # What was measured again has the speed of those runs, the rest is scaled to them.

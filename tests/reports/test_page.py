@@ -126,6 +126,16 @@ def test_a_study_of_mebibytes_has_no_size_in_gibibytes_on_its_page() -> None:
     assert "needs 150.00 MiB" in page.scripts[0]
 
 
+def test_a_baseline_that_the_confirmation_alone_measured_is_drawn_beside_the_trials() -> None:
+    fast = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
+    base, won = fits(2, 8_000.0), fits(1, 16_800.0, fast)
+    runs = confirmed(won, base)
+    runs = tuple(r.model_copy(update={"confirms": {1: 1}.get(r.confirms)}) for r in runs)
+    page = Page(render(snapshot([won], confirmations=runs)))
+    assert "2.1x" in page.visible
+    assert '"baseline"' in page.scripts[0]
+
+
 def test_the_answer_comes_first_and_warnings_before_it() -> None:
     fast = TrialConfig(micro_batch_size=10, checkpoint_fraction=0.0)
     trials = (fits(0, 8_000.0), fits(1, 16_800.0, fast, peak_allocated_bytes=20 * GIB))
