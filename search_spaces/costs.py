@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -325,23 +325,19 @@ def hours_per_token(bill: Bill) -> float:
 
 def ratio(bill: Bill, to: Bill, measure: Callable[[Bill], float] = usd_per_token) -> Range:
     """Return how many times as much a bill is as another, with the ends of that."""
-    if not _is_one_forecast(bill, to):
-        return bill.range_of(measure).over(to.range_of(measure))
     ends = [measure(one) / measure(other) for one, other in _corners(bill, to)]
+    if len(ends) > len(bill.extremes):
+        # Of two forecasts: hardly ever is each as far off as may be.
+        return bill.range_of(measure).over(to.range_of(measure))
     return Range(measure(bill) / measure(to), min(ends), max(ends))
 
 
-def _is_one_forecast(first: Bill, second: Bill) -> bool:
-    """Whether two bills are of one step: it is as long as may be in both, or in neither."""
-    of = attrgetter("offer.gpu", "workload", "step_seconds", "step_ends")
-    return bool(of(first) == of(second))
-
-
-def _corners(first: Bill, second: Bill) -> Iterable[tuple[Bill, Bill]]:
+def _corners(first: Bill, second: Bill) -> list[tuple[Bill, Bill]]:
     """Return two bills at the ends of what their steps may take; one forecast's go together."""
-    if _is_one_forecast(first, second):
-        return zip(first.extremes, second.extremes, strict=True)
-    return itertools.product(first.extremes, second.extremes)
+    forecast = attrgetter("offer.gpu", "workload", "step_seconds", "step_ends")
+    if forecast(first) == forecast(second):
+        return list(zip(first.extremes, second.extremes, strict=True))
+    return list(itertools.product(first.extremes, second.extremes))
 
 
 @dataclass(frozen=True)
@@ -427,18 +423,14 @@ class OfferComparison:
         return self.bills[0]
 
     @property
-    def soonest(self) -> Bill:
-        """The bill of the run that ends first, waiting included, by the predicted steps."""
-        return min(self.bills, key=hours_per_token)
-
-    @property
     def perhaps_cheapest(self) -> tuple[Bill, ...]:
         """All bills that may be the cheapest, by what is predicted; one where that is sure."""
         return ties(self.bills, ratio)
 
     @property
     def perhaps_soonest(self) -> tuple[Bill, ...]:
-        """The bills that may end first, the soonest of each GPU; one where that is sure."""
+        """The bills that may end first, waiting included: the soonest of each GPU; one where that
+        is sure."""
         of_gpu: dict[str, Bill] = {}
         for bill in sorted(self.bills, key=hours_per_token):
             of_gpu.setdefault(bill.offer.gpu, bill)

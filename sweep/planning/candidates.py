@@ -240,13 +240,13 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
     a prediction would tell more of the prediction. What both are off by in common cancels there.
     The errors of two GPUs are taken as independent, as are those of packing and of several GPUs.
     """
-    of, speeds = one.forecaster, (one.speed, other.speed)
-    if of.gpu == other.forecaster.gpu and not (one.measured and other.measured) and all(speeds):
-        own, others = (speed for speed in speeds if speed is not None)
+    of, own, others = one.forecaster, one.speed, other.speed
+    is_one_gpu = of.gpu == other.forecaster.gpu
+    if is_one_gpu and own and others and not (one.measured and other.measured):
         apart = math.hypot(own.log_spread, others.log_spread)
         if _UNLIKE(one.config) == _UNLIKE(other.config):
-            common = ratio_spread(one.config, other.config, model=of.model, gpu=of.gpu)
-            apart = min(apart, common)
+            configs = one.config, other.config
+            apart = min(apart, ratio_spread(*configs, model=of.model, gpu=of.gpu))
         times = own.tokens_per_second / others.tokens_per_second
         return Range(times, *within(times, apart))
     known = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -80,10 +80,8 @@ def several_gpus(
     plans: Sequence[CardPlan], comparison: CardComparison | None, *, is_detailed: bool
 ) -> RenderableType:
     """Return which GPU to take, the same training on each, and what differs."""
-    if comparison is None:
-        chosen = {plan.gpu.name: plan.shown for plan in plans if plan.shown and plan.fits}
-    else:
-        chosen = dict(comparison.chosen)
+    own = {plan.gpu.name: plan.shown for plan in plans if plan.shown and plan.fits}
+    chosen = own if comparison is None else comparison.chosen
     able = [plan for plan in plans if plan.gpu.name in chosen]
     best = max(able, key=lambda plan: speed_order(chosen[plan.gpu.name]), default=plans[0])
     bills = None if comparison is None else comparison.bills
@@ -95,10 +93,7 @@ def several_gpus(
         which = f"the {name}" if bill is None else _offer_words(bill)
         why = "which alone has room" if len(chosen) == 1 else "chosen by its predicted speed"
         if comparison is not None:
-            by, lead = ("speed", "fastest") if bills is None else ("cost", "cheapest")
-            if bills is not None and {b.offer.gpu for b in bills.bills} < set(chosen):
-                lead = "cheapest of those with a known price"
-            why = _why(comparison.perhaps_best, by=by, lead=lead)
+            why = _why(comparison.perhaps_best, by="speed" if bills is None else "cost")
         what = f"{_what(chosen[name].config)}: {_numbers(chosen[name], bill)}"
         sentence = f"Recommended for {model}: {which}, {why}: {what}"
     else:
@@ -109,7 +104,7 @@ def several_gpus(
     said += [*_searched(plans), *_next(best), _DETAILS]
     rows = []
     for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
-        own = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
+        cost = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
         rows.append(
             (
                 gpu,
@@ -117,7 +112,7 @@ def several_gpus(
                 units.rate_interval(forecast.tokens_per_second_range),
                 units.size(forecast.config),
                 units.gib(forecast.peak_allocated_bytes),
-                _per_million(own) if own else units.DASH,
+                _per_million(cost) if cost else units.DASH,
                 "" if forecast.fit is Fit.YES else "may not fit",
             )
         )
@@ -156,10 +151,10 @@ def _numbers(forecast: Forecast, bill: Bill | None) -> str:
     return ", ".join(parts)
 
 
-def _why(tied: Sequence[str], *, by: str, lead: str) -> str:
+def _why(tied: Sequence[str], *, by: Literal["speed", "cost"]) -> str:
     """Return what a GPU is recommended by, the first of those that may lead by that."""
     if len(tied) == 1:
-        return f"predicted the {lead}"
+        return f"predicted the {'fastest' if by == 'speed' else 'cheapest at known prices'}"
     others = listed(tied[1:])
     return f"chosen by its predicted {by}, statistically indistinguishable from the {others}'s"
 
@@ -404,15 +399,13 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
     sentence, said = f"No GPU of a known price is predicted to do it for {model}", list[Fact]()
     if best is not None and best.forecast is not None:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
-        which = f"{_offer_words(best.bill)}, {_why(tied, by='cost', lead='cheapest')}"
+        which = f"{_offer_words(best.bill)}, {_why(tied, by='cost')}"
         sentence = f"Recommended for {model}: {which}: {what}"
         said.append(("settings", _but(settings(best.forecast.config))))
     work = "a training" if answer.workload is None else work_words(answer.workload)
     limit = answer.deadline_seconds
     by = "" if limit is None else f" within {units.duration(limit)}"
     said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
-    if len(tied) > 1:
-        said.append(("cheapest", _tied(tied)))
     if late := [c.gpu.name for c in shown if c.outcome is Outcome.PERHAPS_LATE]:
         said.append(("may be late", ", ".join(late)))
     least = answer.smallest
