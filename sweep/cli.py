@@ -193,6 +193,7 @@ def run(
         "sweep plan a10 --data dataset.jsonl --set data.tokenizer=models/mine",
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --work samples=10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
+        "sweep plan a10 --calibrate",
     )
 )
 def plan(
@@ -206,6 +207,7 @@ def plan(
     longest: opt.Longest = False,
     cheapest: opt.Cheapest = False,
     within: opt.Within = None,
+    calibrate: opt.Calibrate = False,
     price: opt.Price = None,
     study: opt.From = None,
     storage: opt.Storage = None,
@@ -250,6 +252,7 @@ def plan(
         typed_prices=tuple(each for each in price or () if "=" in each),
         is_longest=longest,
         is_cheapest=cheapest,
+        is_calibrating=calibrate,
         within_seconds=opt.seconds("--within", within),
         study=study,
         storage=storage,

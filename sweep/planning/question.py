@@ -70,6 +70,8 @@ class PlanRequest:
     """Whether the longest rows are asked for."""
     is_cheapest: bool = False
     """Whether the GPUs for a job are asked for, of the whole catalogue where none is named."""
+    is_calibrating: bool = False
+    """Whether the trials are asked for that would narrow the answer's interval."""
     within_seconds: float | None = None
     """The deadline of that job."""
     study: str | None = None
@@ -270,6 +272,7 @@ def _check(request: PlanRequest) -> None:
         "--from-file": request.from_file is not None,
         "--longest": request.is_longest,
         "--cheapest": request.is_cheapest,
+        "--calibrate": request.is_calibrating,
     }
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
@@ -281,6 +284,8 @@ def _check(request: PlanRequest) -> None:
         raise InputError("--longest asks for the length: leave --seq-len out")
     if request.is_longest and request.data.get("texts") is not None:
         raise InputError("--longest asks for the length, and texts have theirs: leave one out")
+    if request.is_calibrating and (request.is_exact or request.data.get("texts") is not None):
+        raise InputError("--calibrate asks for trials of a space, on full rows: leave one out")
     if request.within_seconds is not None and not request.is_cheapest:
         raise InputError("--within needs --cheapest: which job has to be done by then")
     if request.storage is not None and request.study is None:

@@ -184,6 +184,9 @@ FromFile = Annotated[str | None, Option(help="Configurations, as JSON lines; - i
 Longest = Annotated[bool, Option("--longest", help="Ask for the longest sequences that fit.")]
 Cheapest = Annotated[bool, Option("--cheapest", help="Ask which GPU costs least.")]
 Within = Annotated[str | None, Option(help="Deadline of --cheapest: 6h, 90m.")]
+Calibrate = Annotated[
+    bool, Option("--calibrate", help="Ask for trials that narrow the speed's interval.")
+]
 Price = Annotated[
     list[str] | None,
     Option(metavar="GPU=DOLLARS|FILE", help="Dollars an hour, a10=0.75, or a file; repeatable."),

@@ -26,6 +26,7 @@ from sweep.data.choice import ReadTexts
 from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning import documents
 from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
+from sweep.planning.calibrating import lessons, lessons_document
 from sweep.planning.candidates import NOT_ASKED
 from sweep.planning.plan import CardPlan, bill_offers, compare_cards, plan_card
 from sweep.planning.question import (
@@ -169,6 +170,9 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
             progress=progress,
         )
 
+    if request.is_calibrating:
+        return _calibrating(question, surveyed)
+
     def look(forecaster: Forecaster, about: SearchSpace | TrialConfig) -> Forecast | None:
         if isinstance(about, TrialConfig):
             return forecaster.expect(about)
@@ -182,6 +186,28 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
     comparison = compare_cards(plans, work=request.work, offers=question.offers, look=look)
     view = plan_screen.several_gpus(plans, comparison, is_detailed=request.is_detailed)
     return Answer([documents.comparison_document(plans, comparison)], view, fits)
+
+
+def _calibrating(
+    question: Question, surveyed: Callable[[SearchSpace, Forecaster], Survey]
+) -> Answer:
+    """Return the trials that would teach most of each GPU's speed.
+
+    Raises:
+        InputError: on none is there anything to measure.
+    """
+    found = []
+    for gpu in question.gpus:
+        about = question.about(gpu)
+        assert isinstance(about, SearchSpace), "one configuration is refused before"
+        of_gpu = surveyed(about, question.forecaster(gpu))
+        found.append(lessons(of_gpu, offers=question.offers.get(gpu.name, ())))
+    answers = [answer for answer in found if answer is not None]
+    if not answers:
+        raise InputError("nothing surely fits whose speed is predicted, so no trial is worth it")
+    of_each = [lessons_document(answer) for answer in answers]
+    document = of_each[0] if len(of_each) == 1 else {"plans": of_each}
+    return Answer([document], plan_screen.calibrating(answers), fits=True)
 
 
 def _longest(question: Question, progress: Progress) -> Answer:

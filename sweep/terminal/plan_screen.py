@@ -18,6 +18,7 @@ from search_spaces.errors import listed
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
+from sweep.planning.calibrating import Lessons
 from sweep.planning.candidates import (
     BATCHES_MAX,
     STANDARD,
@@ -30,6 +31,7 @@ from sweep.planning.plan import CardComparison, CardPlan, Use, few
 from sweep.planning.survey import Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
+from sweep.predict.speed.predictor import NINE_IN_TEN
 from sweep.terminal.drawing import Fact, facts, grid, section
 from sweep.terminal.plan_details import (
     FIT_WORDS,
@@ -344,6 +346,40 @@ def _compared(comparison: CardComparison) -> Iterator[Fact]:
 def _tied(leaders: Sequence[str]) -> str:
     """Return what leads, and that several do as far as is known."""
     return f"{listed(leaders)}{', statistically indistinguishable' * (len(leaders) > 1)}"
+
+
+def calibrating(answers: Sequence[Lessons]) -> RenderableType:
+    """Return the trials that would teach most of each GPU's speed, and what to type there."""
+    parts: list[RenderableType] = []
+    for answer in answers:
+        known = answer.survey.forecaster
+        (low, high), (then_low, then_high) = answer.ranges
+        times = [f"{math.exp(2 * NINE_IN_TEN * spread):.2g}" for spread in answer.log_spreads]
+        cost = "" if answer.usd is None else f", {units.usd(answer.usd)}"
+        sentence = (
+            f"{units.plural(len(answer.lessons), 'trial')} on the {known.gpu.name} "
+            f"({answer.seconds / 60:.1f} minutes{cost}) would narrow the predicted speed of "
+            f"{known.model.name} from {times[0]} times, end to end, to {times[1]}"
+        )
+        header = (">seconds", "teaches", ">known within", "configuration")
+        rows = [
+            (
+                f"{lesson.seconds:.0f}",
+                lesson.factor.replace("_", "-"),
+                " -> ".join(f"{math.expm1(NINE_IN_TEN * of):.0%}" for of in lesson.log_spreads),
+                _what(lesson.forecast.config),
+            )
+            for lesson in answer.lessons
+        ]
+        said = [
+            ("of", _what(answer.answer.config)),
+            ("now", f"{units.rate(low)} to {units.rate(high)} tokens/s"),
+            ("then", f"{then_high / then_low:.2g} times from end to end is what is expected"),
+            ("seconds", "are beside the worker's start, which the minutes hold"),
+        ]
+        parts += [_answer(sentence, [grid(header, rows), Text("")], said), Text("")]
+        parts += [Text(f"$ {c}", no_wrap=True, overflow="ignore") for c in answer.commands]
+    return Group(*parts)
 
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:

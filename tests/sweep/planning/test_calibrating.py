@@ -1,0 +1,120 @@
+"""The trials that `sweep plan --calibrate` prints, on GPUs whose factors are drawn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from search_spaces.config import TrialConfig, canonical
+from search_spaces.gpus import GIB
+from search_spaces.loading import load_space, parse_space
+from storage.contributions import read_contribution
+from sweep.planning.calibrating import TRIALS, Lessons, lessons
+from sweep.planning.survey import survey
+from sweep.predict.contributions import evidence_document
+from sweep.predict.speed.contributed import SESSION, Contributed, residual_spread
+from sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
+from tests.sweep.imagined_study import MISTRAL
+from tests.sweep.planning.imagined import a_forecaster, an_offer
+from tests.sweep.predict.contributed import a_text
+
+DRAWS = 150
+
+
+@pytest.fixture(scope="module")
+def found() -> Lessons:
+    answer = lessons(survey(load_space("a10"), a_forecaster()), offers=[an_offer()])
+    assert answer is not None
+    return answer
+
+
+def test_what_is_typed_measures_these_trials_and_no_others(found: Lessons) -> None:
+    echo, run, *_ = found.commands
+    _, text, _, name = shlex.split(echo)
+    assert run.endswith(name)
+    space = parse_space(text, label=name)
+    values = (space.values_of(key) for key in space.dimensions)
+    rows = (dict(zip(space.dimensions, row, strict=True)) for row in itertools.product(*values))
+    held = [space.config(row) for row in rows if not space.leaves_out(row)]
+    wanted = [lesson.forecast.config for lesson in found.lessons]
+    assert len(held) == TRIALS
+    assert {canonical(config) for config in held} == {canonical(config) for config in wanted}
+
+
+def test_they_take_minutes_and_are_priced(found: Lessons) -> None:
+    assert 60 < found.seconds < 240
+    assert found.usd == pytest.approx(3.6 * found.seconds / 3600)
+    # The classes of numerics, between which the answer chooses, are among what is learnt.
+    assert len({lesson.forecast.config.numerics for lesson in found.lessons}) > 1
+
+
+class Drawn:
+    """GPUs whose factors are drawn from what is known of an A10."""
+
+    def __init__(self, trials: list[TrialConfig], answer: TrialConfig) -> None:
+        self.trials, self._card = trials, a_forecaster().gpu
+        self._times = StepTimes([*trials, answer], model=MISTRAL, gpu=self._card, evidence=None)
+        slopes = self._times.slopes(np.zeros(len(FACTORS)), slice(None))
+        self._noise = residual_spread(slopes)
+        self._answer = answer
+
+    def interval(self, draw: np.random.Generator, path: Path) -> tuple[float, bool]:
+        """Return the spread of the answer's speed after the trials, and whether it was true."""
+        zeros, rows = np.zeros(len(FACTORS)), slice(None)
+        factors = draw.multivariate_normal(zeros, self._times.spread)
+
+        def measured() -> Any:
+            session = draw.multivariate_normal(zeros, SESSION)
+            return self._times.log_seconds(factors + session, rows) + draw.normal(0, self._noise)
+
+        seconds = np.exp(measured()[:-1]).tolist()
+        pairs = zip(self.trials, seconds, strict=True)
+        rest = {"peak_allocated_bytes": GIB, "peak_reserved_bytes": GIB, "device_seconds": 1.0}
+        of_trials = [
+            {"config": c.model_dump(mode="json"), "step_seconds": s, **rest} for c, s in pairs
+        ]
+        path.write_text(a_text("a10", MISTRAL.name, of_trials))
+        entry = evidence_document([read_contribution(path)])["gpus"]["a10"]
+        known: dict[str, Any] = {"model": MISTRAL, "gpu": self._card}
+        after = StepTimes(
+            [self._answer], **known, evidence=Contributed(json.loads(json.dumps(entry)))
+        )
+        off = measured()[-1] - math.log(after.seconds[0])
+        spread = float(after.log_spread[0])
+        return spread, abs(off) <= NINE_IN_TEN * spread
+
+
+def test_after_them_the_interval_is_as_narrow_as_printed_and_holds_nine_in_ten(
+    found: Lessons, tmp_path: Path
+) -> None:
+    draw, answer = np.random.default_rng(0), found.answer.config
+    drawn = Drawn([lesson.forecast.config for lesson in found.lessons], answer)
+    outcomes = [drawn.interval(draw, tmp_path / "a10.jsonl") for _ in range(DRAWS)]
+    spreads, is_inside = zip(*outcomes, strict=True)
+    before, after = found.log_spreads
+    assert after < before / 2
+    assert np.mean(spreads) == pytest.approx(after, rel=0.15)
+    # What 0.9 of so many comes to by chance, and no less than 0.85 and no more than 0.95 of many.
+    assert 0.82 <= np.mean(is_inside) <= 0.97
+
+
+def test_they_teach_more_than_trials_at_random(found: Lessons, tmp_path: Path) -> None:
+    draw, space, answer = np.random.default_rng(1), load_space("a10"), found.answer.config
+    spreads = []
+    for _ in range(12):
+        trials = []
+        while len(trials) < TRIALS:
+            row = {key: draw.choice(space.values_of(key)).item() for key in space.dimensions}
+            config = None if space.leaves_out(row) else space.config(row)
+            if config is not None and a_forecaster().is_valid(config):
+                trials.append(config)
+        drawn = Drawn(trials, answer)
+        spreads.append(drawn.interval(draw, tmp_path / "a10.jsonl")[0])
+    assert found.log_spreads[1] < np.mean(spreads)
