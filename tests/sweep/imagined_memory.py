@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -73,7 +73,12 @@ class ImaginedWhole(WholeMemory):
         self.shown.append(row)
         return super().prediction(row)
 
-    def replay(self, *, on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+    def replay(
+        self,
+        near: Collection[int] = (),
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
         on_progress(0, 0)
 
 
