@@ -198,7 +198,8 @@ def _numerics(view: StudyView) -> str:
     if winner is not None and view.numerics_choice == "predicted":
         gpu = units.with_article(units.gpu_name(view.gpu.name))
         chosen = units.phrase("compute_dtype", winner.config.compute_dtype)
-        said.append(f"That {chosen} is faster is predicted; only a run on {gpu} can measure it.")
+        why = f"{chosen} was chosen by predicted speeds"
+        said.append(f"{why}; only a run on {gpu} can measure which is faster.")
     return " ".join(said)
 
 
