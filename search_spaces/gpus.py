@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from datetime import date
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field
 
 from search_spaces.config import ComputeDtype, Numerics
 from search_spaces.documents import Strict, parse_yaml, validate
 from search_spaces.errors import InputError, did_you_mean
 
 GIB = 1024**3
+M = TypeVar("M", bound=BaseModel)
 
 UNMEASURED_MATRIX_SHARE = 0.8
 """Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
@@ -31,32 +32,6 @@ class Source(Strict):
     what: str
     url: str
     date: date
-
-
-class LaunchCost(Strict):
-    """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
-
-    It is the host's figure rather than the GPU's; a GPU's entry says what the hosts are like that
-    it is rented with.
-    """
-
-    typical: float = Field(default=22e-6, gt=0)
-    low: float = Field(default=15e-6, gt=0)
-    """A desktop processor of a recent generation."""
-    high: float = Field(default=33e-6, gt=0)
-    """An older server, or one that is shared."""
-
-    @model_validator(mode="after")
-    def _is_ordered(self) -> LaunchCost:
-        if not self.low <= self.typical <= self.high:
-            got = f"{self.low:g}, {self.typical:g} and {self.high:g}"
-            raise ValueError(f"launch cost must rise from low over typical to high, got {got}")
-        return self
-
-    @property
-    def uncertainty(self) -> float:
-        """How far a host may be from the typical one, relative to it."""
-        return max(self.high - self.typical, self.typical - self.low) / self.typical
 
 
 class Cache(Strict):
@@ -79,15 +54,35 @@ class Interconnect(Strict):
     """Each way, by the standard; `sweep.predict.speed.steps` says what is reached of it."""
 
 
-@dataclass(frozen=True)
-class SpeedUncertainty:
-    """How far a predicted step time may be off, relative to the prediction: nine in ten steps are
-    expected within it."""
+class SpeedSpread(Strict):
+    """How far steps that are predicted from a GPU's rates may be off: standard deviations of
+    logarithms, which `sweep.predict.speed.spreads` estimates from measured steps."""
 
-    device: float
-    """Of time that the GPU takes: bound by its matrix units or by its memory."""
-    launch: float
-    """Of time that the host takes to launch operations."""
+    shift: float = 0.0
+    """What the GPU takes of a step, over what its rates say: the logarithm's expectation."""
+    gpu: float = Field(default=0.0, ge=0)
+    """Of that."""
+    source: float = Field(default=0.0, ge=0)
+    """Of a framework, its versions or a session, in what the GPU takes."""
+    step: float = Field(default=0.0, ge=0)
+    """Of a single step beside those, in what the GPU takes."""
+    host: float = Field(default=0.0, ge=0)
+    """Of what the host takes to launch operations."""
+    shared: float = Field(default=0.0, ge=0)
+    """Of a step that several GPUs take, beside all that."""
+
+    @property
+    def device(self) -> float:
+        """Of a whole step that waits for one GPU alone."""
+        return math.hypot(self.gpu, self.source, self.step)
+
+
+class SpeedSpreads(Strict):
+    """What measured steps say of predicted ones."""
+
+    others: SpeedSpread
+    """Of a GPU that nothing was measured of."""
+    gpus: dict[str, SpeedSpread]
 
 
 class GpuSpec(Strict):
@@ -114,10 +109,12 @@ class GpuSpec(Strict):
     cache: Cache | None = None
     power_limit_watts: int | None = Field(default=None, gt=0)
     """Where it holds the clock well below boost in a training."""
-    launch_seconds: LaunchCost = LaunchCost()
-    device_uncertainty: float = Field(default=0.5, gt=0, lt=1)
-    """How far a predicted step may be off as far as it waits for the GPU; the default is for a
-    GPU of which next to no training was seen."""
+    launch_seconds: float = Field(default=22e-6, gt=0)
+    """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
+
+    It is the host's figure rather than the GPU's: of the hosts that the GPU is rented with."""
+    speed: SpeedSpread = SpeedSpread()
+    """What measured steps say of predicted ones; the catalogue has it from a file of its own."""
     measured_8bit: tuple[Numerics, ...] = ()
     """The 8-bit types that trainings on it were measured in."""
     compute_capability: tuple[int, int]
@@ -129,11 +126,6 @@ class GpuSpec(Strict):
     def budget_bytes(self) -> int:
         """Bytes that the allocator may reserve: usable memory less the context and the headroom."""
         return self.memory_bytes - self.context_bytes - self.headroom_bytes
-
-    @property
-    def speed_uncertainty(self) -> SpeedUncertainty:
-        """How far a step predicted from this entry alone may be off."""
-        return SpeedUncertainty(self.device_uncertainty, self.launch_seconds.uncertainty)
 
     @property
     def half(self) -> ComputeDtype:
@@ -168,9 +160,17 @@ class _Catalogue(Strict):
 @cache
 def gpu_catalogue() -> dict[str, GpuSpec]:
     """Return the shipped GPUs by name."""
-    text = (files("search_spaces") / "gpus.yaml").read_text(encoding="utf-8")
-    document = parse_yaml(text, label="gpus.yaml")
-    return {spec.name: spec for spec in validate(_Catalogue, document.values, document).gpus}
+    known = _shipped("speed_spreads.yaml", SpeedSpreads)
+    return {
+        spec.name: spec.model_copy(update={"speed": known.gpus.get(spec.name, known.others)})
+        for spec in _shipped("gpus.yaml", _Catalogue).gpus
+    }
+
+
+def _shipped(name: str, model: type[M]) -> M:
+    text = (files("search_spaces") / name).read_text(encoding="utf-8")
+    document = parse_yaml(text, label=name)
+    return validate(model, document.values, document)
 
 
 def find_gpu(name: str) -> GpuSpec:

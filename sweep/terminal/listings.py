@@ -185,16 +185,17 @@ def presets(*, as_json: bool) -> int:
 
 def gpus(*, as_json: bool) -> int:
     """Print the GPUs of the catalogue, and which of them is here; rates are by compute dtype."""
+    from sweep.predict.speed.predictor import within
     from sweep.running.device_info import read_card
 
     card, known = read_card(), gpu_catalogue().values()
     here = None if card is None else card.product
     documents = [
         {
-            **spec.model_dump(mode="json", exclude={"matrix_flops", "device_uncertainty"}),
+            **spec.model_dump(mode="json", exclude={"matrix_flops"}),
             "budget_bytes": spec.budget_bytes,
             "measured_flops": dict(spec.matrix_flops),
-            "speed_uncertainty": spec.device_uncertainty,
+            "speed_uncertainty": within(1.0, spec.speed.device)[1] - 1.0,
         }
         for spec in known
     ]
@@ -208,7 +209,7 @@ def gpus(*, as_json: bool) -> int:
             f"{spec.bandwidth_bytes_per_second / 1e9:,.0f} GB/s",
             f"{spec.peak_flops[spec.half] / 1e12:,.0f}",
             f"{spec.matrix_flops[spec.half] / 1e12:,.0f}" if spec.matrix_flops else "-",
-            units.percent(spec.device_uncertainty),
+            f"{within(1.0, spec.speed.device)[1]:.2f}x",
         )
         for spec in known
     ]

@@ -123,6 +123,7 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
 @cache
 def basis() -> str:
     """Return a digest of the rates and the code that factors multiply."""
-    rates = (files("search_spaces") / "gpus.yaml").read_bytes()
+    shipped = files("search_spaces")
+    rates = b"".join((shipped / n).read_bytes() for n in ("gpus.yaml", "speed_spreads.yaml"))
     code = source_digest("search_spaces", "sweep/predict/speed").encode()
     return hashlib.sha256(rates + code).hexdigest()

@@ -9,17 +9,17 @@ catalogue says. In logarithms the model is nearly straight and its uncertainty i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import Numerics, TrialConfig
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from search_spaces.gpus import GpuSpec, SpeedUncertainty
+from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
 from sweep.predict.speed.contributed import Contributed, contributed_speed, residual_spread
@@ -28,13 +28,15 @@ from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped,
 
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
+_LAUNCH = FACTORS.index("launch")
 
 Array = NDArray[np.float64]
 
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
-CARD_SPREAD = 0.3
-"""How far a whole GPU may be from its catalogue entry's rates: clocks, power limit, cooling."""
+HOSTS_APART = 0.4
+"""Logarithm of how many times as slow or as fast as usual a rented host is: 15 to 33 microseconds
+an operation, of usually 22."""
 EIGHT_BIT_SPREAD = 0.34
 """How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
 
@@ -43,8 +45,6 @@ H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0
 0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
 `docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
 """
-EIGHT_BIT_DOUBT = NINE_IN_TEN * EIGHT_BIT_SPREAD
-"""How far 8-bit products may be off, relative, where no training in such was measured."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
     "eight_bit": EIGHT_BIT_SPREAD,
@@ -64,20 +64,7 @@ ROUNDS = 30
 """The maximum of host and GPU is made straight again around each solution."""
 DAMPING = 0.5
 """Share of the way to each solution: going all of it can swing between host and GPU for ever."""
-UNCERTAINTY_AFTER_ONE = SpeedUncertainty(device=0.11, launch=0.45)
-"""Nine in ten of a study's other steps are within this much once one trial is known.
-
-From the trials of two studies on an H200. It falls with the root of their number; the host's part
-is as much the host's pace from minute to minute, and is known least. Another day's session is off
-by more than this.
-"""
 Bottleneck = Literal["compute", "bandwidth", "launch"]
-PARALLEL_DOUBT = 0.15
-"""How far a step of several GPUs may be off beside what one of one GPU may: seen was one kind of
-GPU."""
-SHARDED_DOUBT = 0.4
-"""The same where they share the model, and gather every layer twice in each micro-batch: 0.19 at
-most where NVLink joins them; never measured through PCIe."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +78,8 @@ class Calibration:
     factors: dict[Factor, float]
     relative_error: float
     """Median relative error over those trials; an optimistic view of new ones."""
-    numerics: frozenset[Numerics] = frozenset()
-    """Classes of numerics among them."""
-
-    def uncertainty(self, card: SpeedUncertainty) -> SpeedUncertainty:
-        """Return how far steps of the same study may be off: never more than ``card`` says."""
-        share = 1.0 / math.sqrt(self.trials)
-        return SpeedUncertainty(
-            device=min(card.device, max(STEP_NOISE, UNCERTAINTY_AFTER_ONE.device * share)),
-            launch=min(card.launch, max(STEP_NOISE, UNCERTAINTY_AFTER_ONE.launch * share)),
-        )
+    covariance: Array | None = field(default=None, repr=False, compare=False)
+    """Of the factors' logarithms, as far as the trials leave them open; None where they do not."""
 
 
 def in_order(calibration: Calibration | None) -> Array:
@@ -124,24 +103,21 @@ def calibrate(
     configs = [config for config, _ in observations]
     measured = np.array([seconds for _, seconds in observations])
     steps = StepPhases.of(configs, model=model, gpu=gpu)
-    factors = _fitted(steps, measured, contributed_speed(gpu.name))
+    factors = _fitted(steps, measured, *prior_of(gpu))
     errors = np.abs(steps.seconds(factors) / measured - 1.0)
     by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
-    classes = frozenset(config.numerics for config in configs)
-    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), classes)
+    left = _left_open(steps.log_slopes(factors), prior_of(gpu)[1], STEP_NOISE)
+    return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), left)
 
 
-def _fitted(steps: StepPhases, measured: Array, evidence: Contributed | None) -> Array:
+def _fitted(steps: StepPhases, measured: Array, means: Array, spread: Array) -> Array:
     """Return the non-negative factors nearest to trials and prior, each error over its spread."""
-    factors, covariance = np.ones(len(FACTORS)), factor_covariance()
-    if evidence is not None:
-        factors = np.exp(evidence.mean)
-        covariance = evidence.spread * np.outer(factors, factors)
+    factors = np.exp(means)
     # Only a fit needs it, and it takes longer to import than a plan takes to make.
     from scipy.optimize import nnls
 
     # What weighs factors against the catalogue's rates, a row for each direction.
-    prior = np.linalg.cholesky(np.linalg.inv(covariance)).T
+    prior = np.linalg.cholesky(np.linalg.inv(spread * np.outer(factors, factors))).T
     targets = np.full(len(measured), 1.0 / STEP_NOISE)
     wanted = np.concatenate([targets, prior @ factors])
     for _ in range(ROUNDS):
@@ -151,12 +127,40 @@ def _fitted(steps: StepPhases, measured: Array, evidence: Contributed | None) ->
     return factors
 
 
-def factor_covariance(spread: Mapping[Factor, float] = FACTOR_SPREAD) -> Array:
-    """Return how far the factors may be from the catalogue's rates, together: a covariance in the
-    order of `FACTORS`."""
+def _left_open(slopes: Array, spread: Array, noise: float) -> Array:
+    """Return the covariance that normal numbers have after weighted sums of them were measured."""
+    across = spread @ slopes.T
+    seen = slopes @ across + noise**2 * np.eye(len(slopes))
+    return np.asarray(spread - across @ np.linalg.solve(seen, across.T))
+
+
+def prior_of(gpu: GpuSpec) -> tuple[Array, Array]:
+    """Return mean and covariance of the factors' logarithms before anything was measured here."""
+    evidence = contributed_speed(gpu.name)
+    if evidence is None:
+        return np.zeros(len(FACTORS)), factor_covariance(gpu)
+    return evidence.mean, evidence.spread
+
+
+def _spread_by(slopes: Array, covariance: Array) -> Array:
+    """Return the variance that factors of a covariance give each step's log seconds."""
+    return np.asarray(np.einsum("nf,fg,ng->n", slopes, covariance, slopes))
+
+
+def factor_covariance(gpu: GpuSpec) -> Array:
+    """Return how far the factors' logarithms may be from the catalogue's rates, together: a
+    covariance in the order of `FACTORS`."""
+    known = {**FACTOR_SPREAD, "launch": gpu.speed.host}
+    if gpu.measured_8bit:
+        known["eight_bit"] = known["matmul"]
+    spreads = np.array([known[factor] for factor in FACTORS])
+    return np.diag(spreads**2) + _of_gpu(gpu)
+
+
+def _of_gpu(gpu: GpuSpec) -> Array:
+    """Return what of that covariance is of the GPU as a whole, and of a session on it."""
     on_card = np.array([float(factor in TERMS) for factor in FACTORS])
-    spreads = np.array([spread[factor] for factor in FACTORS])
-    return np.asarray(np.diag(spreads**2) + CARD_SPREAD**2 * np.outer(on_card, on_card))
+    return np.asarray((gpu.speed.gpu**2 + gpu.speed.source**2) * np.outer(on_card, on_card))
 
 
 def ratio_spread(
@@ -256,31 +260,39 @@ class StepTimes:
     def log_spread(self) -> Array:
         """Standard deviation of the logarithm of each step's seconds.
 
-        The GPU's own, between what it is for time that the GPU takes and for time that the host's
-        launches take; smaller after trials on the GPU, for further steps of the same study.
+        It is of the GPU, of the session and of the step itself as far as the step waits for the
+        GPU, and of the host as far as it waits for that; after trials of what they leave open.
         Of packed rows attention's share is unsure beside that, so are 8-bit products where no
         training in such was measured, and a step of several GPUs.
         """
-        known, seen = self._gpu.speed_uncertainty, {"16-bit", *self._gpu.measured_8bit}
-        if self._calibration is not None:
-            known, seen = self._calibration.uncertainty(known), seen | self._calibration.numerics
-        shares = self.phases.slopes(self._factors) * self._factors / self._full_seconds[:, None]
-        launches, attention, eight_bit = (
-            shares[:, FACTORS.index(factor)] for factor in ("launch", "attention", "eight_bit")
-        )
-        stated = launches * known.launch + (1.0 - launches) * known.device
+        known, slopes = self._gpu.speed, self.phases.log_slopes(self._factors)
+        attention, eight_bit = (slopes[:, FACTORS.index(f)] for f in ("attention", "eight_bit"))
         masks = np.array([_attention_doubt(config) for config in self._full], np.float64)
-        unseen = [0.0 if config.numerics in seen else EIGHT_BIT_DOUBT for config in self._full]
-        parallel = np.array([_parallel_doubt(config) for config in self._full], np.float64)
-        # What a GPU is off by as a whole has nothing to do with what its 8-bit products are.
-        off = np.hypot(stated, eight_bit * np.array(unseen))
-        if self.evidence is not None and self._calibration is None:
-            explained = np.einsum("nf,fg,ng->n", shares, self.evidence.spread, shares)
-            contributed = np.sqrt(explained + residual_spread(shares) ** 2)
-            off = np.minimum(off, np.tanh(NINE_IN_TEN * contributed))
-        relative = off + attention * masks + parallel
-        # As wide, from end to end, as 1 - this to 1 + this is.
-        return np.asarray(np.arctanh(np.minimum(relative, 0.9)) / NINE_IN_TEN)
+        is_shared = np.array([config.data_parallel > 1 for config in self._full])
+        if self._calibration is not None and self._calibration.covariance is not None:
+            within_it = _spread_by(slopes, self._calibration.covariance) + STEP_NOISE**2
+        else:
+            host = self.host_shares
+            own = ((1.0 - host) * known.step) ** 2 + (host * known.host) ** 2
+            unseen = 0.0 if self._gpu.measured_8bit else EIGHT_BIT_SPREAD
+            within_it = _spread_by(slopes, _of_gpu(self._gpu)) + own + (eight_bit * unseen) ** 2
+            if self.evidence is not None:
+                contributed = (
+                    _spread_by(slopes, self.evidence.spread) + residual_spread(slopes) ** 2
+                )
+                within_it = np.minimum(within_it, contributed)
+        beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
+        return np.asarray(np.sqrt(within_it + beside))
+
+    @cached_property
+    def host_shares(self) -> Array:
+        """By how much the log seconds of each step rise with the host's, between a fast host and a
+        slow one: what hardly waits for a usual host may wait for a slow one."""
+        slow, fast = np.array(self._factors), np.array(self._factors)
+        slow[_LAUNCH] *= math.exp(HOSTS_APART)
+        fast[_LAUNCH] *= math.exp(-HOSTS_APART)
+        ratio = self.phases.seconds(slow) / self.phases.seconds(fast)
+        return np.asarray(np.log(ratio) / (2.0 * HOSTS_APART))
 
     @cached_property
     def terms(self) -> Array:
@@ -325,10 +337,7 @@ class StepTimes:
     @cached_property
     def spread(self) -> Array:
         """Covariance of the factors' logarithms before anything was measured here."""
-        if self.evidence is not None:
-            return self.evidence.spread
-        eight_bit = FACTOR_SPREAD["matmul" if self._gpu.measured_8bit else "eight_bit"]
-        return factor_covariance({**FACTOR_SPREAD, "eight_bit": eight_bit})
+        return factor_covariance(self._gpu) if self.evidence is None else self.evidence.spread
 
     @cached_property
     def launch_shares(self) -> Array:
@@ -343,8 +352,7 @@ class StepTimes:
 
     def slopes(self, log_factors: Array, rows: Rows) -> Array:
         """Return by how much some configurations' log seconds rise with each log factor."""
-        phases, factors = self._all_known.of_rows(rows), np.exp(log_factors + self._means)
-        return np.asarray(phases.slopes(factors) * factors / phases.seconds(factors)[:, None])
+        return self._all_known.of_rows(rows).log_slopes(np.exp(log_factors + self._means))
 
 
 def _attention_doubt(config: TrialConfig) -> float:
@@ -353,10 +361,3 @@ def _attention_doubt(config: TrialConfig) -> float:
         return 0.0
     # Flash attention is told where examples begin; what that saves was never measured.
     return MASKED_DOUBT if config.attention == "sdpa" else 1.0
-
-
-def _parallel_doubt(config: TrialConfig) -> float:
-    """Return how far a step may be off because several GPUs take it."""
-    if config.is_sharded:
-        return SHARDED_DOUBT
-    return PARALLEL_DOUBT if config.data_parallel > 1 else 0.0

@@ -188,6 +188,10 @@ class StepPhases:
             ]
         )
 
+    def log_slopes(self, factors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return by how much log seconds rise with the logarithm of each factor, alike."""
+        return np.asarray(self.slopes(factors) * factors / self.seconds(factors)[:, None])
+
 
 def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | None:
     """Return why the step of a configuration has no prediction; None where it has one."""
@@ -237,11 +241,13 @@ def _seconds(
         share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
         products[row] = (own if term == "eight_bit" else around) * share
         moving[row] = elementwise if term in ("elementwise", "lora") else memory
+    # What steps that were measured on the GPU say of its rates.
+    longer = math.exp(gpu.speed.shift)
     # Configurations come first from here on.
-    compute = (stretches[:, :, FLOPS] / products).transpose(2, 0, 1).copy()
-    moved = (stretches[:, :, BYTES] / moving).transpose(2, 0, 1).copy()
+    compute = (stretches[:, :, FLOPS] * longer / products).transpose(2, 0, 1).copy()
+    moved = (stretches[:, :, BYTES] * longer / moving).transpose(2, 0, 1).copy()
     launches = stretches[:, :, LAUNCHES].sum(axis=1)
-    return compute, moved, (launches * gpu.launch_seconds.typical).T.copy()
+    return compute, moved, (launches * gpu.launch_seconds).T.copy()
 
 
 def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:

@@ -301,4 +301,4 @@ def test_a_step_takes_what_is_predicted_within_what_is_stated() -> None:
             (row["step_seconds"] / step.step_seconds - 1.0, low < row["step_seconds"] < high)
         )
     assert sum(not is_inside for _, is_inside in off) <= 1
-    assert abs(float(np.median([error for error, _ in off]))) < 0.12
+    assert abs(float(np.median([error for error, _ in off]))) < 0.17
