@@ -49,21 +49,20 @@ def is_as_committed(*places: str) -> bool:
     Args:
         places: modules and directories of this program, named from where it lies.
     """
-    edited = _edited()
-    return edited is not None and not any(path.startswith(places) for path in edited)
+    return not any(path.startswith(places) for path in _edited())
 
 
 @cache
-def _edited() -> Sequence[str] | None:
-    """Return the files that were changed in this checkout; none of an installation, and None where
-    nothing tells."""
+def _edited() -> Sequence[str]:
+    """Return the files that were changed in this checkout; none of an installation, or of a copy
+    that git does not know."""
     if not (ROOT / ".git").exists():
         return ()
     command = ("git", "--no-optional-locks", "status", "--porcelain", "--no-renames", "--", *NAMES)
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return ()
     return [line[3:] for line in done.stdout.decode(errors="replace").splitlines()]
 
 
