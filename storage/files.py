@@ -289,8 +289,9 @@ def checked_output(
     *,
     what: str,
     endings: Sequence[str],
-    is_forced: bool,
+    is_forced: bool | None,
     is_marked: bool = True,
+    option: str = "--output",
 ) -> Path | None:
     """Return the path of a file that a person named, which may be written; None where none is
     named, and for ``-``, which is stdout.
@@ -299,8 +300,10 @@ def checked_output(
         typed: its name; a link stands for what it points to.
         what: is written, for the message.
         endings: of its name, the usual one first; a name may also have none.
-        is_forced: whether a file that sweep did not write may be replaced.
+        is_forced: whether a file that sweep did not write may be replaced; None where no option
+            allows it.
         is_marked: whether one that it did write may be replaced all the same.
+        option: by which it was named.
 
     Raises:
         InputError: its ending means another format, it is a directory or in one that does not
@@ -309,28 +312,29 @@ def checked_output(
     """
     if typed is None or typed == "-":
         return None
-    path, label = Path(typed), f"--output: {typed}"
+    path, label = Path(typed), f"{option}: {typed}"
     suffix = path.suffix.lower()
     if _KNOWN_ENDINGS.fullmatch(suffix) and suffix not in endings:
         raise InputError(f"{label}: {what} goes into a file that ends in {listed(endings)}")
     if typed.endswith("/") or is_directory(path, label=label):
         raise InputError(f"{label} names a directory: name a file in it")
-    require_parent(path)
+    require_parent(path, option=option)
     if not is_forced and path.is_file() and not (is_marked and _is_replaceable(path)):
         whose = "is not sweep's to replace" if is_marked else "is there already"
-        raise InputError(f"{label} {whose}: name another file, or replace it with --force")
+        force = "" if is_forced is None else ", or replace it with --force"
+        raise InputError(f"{label} {whose}: name another file{force}")
     return path
 
 
-def require_parent(path: Path) -> None:
+def require_parent(path: Path, *, option: str = "--output") -> None:
     """Refuse an output in a directory that does not exist.
 
     Raises:
         InputError: names that directory.
     """
     parent = Path(os.path.realpath(path)).parent
-    if not is_directory(parent, label=f"--output: {path}"):
-        raise InputError(f"--output: {path}: there is no directory {parent}: make it first")
+    if not is_directory(parent, label=f"{option}: {path}"):
+        raise InputError(f"{option}: {path}: there is no directory {parent}: make it first")
 
 
 def _is_replaceable(path: Path) -> bool:

@@ -362,7 +362,7 @@ def contribute(
     storage: opt.Storage = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Write what a study measured on a GPU, for others to calibrate by.
+    """Write a file of what a GPU measured, for others' predictions.
 
     The file says what ran, how fast and in how much memory, on which GPU and with which versions:
     no name, path, host or dataset.
@@ -383,8 +383,8 @@ def calibrate(
 ) -> None:
     """Predict speed by what others measured on a GPU.
 
-    Files of `sweep contribute` are checked and kept on this machine, and plan, run and best go by
-    them from then on. Without a file, those that are kept are listed.
+    Files of `sweep contribute` are checked and kept on this machine, and plan, run and best predict
+    by them from then on. Without a file, those that are kept are listed.
     """
 
 

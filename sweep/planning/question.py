@@ -273,6 +273,7 @@ def _check(request: PlanRequest) -> None:
         "--longest": request.is_longest,
         "--cheapest": request.is_cheapest,
         "--calibrate": request.is_calibrating,
+        "--exact": request.is_calibrating and request.is_exact,
     }
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
@@ -284,8 +285,8 @@ def _check(request: PlanRequest) -> None:
         raise InputError("--longest asks for the length: leave --seq-len out")
     if request.is_longest and request.data.get("texts") is not None:
         raise InputError("--longest asks for the length, and texts have theirs: leave one out")
-    if request.is_calibrating and (request.is_exact or request.data.get("texts") is not None):
-        raise InputError("--calibrate asks for trials of a space, on full rows: leave one out")
+    if request.is_calibrating and request.data.get("texts") is not None:
+        raise InputError("--calibrate plans trials of full sequences: leave --data out")
     if request.within_seconds is not None and not request.is_cheapest:
         raise InputError("--within needs --cheapest: which job has to be done by then")
     if request.storage is not None and request.study is None:

@@ -25,7 +25,13 @@ from storage.surfaces import SurfaceRow
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.speed import contributed
-from sweep.predict.speed.contributed import SESSION, Array, residual_spread, shipped_contributions
+from sweep.predict.speed.contributed import (
+    SESSION,
+    Array,
+    Contributed,
+    residual_spread,
+    shipped_contributions,
+)
 from sweep.predict.speed.predictor import StepTimes
 
 LIMIT = 4.0
@@ -50,9 +56,19 @@ _WEIGHT_BYTES = {"nf4": 0.5, "fp4": 0.5, "fp8": 1.0, "int8": 1.0, "none": 2.0}
 
 
 def check(
-    contribution: Contribution, *, predictor: MemoryPredictor, on_progress: OnProgress = tell_nobody
+    contribution: Contribution,
+    *,
+    predictor: MemoryPredictor,
+    shipped: Contributed | None = None,
+    on_progress: OnProgress = tell_nobody,
 ) -> None:
     """Refuse a file whose numbers no study could have measured.
+
+    Args:
+        contribution: the file.
+        predictor: of its model's memory on its GPU.
+        shipped: what the catalogue's contributions say of the GPU.
+        on_progress: told of memory's predictions.
 
     Raises:
         InputError: says which of them, in one sentence.
@@ -71,7 +87,7 @@ def check(
             far.append(f"{_words(rows[at])}: {peaks}")
     if len(far) > most:
         raise InputError(f"{label}: {far[0]}; {len(far)} of {len(rows)} trials are as far off")
-    session = Session(contribution)
+    session = Session(contribution, shipped)
     if not len(session.rows):
         raise InputError(f"{label}: the speed of none of its configurations is predicted")
     if len(session.outliers) > most:
@@ -125,8 +141,10 @@ def _fault(row: SurfaceRow, contribution: Contribution) -> str | None:
     return next((words for is_wrong, words in faults if is_wrong), None)
 
 
-def refuse_copy(contribution: Contribution, kept: Sequence[Contribution]) -> Contribution | None:
-    """Return the kept file that this one goes on with, and takes the place of; None without one.
+def refuse_copy(
+    contribution: Contribution, kept: Sequence[Contribution], shipped: Contributed | None = None
+) -> Contribution | None:
+    """Return the kept file that this one continues, and takes the place of; None without one.
 
     Two studies never measure the same seconds to the last digit.
 
@@ -134,7 +152,7 @@ def refuse_copy(contribution: Contribution, kept: Sequence[Contribution]) -> Con
         InputError: its trials are a kept file's, as they are there or edited.
     """
     label, own = contribution.surface.name, _by_config(contribution)
-    shipped, replaced = shipped_contributions(contribution.surface.gpu), None
+    replaced = None
     known = [file["digest"] for file in (shipped.entry["files"] if shipped else ())]
     if contribution.digest in (*known, *(one.digest for one in kept)):
         raise InputError(f"{label}: is known already, as {contribution.digest}")
@@ -168,7 +186,7 @@ def _clocked(row: SurfaceRow) -> set[float]:
 class Session:
     """The measured trials of one file that have a prediction, without its outliers."""
 
-    def __init__(self, contribution: Contribution, *, is_shipped: bool = False) -> None:
+    def __init__(self, contribution: Contribution, shipped: Contributed | None = None) -> None:
         surface, rows = contribution.surface, contribution.measured
         self.contribution = contribution
         self._times = StepTimes(
@@ -177,7 +195,6 @@ class Session:
         self._log_seconds = np.log([row.step_seconds or np.nan for row in rows])
         ends = [row.step_seconds_ci95 or (1.0, 1.0) for row in rows]
         self._variances = np.array([np.log(high / low) / CI95_WIDTH for low, high in ends]) ** 2
-        shipped = None if is_shipped else shipped_contributions(surface.gpu)
         self.prior: tuple[Array, Array] = (np.zeros(len(SESSION)), self._times.spread)
         """Mean and covariance of the log factors before the file was seen."""
         if shipped is not None:
@@ -237,7 +254,8 @@ def evidence_document(
     """
     by_gpu: dict[str, list[Session]] = defaultdict(list)
     for contribution in sorted(contributions, key=lambda one: (one.surface.gpu, one.digest)):
-        session = Session(contribution, is_shipped=is_shipped)
+        shipped = None if is_shipped else shipped_contributions(contribution.surface.gpu)
+        session = Session(contribution, shipped)
         if len(session.rows):
             by_gpu[contribution.surface.gpu].append(session)
     return {"basis": contributed.basis(), "gpus": {gpu: _entry(of) for gpu, of in by_gpu.items()}}

@@ -92,7 +92,7 @@ Reported = Annotated[
 ]
 Contributions = Annotated[
     list[str] | None,
-    Argument(metavar="FILE|FOLDER...", help="Of sweep contribute; what is kept without."),
+    Argument(metavar="FILE|FOLDER...", help="Files of `sweep contribute`, or their folder."),
 ]
 Trained = Annotated[
     str, Argument(metavar="STUDY|CONFIG", help="Or a shipped model's name.", **_STUDIES)
@@ -114,11 +114,11 @@ Yes = Annotated[bool, Option("-y", "--yes", help="Do not ask.")]
 Force = Annotated[bool, Option("--force", help="Replace a file that sweep did not write.")]
 Shown = Annotated[bool, Option("--dry-run", help="Print what would be written, write nothing.")]
 Forget = Annotated[
-    str | None, Option("--forget", metavar="DIGEST", help="Keep this file no longer.")
+    str | None, Option("--forget", metavar="DIGEST", help="Remove a file that is kept.")
 ]
 Catalogue = Annotated[
     str | None,
-    Option(metavar="OUT", help="Write what the files say as a catalogue's file; keep nothing."),
+    Option(metavar="OUT", help="Write one file for the catalogue; keep nothing."),
 ]
 Details = Annotated[bool, Option("--details", help="Print all of the answer, not one screen.")]
 Output = Annotated[str | None, Option("-o", "--output", help="A file; - is stdout.")]

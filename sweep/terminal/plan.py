@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, NothingFits
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
@@ -194,7 +194,8 @@ def _calibrating(
     """Return the trials that would teach most of each GPU's speed.
 
     Raises:
-        InputError: on none is there anything to measure.
+        InputError: trials of several GPUs are asked for, which nobody contributes.
+        NothingFits: on none is there anything to measure.
     """
     found = []
     for gpu in question.gpus:
@@ -204,7 +205,9 @@ def _calibrating(
         found.append(lessons(of_gpu, offers=question.offers.get(gpu.name, ())))
     answers = [answer for answer in found if answer is not None]
     if not answers:
-        raise InputError("nothing surely fits whose speed is predicted, so no trial is worth it")
+        raise NothingFits("nothing surely fits whose speed is predicted, so no trial is worth it")
+    if any(answer.answer.config.data_parallel > 1 for answer in answers):
+        raise InputError("--calibrate: a contribution is of one GPU: leave data_parallel out")
     of_each = [lessons_document(answer) for answer in answers]
     document = of_each[0] if len(of_each) == 1 else {"plans": of_each}
     return Answer([document], plan_screen.calibrating(answers), fits=True)

@@ -358,7 +358,7 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
         cost = "" if answer.usd is None else f", {units.usd(answer.usd)}"
         sentence = (
             f"{units.plural(len(answer.lessons), 'trial')} on the {known.gpu.name} "
-            f"({answer.seconds / 60:.1f} minutes{cost}) would narrow the predicted speed of "
+            f"({units.duration(answer.seconds)}{cost}) would narrow the predicted speed of "
             f"{known.model.name} from {times[0]} times, end to end, to {times[1]}"
         )
         header = (">seconds", "teaches", ">known within", "configuration")
@@ -372,10 +372,11 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
             for lesson in answer.lessons
         ]
         said = [
-            ("of", _what(answer.answer.config)),
+            ("answer", _what(answer.answer.config)),
             ("now", f"{units.rate(low)} to {units.rate(high)} tokens/s"),
-            ("then", f"{then_high / then_low:.2g} times from end to end is what is expected"),
-            ("seconds", "are beside the worker's start, which the minutes hold"),
+            ("then", f"{then_high / then_low:.2g} times from end to end, expected"),
+            ("seconds", "of one trial, without the worker's start"),
+            ("known", "within how much nine in ten such GPUs are, before -> after the trial"),
         ]
         parts += [_answer(sentence, [grid(header, rows), Text("")], said), Text("")]
         parts += [Text(f"$ {c}", no_wrap=True, overflow="ignore") for c in answer.commands]

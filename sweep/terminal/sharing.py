@@ -42,7 +42,7 @@ def contribute(
     """Show what a study contributes, and write it once a person agrees."""
     found = contribution_of(read_study(study, url=storage_url(storage), home=runs_directory()))
     name = output or f"contribution-{found.surface.gpu}-{found.digest}.jsonl"
-    path = checked_output(name, what="a contribution", endings=(".jsonl",), is_forced=False)
+    path = checked_output(name, what="a contribution", endings=(".jsonl",), is_forced=None)
     header, *rows = (json.loads(line) for line in found.text.splitlines())
     trials = {"fits": len(found.measured), "oom": len(rows) - len(found.measured)}
     words = (
@@ -82,10 +82,14 @@ def calibrate(
     # What predicts takes longer to import than the help.
     from sweep.predict import contributions as known
     from sweep.predict.memory.profile_store import TracingChildren
+    from sweep.predict.speed.contributed import shipped_contributions
     from sweep.terminal.plan import tracing
 
     is_shipped, files = catalogue is not None, _files(named or ())
-    path = checked_output(catalogue, what="the file", endings=(".json",), is_forced=False)
+    if is_shipped and forgotten is not None:
+        raise InputError("--forget and --catalogue are different questions: keep one")
+    what, option = "a catalogue's file", "--catalogue"
+    path = checked_output(catalogue, what=what, endings=(".json",), is_forced=None, option=option)
     if is_shipped and not files:
         raise InputError("--catalogue: name the files, or their folder, that it is made of")
     kept = [] if is_shipped else known.kept()
@@ -101,9 +105,12 @@ def calibrate(
         for file in files:
             try:
                 found = read_contribution(file)
-                gpu, replaced = found.surface.gpu, known.refuse_copy(found, kept)
+                gpu = found.surface.gpu
+                shipped = None if is_shipped else shipped_contributions(gpu)
+                replaced = known.refuse_copy(found, kept, shipped)
                 memory = predict(found.surface.model, found.surface.card)
-                known.check(found, predictor=memory, on_progress=progress("structures traced"))
+                traced = progress("structures traced")
+                known.check(found, predictor=memory, shipped=shipped, on_progress=traced)
             except InputError as error:
                 note_folded(f"refused: {error}", indent=2)
                 told.append({"file": str(file), "digest": None, "refused": str(error)})
@@ -117,15 +124,15 @@ def calibrate(
         else:
             evidence = known.keep(kept)
             after = {gpu: _recommended(gpu, predict) for gpu in before}
+    is_vain = bool(told) and all(one["refused"] for one in told)
+    if path is not None and not is_vain:
+        write_output(path, json.dumps(evidence).encode())
     if is_shipped and path is None:
         say_as_is(json.dumps(evidence))
-    elif path is not None:
-        write_output(path, json.dumps(evidence).encode())
-    if not is_shipped or path is not None:
+    else:
         gpus = {gpu: entry["files"] for gpu, entry in evidence["gpus"].items()}
         document = {"files": told, "gpus": gpus, "before": before, "after": after}
         say_result(document, _text(document), as_json=as_json)
-    is_vain = bool(told) and all(one["refused"] for one in told)
     return InputError.exit_code if is_vain else DONE
 
 
@@ -165,7 +172,8 @@ def _text(document: Mapping[str, Any]) -> str:
         for file in of
     ]
     header = ("GPU", "digest", "model", "date", "trials", "measured/predicted s", "")
-    lines = [table(header, rows, width=width_of(sys.stdout)) if rows else "Nothing is kept."]
+    nothing = "Nothing is kept: `sweep calibrate FILE` keeps what others measured."
+    lines = [table(header, rows, width=width_of(sys.stdout)) if rows else nothing]
     for gpu in document["before"]:
         for when in ("before", "after"):
             if (speed := document[when][gpu]) is not None:

@@ -162,6 +162,11 @@ def test_the_same_measurements_count_once_and_an_edited_copy_not_at_all() -> Non
     part = parse_contribution(changed(whole, lambda f: f.pop()), "part.jsonl")
     another = simulated(seed=1)
     assert refuse_copy(another, [whole]) is None
+    # What ships is known to a machine, and counts anew where the catalogue's file is made again.
+    ships = Contributed(evidence_document([whole], is_shipped=True)["gpus"]["a10"])
+    with pytest.raises(InputError, match="is known already"):
+        refuse_copy(whole, [], ships)
+    assert refuse_copy(whole, []) is None
     # A study that went on takes its own place.
     assert refuse_copy(whole, [part]) is part
     edits: list[tuple[Callable[[Lines], object], str]] = [
