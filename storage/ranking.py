@@ -484,7 +484,8 @@ class Ranking:
         if pooled is None:
             return None
         runs = (r for r in known.records if r.series == known.series and r.purpose == "confirm")
-        return _with(next(r for r in runs if canonical(r.config) == wanted), pooled)
+        ran = (r for r in runs if r.verdict is Verdict.FITS and canonical(r.config) == wanted)
+        return _with(next(ran), pooled)
 
     @cached_property
     def _fitting(self) -> Mapping[TrialConfig, TrialRecord]:

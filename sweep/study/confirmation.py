@@ -78,6 +78,8 @@ class Plan:
             errand = Errand(purpose="confirm", series=self.series, confirms=again.number)
             return Wanted(self._steps, again.config, errand)
         winner, budget = self.ranking.winner, self.budget
+        if (faster := self._faster_baseline()) is not None:
+            return Wanted(self.ranking.definition.space.steps, faster.config)
         if winner is None or not self._is_to_soak(winner):
             return self._next_seed()
         changes = {
@@ -87,6 +89,19 @@ class Plan:
         }
         errand = Errand(purpose="soak", series=self.series, confirms=winner.number)
         return Wanted(self._steps.model_copy(update=changes), winner.config, errand)
+
+    def _faster_baseline(self) -> TrialRecord | None:
+        """Return the baseline where it outran the winner and the space holds it: no trial was of
+        it, and as one it can win."""
+        ranking, winner = self.ranking, self.ranking.winner
+        over = None if winner is None else ranking.reference_for(winner.config)
+        if winner is None or over is None or over.purpose == "search":
+            return None
+        high = ranking.ratio(winner, over).high
+        is_faster = high is not None and high < 1.0 and ranking.compares(winner, over)
+        tried = {canonical(record.config) for record in ranking.records}
+        is_new = ranking.holds(over.config) and canonical(over.config) not in tried
+        return over if is_faster and is_new else None
 
     @property
     def _steps(self) -> StepBudget:

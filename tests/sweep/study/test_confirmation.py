@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 from optuna.samplers import TPESampler
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from storage.ranking import Ranking, rank
-from storage.records import Crashed, Measured, Outcome, OutOfMemory, SoakReport, TrialRecord
+from storage.records import (
+    INTERRUPTED,
+    Crashed,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    SoakReport,
+    TrialRecord,
+    Verdict,
+)
 from storage.study import OpenStudy
 from sweep.running.replay import ReplayRunner
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
@@ -365,6 +374,35 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
         assert len(study.confirmations()) == 5
     (begun,) = [event for event in events if isinstance(event, ConfirmationStarted)]
     assert (begun.numbers, begun.recipes) == ((1,), (RECIPE,))
+
+
+def test_a_baseline_that_outruns_the_winner_becomes_a_trial_and_wins(tmp_path: Path) -> None:
+    def card(config: TrialConfig) -> Outcome:
+        return at_speed(config, 9_000.0 if config.micro_batch_size == 4 else 5_000.0)
+
+    space = LARGER | {
+        "dimensions": {"lora_rank": {"choices": [8]}, "micro_batch_size": {"choices": [4, 8, 10]}},
+        "trials": 2,
+    }
+    with a_grid(tmp_path, **space) as study:
+        drive(study, a_runner(card))
+        assert [r.config.micro_batch_size for r in study.records()][1] != 4, "it is not foreseen"
+        ranking = ranking_of(study)
+        assert canonical(ranking.winner.config) == canonical(RECIPE)
+        assert ranking.is_confirmed
+        stored = len(study.records()), len(study.confirmations())
+        drive(study, a_runner(card))
+        assert (len(study.records()), len(study.confirmations())) == stored
+
+
+@pytest.mark.parametrize("lost", [Crashed(phase="build"), INTERRUPTED])
+def test_what_came_to_nothing_at_first_is_stated_over_what_ran(
+    tmp_path: Path, lost: Outcome
+) -> None:
+    left = [lost]
+    with a_grid(tmp_path, **LARGER) as study:
+        drive(study, a_runner(lambda c: left.pop() if c == RECIPE and left else by_size(c)))
+        assert ranking_of(study).gain.over.verdict is Verdict.FITS
 
 
 @pytest.mark.parametrize(
