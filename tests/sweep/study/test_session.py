@@ -406,7 +406,7 @@ def test_the_runner_is_started_first(home: Path, url: str, monkeypatch: pytest.M
             on_progress(2, 2)
 
     predictor = traced_by(monkeypatch, trace)
-    what = prepared(small_a10(home), trials=1)
+    what = prepared(small_a10(home), trials=1, confirm=False)
     run(what, url, watch=watching(told.append), new_runner=lambda _: runner)
     assert runner.calls == ["start", "trace", "run", "close"]
     assert told[:2] == [SpaceTraced(0, 2), SpaceTraced(2, 2)]
