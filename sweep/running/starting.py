@@ -113,13 +113,18 @@ def compile_libraries() -> None:
     found = find_spec("torch")
     if found is None or found.origin is None or Path(cache_from_source(found.origin)).exists():
         return
+    if sys.pycache_prefix is None and not os.access(Path(found.origin).parent, os.W_OK):
+        # What cannot be kept would be compiled again at every start.
+        return
     folders = []
     for package, _, rest in (name.partition("/") for name in _IMPORTED.split()):
         spec = find_spec(package)
         folders += [str(Path(f, rest)) for f in (spec and spec.submodule_search_locations) or ()]
-    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", "-x", "/testing/", *folders]
+    # -P: a module of the user's directory must not shadow the standard library's.
+    options = ["-P", "-m", "compileall", "-qq", "-j", "0", "-x", "/testing/"]
     with contextlib.suppress(OSError):
         nobody = subprocess.DEVNULL
+        command = [sys.executable, *options, *folders]
         subprocess.Popen(
             command, stdin=nobody, stdout=nobody, stderr=nobody, start_new_session=True
         )

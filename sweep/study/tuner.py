@@ -147,7 +147,10 @@ class Search(Source):
     def _is_left_to_confirm(self) -> bool:
         """Whether the confirmation alone measures the baseline; what is refused costs nothing."""
         driver = self._driver
-        is_needed = self._space.confirm is None or driver.asks_for_loss or not self._is_guided
+        space = self._space
+        # Where money ends the search there is no confirmation.
+        is_needed = space.confirm is None or space.max_dollars is not None or driver.asks_for_loss
+        is_needed |= not self._is_guided
         return not is_needed and not driver.forecaster.expect(driver.baseline).is_refused
 
     @property

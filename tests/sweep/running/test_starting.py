@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,26 @@ def test_one_that_is_not_as_it_is_needed_is_replaced(runner: SupervisedRunner) -
     number = begun(worker_environment("cpu") | {"SOMETHING": "else"})
     assert isinstance(runner.run(TRIAL), Measured)
     assert not is_running(number)
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_libraries_are_compiled_by_the_standard_library_where_that_is_kept(
+    tmp_path: Path, is_writable: bool
+) -> None:
+    if not is_writable and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (library := tmp_path / "libraries" / "torch").mkdir(parents=True)
+    (library / "__init__.py").touch()
+    library.chmod(0o700 if is_writable else 0o500)
+    # The user's own, in the directory where the command runs.
+    (tmp_path / "compileall.py").write_text("open('shadowed', 'w').close()")
+    wait = "os.wait()" if is_writable else ""
+    code = f"import os; from sweep.running.starting import compile_libraries as c; c(); {wait}"
+    paths = f"{library.parent}:{Path(__file__).parents[3]}"
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (library / "__pycache__").exists() is is_writable
+    assert not (tmp_path / "shadowed").exists()
 
 
 def test_one_that_nobody_needs_ends() -> None:

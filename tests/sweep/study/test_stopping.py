@@ -186,6 +186,11 @@ def test_the_baseline_of_a_guided_search_is_measured_beside_the_winner_alone(
     assert "the baseline was not measured" in last_screen(cut)
 
 
+def test_a_search_that_money_may_end_measures_the_baseline_itself(tmp_path: Path) -> None:
+    _, study = run(tmp_path, trials=2, confirm={"soak_seconds": 0}, max_dollars=1.0)
+    assert any(record.is_baseline for record in study.records())
+
+
 @pytest.mark.parametrize("confirm", [False, {"seconds": 5}])
 def test_where_nothing_can_fit_a_verdict_says_so_and_the_search_ends(
     tmp_path: Path, confirm: Any
