@@ -151,7 +151,7 @@ def test_the_answer_comes_first_and_warnings_before_it() -> None:
     opening = text[: text.index("The configuration")]
     for said in (
         *("study mine", "The study is running", "sweep confirm a10 <x>", "trial 1", "2.1x"),
-        *("16,800 tokens/s measured on NVIDIA H200", "confirmed (2 runs)", "2.08–2.12x"),
+        *("16,800 tokens/s measured on NVIDIA H200", "confirmed (2 runs)", "2.07–2.13x"),
         *("20.00 GiB of 21.50 GiB (93 %)", "the fit is real; where it says measured, the speed"),
     ):
         assert said in opening
