@@ -95,27 +95,24 @@ class Lessons:
 
     def _space(self) -> dict[str, Any]:
         """Return a space of these configurations and no others, of which none is stopped early."""
-        space, gpu = self.survey.space, self.survey.forecaster.gpu.name
+        gpu = self.survey.forecaster.gpu.name
         configs = [lesson.forecast.config.model_dump(mode="json") for lesson in self.lessons]
         keys = [k for k in configs[0] if any(c[k] != configs[0][k] for c in configs)]
         values = {key: list(dict.fromkeys(c[key] for c in configs)) for key in keys}
-        rows = [tuple(config[key] for key in keys) for config in configs]
+        left_out: list[dict[str, Any]] = []
         # Pairs that none has say most of it in few words.
-        left_out = [
-            {key: [one], other: [two]}
-            for key, other in itertools.combinations(keys, 2)
-            for one, two in itertools.product(values[key], values[other])
-            if not any(config[key] == one and config[other] == two for config in configs)
-        ]
-        for row in itertools.product(*values.values()):
-            whole = {key: [value] for key, value in zip(keys, row, strict=True)}
-            if row not in rows and not any(e.items() <= whole.items() for e in left_out):
-                left_out.append(whole)
+        for some in (s for n in range(2, len(keys) + 1) for s in itertools.combinations(keys, n)):
+            for row in itertools.product(*(values[key] for key in some)):
+                rule = dict(zip(some, row, strict=True))
+                if not any(of.items() <= rule.items() for of in left_out) and not any(
+                    rule.items() <= config.items() for config in configs
+                ):
+                    left_out.append(rule)
         standard = TrialConfig().model_dump(mode="json")
         return {
             "name": f"{gpu}-calibration",
             "gpu": gpu,
-            "model": space.model,
+            "model": self.survey.space.model,
             "sampler": "grid",
             # What is after speed stops a trial that is slow.
             "objectives": ["peak_memory"],
@@ -127,7 +124,7 @@ class Lessons:
                 if key not in keys and value != standard[key]
             },
             "dimensions": values,
-            "leave_out": left_out,
+            "leave_out": [{key: [value] for key, value in rule.items()} for rule in left_out],
         }
 
 
