@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -111,13 +111,15 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
     is_here = match_product(environment.get("gpu") or "") == gpu
     driver = re.fullmatch(_DRIVER, environment.get("driver") or "") if is_here else None
     limits = ("gpu_memory_bytes", "power_limit_watts")
+    versions = environment.get("versions") or {}
+    releases = {p: re.match(_RELEASE, str(versions.get(p) or "")) for p in PACKAGES}
     header |= {
         "model": _public_name(model, name),
         "model_config": {k: v for k, v in model.config.items() if _is_public({k: v})},
         "gpu": gpu.name,
         "measured_on": gpu.product,
         "contribution": VERSION,
-        "versions": _releases(environment.get("versions") or {}),
+        "versions": {package: match[0] for package, match in releases.items() if match},
         "driver": driver and driver[0],
         **{key: environment.get(key) if is_here else None for key in limits},
     }
@@ -148,22 +150,13 @@ def _public_name(model: ModelSpec, study: str) -> str:
     return model.model_type if shipped is None else shipped.name
 
 
-def _releases(versions: dict[str, Any]) -> dict[str, str]:
-    """Return the versions of known packages, each without what somebody's own build adds."""
-    found = {p: re.match(_RELEASE, str(versions.get(p) or "")) for p in PACKAGES}
-    return {package: match[0] for package, match in found.items() if match}
-
-
 def _words(value: object) -> Iterator[str]:
     """Yield every key and text in a value."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _words(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    elif isinstance(value, dict | list | tuple):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        for inner in inside:
             yield from _words(inner)
 
 
@@ -198,26 +191,24 @@ def parse_contribution(text: str, label: str) -> Contribution:
     data = text.encode()
     if len(data) > BYTES_MAX:
         raise InputError(f"{label}: larger than a contribution's {BYTES_MAX:,} bytes")
-    version = parse_object(text.partition("\n")[0], where=f"{label}: line 1").get("contribution")
+    line = f"{label}: line 1"
+    version = parse_object(text.partition("\n")[0], where=line).get("contribution")
     if version is None:
-        raise InputError(f"{label}: line 1: contribution is missing: `sweep contribute` writes one")
+        raise InputError(f"{line}: contribution is missing: `sweep contribute` writes one")
     if version != VERSION:
-        raise InputError(
-            f"{label}: line 1: contribution is of version {quote(version)}, and this sweep reads "
-            f"{VERSION}"
-        )
-    kinds: dict[str, Any] = {"header_type": ContributionHeader, "row_type": ContributedRow}
-    surface = parse_surface(text, label, **kinds)
+        of = f"{line}: contribution is of version {quote(version)}"
+        raise InputError(f"{of}, and this sweep reads {VERSION}")
+    surface = parse_surface(text, label, header_type=ContributionHeader, row_type=ContributedRow)
     header = surface.header
     assert isinstance(header, ContributionHeader), "it was read as one"
     if not _is_public([header.model, header.config]):
-        raise InputError(f"{label}: line 1: model: holds words that no shipped architecture has")
+        raise InputError(f"{line}: model: holds words that no shipped architecture has")
     for row in surface.rows:
         if not _has_known_targets(row.config, surface.model):
             modules = quote(row.config.target_modules)
             raise InputError(f"{label}: target_modules {modules}: the architecture has none such")
     if surface.card.name != surface.gpu:
-        raise InputError(f"{label}: line 1: gpu and measured_on are two GPUs")
+        raise InputError(f"{line}: gpu and measured_on are two GPUs")
     return Contribution(surface, header, hashlib.sha256(data).hexdigest()[:DIGEST_LENGTH], text)
 
 

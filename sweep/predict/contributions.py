@@ -227,9 +227,12 @@ class Session:
         return np.abs(weights @ (seen - slopes @ mean)) / np.sqrt(np.diag(weights))
 
 
-def posterior(sessions: Sequence[Session]) -> tuple[Array, Array]:
-    """Return mean and covariance of a GPU's log factors once files of it have been seen."""
-    mean, covariance = sessions[0].prior
+def posterior(
+    sessions: Sequence[Session], prior: tuple[Array, Array] | None = None
+) -> tuple[Array, Array]:
+    """Return mean and covariance of a GPU's log factors once files of it have been seen; without a
+    prior the first file's."""
+    mean, covariance = prior or sessions[0].prior
     before, found = np.linalg.inv(covariance), mean
     known = before
     for _ in range(ROUNDS):
@@ -264,7 +267,8 @@ def evidence_document(
 def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
     """Return what files say of one GPU: the median counts, a vote a file.
 
-    Of two files that contradict each other the catalogue's rates are the third vote.
+    Of two files that contradict each other the catalogue's rates are the third vote, which may
+    leave neither.
     """
     mean = sessions[0].prior[0]
     pooled = np.vstack([session.straight(mean)[0] for session in sessions]).mean(axis=0)
@@ -289,7 +293,7 @@ def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
                 **header.model_dump(include={"date", "versions", "driver", "power_limit_watts"}),
             }
         )
-    found, covariance = posterior(counted)
+    found, covariance = posterior(counted, sessions[0].prior)
     trials = sum(len(session.rows) for session in counted)
     estimate = {"mean": found.tolist(), "covariance": covariance.tolist()}
     return {**estimate, "trials": trials, "files": files}

@@ -30,7 +30,7 @@ from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
 from sweep.terminal.console import (
     STDOUT,
-    confirmed,
+    agreed,
     note,
     note_folded,
     say,
@@ -57,12 +57,10 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     """Remove a study and its files, and print what is gone; a person is asked first."""
     url = storage_url(storage)
     trials = units.plural(count_trials(study, url=url), "trial")
-    if not is_sure:
-        if not sys.stdin.isatty():
-            raise InputError(f"rm {study}: nobody is here to be asked: say --yes")
-        if not confirmed(f"Remove study '{study}' with {trials} and its files?"):
-            note("Nothing was removed.")
-            return DONE
+    question = f"Remove study '{study}' with {trials} and its files?"
+    if not agreed(question, command=f"rm {study}", is_sure=is_sure):
+        note("Nothing was removed.")
+        return DONE
     # Removing needs Optuna, whose import nobody else here waits for.
     from storage.transfer import remove_study
     from sweep.launching.rented import remove_jobs

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TextIO, cast
 
-from search_spaces.errors import EnvironmentFault
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.redaction import redact, redacted, shown
 
 STDOUT = "-"
@@ -120,6 +120,17 @@ def cancel_announced() -> None:
     """Announce nothing any more: something else is shown."""
     while _announced:
         _announced.pop().cancel()
+
+
+def agreed(question: str, *, command: str, is_sure: bool) -> bool:
+    """Return whether a command goes ahead: a person is asked, unless sure already.
+
+    Raises:
+        InputError: stdin is no terminal.
+    """
+    if not is_sure and not sys.stdin.isatty():
+        raise InputError(f"{command}: nobody is here to be asked: say --yes")
+    return is_sure or confirmed(question)
 
 
 def confirmed(question: str) -> bool:

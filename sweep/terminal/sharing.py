@@ -17,7 +17,7 @@ from storage.files import checked_output, write_output
 from storage.reading import read_study
 from sweep.paths import runs_directory, storage_url
 from sweep.terminal.console import (
-    confirmed,
+    agreed,
     note,
     note_folded,
     say_as_is,
@@ -54,19 +54,15 @@ def contribute(
     if is_dry:
         text = f"{words}\n\n{found.text.rstrip()}"
         say_result(document | {"written": False, "rows": rows}, text, as_json=as_json)
-        return DONE
-    if path is None:
+    elif path is None:
         say_as_is(found.text.rstrip())
-        return DONE
-    note_folded(words)
-    if not is_sure:
-        if not sys.stdin.isatty():
-            raise InputError(f"contribute {study}: nobody is here to be asked: say --yes")
-        if not confirmed(f"Write it to {name}?"):
+    else:
+        note_folded(words)
+        if agreed(f"Write it to {name}?", command=f"contribute {study}", is_sure=is_sure):
+            write_output(path, found.text.encode())
+            say_result(document | {"written": True}, name, as_json=as_json)
+        else:
             note("Nothing was written.")
-            return DONE
-    write_output(path, found.text.encode())
-    say_result(document | {"written": True}, name, as_json=as_json)
     return DONE
 
 

@@ -29,7 +29,7 @@ from search_spaces.models import ModelSpec
 from storage import files
 from sweep.child_environment import child_environment
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
-from sweep.predict.memory.shipped import PROFILES, ROOT, ShippedProfiles, is_as_committed
+from sweep.predict.memory.shipped import NOTHING, PROFILES, ROOT, ShippedProfiles, is_as_committed
 from sweep.processes import Child
 from sweep.subprocess_jobs import last_words
 
@@ -111,7 +111,7 @@ class ProfileStore:
         self._model = model
         self._cache_dir = cache_dir
         self._tracer = tracer
-        archive = PROFILES if is_as_committed(*TRACED_BY) else None
+        archive = PROFILES if is_as_committed(*TRACED_BY) else NOTHING
         self._shipped = shipped or ShippedProfiles(model, archive)
         self.borrowed: list[Structure] = []
         self._known: dict[Structure, Profile | InputError] = {}
@@ -178,10 +178,10 @@ class ProfileStore:
             return shared
         if not self.other_versions:
             return self._shipped.get(structure) or self._cached(structure)
-        own = self._cached(structure)
-        found = own or self._shipped.get(structure)
-        if own is None and found is not None:
+        found = self._cached(structure)
+        if found is None and (borrowed := self._shipped.get(structure)):
             self.borrowed.append(structure)
+            return borrowed
         return found
 
     def origin(self, structure: Structure) -> str | None:
@@ -201,17 +201,15 @@ class ProfileStore:
         if not self.borrowed:
             return None
         structures = [structure.to_json() for structure in self.borrowed]
-        asked = {"model": self._model.to_json(), "structures": structures}
+        about = {"model": self._model.to_json(), "cache_dir": str(self._cache_dir)}
         # A pipe holds less, and nobody reads it until the process has imported what it needs.
         with tempfile.TemporaryFile() as question:
-            question.write(json.dumps({**asked, "cache_dir": str(self._cache_dir)}).encode())
+            question.write(json.dumps(about | {"structures": structures}).encode())
             question.seek(0)
+            command, nobody = [*_RETRACING, str(os.getpid())], subprocess.DEVNULL
+            variables = child_environment()
             return Child(
-                [*_RETRACING, str(os.getpid())],
-                stdin=question,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                environment=child_environment(),
+                command, stdin=question, stdout=nobody, stderr=nobody, environment=variables
             )
 
     def _cached(self, structure: Structure) -> Profile | None:
@@ -292,9 +290,8 @@ def source_digest(*places: str) -> str:
 
 def source_files(*places: str) -> list[Path]:
     """Return modules of this program, and those in directories of it and further down."""
-    return [
-        path for place in places for path in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]
-    ]
+    named = [ROOT / place for place in places]
+    return [path for place in named for path in sorted(place.rglob("*.py")) or [place]]
 
 
 def _version(library: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from search_spaces.models import ModelSpec
 from sweep.predict.memory.profile_store import ProfileStore, TracingChildren
 from sweep.predict.memory.profiles import Structure
-from sweep.predict.memory.shipped import ShippedProfiles
+from sweep.predict.memory.shipped import NOTHING, ShippedProfiles
 from sweep.processes import bind_to_parent
 
 _LEAST_URGENT = 19
@@ -25,12 +25,8 @@ def main() -> None:
     os.nice(_LEAST_URGENT)
     asked = json.load(sys.stdin)
     model = ModelSpec.from_json(asked["model"])
-    store = ProfileStore(
-        model,
-        cache_dir=Path(asked["cache_dir"]),
-        tracer=TracingChildren(1),
-        shipped=ShippedProfiles(model, None),
-    )
+    cache, shipped = Path(asked["cache_dir"]), ShippedProfiles(model, NOTHING)
+    store = ProfileStore(model, cache_dir=cache, tracer=TracingChildren(1), shipped=shipped)
     store.fetch(map(Structure.from_json, asked["structures"]))
 
 

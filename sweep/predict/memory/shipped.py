@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
@@ -27,6 +28,8 @@ from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure, Untr
 ROOT = Path(__file__).parents[3]
 PROFILES = Path(__file__).with_name("profiles.zip")
 """A member for each model, by its fingerprint, and one with the versions that traced them."""
+NOTHING = Path(os.devnull)
+"""In place of that file, where nothing that ships is to be used."""
 VERSIONS = "versions"
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, TypeError, ValueError, RuntimeError),
@@ -71,29 +74,25 @@ class ShippedProfiles:
 
     Args:
         model: whose.
-        archive: the file that holds them; None for none.
+        archive: the file that holds them; one that cannot be read has none.
     """
 
-    def __init__(self, model: ModelSpec, archive: Path | None) -> None:
-        self._model = model
-        self._archive = archive
+    def __init__(self, model: ModelSpec, archive: Path) -> None:
+        self._model, self._archive = model, archive
 
     @cached_property
     def versions(self) -> Mapping[str, str]:
         """Versions of the libraries that traced them; none where there are no profiles."""
-        found = None if self._archive is None else read(self._archive, VERSIONS)
-        return found if isinstance(found, dict) else {}
+        return read(self._archive, VERSIONS) or {}
 
     @cached_property
     def digest(self) -> str:
         """Of the file."""
-        data = b"" if self._archive is None else self._archive.read_bytes()
-        return hashlib.sha256(data).hexdigest()
+        return hashlib.sha256(self._archive.read_bytes()).hexdigest()
 
     @cached_property
     def _packed(self) -> Mapping[str, Any]:
-        found = read(self._archive, self._model.fingerprint) if self._archive else None
-        return found if isinstance(found, dict) else {}
+        return read(self._archive, self._model.fingerprint) or {}
 
     def get(self, structure: Structure) -> Profile | InputError | None:
         """Return a structure's profile, or why it has none; None where that does not ship."""

@@ -114,9 +114,10 @@ def shipped_contributions(gpu: str) -> Contributed | None:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int) -> dict[str, Any]:
-    """Return a file's evidence by GPU; it is read again once the file has changed."""
+    """Return a file's evidence by GPU, where there is any; read again once the file changed."""
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    found = {gpu: Contributed(entry) for gpu, entry in document["gpus"].items()}
+    entries = document["gpus"].items()
+    found = {gpu: Contributed(entry) for gpu, entry in entries if entry["trials"]}
     return document | {"gpus": found}
 
 

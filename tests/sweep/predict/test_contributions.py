@@ -191,6 +191,10 @@ def test_a_file_that_contradicts_the_others_of_its_gpu_is_outvoted() -> None:
     # Of two the one that is further from the catalogue; one alone has nobody against it.
     far = simulated(slower=0.5, seed=4)
     assert (outvoted(honest[0], far), outvoted(far)) == ({far.digest}, set())
+    # The catalogue is between two, so neither counts.
+    slow = simulated(slower=2.2, seed=5)
+    assert outvoted(slow, far) == {slow.digest, far.digest}
+    assert evidence_document([slow, far])["gpus"]["a10"]["trials"] == 0
 
 
 def outvoted(*files: Contribution) -> set[str]:

@@ -31,7 +31,7 @@ from sweep.predict.memory.profile_store import (
     versions,
 )
 from sweep.predict.memory.profiles import Profile, Structure
-from sweep.predict.memory.shipped import PROFILES, ROOT, VERSIONS, ShippedProfiles, read
+from sweep.predict.memory.shipped import NOTHING, PROFILES, ROOT, VERSIONS, ShippedProfiles, read
 from sweep.processes import End
 from sweep.study.events import TrialFinished
 from sweep.study.retracing import retraced_behind
@@ -135,7 +135,7 @@ def test_the_same_contents_make_the_same_file(tmp_path: Path) -> None:
 
 def test_what_ships_predicts_what_is_traced(tmp_path: Path) -> None:
     tracers = [ImaginedTracer(), ImaginedTracer()]
-    shipped = [imagined(tmp_path, versions()), ShippedProfiles(MODEL, None)]
+    shipped = [imagined(tmp_path, versions()), ShippedProfiles(MODEL, NOTHING)]
     peaks = [
         TracingPredictor(MODEL, cache_dir=tmp_path / "cache", tracer=tracer, shipped=ships)
         .predict(CONFIG)
@@ -191,7 +191,7 @@ def test_profiles_of_other_versions_are_used_until_there_are_own_ones(tmp_path: 
     assert borrowing.other_versions == f"torch 1.0 (here: {versions()['torch']})"
     assert borrowing.origin(CONFIG)
     assert not tracer.asked
-    own = predictor(tracer, ShippedProfiles(MODEL, None)).predict(CONFIG).peak_allocated_bytes
+    own = predictor(tracer, ShippedProfiles(MODEL, NOTHING)).predict(CONFIG).peak_allocated_bytes
     assert own > borrowed
     assert borrowing.predict(CONFIG).peak_allocated_bytes == borrowed
     borrowing.renew()
