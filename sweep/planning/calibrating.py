@@ -141,9 +141,8 @@ class _Known:
         """Return the covariance of the log factors after trials of these rows in one session."""
         seen = self.slopes[list(rows)]
         told = seen @ (self.prior + SESSION) @ seen.T + np.diag(self._noise[list(rows)])
-        return np.asarray(
-            self.prior - self.prior @ seen.T @ np.linalg.solve(told, seen @ self.prior)
-        )
+        learnt: Array = self.prior @ seen.T @ np.linalg.solve(told, seen @ self.prior)
+        return self.prior - learnt
 
     def log_spread(self, covariance: Array) -> Array:
         """Return how far each row's log seconds are off in another session."""
@@ -234,7 +233,5 @@ def lessons_document(answer: Lessons) -> Mapping[str, Any]:
             }
             for lesson in answer.lessons
         ],
-        "seconds": answer.seconds,
-        "usd": answer.usd,
-        "commands": answer.commands,
+        **{key: getattr(answer, key) for key in ("seconds", "usd", "commands")},
     }

@@ -295,8 +295,8 @@ def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
         )
     found, covariance = posterior(counted, sessions[0].prior)
     trials = sum(len(session.rows) for session in counted)
-    estimate = {"mean": found.tolist(), "covariance": covariance.tolist()}
-    return {**estimate, "trials": trials, "files": files}
+    known = {"mean": found.tolist(), "covariance": covariance.tolist()}
+    return known | {"trials": trials, "files": files}
 
 
 def kept() -> list[Contribution]:

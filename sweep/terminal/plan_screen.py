@@ -353,13 +353,12 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
     parts: list[RenderableType] = []
     for answer in answers:
         known = answer.survey.forecaster
-        (low, high), (then_low, then_high) = answer.ranges
-        times = [f"{math.exp(2 * NINE_IN_TEN * spread):.2g}" for spread in answer.log_spreads]
+        now, times = answer.ranges[0], [f"{high / low:.2g}" for low, high in answer.ranges]
         cost = "" if answer.usd is None else f", {units.usd(answer.usd)}"
         sentence = (
             f"{units.plural(len(answer.lessons), 'trial')} on the {known.gpu.name} "
             f"({units.duration(answer.seconds)}{cost}) would narrow the predicted speed of "
-            f"{known.model.name} from {times[0]} times, end to end, to {times[1]}"
+            f"{known.model.name} from {times[0]} times, end to end, to {times[1]}, as is expected"
         )
         header = (">seconds", "teaches", ">known within", "configuration")
         rows = [
@@ -373,10 +372,9 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
         ]
         said = [
             ("answer", _what(answer.answer.config)),
-            ("now", f"{units.rate(low)} to {units.rate(high)} tokens/s"),
-            ("then", f"{then_high / then_low:.2g} times from end to end, expected"),
+            ("predicted", f"{' to '.join(map(units.rate, now))} tokens/s"),
             ("seconds", "of one trial, without the worker's start"),
-            ("known", "within how much nine in ten such GPUs are, before -> after the trial"),
+            ("known", "how far off nine in ten GPUs are in that part, before -> after the trial"),
         ]
         parts += [_answer(sentence, [grid(header, rows), Text("")], said), Text("")]
         parts += [Text(f"$ {c}", no_wrap=True, overflow="ignore") for c in answer.commands]
