@@ -1,8 +1,7 @@
-"""The few trials on a GPU that would teach most of how fast a plan's answer is there.
+"""The few trials on a GPU that would narrow the predicted speed of a plan's answer most.
 
-A trial changes what is known of the GPU's factors as a linear model with normal errors is changed:
-that is how `sweep calibrate` takes trials up, and a session of its own lies between them and what
-is predicted.
+They are expected to update a GPU's factors as `sweep calibrate` does: as a linear model with normal
+errors, in another session than the one that is predicted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Contributions of others: checked, kept on this machine, and made into evidence of GPUs' speed.
 
-A step's log seconds are nearly straight in the log factors of its terms, so that trials change what
-the catalogue says of a GPU as a linear model with normal errors is changed. Trials of one file
-share their session: its host's pace, its GPU's clocks.
+A step's log seconds are nearly linear in the log factors of its terms, so trials update them as
+a linear model with normal errors. Trials of one file share a session: host's pace, GPU's clocks.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ surfaces none is 1.5 times as far."""
 CI95_WIDTH = 3.92
 """Standard deviations from end to end of a 95 % interval."""
 ROUNDS = 5
-"""The model is made straight again around each solution."""
+"""The model is made linear again around each solution."""
 _TOLERANCE = 1e-6
 """Relative, of numbers that are worked out of each other."""
 _WEIGHT_BYTES = {"nf4": 0.5, "fp4": 0.5, "fp8": 1.0, "int8": 1.0, "none": 2.0}
@@ -211,7 +210,7 @@ class Session:
             self.outliers.append((int(self.rows[worst]), float(off[worst])))
             self.rows = np.delete(self.rows, worst)
 
-    def straight(self, log_factors: Array) -> tuple[Array, Array, Array]:
+    def linear(self, log_factors: Array) -> tuple[Array, Array, Array]:
         """Return slopes, measured log seconds less what is not by the slopes, and covariance."""
         slopes = self._times.slopes(log_factors, self.rows)
         rest = self._times.log_seconds(log_factors, self.rows) - slopes @ log_factors
@@ -222,7 +221,7 @@ class Session:
     def _off(self) -> Array:
         """Return by how many standard deviations each trial is off what the others imply."""
         mean, covariance = self.prior
-        slopes, seen, noise = self.straight(posterior([self])[0])
+        slopes, seen, noise = self.linear(posterior([self])[0])
         weights = np.linalg.inv(slopes @ covariance @ slopes.T + noise)
         return np.abs(weights @ (seen - slopes @ mean)) / np.sqrt(np.diag(weights))
 
@@ -238,7 +237,7 @@ def posterior(
     for _ in range(ROUNDS):
         known, told = before, before @ mean
         for session in sessions:
-            slopes, seen, noise = session.straight(found)
+            slopes, seen, noise = session.linear(found)
             weighted = np.linalg.solve(noise, slopes)
             known, told = known + slopes.T @ weighted, told + weighted.T @ seen
         found = np.linalg.solve(known, told)
@@ -271,7 +270,7 @@ def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
     leave neither.
     """
     mean = sessions[0].prior[0]
-    pooled = np.vstack([session.straight(mean)[0] for session in sessions]).mean(axis=0)
+    pooled = np.vstack([session.linear(mean)[0] for session in sessions]).mean(axis=0)
     alone = [posterior([session]) for session in sessions]
     votes = [float(pooled @ (own - mean)) for own, _ in alone]
     middle = median([*votes, 0.0] if len(votes) == 2 else votes)

@@ -1,10 +1,8 @@
-"""What is worked out before it is asked, and travels with the package: profiles of the shipped
-models' structures, and surveys of the presets.
+"""What ships worked out: profiles of the shipped models' structures, and surveys of the presets.
 
 `make profiles` writes both, and a test compares them with what the code works out. So they hold for
-code as it was committed: an installation's, or that of a checkout that nobody has edited, which
-works out everything itself: a wrong number is worse than a slow one. A digest of the code that they
-are made by would refuse them after every commit that changes none of their numbers, too.
+code as committed; an edited checkout works out everything itself. A digest of the code would refuse
+them after commits that change none of their numbers, too.
 """
 
 from __future__ import annotations
