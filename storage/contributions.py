@@ -1,7 +1,7 @@
 """Contributions: what a study measured on a real GPU, in a file that says nothing of its owner.
 
-A contribution is a surface of the GPU that ran, with the machine's versions and limits. All its text
-is from closed lists; other text is neither written nor read.
+A contribution is a surface of the GPU that ran, with the machine's versions and limits. All its
+text is from closed lists; other text is neither written nor read.
 """
 
 from __future__ import annotations
