@@ -74,8 +74,9 @@ def check(
     """
     label, rows = contribution.surface.name, contribution.measured
     for row in rows:
-        if (fault := _fault(row, contribution)) is not None:
-            raise InputError(f"{label}: {_words(row)}: {fault}")
+        for is_wrong, fault in _faults(row, contribution):
+            if is_wrong:
+                raise InputError(f"{label}: {_words(row)}: {fault}")
     most = max(1, int(OUTLIERS_MOST * len(rows)))
     memory, far = predictor.predict_all([r.config for r in rows], on_progress=on_progress), []
     for at in (at for at in range(len(rows)) if at not in memory.refused):
@@ -103,8 +104,8 @@ def _words(row: SurfaceRow) -> str:
     return f"trial {config.micro_batch_size} x {config.seq_len}, rank {config.lora_rank}"
 
 
-def _fault(row: SurfaceRow, contribution: Contribution) -> str | None:
-    """Return what is impossible of a measured trial by itself; None where nothing is."""
+def _faults(row: SurfaceRow, contribution: Contribution) -> tuple[tuple[bool, str], ...]:
+    """Return what may be impossible of a measured trial by itself, and whether it is."""
     config, card, model = row.config, contribution.surface.card, contribution.surface.model
     seconds, peak = row.step_seconds or 0.0, row.peak_allocated_bytes or 0
     tokens, reserved = (row.tokens_per_second or 0.0) * seconds, row.peak_reserved_bytes or peak
@@ -115,7 +116,7 @@ def _fault(row: SurfaceRow, contribution: Contribution) -> str | None:
     weights = sum(a * b for a, b in (linear_shapes(model) or {}).values()) * model.hidden_layers
     read = 2 * config.accumulation_steps * weights * _WEIGHT_BYTES[config.quantization]
     least = max(flops, read / card.bandwidth_bytes_per_second)
-    faults = (
+    return (
         (config.data_parallel > 1, "several GPUs took it, and a contribution is of one"),
         (
             abs(tokens / config.tokens_per_step - 1.0) > _TOLERANCE,
@@ -137,7 +138,6 @@ def _fault(row: SurfaceRow, contribution: Contribution) -> str | None:
             f"FLOP/s and bandwidth allow {model.name}",
         ),
     )
-    return next((words for is_wrong, words in faults if is_wrong), None)
 
 
 def refuse_copy(

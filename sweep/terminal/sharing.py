@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def calibrate(
     from sweep.predict.speed.contributed import shipped_contributions
     from sweep.terminal.plan import tracing
 
-    is_shipped, files = catalogue is not None, _files(named or ())
+    is_shipped, files = catalogue is not None, list(_files(named or ()))
     if is_shipped and forgotten is not None:
         raise InputError("--forget and --catalogue are different questions: keep one")
     what, option = "a catalogue's file", "--catalogue"
@@ -132,16 +132,14 @@ def calibrate(
     return InputError.exit_code if is_vain else DONE
 
 
-def _files(named: Sequence[str]) -> list[Path]:
-    """Return the files that were named, a folder's by name."""
-    found = [
-        sorted(Path(name).glob("*.jsonl")) if is_directory(Path(name), label=name) else [Path(name)]
-        for name in named
-    ]
-    for name, inside in zip(named, found, strict=True):
-        if not inside:
+def _files(named: Sequence[str]) -> Iterator[Path]:
+    """Yield the files that were named, a folder's by name."""
+    for name in named:
+        is_folder = is_directory(Path(name), label=name)
+        found = sorted(Path(name).glob("*.jsonl")) if is_folder else [Path(name)]
+        if not found:
             raise InputError(f"{name}: no file in it ends in .jsonl")
-    return [path for inside in found for path in inside]
+        yield from found
 
 
 def _recommended(gpu: str, predictor: Any) -> dict[str, Any] | None:
