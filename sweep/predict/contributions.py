@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from search_spaces.config import canonical
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, SweepError
 from search_spaces.gpus import GIB
 from search_spaces.linears import linear_shapes
 from storage.contributions import Contribution, read_contribution
 from storage.files import replace, writing
 from storage.surfaces import SurfaceRow
 from sweep.predict.memory.predictor import MemoryPredictor
-from sweep.predict.memory.profile_store import OnProgress, tell_nobody
+from sweep.predict.memory.profile_store import OnProgress, tell_nobody, write_cache
 from sweep.predict.speed import contributed
 from sweep.predict.speed.contributed import (
     SESSION,
@@ -266,14 +268,13 @@ def evidence_document(
 def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
     """Return what files say of one GPU: the median counts, a vote a file.
 
-    Of two files that contradict each other the catalogue's rates are the third vote, which may
-    leave neither.
+    Of files of an even number the catalogue's rates have the last vote, which may leave none.
     """
     mean = sessions[0].prior[0]
     pooled = np.vstack([session.linear(mean)[0] for session in sessions]).mean(axis=0)
     alone = [posterior([session]) for session in sessions]
     votes = [float(pooled @ (own - mean)) for own, _ in alone]
-    middle = median([*votes, 0.0] if len(votes) == 2 else votes)
+    middle = median(votes if len(votes) % 2 else [*votes, 0.0])
     files: list[dict[str, Any]] = []
     counted: list[Session] = []
     for session, vote, (_, covariance) in zip(sessions, votes, alone, strict=True):
@@ -300,7 +301,25 @@ def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
 
 def kept() -> list[Contribution]:
     """Return the files that this machine keeps, by digest."""
-    return [read_contribution(path) for path in sorted(contributed.directory().glob("*.jsonl"))]
+    return [read_contribution(path) for path in _paths()]
+
+
+def _paths() -> list[Path]:
+    return sorted(contributed.directory().glob("*.jsonl"))
+
+
+def renewed() -> dict[str, Any]:
+    """Return what the files that this machine keeps say by today's rates, and keep that.
+
+    A file that cannot be read any more says nothing, and stays.
+    """
+    able = []
+    for path in _paths():
+        with suppress(SweepError):
+            able.append(read_contribution(path))
+    document = evidence_document(able)
+    write_cache(contributed.directory() / contributed.NAME, document)
+    return document
 
 
 def keep(contributions: Sequence[Contribution]) -> dict[str, Any]:
@@ -310,7 +329,7 @@ def keep(contributions: Sequence[Contribution]) -> dict[str, Any]:
     with writing(directory):
         for name, text in {**texts, contributed.NAME: json.dumps(document)}.items():
             replace(directory / name, text.encode())
-        for path in directory.glob("*.jsonl"):
+        for path in _paths():
             if path.name not in texts:
                 path.unlink()
     return document

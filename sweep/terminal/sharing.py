@@ -11,8 +11,8 @@ from typing import Any
 
 from reports import units
 from search_spaces.documents import is_directory
-from search_spaces.errors import InputError
-from storage.contributions import contribution_of, read_contribution
+from search_spaces.errors import EnvironmentFault, InputError
+from storage.contributions import Contribution, contribution_of, read_contribution
 from storage.files import checked_output, write_output
 from storage.reading import read_study
 from sweep.paths import runs_directory, storage_url
@@ -100,7 +100,7 @@ def calibrate(
             kept = [one for one in kept if one.digest != forgotten]
         for file in files:
             try:
-                found = read_contribution(file)
+                found = _read(file)
                 gpu = found.surface.gpu
                 shipped = None if is_shipped else shipped_contributions(gpu)
                 replaced = known.refuse_copy(found, kept, shipped)
@@ -132,8 +132,18 @@ def calibrate(
     return InputError.exit_code if is_vain else DONE
 
 
+def _read(path: Path) -> Contribution:
+    try:
+        return read_contribution(path)
+    except EnvironmentFault as error:
+        # One of a folder's, which is no reason to leave the others.
+        raise InputError(str(error)) from error
+
+
 def _files(named: Sequence[str]) -> Iterator[Path]:
     """Yield the files that were named, a folder's by name."""
+    if "" in named:
+        raise InputError("calibrate: '' is no file: the name is empty")
     for name in named:
         is_folder = is_directory(Path(name), label=name)
         found = sorted(Path(name).glob("*.jsonl")) if is_folder else [Path(name)]
@@ -160,7 +170,7 @@ def _text(document: Mapping[str, Any]) -> str:
         (
             *(gpu, file["digest"], file["model"], file["date"], str(file["trials"])),
             f"{file['times_predicted_seconds']:.2f}",
-            "outvoted by the others" if file["is_outvoted"] else "counts",
+            "outvoted" if file["is_outvoted"] else "counts",
         )
         for gpu, of in document["gpus"].items()
         for file in of

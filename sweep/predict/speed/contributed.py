@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
@@ -96,29 +97,31 @@ def contributed_speed(gpu: str) -> Contributed | None:
         changed = path.stat().st_mtime_ns
     except OSError:
         return shipped_contributions(gpu)
-    known = _read(path, changed)
-    if known.get("basis") != basis():
-        # Factors are of the rates and of the code that they multiply: these were others.
-        from sweep.predict import contributions
-
-        contributions.keep(contributions.kept())
-        known = _read(path, path.stat().st_mtime_ns)
-    return known["gpus"].get(gpu) or shipped_contributions(gpu)
+    return _kept(path, changed).get(gpu) or shipped_contributions(gpu)
 
 
 def shipped_contributions(gpu: str) -> Contributed | None:
     """Return what the catalogue's contributions say of a GPU."""
     path = Path(str(files("search_spaces") / NAME))
-    return _read(path, 0)["gpus"].get(gpu) if path.is_file() else None
+    return _by_gpu(json.loads(path.read_bytes())).get(gpu) if path.is_file() else None
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, changed: int) -> dict[str, Any]:
-    """Return a file's evidence by GPU, where there is any; read again once the file changed."""
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    entries = document["gpus"].items()
-    found = {gpu: Contributed(entry) for gpu, entry in entries if entry["trials"]}
-    return document | {"gpus": found}
+def _kept(path: Path, changed: int) -> Mapping[str, Contributed]:
+    """Return what is kept by GPU; it is read again once the file has changed."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        document = json.loads(path.read_bytes())
+        if document["basis"] == basis():
+            return _by_gpu(document)
+    # It is damaged, or its factors are of other rates, or of other code that they multiply.
+    from sweep.predict import contributions
+
+    return _by_gpu(contributions.renewed())
+
+
+def _by_gpu(document: Mapping[str, Any]) -> Mapping[str, Contributed]:
+    """Return a document's estimates; a GPU whose files are all outvoted has none."""
+    return {gpu: Contributed(entry) for gpu, entry in document["gpus"].items() if entry["trials"]}
 
 
 @cache

@@ -195,6 +195,9 @@ def test_a_file_that_contradicts_the_others_of_its_gpu_is_outvoted() -> None:
     slow = simulated(slower=2.2, seed=5)
     assert outvoted(slow, far) == {slow.digest, far.digest}
     assert evidence_document([slow, far])["gpus"]["a10"]["trials"] == 0
+    # Two and two: the catalogue's vote decides.
+    pair = [simulated(slower=4.0, seed=seed) for seed in (5, 6)]
+    assert outvoted(*honest, *pair) == {one.digest for one in pair}
 
 
 def outvoted(*files: Contribution) -> set[str]:

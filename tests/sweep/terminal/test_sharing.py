@@ -15,7 +15,7 @@ from storage.contributions import parse_contribution
 from storage.records import Carried, OutOfMemory, TrialRecord
 from storage.study import open_study
 from sweep.planning.question import PlanRequest
-from sweep.predict.speed.contributed import directory
+from sweep.predict.speed.contributed import NAME, directory
 from sweep.sampling.samplers import make_sampler
 from sweep.terminal.plan import plan
 from sweep.terminal.sharing import calibrate
@@ -171,6 +171,23 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
     assert planned(capsys) == before
 
 
+def test_a_plan_goes_by_what_it_can_read_of_what_is_kept(
+    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [a_record(r.number, r.config, off=1.2) for r in TRIALS]
+    assert sweep("contribute", stored(here, *slow), "-y", "-o", "a10.jsonl").code == 0
+    (here / "small.yaml").write_text("gpu: a10\ndimensions:\n  micro_batch_size: [2, 6]\n")
+    calibrated(capsys, "a10.jsonl")
+    after = planned(capsys)
+    older = directory() / "0.jsonl"
+    older.write_text('{"contribution": 0}')
+    for damaged in ("", "[]", '{"basis": "other rates"}'):
+        (directory() / NAME).write_text(damaged)
+        assert planned(capsys) == after
+        assert len(list(directory().glob("*.jsonl"))) == 2
+    assert "0.jsonl: line 1: contribution is of version 0" in sweep("calibrate").err
+
+
 def grounds(capsys: pytest.CaptureFixture[str]) -> str:
     plan(PlanRequest(space="small.yaml", is_detailed=True), predictor=known, card=lambda: None)
     return " ".join(capsys.readouterr().out.split())
@@ -182,10 +199,13 @@ def test_of_a_folder_the_bad_files_are_refused_each_with_its_reason_and_the_rest
     (here / "folder").mkdir()
     assert sweep("contribute", stored(here, *TRIALS), "-y", "-o", "folder/a.jsonl").code == 0
     (here / "folder" / "b.jsonl").write_text("{")
+    (here / "folder" / "c.jsonl").symlink_to("c.jsonl")
     found = calibrated(capsys, "folder")
     assert found["code"] == 0
-    assert [file["refused"] is None for file in found["files"]] == [True, False]
+    assert [file["refused"] is None for file in found["files"]] == [True, False, False]
     assert "not valid JSON" in found["files"][1]["refused"]
+    assert "cannot be read" in found["files"][2]["refused"]
+    assert "the name is empty" in sweep("calibrate", "").err
     assert "nowhere: no such file" in sweep("calibrate", "nowhere").err
     assert "name the files" in sweep("calibrate", "--catalogue", "out.json").err
 
