@@ -245,8 +245,7 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
     if is_one_gpu and own and others and not (one.measured and other.measured):
         apart = math.hypot(own.log_spread, others.log_spread)
         if _UNLIKE(one.config) == _UNLIKE(other.config):
-            configs = one.config, other.config
-            apart = min(apart, ratio_spread(*configs, model=of.model, gpu=of.gpu))
+            apart = min(apart, ratio_spread(one.log_slopes, other.log_slopes, gpu=of.gpu))
         times = own.tokens_per_second / others.tokens_per_second
         return Range(times, *within(times, apart))
     known = [

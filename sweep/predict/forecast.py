@@ -47,6 +47,7 @@ from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts, tokens_per_step
 from sweep.predict.speed.predictor import (
+    FACTORS,
     Calibration,
     SpeedPrediction,
     StepTimes,
@@ -393,6 +394,12 @@ class Forecast:
         """None where the architecture or the compute type has no prediction, or a rule forbids
         it."""
         return None if isinstance(self._step, InputError) else self._step
+
+    @cached_property
+    def log_slopes(self) -> Array:
+        """By how much its log seconds rise with each log factor, before any trial."""
+        row = slice(self._row, self._row + 1)
+        return np.asarray(self._all.times.slopes(np.zeros(len(FACTORS)), row)[0])
 
     @property
     def notes(self) -> tuple[str, ...]:

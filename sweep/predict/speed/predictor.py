@@ -163,16 +163,17 @@ def _of_gpu(gpu: GpuSpec) -> Array:
     return np.asarray((gpu.speed.gpu**2 + gpu.speed.source**2) * np.outer(on_card, on_card))
 
 
-def ratio_spread(
-    config: TrialConfig, other: TrialConfig, *, model: ModelSpec, gpu: GpuSpec
-) -> float:
-    """Return how far two configurations' speed ratio may be off: a logarithm's standard deviation.
+def ratio_spread(slopes: Array, others: Array, *, gpu: GpuSpec) -> float:
+    """Return how far two steps' ratio may be off: a logarithm's standard deviation.
 
     What a GPU is off by as a whole is in both, and cancels. Errors are those of `StepTimes.spread`.
+
+    Args:
+        slopes: by how much the log seconds of one rise with each log factor.
+        others: those of the other.
+        gpu: of both.
     """
-    steps = StepTimes([config, other], model=model, gpu=gpu)
-    own, others = steps.slopes(np.zeros(len(FACTORS)), slice(None))
-    return float(np.sqrt((own - others) @ steps.spread @ (own - others)))
+    return float(np.sqrt((slopes - others) @ prior_of(gpu)[1] @ (slopes - others)))
 
 
 @dataclass(frozen=True)
