@@ -42,6 +42,11 @@ def forecaster_of(space: SearchSpace, model: ModelSpec, predictor: Any = None) -
     return Forecaster(model=model, gpu=gpu, budget_bytes=gpu.budget_bytes, predictor=predictor)
 
 
+def predictor_of(space: SearchSpace, model: ModelSpec, **about: Any) -> TracingPredictor:
+    capability = find_gpu(space.gpu).compute_capability
+    return TracingPredictor(model, compute_capability=capability, **about)
+
+
 def kinds_of(model: ModelSpec) -> list[TrialConfig]:
     """A configuration of each structure that a preset has for a model."""
     found: dict[TrialConfig, None] = {}
@@ -147,18 +152,19 @@ def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
     tracer = Kept(tracer)
     with TemporaryDirectory() as empty:
 
-        def predictor(model: ModelSpec) -> TracingPredictor:
-            about = {"cache_dir": Path(empty), "tracer": tracer}
-            return TracingPredictor(model, shipped=ShippedProfiles(model, kept), **about)
+        def about(model: ModelSpec) -> dict[str, Any]:
+            shipped = ShippedProfiles(model, kept)
+            return {"cache_dir": Path(empty), "tracer": tracer, "shipped": shipped}
 
         best = [
             (space, config)
             for space in preset_spaces()
             if space.gpu != "cpu"
-            for config in recommended(space, predictor(load_model_spec(space.model)))
+            for model in (load_model_spec(space.model),)
+            for config in recommended(space, predictor_of(space, model, **about(model)))
         ]
         for model in shipped_models():
-            asked = predictor(model)
+            asked = TracingPredictor(model, **about(model))
             asked.predict_all(kinds_of(model))
             for space, config in best:
                 changes = single_changes(config, forecaster_of(space, model))
@@ -174,7 +180,7 @@ def surveys() -> Iterator[tuple[str, Any]]:
         if space.gpu != "cpu":
             model = load_model_spec(space.model)
             shipped, nowhere = ShippedProfiles(model, PROFILES), Path("/nonexistent")
-            predictor = TracingPredictor(model, cache_dir=nowhere, shipped=shipped)
+            predictor = predictor_of(space, model, cache_dir=nowhere, shipped=shipped)
             forecaster = forecaster_of(space, model, predictor)
             found = survey(space, forecaster).found
             values = found.model_dump(mode="json", exclude_defaults=True)

@@ -18,10 +18,11 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from sweep.planning.plan import what_ifs
-from sweep.planning.survey import SURVEYS, Found, Survey, shipped_name
+from sweep.planning.survey import SURVEYS, Found, Survey, shipped_name, survey
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import (
     TRACED_BY,
@@ -35,6 +36,7 @@ from sweep.predict.memory.shipped import NOTHING, PROFILES, ROOT, VERSIONS, Ship
 from sweep.processes import End
 from sweep.study.events import TrialFinished
 from sweep.study.retracing import retraced_behind
+from sweep.terminal.plan import tracing
 from tests.sweep.predict.memory import shipping
 from tests.sweep.predict.memory.imagined_profile import MODEL, ImaginedTracer
 
@@ -74,7 +76,9 @@ def test_plans_of_the_presets_need_no_tracing(tmp_path: Path) -> None:
         model, tracer = load_model_spec(space.model), ImaginedTracer()
         shipped = ShippedProfiles(model, PROFILES)
         about: dict[str, Any] = {"cache_dir": tmp_path, "tracer": tracer, "shipped": shipped}
-        forecaster = shipping.forecaster_of(space, model, TracingPredictor(model, **about))
+        forecaster = shipping.forecaster_of(
+            space, model, shipping.predictor_of(space, model, **about)
+        )
         found = Found.model_validate(read(SURVEYS, shipped_name(space, forecaster)))
         shown = Survey(space, found, forecaster).recommended
         assert shown is not None
@@ -115,14 +119,21 @@ def contents(known: Profile | InputError | None) -> Any:
     return replace(known, segments={}), tapes, highest
 
 
-def test_surveys_that_ship_are_what_the_presets_hold_now() -> None:
-    for name, values in shipping.surveys():
-        shipped = read(SURVEYS, name)
+def test_surveys_that_ship_are_what_plans_of_the_presets_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    predictor = tracing(ImaginedTracer())
+    for space in filter(lambda one: one.gpu != "cpu", shipping.preset_spaces()):
+        model = load_model_spec(space.model)
+        memory = predictor(model, find_gpu(space.gpu))
+        forecaster = shipping.forecaster_of(space, model, memory)
+        shipped = read(SURVEYS, shipped_name(space, forecaster))
         assert shipped is not None, "run `make surveys`"
-        now, then = (Found.model_validate(of).model_dump() for of in (values, shipped))
+        now, then = survey(space, forecaster).found, Found.model_validate(shipped)
         # The last digit depends on how numpy was built.
-        expected = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in then.items()}
-        assert now == expected, "run `make surveys`"
+        expected = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in then}
+        assert dict(now) == expected, "run `make surveys`"
 
 
 def test_the_same_contents_make_the_same_file(tmp_path: Path) -> None:
