@@ -41,7 +41,8 @@ def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = 
         highlight=False,
     )
     with console.capture() as captured:
-        console.print(Shown(content))
+        # A command to copy may be wider than the terminal.
+        console.print(Shown(content), crop=False)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
 
 

@@ -21,6 +21,8 @@ from sweep.planning.survey import survey
 from sweep.predict.contributions import evidence_document
 from sweep.predict.speed.contributed import SESSION, Contributed, residual_spread
 from sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
+from sweep.terminal.drawing import rendered
+from sweep.terminal.plan_screen import calibrating
 from tests.sweep.imagined_study import MISTRAL
 from tests.sweep.planning.imagined import a_forecaster, an_offer
 from tests.sweep.predict.contributed import a_text
@@ -37,6 +39,8 @@ def found() -> Lessons:
 
 def test_what_is_typed_measures_these_trials_and_no_others(found: Lessons) -> None:
     echo, run, *_ = found.commands
+    # Whole, however narrow the screen is.
+    assert f"$ {echo}" in rendered(calibrating([found]), is_terminal=False).splitlines()
     _, text, _, name = shlex.split(echo)
     assert run.endswith(name)
     space = parse_space(text, label=name)
