@@ -177,7 +177,7 @@ class SearchSpace(Strict):
     """After which a run stops; the same command resumes."""
     max_dollars: Annotated[Number, Field(gt=0)] | None = None
     """What all runs of the study may cost, at the price of the GPU that runs it."""
-    stop_below_gain: Number = Field(default=0.01, ge=0, lt=1)
+    stop_below_gain: Number = Field(default=0.02, ge=0, lt=1)
     """A guided search ends where no further trial is expected to gain this share; 0 goes on."""
     seed: StrictInt = Field(default=0, ge=0, le=2**32 - 1)
     """Of the sampler, the weights and the tokens."""

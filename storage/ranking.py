@@ -371,8 +371,8 @@ class Ranking:
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
-        """The other trials that by their intervals in the search may be faster than the best, by
-        more than a tie: what measuring side by side may tell apart."""
+        """The other trials that at best are faster, by more than a tie, than what the best reached
+        in the search: what measuring side by side may tell apart."""
         if self.winner is None:
             return ()
         best = self._as_searched(self.winner)
@@ -642,10 +642,11 @@ def _is_judged(record: TrialRecord, objectives: Sequence[Objective]) -> bool:
 def _overlap(objective: Objective, best: Measurement, other: Measurement) -> bool:
     """Whether two are alike in an objective: speeds and losses where 95 % intervals overlap."""
     if objective == "tokens_per_second":
-        ends, others = best.speed_interval, other.speed_interval
+        ends = other.speed_interval
         # What seems faster and comes after it was measured in another process, not beside it. What
-        # is faster by less than a tie at the most is not worth telling apart.
-        return ends is not None and others is not None and ends[0] * (1.0 + TIE) <= others[1]
+        # is faster by less than a tie at the most is not worth telling apart. How unsure the best
+        # is counts for nothing: it is measured again whoever runs beside it.
+        return ends is not None and best.tokens_per_second * (1.0 + TIE) <= ends[1]
     if objective == "eval_loss" and best.quality and other.quality:
         mine, theirs = best.quality.eval_loss_ci95, other.quality.eval_loss_ci95
         if mine and theirs and mine[0] <= theirs[1] and theirs[0] <= mine[1]:

@@ -112,7 +112,7 @@ def test_a_guided_study_ends_when_it_knows_and_says_what_is_left(tmp_path: Path)
     assert found > 0.98 * best_speed(a_space())
     snapshot = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
     assert snapshot.ended["reason"] == "gain_spent"
-    assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.01
+    assert 0 <= snapshot.ended["most_promising"]["gain"] < 0.02
     assert json.loads(json.dumps(snapshot.ended)) == snapshot.ended
     promising = snapshot.ended["most_promising"]
     assert promising["gain_if_better"] == pytest.approx(promising["gain"] / promising["chance"])
@@ -518,7 +518,7 @@ def test_int8_that_is_slow_on_the_stand_in_is_tried_wins_and_is_confirmed(tmp_pa
     for text in (last_screen(found), best_text(found)):
         assert "int8 compute" in text
         assert f"The fastest with 16-bit compute is trial {other.number}: " in text
-        assert "is predicted; only a run on an A10 can measure it." in text
+        assert "only a run on an A10 can measure which is faster." in text
 
 
 def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
