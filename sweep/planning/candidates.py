@@ -245,7 +245,9 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
     if is_one_gpu and own and others and not (one.measured and other.measured):
         apart = math.hypot(own.log_spread, others.log_spread)
         if _UNLIKE(one.config) == _UNLIKE(other.config):
-            apart = min(apart, ratio_spread(one.log_slopes, other.log_slopes, gpu=of.gpu))
+            shared = ratio_spread(one.log_slopes, other.log_slopes, gpu=of.gpu)
+            owns = () if one.config == other.config else (one.own_spread, other.own_spread)
+            apart = min(apart, math.hypot(shared, *owns))
         times = own.tokens_per_second / others.tokens_per_second
         return Range(times, *within(times, apart))
     known = [

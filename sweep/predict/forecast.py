@@ -402,6 +402,11 @@ class Forecast:
         return np.asarray(self._all.times.slopes(np.zeros(len(FACTORS)), row)[0])
 
     @property
+    def own_spread(self) -> float:
+        """Standard deviation of what its log seconds are off by alone, whatever others are."""
+        return float(self._all.times.own_spread[self._row])
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Why something is missing."""
         if self.broken is not None:

@@ -59,12 +59,13 @@ def _edited() -> Sequence[str]:
     that git does not know."""
     if not (ROOT / ".git").exists():
         return ()
-    command = ("git", "--no-optional-locks", "status", "--porcelain", "--no-renames", "--", *NAMES)
+    # Where nothing was ever committed, nothing is edited either.
+    command = ("git", "--no-optional-locks", "diff", "--name-only", "--no-renames", "HEAD", "--")
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        done = subprocess.run((*command, *NAMES), cwd=ROOT, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ()
-    return [line[3:] for line in done.stdout.decode(errors="replace").splitlines()]
+    return done.stdout.decode(errors="replace").splitlines()
 
 
 class ShippedProfiles:

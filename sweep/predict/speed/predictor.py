@@ -164,7 +164,8 @@ def _of_gpu(gpu: GpuSpec) -> Array:
 
 
 def ratio_spread(slopes: Array, others: Array, *, gpu: GpuSpec) -> float:
-    """Return how far two steps' ratio may be off: a logarithm's standard deviation.
+    """Return how far two steps' ratio may be off by what they share: a logarithm's standard
+    deviation. What is each step's own (`StepTimes.own_spread`) comes on top.
 
     What a GPU is off by as a whole is in both, and cancels. Errors are those of `StepTimes.spread`.
 
@@ -271,12 +272,11 @@ class StepTimes:
         masks = np.array([_attention_doubt(config) for config in self._full], np.float64)
         is_shared = np.array([config.data_parallel > 1 for config in self._full])
         if self._calibration is not None and self._calibration.covariance is not None:
-            within_it = _spread_by(slopes, self._calibration.covariance) + STEP_NOISE**2
+            within_it = _spread_by(slopes, self._calibration.covariance) + self.own_spread**2
         else:
-            host = self.host_shares
-            own = ((1.0 - host) * known.step) ** 2 + (host * known.host) ** 2
             unseen = 0.0 if self._gpu.measured_8bit else EIGHT_BIT_SPREAD
-            within_it = _spread_by(slopes, _of_gpu(self._gpu)) + own + (eight_bit * unseen) ** 2
+            within_it = _spread_by(slopes, _of_gpu(self._gpu)) + self.own_spread**2
+            within_it = within_it + (eight_bit * unseen) ** 2
             if self.evidence is not None:
                 contributed = (
                     _spread_by(slopes, self.evidence.spread) + residual_spread(slopes) ** 2
@@ -284,6 +284,14 @@ class StepTimes:
                 within_it = np.minimum(within_it, contributed)
         beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
         return np.asarray(np.sqrt(within_it + beside))
+
+    @cached_property
+    def own_spread(self) -> Array:
+        """Standard deviation of what in that is each step's own; a ratio of two has both."""
+        known, host = self._gpu.speed, self.host_shares
+        if self._calibration is not None and self._calibration.covariance is not None:
+            return np.full(len(host), STEP_NOISE)
+        return np.hypot((1.0 - host) * known.step, host * known.host)
 
     @cached_property
     def host_shares(self) -> Array:

@@ -340,7 +340,7 @@ def test_the_fastest_of_each_class_of_numerics_is_named(
     document = card_document(planned(space, a_forecaster(gpu=gpu, budget_gib=30)))
     found = document["fastest_by_numerics"]
     assert {one["numerics"] for one in found} == classes
-    assert any(one["tied"] for one in found) == ties
+    assert bool(found[0]["tied"]) == ties
     speeds = [one["tokens_per_second"] for one in found]
     assert speeds == sorted(speeds, reverse=True)
     wide = next(one for one in found if one["numerics"] == "16-bit")
@@ -598,13 +598,13 @@ def test_gpus_without_a_price_are_compared_by_their_speed() -> None:
 
 
 def test_one_gpus_configurations_are_ordered_by_what_their_errors_have_not_in_common() -> None:
-    """Both speeds of an A10 are known within a factor of two, and their ratio within percents."""
+    """Both speeds of an A10 are known within a factor of two, and their ratio within a sixth."""
     on_a10, on_a10g = a_forecaster(), a_forecaster(gpu="a10g")
     leaner, quicker = TrialConfig(), TrialConfig(checkpoint_fraction=0.0)
     slow, fast, other = on_a10.expect(leaner), on_a10.expect(quicker), on_a10g.expect(quicker)
     assert fast.tokens_per_second_range[0] < slow.tokens_per_second_range[1]
     assert is_faster(fast, slow)
-    assert speed_ratio(fast, slow).low > 1.3
+    assert speed_ratio(fast, slow).low > 1.1
     assert speed_ratio(fast, fast) == pytest.approx((1.0, 1.0, 1.0))
     apart = math.hypot(slow.speed.log_spread, other.speed.log_spread)
     times = other.tokens_per_second / slow.tokens_per_second
