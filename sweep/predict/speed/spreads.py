@@ -39,7 +39,9 @@ class MeasuredStep:
 def evidence_of(rows: Sequence[MeasuredStep]) -> SpeedSpreads:
     """Return the spreads that measured steps show, and what each of their GPUs is off by.
 
-    A GPU's shift is its posterior mean: the fewer sources it has, the nearer it is to none.
+    GPUs are off around one common mean, which is what others are expected to be off by: each counts
+    once, however many steps it has. A GPU's shift is its posterior mean: the fewer sources it has,
+    the nearer it is to the common one.
     """
     ratios = np.array([row.log_ratio for row in rows])
     host = np.array([row.host_share for row in rows])
@@ -55,25 +57,29 @@ def evidence_of(rows: Sequence[MeasuredStep]) -> SpeedSpreads:
         "host": np.diag(host**2),
         "shared": shared,
     }
-    variances = _variances(ratios, list(parts.values()))
+    variances = _variances(ratios, device, list(parts.values()))
     spreads = dict(zip(parts, np.sqrt(variances).tolist(), strict=True))
-    covariance = sum(v * part for v, part in zip(variances, parts.values(), strict=True))
-    pulled, known = np.linalg.solve(covariance, ratios), np.linalg.inv(covariance)
+    known = np.linalg.inv(sum(v * part for v, part in zip(variances, parts.values(), strict=True)))
+    mean_variance = 1.0 / (device @ known @ device)
+    mean = mean_variance * (device @ known @ ratios)
+    pulled = known @ (ratios - mean * device)
+
+    def spread(shift: float, left: float) -> SpeedSpread:
+        found = {**spreads, "shift": shift, "gpu": float(np.sqrt(max(0.0, left)))}
+        return SpeedSpread(**{name: round(value, 3) for name, value in found.items()})
+
     found = {}
     for gpu in sorted(set(gpus.tolist())):
         own = variances[0] * device * (gpus == gpu)
-        left = max(0.0, variances[0] - own @ known @ own)
-        found[gpu] = {**spreads, "shift": float(own @ pulled), "gpu": float(np.sqrt(left))}
-    rounded = {gpu: SpeedSpread(**_rounded(spread)) for gpu, spread in found.items()}
-    return SpeedSpreads(others=SpeedSpread(**_rounded(spreads)), gpus=rounded)
+        of_mean = (1.0 - own @ known @ device) ** 2 * mean_variance
+        left = variances[0] - own @ known @ own + of_mean
+        found[gpu] = spread(float(mean + own @ pulled), left)
+    return SpeedSpreads(others=spread(float(mean), variances[0] + mean_variance), gpus=found)
 
 
-def _rounded(spread: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in spread.items()}
-
-
-def _variances(values: Array, parts: Sequence[Array]) -> Array:
-    """Return the variances by which parts of a covariance make values of mean zero likeliest.
+def _variances(values: Array, mean: Array, parts: Sequence[Array]) -> Array:
+    """Return the variances by which parts of a covariance make values likeliest, whatever multiple
+    of ``mean`` theirs is.
 
     Each update raises the likelihood and leaves a variance positive (Zhou et al. 2019, "MM
     algorithms for variance components models").
@@ -81,6 +87,8 @@ def _variances(values: Array, parts: Sequence[Array]) -> Array:
     found = np.full(len(parts), np.var(values) / len(parts))
     for _ in range(ROUNDS):
         known = np.linalg.inv(sum(v * part for v, part in zip(found, parts, strict=True)))
+        of_mean = known @ mean
+        known -= np.outer(of_mean, of_mean) / (mean @ of_mean)
         pulled = known @ values
         for at, part in enumerate(parts):
             if part.any():

@@ -77,7 +77,7 @@ def test_slopes_are_the_derivatives_of_the_seconds() -> None:
         times.seconds, rel=1e-9
     )
     for column, factor in enumerate(FACTORS):
-        step = 1e-5
+        step = 1e-4
         low, high = (
             under(replace(CALIBRATION, factors=CALIBRATION.factors | {factor: value})).seconds
             for value in (CALIBRATION.factors[factor] - step, CALIBRATION.factors[factor] + step)
@@ -216,7 +216,7 @@ def test_steps_of_an_h200_are_met() -> None:
         for row in EIGHT_BIT
     ]
     assert float(np.median(ratios)) == pytest.approx(1.015, abs=0.015)
-    assert (min(ratios), max(ratios)) == pytest.approx((0.97, 1.15), abs=0.01)
+    assert (min(ratios), max(ratios)) == pytest.approx((0.96, 1.15), abs=0.01)
 
 
 @pytest.mark.parametrize("gpu", [g for g in gpu_catalogue().values() if "fp8" in g.peak_flops])
