@@ -376,11 +376,13 @@ class Ranking:
         if self.winner is None:
             return ()
         best = self._as_searched(self.winner)
+        # Beside a loss, equal speeds are no reason to leave a trial out.
+        margin = TIE if len(self.objectives) == 1 else 0.0
         return tuple(
             record
             for record in self.ranked[1:]
             if self.compares(self.winner, record)
-            and all(_overlap(o, best, self._as_searched(record)) for o in self.objectives)
+            and all(_overlap(o, best, self._as_searched(record), margin) for o in self.objectives)
         )
 
     def compares(self, one: TrialRecord, other: TrialRecord) -> bool:
@@ -639,14 +641,16 @@ def _is_judged(record: TrialRecord, objectives: Sequence[Objective]) -> bool:
     return all(math.isfinite(objective_value(o, measured_of(record))) for o in objectives)
 
 
-def _overlap(objective: Objective, best: Measurement, other: Measurement) -> bool:
+def _overlap(
+    objective: Objective, best: Measurement, other: Measurement, margin: float = TIE
+) -> bool:
     """Whether two are alike in an objective: speeds and losses where 95 % intervals overlap."""
     if objective == "tokens_per_second":
         ends = other.speed_interval
         # What seems faster and comes after it was measured in another process, not beside it. What
         # is faster by less than a tie at the most is not worth telling apart. How unsure the best
         # is counts for nothing: it is measured again whoever runs beside it.
-        return ends is not None and best.tokens_per_second * (1.0 + TIE) <= ends[1]
+        return ends is not None and best.tokens_per_second * (1.0 + margin) <= ends[1]
     if objective == "eval_loss" and best.quality and other.quality:
         mine, theirs = best.quality.eval_loss_ci95, other.quality.eval_loss_ci95
         if mine and theirs and mine[0] <= theirs[1] and theirs[0] <= mine[1]:
