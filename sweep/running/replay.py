@@ -51,7 +51,6 @@ class ReplayRunner(Runner):
     """All that was run, in order; recorded measurements answer as they are."""
     device_seconds: float = 0.0
     """That the recorded trials took, and nothing of this machine's."""
-    """How often a fresh process was asked for."""
     _is_cancelled: bool = False
 
     def __post_init__(self, records: Iterable[TrialRecord]) -> None:

@@ -83,8 +83,6 @@ class Resident:
             return None
         self.drop()
         self._empty_bytes = self.device.allocated_bytes()
-        # What is still cached would serve the new base from segments of the old kind.
-        self.device.release()
         self.device.expand_segments(config.expandable_segments)
         self.device.reset_peak()
         failed: Outcome | None = None
@@ -114,10 +112,12 @@ class Resident:
         if self.base is not None:
             self.base.close()
             self.base = None
+        # What is still cached would serve the next base from segments of the old kind.
+        self.device.release()
+        if self._bytes_left(self._empty_bytes):
+            # Graphs serve the next base as long as they do not hold the last.
+            forget_compiled()
             self.device.release()
-            if self._bytes_left(self._empty_bytes):
-                # Graphs serve the next base as long as they do not hold the last.
-                forget_compiled()
 
     def leak(self, config: TrialConfig, before: int | None) -> str | None:
         """Return what a trial left behind for which this process is not fit for another; None for
@@ -129,7 +129,6 @@ class Resident:
         """
         if config.is_sharded:
             self.drop()
-            self.device.release()
         if config.is_paged:
             return "bitsandbytes never frees paged buffers"
         if config.compile and self._bytes_left(before):

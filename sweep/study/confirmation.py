@@ -312,8 +312,8 @@ class Confirmation(Source):
     """Wants a study's winner measured again, soaked and trained with several seeds.
 
     On one lane while nothing runs on the others, so that what is compared is measured on the same
-    GPU and beside nobody. Nothing is run where the space says so,
-    where nothing fits, or where it was all done before.
+    GPU and beside nobody. Nothing is run where the space says so, where nothing fits, or where it
+    was all done before.
 
     Args:
         driver: of this run.

@@ -137,12 +137,17 @@ def calibrated(capsys: pytest.CaptureFixture[str], *files: str, **options: Any) 
     return {"code": code, **document}
 
 
-def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
-    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
-) -> None:
+def slow_a10(here: Path, sweep: Sweep) -> None:
+    """Write what trials on an A10 contribute that is 1.2 times as slow, and a space to plan."""
     slow = [a_record(r.number, r.config, off=1.2) for r in TRIALS]
     assert sweep("contribute", stored(here, *slow), "-y", "-o", "a10.jsonl").code == 0
     (here / "small.yaml").write_text("gpu: a10\ndimensions:\n  micro_batch_size: [2, 6]\n")
+
+
+def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
+    here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow_a10(here, sweep)
     before = planned(capsys)
     assert "speed_contributed" not in before["basis"]
 
@@ -174,9 +179,7 @@ def test_what_one_contributes_makes_anothers_plan_surer_until_it_is_forgotten(
 def test_a_plan_goes_by_what_it_can_read_of_what_is_kept(
     here: Path, sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = [a_record(r.number, r.config, off=1.2) for r in TRIALS]
-    assert sweep("contribute", stored(here, *slow), "-y", "-o", "a10.jsonl").code == 0
-    (here / "small.yaml").write_text("gpu: a10\ndimensions:\n  micro_batch_size: [2, 6]\n")
+    slow_a10(here, sweep)
     calibrated(capsys, "a10.jsonl")
     after = planned(capsys)
     older = directory() / "0.jsonl"
