@@ -336,7 +336,8 @@ def test_ctrl_c_twice_while_a_plan_is_traced_ends_it() -> None:
     # A suite that was started in the background has SIGINT ignored, and hands that on.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{listen}; from sweep.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", program, "plan", "a10"]
+    not_shipped = "--target-modules=q_proj,v_proj"
+    command = [sys.executable, "-c", program, "plan", "a10", not_shipped]
     with subprocess.Popen(
         command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
     ) as process:

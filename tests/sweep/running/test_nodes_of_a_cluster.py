@@ -96,13 +96,13 @@ def hosting(runner: ReplayRunner) -> Host:
 def test_a_trial_with_nothing_to_say_says_that_it_lives_and_a_stop_prunes_it_alone() -> None:
     may_go_on = threading.Event()
     host = hosting(ReplayRunner(otherwise=train, pause=lambda: may_go_on.wait(60) and None))
-    stream = host.run(REQUEST, is_fresh=False)
+    stream = host.run(REQUEST)
     assert next(stream) == []
     host.stop()
     may_go_on.set()
     *_, outcome = stream
     assert isinstance(outcome, PrunedSlow)
-    *_, outcome = host.run(REQUEST, is_fresh=False)
+    *_, outcome = host.run(REQUEST)
     assert isinstance(outcome, Measured)
     host.close()
 
@@ -113,7 +113,7 @@ def test_a_lost_card_goes_over_as_what_it_is() -> None:
 
     host = hosting(ReplayRunner(otherwise=answer))
     with pytest.raises(CardLost, match="fell off the bus"):
-        list(host.run(REQUEST, is_fresh=False))
+        list(host.run(REQUEST))
     host.close()
 
 
