@@ -158,6 +158,7 @@ class _World:
             pairs = np.column_stack([is_compiled, forecasts.uncertainty])
             _, kinds = np.unique(pairs, axis=0, return_inverse=True)
             self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
+        self.classes = np.array([config.numerics for config in configs])
         self.bases = Column.of_kinds(list(map(_base, configs)), common=0.0).codes
         """Equal for configurations that share a frozen base."""
         self.shapes = {row: _shape(config) for row, config in enumerate(configs) if config.compile}
@@ -390,7 +391,7 @@ class GuidedSampler(CandidateSampler):
         """Return what each candidate promises; nothing of what was tried."""
         speed, fit = _speed(world, trials), _fit(world, trials)
         offsets = _class_offsets(world, speed, fit)
-        compared = replace(speed, means=speed.means + offsets)
+        compared = self._compared(world, trials, replace(speed, means=speed.means + offsets))
         goal = Goal.of(self._objectives, forecasts=world.forecasts, speed=compared)
         best = self._reached(world, trials, offsets)
         gains, chances = expected_improvement(goal, best)
@@ -408,6 +409,22 @@ class GuidedSampler(CandidateSampler):
         merits[tried] = gains[tried] = -np.inf
         speeds = np.exp(speed.mean + offsets) * fit
         return _Weighed(world, merits, gains, chances * fit, seconds, speeds)
+
+    def _compared(self, world: _World, trials: Trials, speed: Mixture) -> Mixture:
+        """Return log speeds that compare between classes of numerics, as far as trials can show more.
+
+        Where another GPU stands in for the target, the order of classes is that predicted there:
+        besides the best's own class, no trial here is a surprise.
+        """
+        measured = [world.row(r.config) for r in trials.learned if isinstance(r.outcome, Measured)]
+        if world.forecasts.target is None or not measured or len(self._objectives) > 1:
+            return speed
+        best = max(measured, key=lambda row: speed.mean[row])
+        is_other, sure = world.classes != world.classes[best], speed.surer(0.0)
+        means = np.where(is_other, sure.means, speed.means)
+        return replace(
+            speed, means=means, deviations=np.where(is_other, sure.deviations, speed.deviations)
+        )
 
     def _reached(self, world: _World, trials: Trials, offsets: Array) -> Array:
         """Return the objectives of the trials that count among the best: those that ran to their
@@ -486,11 +503,10 @@ def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
     target, offsets = world.forecasts.target, np.zeros(len(world.configs))
     if target is None:
         return offsets
-    classes = np.array([config.numerics for config in world.configs])
     there = world.log_tokens - target.log_seconds(np.zeros(len(target.spread)), slice(None))
     promising = np.exp(speed.mean) * fit
     promising[len(world.candidates) :] = 0.0
-    for of_class in (classes == numerics for numerics in np.unique(classes)):
+    for of_class in (world.classes == each for each in np.unique(world.classes)):
         best = np.argmax(np.where(of_class, promising, -1.0))
         offsets[of_class] = there[best] - speed.mean[best]
     return offsets

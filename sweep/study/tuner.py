@@ -138,7 +138,8 @@ class Search(Source):
         if is_done and lacks_baseline and all(r.verdict is not Verdict.FITS for r in records):
             # Nothing will be confirmed: whether the baseline fits is asked here.
             return None, driver.baseline
-        if reason is StopReason.GAIN_SPENT and not driver.lanes.running:
+        may_be_owed = reason in (None, StopReason.GAIN_SPENT) and not driver.lanes.running
+        if may_be_owed and limits.is_little_left(records):
             owed = limits.still_owed(ranking_of(self._study))
             return reason if owed is None else None, owed
         return reason, None
