@@ -209,9 +209,11 @@ class Plan:
         return sum(max(0, RUNS_TO_CONFIRM - self._rounds_of(contender)) for contender in needed)
 
     def _undecided(self) -> list[Contender]:
-        """Return what more runs may tell apart: ties, and what an unsure gain is between."""
+        """Return what a further round may tell apart: ties, and what an unsure gain is between. One
+        that is not begun takes place where the budget lasts until its end: half of it says nothing.
+        """
         ranking, winner = self.ranking, self.ranking.winner
-        if self._is_spent or winner is None:
+        if winner is None:
             return []
         others = [record for record in ranking.ranked if record.number in ranking.tied]
         tied = [r for r in others if not _is_enough(ranking.ratio(winner, r))]
@@ -221,11 +223,20 @@ class Plan:
             # Without a gain its own speed is to be known closely.
             is_unsure = measured_of(winner).is_noisy
         else:
-            is_unsure = not _is_enough(ranking.ratio(winner, over), width=GAIN_WIDTH)
+            is_enough = _is_enough(ranking.ratio(winner, over), width=GAIN_WIDTH)
+            is_unsure = not is_enough and bool(self._runs(Contender.of(over)))
         open_ = {Contender.of(r) for r in (*pair * is_unsure, *[winner, *tied] * bool(tied))}
-        return [
+        wanted = [
             c for c in self.contenders if c in open_ and self._rounds_of(c) < self.budget.repeats
         ]
+        is_begun = len({max(self._runs(c), default=-1) for c in wanted}) > 1
+        seconds = self._spent + sum(map(self._seconds_of, wanted))
+        return wanted if is_begun or seconds <= self.budget.seconds else []
+
+    def _seconds_of(self, contender: Contender) -> float:
+        """Return what a run of a contender took, on average."""
+        runs = self._runs(contender).values()
+        return sum(run.setup_seconds + run.measured_seconds for run in runs) / max(1, len(runs))
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
@@ -256,7 +267,13 @@ class Plan:
             return None
         if not set(wanted) & set(possible):
             return None
-        return min(possible, key=lambda c: max(self._runs(c), default=-1))
+        newest = [max(self._runs(c), default=-1) for c in possible]
+        left = [c for c, number in zip(possible, newest, strict=True) if number < max(newest)]
+        number = max(newest) + (not left)
+        # Every other round the first two change places: A B B A changes half as often as A B A B,
+        # and what drifts steadily cancels.
+        turns = (possible[1::-1] if number % 2 else possible[:2]) + possible[2:]
+        return next(c for c in turns if c in (left or turns))
 
     @cached_property
     def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
@@ -275,11 +292,14 @@ class Plan:
         return attempts(tried, config, since=self.since) >= MAX_ATTEMPTS
 
     @cached_property
-    def _is_spent(self) -> bool:
-        """Whether the winner and its ties took their time; what gains are stated over is needed."""
+    def _spent(self) -> float:
+        """Seconds of the winner and its ties; what gains are stated over is needed."""
         needed = {c.canonical for c in self._references if c != self._winner}
-        spent = self.ranking.confirmations.repeat_seconds(series=self.series, besides=needed)
-        return spent >= self.budget.seconds
+        return self.ranking.confirmations.repeat_seconds(series=self.series, besides=needed)
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._spent >= self.budget.seconds
 
     def _of(self, purpose: Purpose) -> list[TrialRecord]:
         known = self.ranking.confirmations.records

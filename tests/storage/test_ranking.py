@@ -520,7 +520,13 @@ def test_the_interval_of_a_ratio_covers_the_truth_95_times_in_100(
 
 @pytest.mark.parametrize(
     ("between", "uneven", "drift"),
-    [(0.005, 0.06, 0.0), (0.005, 0.06, 0.02), (0.02, 0.06, 0.01), (0.02, 0.004, 0.0)],
+    [
+        (0.005, 0.06, 0.0),
+        (0.005, 0.06, 0.02),
+        (0.02, 0.06, 0.01),
+        (0.02, 0.004, 0.0),
+        (0.005, 0.01, 0.04),
+    ],
 )
 def test_the_interval_at_which_a_confirmation_ends_covers_the_truth_95_times_in_100(
     between: float, uneven: float, drift: float
@@ -532,8 +538,10 @@ def test_the_interval_at_which_a_confirmation_ends_covers_the_truth_95_times_in_
     for _ in range(300):
         records: list[TrialRecord] = []
         for number in range(6):
-            config, spread = CONFIGS[number % 2], (0.004, uneven)[number % 2]
-            luck = rng.normal(0, between) + drift * number / 2 - math.log(1 + (number % 2 == 0))
+            # In the order A B B A A B.
+            which = (number + 1) // 2 % 2
+            config, spread = CONFIGS[which], (0.004, uneven)[which]
+            luck = rng.normal(0, between) + drift * number / 2 - math.log(2 - which)
             steps = np.sort(np.exp(luck + spread * rng.exponential(size=8) * rng.random(8)))
             median, low, high = float(np.median(steps)), float(steps[0]), float(steps[-1])
             ran = scaled(measured_of(run), run.measurement.step_seconds / median)

@@ -110,7 +110,7 @@ def test_winner_and_baseline_run_again_in_turns_and_the_winner_is_soaked(tmp_pat
         records, ranking = study.records(), ranking_of(study)
         numbers = [record.number for record in (*records, *study.confirmations())]
         seen = study.study.get_trials(deepcopy=False)
-        assert batches(study.confirmations()) == [10, 8, 10, 8]
+        assert batches(study.confirmations()) == [10, 8, 8, 10]
         assert len(records) == study.ledger.trials_spent() == 3
     assert soaked(runner) == [10]
     assert (ranking.is_confirmed, ranking.runs) == (True, 2)
@@ -165,7 +165,7 @@ def test_interrupted_it_is_run_next_time(tmp_path: Path, after: int, known: list
         assert batches(study.confirmations()) == known
     with a_grid(tmp_path, **SPACE) as study:
         assert drive(study, runner) is StopReason.EXHAUSTED
-        assert batches(study.confirmations()) == [10, 8, 10, 8]
+        assert batches(study.confirmations()) == [10, 8, 8, 10]
         drive(study, runner)
     assert len(runner.ran) == 3 + 4 + 1
 
@@ -177,7 +177,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("moment", range(1, 6))
 @pytest.mark.parametrize(
     ("space", "device", "searched", "runs"),
-    [(SPACE, train, 3, [10, 8, 10, 8]), (LARGER, by_size, 2, [10, 4, 10, 4])],
+    [(SPACE, train, 3, [10, 8, 8, 10]), (LARGER, by_size, 2, [10, 4, 4, 10])],
     ids=["baseline", "recipe"],
 )
 def test_killed_in_any_run_it_goes_on_and_repeats_nothing(
@@ -264,7 +264,7 @@ def test_what_was_begun_before_the_budget_was_spent_runs_twice(tmp_path: Path) -
         "confirm": CONFIRM | {"seconds": 1.1 * run_seconds, "soak_seconds": 0.0},
     }
     ranking, order, _ = confirmed(tmp_path, card, **space)
-    assert order == [4, 2, 6, 4, 2, 6]
+    assert order == [4, 2, 6, 2, 4, 6]
     assert ranking.tied != ()
 
 
@@ -280,7 +280,7 @@ def test_cut_short_after_two_rounds_of_two_the_gain_is_known(tmp_path: Path) -> 
         runs = [r for r in study.confirmations() if r.purpose == "confirm"][:8]
         ranking = rank(study.records(), study.definition, runs)
     asked = [(r.config.lora_rank, r.config.micro_batch_size) for r in runs]
-    assert asked == [(8, 6), (8, 4), (8, 8), (8, 10), (16, 6), (16, 4), (8, 6), (8, 4)]
+    assert asked == [(8, 6), (8, 4), (8, 8), (8, 10), (16, 6), (16, 4), (8, 4), (8, 6)]
     assert ranking.reference_for(ranking.winner.config) is not None
 
 
@@ -293,6 +293,21 @@ def test_what_noise_leaves_open_is_run_more(tmp_path: Path, noise: float, runs: 
         return at_speed(config, speed * math.exp(luck.gauss(0, noise)))
 
     assert Counter(confirmed(tmp_path, card)[1]) == {10: runs, 8: runs}
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(20.0, 2), (27.0, 3)])
+def test_a_further_round_is_whole_or_does_not_take_place(
+    tmp_path: Path, seconds: float, runs: int
+) -> None:
+    """Two runs of the winner take 13.4 s, and a round of both 12.4 s."""
+    luck = random.Random(0)
+
+    def card(config: TrialConfig) -> Outcome:
+        speed = {4: 5_000.0, 8: 24_000.0, 10: 80_000.0}[config.micro_batch_size]
+        return at_speed(config, speed * math.exp(luck.gauss(0, 0.06)))
+
+    section = CONFIRM | {"seconds": seconds, "repeats": 3}
+    assert Counter(confirmed(tmp_path, card, confirm=section)[1]) == {10: runs, 8: runs}
 
 
 def test_what_runs_out_in_its_soak_loses_and_what_is_larger_is_not_tried(tmp_path: Path) -> None:
@@ -383,9 +398,9 @@ def test_the_recipe_in_the_winners_class_is_run_with_it_and_is_no_trial(tmp_path
     with a_grid(tmp_path, **LARGER) as study:
         drive(study, a_runner(by_size), on_event=events.append)
         runs = [r for r in study.confirmations() if r.purpose == "confirm"]
-        assert batches(runs) == [10, 4, 10, 4]
-        assert [r.confirms for r in runs] == [1, None, 1, None]
-        assert {r.config for r in runs[1::2]} == {RECIPE}
+        assert batches(runs) == [10, 4, 4, 10]
+        assert [r.confirms for r in runs] == [1, None, None, 1]
+        assert {r.config for r in runs[1:3]} == {RECIPE}
         assert len(study.records()) == 2
         assert ranking_of(study).gain.ratio.value == pytest.approx(2.5)
         # Nothing more is to be run.
