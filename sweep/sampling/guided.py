@@ -411,10 +411,10 @@ class GuidedSampler(CandidateSampler):
         return _Weighed(world, merits, gains, chances * fit, seconds, speeds)
 
     def _compared(self, world: _World, trials: Trials, speed: Mixture) -> Mixture:
-        """Return log speeds that compare between classes of numerics, as far as trials can show more.
+        """Return log speeds that compare between classes of numerics, as unsure as trials can show.
 
         Where another GPU stands in for the target, the order of classes is that predicted there:
-        besides the best's own class, no trial here is a surprise.
+        only of the best's own class may a trial turn out faster than the best.
         """
         measured = [world.row(r.config) for r in trials.learned if isinstance(r.outcome, Measured)]
         if world.forecasts.target is None or not measured or len(self._objectives) > 1:

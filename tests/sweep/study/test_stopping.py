@@ -509,6 +509,9 @@ def test_int8_that_is_slow_on_the_stand_in_is_tried_wins_and_is_confirmed(tmp_pa
     assert other.measurement.tokens_per_second > winner.measurement.tokens_per_second
     int8 = [r for r in found.records if r.config.numerics == "int8"]
     assert any(r.verdict is Verdict.FITS for r in int8)
+    # No measurement here makes the other class win, so what is predicted to be its fastest is all.
+    (only,) = (r for r in found.records if r.config.numerics == "16-bit" and not r.is_baseline)
+    assert only.number == other.number
     assert ranking.is_confirmed
     assert {r.config for r in found.confirmations if r.purpose == "soak"} == {winner.config}
 
