@@ -28,7 +28,7 @@ from sweep.planning.survey import (
 )
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
-from sweep.predict.speed.contributed import SESSION, Array, residual_spread
+from sweep.predict.speed.contributed import SESSION, Array
 from sweep.predict.speed.predictor import FACTORS, Factor, StepTimes, within
 
 TRIALS = 3
@@ -134,7 +134,7 @@ class _Known:
         mean = np.zeros(len(FACTORS)) if times.evidence is None else times.evidence.mean
         self.prior = times.spread if times.evidence is None else times.evidence.covariance
         self.slopes = times.slopes(mean, slice(None))
-        self._noise = residual_spread(self.slopes) ** 2
+        self._noise = times.own_spread**2
 
     def after(self, rows: Sequence[int]) -> Array:
         """Return the covariance of the log factors after trials of these rows in one session."""

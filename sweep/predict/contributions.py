@@ -30,7 +30,6 @@ from sweep.predict.speed.contributed import (
     SESSION,
     Array,
     Contributed,
-    residual_spread,
     shipped_contributions,
 )
 from sweep.predict.speed.predictor import StepTimes
@@ -216,7 +215,7 @@ class Session:
         """Return slopes, measured log seconds less what is not by the slopes, and covariance."""
         slopes = self._times.slopes(log_factors, self.rows)
         rest = self._times.log_seconds(log_factors, self.rows) - slopes @ log_factors
-        own = residual_spread(slopes) ** 2 + self._variances[self.rows]
+        own = self._times.own_spread[self.rows] ** 2 + self._variances[self.rows]
         noise = np.diag(own) + slopes @ SESSION @ slopes.T
         return slopes, self._log_seconds[self.rows] - rest, noise
 

@@ -26,30 +26,20 @@ Array = NDArray[np.float64]
 
 NAME = "contributed_speed.json"
 """Of the file, where this machine keeps contributions and where the catalogue ships its own."""
-DEVICE_RESIDUAL, HOST_RESIDUAL = 0.061, 0.26
-"""How far one step's logarithm is off what its GPU and session explain, as far as it waits for the
-GPU or for its host.
+DEVICE_SESSION, HOST_SESSION = 0.036, 0.38
+"""How far whole sessions are apart beside each step's own: another GPU of the kind, another host,
+another day.
 
 By maximum likelihood of the 700 trials of seven recordings on H200s under `tests/data`
-(`pytest tests/sweep/predict/test_contributions.py` leaves each out and predicts it).
-"""
-DEVICE_SESSION, HOST_SESSION = 0.036, 0.38
-"""How far whole sessions are apart beside that: another GPU of the kind, another host, another day.
-
-From the same. Of the GPU's part the estimate is 0.014; with seven sessions 0.036 is the upper end
-of what nineteen in twenty are below.
+(`pytest tests/sweep/predict/test_contributions.py` leaves each out and predicts it). Of the GPU's
+part the estimate is 0.014; with seven sessions 0.036 is the upper end of what nineteen in twenty
+are below.
 """
 _LAUNCH = len(TERMS)
 SESSION: Array = np.zeros((len(TERMS) + 2, len(TERMS) + 2))
 """The covariance of the log factors between sessions."""
 SESSION[:_LAUNCH, :_LAUNCH] = DEVICE_SESSION**2
 SESSION[_LAUNCH, _LAUNCH] = HOST_SESSION**2
-
-
-def residual_spread(slopes: Array) -> Array:
-    """Return how far each step is off beside its GPU and session, by its slopes in log factors."""
-    host = slopes[:, _LAUNCH]
-    return np.hypot((1.0 - host) * DEVICE_RESIDUAL, host * HOST_RESIDUAL)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
-from sweep.predict.speed.contributed import Contributed, contributed_speed, residual_spread
+from sweep.predict.speed.contributed import Contributed, contributed_speed
 from sweep.predict.speed.kernels import MASKED_DOUBT
 from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped, refusal
 
@@ -278,16 +278,15 @@ class StepTimes:
             within_it = _spread_by(slopes, _of_gpu(self._gpu)) + self.own_spread**2
             within_it = within_it + (eight_bit * unseen) ** 2
             if self.evidence is not None:
-                contributed = (
-                    _spread_by(slopes, self.evidence.spread) + residual_spread(slopes) ** 2
-                )
+                contributed = _spread_by(slopes, self.evidence.spread) + self.own_spread**2
                 within_it = np.minimum(within_it, contributed)
         beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
         return np.asarray(np.sqrt(within_it + beside))
 
     @cached_property
     def own_spread(self) -> Array:
-        """Standard deviation of what in that is each step's own; a ratio of two has both."""
+        """Standard deviation of what in that is each step's own: a ratio of two has both, and so
+        does a contributed step beside what its GPU and session explain."""
         known, host = self._gpu.speed, self.host_shares
         if self._calibration is not None and self._calibration.covariance is not None:
             return np.full(len(host), STEP_NOISE)

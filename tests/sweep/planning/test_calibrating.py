@@ -19,7 +19,7 @@ from storage.contributions import read_contribution
 from sweep.planning.calibrating import TRIALS, Lessons, lessons
 from sweep.planning.survey import survey
 from sweep.predict.contributions import evidence_document
-from sweep.predict.speed.contributed import SESSION, Contributed, residual_spread
+from sweep.predict.speed.contributed import SESSION, Contributed
 from sweep.predict.speed.predictor import FACTORS, NINE_IN_TEN, StepTimes
 from sweep.terminal.drawing import rendered
 from sweep.terminal.plan_screen import calibrating
@@ -65,8 +65,7 @@ class Drawn:
     def __init__(self, trials: list[TrialConfig], answer: TrialConfig) -> None:
         self.trials, self._card = trials, a_forecaster().gpu
         self._times = StepTimes([*trials, answer], model=MISTRAL, gpu=self._card, evidence=None)
-        slopes = self._times.slopes(np.zeros(len(FACTORS)), slice(None))
-        self._noise = residual_spread(slopes)
+        self._noise = self._times.own_spread
         self._answer = answer
 
     def interval(self, draw: np.random.Generator, path: Path) -> tuple[float, bool]:
