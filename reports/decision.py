@@ -25,8 +25,6 @@ from storage.records import TrialRecord
 
 SPEED_LOSS = 0.10
 """Share of the best speed that may be given up for memory."""
-ALIKE = 0.02
-"""Prices of a token that are closer than this do not say which of two is the cheaper."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,15 @@ def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     yield "YAML", yaml.safe_dump(values, sort_keys=False)
 
 
+def _is_faster(view: StudyView, one: TrialRecord, other: TrialRecord) -> bool:
+    """Whether a trial is the faster by its interval: of what was measured, where that compares."""
+    if view.ranking.compares(one, other):
+        ratio = view.ranking.ratio(one, other)
+        return (ratio.value if ratio.low is None else ratio.low) > 1.0
+    mine, theirs = (view.snapshot.target_speed(record) for record in (one, other))
+    return bool(mine and theirs and mine.low and theirs.high and mine.low > theirs.high)
+
+
 def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield what answers another question than the study's, where that is another trial."""
     ranking, snapshot = view.ranking, view.snapshot
@@ -119,14 +126,14 @@ def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     compared = ranking.compared(fastest)
     limit = (1.0 - SPEED_LOSS) * measured_of(compared[0]).tokens_per_second
     quick = {r.number for r in compared if measured_of(r).tokens_per_second >= limit}
-    usd = {r.number: dollars for r in fastest if (dollars := snapshot.usd_per_million_tokens(r))}
-    saved = usd.get(view.winner.number, 0.0) * (1.0 - ALIKE)
-    cheaper = [record for record in fastest if usd.get(record.number, saved) < saved]
+    usd = {r.number: ends for r in (view.winner, *fastest) if (ends := snapshot.usd_interval(r))}
+    least, _ = usd.get(view.winner.number, (0.0, 0.0))
+    cheaper = [record for record in fastest if usd.get(record.number, (least, least))[1] < least]
     baseline = ranking.definition.space.baseline_config()
     questions = {
-        "Fastest": fastest[0],
+        "Fastest": fastest[0] if _is_faster(view, fastest[0], view.winner) else None,
         f"Fastest at {words.capacity(baseline)}, as the baseline": own,
-        "Cheapest per token": min(cheaper, key=lambda r: usd[r.number], default=None),
+        "Cheapest per token": min(cheaper, key=lambda r: sum(usd[r.number]), default=None),
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(
             (record for record in fastest if record.number in quick),
             key=lambda record: measured_of(record).peak_allocated_bytes,

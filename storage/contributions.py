@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -51,13 +52,17 @@ Release = Annotated[str, Field(pattern=rf"^{_RELEASE}$")]
 """A version without the local part that a build of one's own has."""
 
 
+def _day(text: str) -> str:
+    return date.fromisoformat(text).isoformat()
+
+
 class ContributionHeader(Header):
     """The first line of a contribution."""
 
     model_config = ConfigDict(extra="forbid")
 
     contribution: Annotated[int, Field(ge=1, strict=True)]
-    date: str = Field(pattern=r"^20\d\d-[01]\d-[0-3]\d$")
+    date: Annotated[str, Field(pattern=r"^20\d\d-[01]\d-[0-3]\d$"), AfterValidator(_day)]
     versions: dict[Package, Release] = Field(default={})
     driver: Annotated[str, Field(pattern=f"^{_DRIVER}$")] | None = None
     gpu_memory_bytes: Bytes | None = None

@@ -267,13 +267,13 @@ def evidence_document(
 def _entry(sessions: Sequence[Session]) -> dict[str, Any]:
     """Return what files say of one GPU: the median counts, a vote a file.
 
-    Of files of an even number the catalogue's rates have the last vote, which may leave none.
+    Of one file, or an even number, the catalogue's rates have the last vote, which may leave none.
     """
     mean = sessions[0].prior[0]
     pooled = np.vstack([session.linear(mean)[0] for session in sessions]).mean(axis=0)
     alone = [posterior([session]) for session in sessions]
     votes = [float(pooled @ (own - mean)) for own, _ in alone]
-    middle = median(votes if len(votes) % 2 else [*votes, 0.0])
+    middle = median(votes if len(votes) % 2 and len(votes) > 1 else [*votes, 0.0])
     files: list[dict[str, Any]] = []
     counted: list[Session] = []
     for session, vote, (_, covariance) in zip(sessions, votes, alone, strict=True):

@@ -109,6 +109,7 @@ DOCTORED: dict[str, tuple[Callable[[Lines], object], str]] = {
     "a text as version": (lambda f: f[0].update(versions={"torch": "mine"}), "versions.torch"),
     "another package": (lambda f: f[0].update(versions={"mine": "1.0"}), "mine"),
     "a minute": (lambda f: f[0].update(date="2026-11-21T12:00"), "date"),
+    "no day": (lambda f: f[0].update(date="2026-02-30"), "line 1: date"),
     "a module": (lambda f: f[1]["config"].update(target_modules=["mine"]), "has none such"),
     "newer": (lambda f: f[0].update(contribution=2), "is of version 2, and this sweep reads 1"),
     "no contribution": (lambda f: f[0].pop("contribution"), "contribution is missing"),
@@ -188,9 +189,10 @@ def test_a_file_that_contradicts_the_others_of_its_gpu_is_outvoted() -> None:
     entry = evidence_document([*honest, wrong])["gpus"]["a10"]
     assert Contributed(entry).files == 2
     assert entry["mean"] == evidence_document(honest)["gpus"]["a10"]["mean"]
-    # Of two the one that is further from the catalogue; one alone has nobody against it.
+    # Of two the one that is further from the catalogue, and so one alone that is as far as that.
     far = simulated(slower=0.5, seed=4)
-    assert (outvoted(honest[0], far), outvoted(far)) == ({far.digest}, set())
+    assert outvoted(honest[0], far) == outvoted(far) == {far.digest}
+    assert outvoted(wrong) == set()
     # The catalogue is between two, so neither counts.
     slow = simulated(slower=2.2, seed=5)
     assert outvoted(slow, far) == {slow.digest, far.digest}
