@@ -11,14 +11,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
-from sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING
-from sweep.predict.memory.replay import Step, Visit, base_allocator
+from sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING, Profile
+from sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
@@ -30,8 +31,8 @@ _LENGTHY = 4096
 """Bytes a token are a few thousand times this at most, and as many times its length."""
 _WIDE = 2**48
 """Tokens by length from which a sum may not go into 64 bits."""
-_NEVER = -(2**60)
-"""A rise that makes no peak."""
+_AT_ONCE = 1024
+"""Steps that are worked out together, some MiB."""
 _BESIDE = {"embed": 0, "head": -1, "head_backward": -1}
 """The layer whose kind decides over a segment that happens once."""
 
@@ -95,10 +96,11 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
     there, passing = (np.zeros((len(PARTS), len(steps)), width) for _ in range(2))
     moments = np.zeros(len(steps), np.int8)
     known: dict[Hashable, list[int]] = {}
-    for rows in alike.values():
-        walk = _Walk([steps[row] for row in rows], width)
-        there[:, rows] = np.array([_resident(steps[row], known) for row in rows], width).T
-        moments[rows], passing[np.ix_(_ROWS, rows)] = walk.highest()
+    for every in alike.values():
+        for rows in (every[at : at + _AT_ONCE] for at in range(0, len(every), _AT_ONCE)):
+            some = [steps[row] for row in rows]
+            there[:, rows] = np.array([_resident(step, known) for step in some], width).T
+            moments[rows], passing[np.ix_(_ROWS, rows)] = _highest(some, width)
     return Peaks(there, passing + there, moments)
 
 
@@ -139,85 +141,65 @@ def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
     return known[key]
 
 
-class _Walk:
-    """Steps whose layers are of the same structures, gone through segment by segment.
+def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes]:
+    """Return when the most comes and goes in steps with the same profiles, and how much of it is
+    alive then: `VARYING`.
 
     Args:
-        steps: with the same profiles; they differ in their sizes and in what is recomputed.
+        steps: they differ in their sizes and in which layers are recomputed.
         width: of the numbers.
     """
+    visits, names = list(steps[0].visits()), steps[0].profile.segments
+    of_visit = [list(names).index(visit.name) for visit in visits]
+    flags = np.array([step.flags for step in steps], np.bool_)
+    layers = [_BESIDE.get(visit.name, visit.layer) for visit in visits]
+    is_recomputed = flags[:, layers].T
+    left = np.zeros((len(visits), len(VARYING), len(steps)), width)
+    risen: list[Bytes] = []
+    births: list[tuple[int, int, bool]] = []
+    for flag, profile in steps[0].profiles.items():
+        columns = _columns(steps, profile, flags == flag, width)
+        of_segment = [profile.levels[name] for name in names]
+        ends = np.stack([levels[-1] for levels in of_segment])
+        once, repeated = ends[:, :, 0], ends[:, :, 1:]
+        left += np.tensordot(once, columns[0], 1)[of_visit] * (is_recomputed == flag)[:, None]
+        # What a segment that happens once (embedding, head) lets go of for each layer of one kind
+        # stands in the profile of that kind, whichever the segment itself is of.
+        left += np.tensordot(repeated, columns[1:], 2)[of_visit]
+        bounds = [*accumulate(map(len, of_segment), initial=sum(map(len, risen)))]
+        rows = [range(start, end - 1) for start, end in pairwise(bounds)]
+        births += [(at, row, flag) for at, own in enumerate(of_visit) for row in rows[own]]
+        risen.append(np.tensordot(np.concatenate(of_segment), columns, 2))
+    # Gradients that earlier micro-batches have left are there throughout.
+    left[:, GRADIENTS, [step.held_gradients > 0 for step in steps]] = 0
+    alive, above = left.cumsum(axis=0) - left, np.concatenate(risen)
+    at, row, kind = map(np.array, zip(*sorted(births), strict=True))
+    totals = alive.sum(axis=1)[at] + above.sum(axis=1)[row]
+    highest = np.where(is_recomputed[at] == kind[:, None], totals, -1).argmax(axis=0)
+    at, row, step = at[highest], row[highest], np.arange(len(steps))
+    kinds = [visit.name.partition(" ")[0] for visit in visits]
+    moments = np.array([_MOMENTS.index(_MOMENT_OF.get(kind, kind)) for kind in kinds], np.int8)
+    return moments[at], (alive[at, :, step] + above[row, :, step]).T
 
-    def __init__(self, steps: Sequence[Step], width: Any) -> None:
-        self._steps, self._width = steps, width
-        self._profiles = steps[0].profiles
-        self._flags = np.array([step.flags for step in steps], np.bool_)
-        self._columns = {flag: self._scaled(flag) for flag in self._profiles}
-        self._known: dict[tuple[str, bool], tuple[Bytes, Bytes, Bytes]] = {}
 
-    def _scaled(self, is_checkpointed: bool) -> Bytes:
-        """Return what each monomial comes to in each step: once, and with each traced layer that
-        has it, as often as there are layers of its kind."""
-        profile = self._profiles[is_checkpointed]
-        values = {
-            symbol: np.array([step.values[symbol] for step in self._steps], self._width)
-            for symbol in self._steps[0].values
-        }
-        once = np.ones(len(self._steps), self._width)
-        monomials = np.array(profile.scale(values, one=once), self._width)
-        stands = np.equal.outer(np.arange(len(profile.adapters)), profile.positions)
-        repeats = stands.astype(int) @ (self._flags == is_checkpointed).T.astype(int)
-        return np.asarray(np.array([once, *repeats.astype(self._width)])[:, None] * monomials)
+def _columns(
+    steps: Sequence[Step], profile: Profile, is_own: NDArray[np.bool_], width: Any
+) -> Bytes:
+    """Return what each monomial comes to in each step: once, and with each traced layer that has
+    it, as often as layers of its kind are like it.
 
-    def highest(self) -> tuple[NDArray[np.int8], Bytes]:
-        """Return when the most comes and goes, and how much of it is alive then: `VARYING`."""
-        shape = (len(VARYING), len(self._steps))
-        alive, best = np.zeros(shape, self._width), np.zeros(shape, self._width)
-        most = np.full(len(self._steps), -1, self._width)
-        moments = np.zeros(len(self._steps), np.int8)
-        # Gradients that earlier micro-batches have left are there throughout.
-        accumulates = np.array([step.held_gradients > 0 for step in self._steps], np.bool_)
-        for visit in self._steps[0].visits():
-            kept, rise, parts = self._visited(visit)
-            total = alive.sum(axis=0) + rise
-            is_higher = np.asarray(total > most, np.bool_)
-            np.copyto(most, total, where=is_higher)
-            np.copyto(best, alive + parts, where=is_higher)
-            kind = visit.name.partition(" ")[0]
-            moments[is_higher] = _MOMENTS.index(_MOMENT_OF.get(kind, kind))
-            kept = kept.copy()
-            kept[GRADIENTS, accumulates] = 0
-            alive += kept
-        return moments, best
-
-    def _visited(self, visit: Visit) -> tuple[Bytes, Bytes, Bytes]:
-        """Return what a segment leaves, how high it rises, and what of, in each step."""
-        flags = self._flags[:, _BESIDE.get(visit.name, visit.layer)]
-        if flags.all() or not flags.any():
-            return self._of(visit.name, bool(flags[0]))
-        both = zip(self._of(visit.name, True), self._of(visit.name, False), strict=True)
-        kept, rise, parts = (np.where(flags, *pair) for pair in both)
-        return kept, rise, parts
-
-    def _of(self, name: str, is_checkpointed: bool) -> tuple[Bytes, Bytes, Bytes]:
-        """Return the same for a segment of one profile."""
-        key = name, is_checkpointed
-        if key not in self._known:
-            kept, peaks = self._profiles[is_checkpointed].accounts[name]
-            columns = self._columns[is_checkpointed]
-            left = np.tensordot(kept, columns[: kept.shape[1]], 2)
-            # A profile has layers of one kind only. What a segment that happens once (embedding,
-            # head) lets go of for each layer of the other kind stands in the other's profile.
-            for flag, profile in self._profiles.items():
-                if flag != is_checkpointed:
-                    repeated = profile.accounts[name][0][:, 1:]
-                    further = self._columns[flag][1 : repeated.shape[1] + 1]
-                    left = left + np.tensordot(repeated, further, 2)
-            if len(peaks):
-                parts = np.tensordot(peaks, columns[: peaks.shape[2]], 2)
-                totals = parts.sum(axis=1)
-                first = totals.argmax(axis=0), np.arange(len(self._steps))
-                self._known[key] = left, totals[first], parts[first[0], :, first[1]].T
-            else:
-                never = np.full(len(self._steps), _NEVER, self._width)
-                self._known[key] = left, never, np.zeros_like(left)
-        return self._known[key]
+    Args:
+        steps: by which the last axis goes.
+        profile: that has the monomials.
+        is_own: of each step and layer, whether it is of the profile.
+        width: of the numbers.
+    """
+    values = {
+        symbol: np.array([step.values[symbol] for step in steps], width)
+        for symbol in steps[0].values
+    }
+    once = np.ones(len(steps), width)
+    monomials = np.array(profile.scale(values, one=once), width)
+    stands = np.equal.outer(np.arange(len(profile.adapters)), profile.positions)
+    repeats = stands.astype(int) @ is_own.T.astype(int)
+    return np.asarray(np.array([once, *repeats.astype(width)])[:, None] * monomials)

@@ -283,12 +283,17 @@ class Profile:
         return [math.prod((values[s] for s in m), start=one) for m in self.monomials]
 
     @cached_property
-    def accounts(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """How much each segment leaves, and how high it rises at its highest births (`alive`)."""
+    def levels(self) -> Mapping[str, NDArray[np.int64]]:
+        """How much more is alive after the highest births of each segment than at its beginning
+        (`alive`), and last how much it leaves; of all traced layers."""
+        monomials = len(self.monomials)
         found = {}
         for name, segment in self.segments.items():
-            after = alive(segment.tape, self.coefficients)
-            found[name] = after[-1:].sum(axis=0), after[list(segment.highest)]
+            shape = len(segment.highest) + 1, len(VARYING), len(self.adapters) + 1, monomials
+            found[name] = np.zeros(shape, np.int64)
+            if segment.tape:
+                after = alive(segment.tape, self.coefficients)
+                found[name][:, :, : after.shape[2]] = after[[*segment.highest, -1]]
         return found
 
 

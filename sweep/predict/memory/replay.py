@@ -356,8 +356,8 @@ def _played(step: Step) -> Iterator[Visit]:
 def _keeps_bytes(step: Step, visit: Visit) -> int:
     """Return what a layer's segment leaves; negative where it frees more."""
     profile = step.profiles[visit.is_checkpointed]
-    kept, _ = profile.accounts[visit.name]
-    return int(kept.sum(axis=(0, 1)) @ np.array(profile.scale(step.values), object))
+    kept = profile.levels[visit.name][-1].sum(axis=(0, 1))
+    return int(kept @ np.array(profile.scale(step.values), object))
 
 
 def runs_under(step: Step, *, limit_bytes: int) -> bool:
