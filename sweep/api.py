@@ -189,6 +189,7 @@ def plan(
         data=_data(data),
         study=study,
         storage=storage,
+        as_json=True,
     )
     document = dict(answer(request, read_texts=_read_texts, tell=_warn).documents[0])
     # A space that is named for another GPU has a plan of its own beside that of the one named.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -53,13 +53,14 @@ DONE, NOTHING_FITS = 0, 1
 
 @dataclass(frozen=True)
 class Answer:
-    """What is printed, for a program and for a person."""
+    """What is printed, for a program or for a person."""
 
-    documents: Sequence[Mapping[str, Any]]
-    """A line of JSON each."""
-    view: RenderableType
     fits: bool
     """Whether anything does."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    """A line of JSON each, where JSON is asked for."""
+    view: RenderableType = ""
+    """What a person sees, where it is not."""
 
 
 def tracing(children: Tracer) -> Predictor:
@@ -106,7 +107,7 @@ def answer(
     card: Callable[[], Card | None] = read_card,
     tell: Callable[[str], None] = note,
 ) -> Answer:
-    """Return what `plan` prints, for a program and for a person.
+    """Return what `plan` prints, in the form that is asked for.
 
     Args:
         request: what was typed.
@@ -137,6 +138,19 @@ def answer(
     for others in {one.other_versions for one in traced} - {""}:
         tell(f"memory is predicted from profiles of {others}; `sweep run` traces its own")
     return found
+
+
+def _said(
+    question: Question,
+    documents: Callable[[], Sequence[Mapping[str, Any]]],
+    view: Callable[[], RenderableType],
+    *,
+    fits: bool,
+) -> Answer:
+    """Return an answer in the form that is asked for; the other would take as long again."""
+    if question.request.as_json:
+        return Answer(fits, documents())
+    return Answer(fits, view=view())
 
 
 def _answered(question: Question, progress: Progress) -> Answer:
@@ -178,14 +192,22 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
             return forecaster.expect(about)
         return surveyed(about, forecaster).recommended
 
-    plans = [planned(gpu) for gpu in question.gpus]
+    plans, is_detailed = [planned(gpu) for gpu in question.gpus], request.is_detailed
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
-        view = plan_screen.one_gpu(plans[0], is_detailed=request.is_detailed)
-        return Answer([documents.card_document(plans[0])], view, fits)
+        return _said(
+            question,
+            lambda: [documents.card_document(plans[0])],
+            lambda: plan_screen.one_gpu(plans[0], is_detailed=is_detailed),
+            fits=fits,
+        )
     comparison = compare_cards(plans, work=request.work, offers=question.offers, look=look)
-    view = plan_screen.several_gpus(plans, comparison, is_detailed=request.is_detailed)
-    return Answer([documents.comparison_document(plans, comparison)], view, fits)
+    return _said(
+        question,
+        lambda: [documents.comparison_document(plans, comparison)],
+        lambda: plan_screen.several_gpus(plans, comparison, is_detailed=is_detailed),
+        fits=fits,
+    )
 
 
 def _calibrating(
@@ -208,9 +230,18 @@ def _calibrating(
         raise NothingFits("nothing surely fits whose speed is predicted, so no trial is worth it")
     if any(answer.answer.config.data_parallel > 1 for answer in answers):
         raise InputError("--calibrate: a contribution is of one GPU: leave data_parallel out")
-    of_each = [lessons_document(answer) for answer in answers]
-    document = of_each[0] if len(of_each) == 1 else {"plans": of_each}
-    return Answer([document], plan_screen.calibrating(answers), fits=True)
+    return _said(
+        question,
+        lambda: _of_gpus(map(lessons_document, answers)),
+        lambda: plan_screen.calibrating(answers),
+        fits=True,
+    )
+
+
+def _of_gpus(documents: Iterable[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the document of one GPU, or what holds those of several."""
+    of_each = list(documents)
+    return of_each if len(of_each) == 1 else [{"plans": of_each}]
 
 
 def _longest(question: Question, progress: Progress) -> Answer:
@@ -224,10 +255,12 @@ def _longest(question: Question, progress: Progress) -> Answer:
         )
         for gpu in question.gpus
     ]
-    of_each = [documents.longest_document(answer) for answer in answers]
-    document = of_each[0] if len(of_each) == 1 else {"plans": of_each}
-    view = plan_screen.longest(answers, is_detailed=question.request.is_detailed)
-    return Answer([document], view, any(answer.best is not None for answer in answers))
+    return _said(
+        question,
+        lambda: _of_gpus(map(documents.longest_document, answers)),
+        lambda: plan_screen.longest(answers, is_detailed=question.request.is_detailed),
+        fits=any(answer.best is not None for answer in answers),
+    )
 
 
 def _cheapest(question: Question, progress: Progress) -> Answer:
@@ -253,8 +286,12 @@ def _cheapest(question: Question, progress: Progress) -> Answer:
         deadline_seconds=request.within_seconds,
         cards=ranked(cards),
     )
-    view = plan_screen.cheapest(answer, is_detailed=request.is_detailed)
-    return Answer([documents.cheapest_document(answer)], view, answer.cheapest is not None)
+    return _said(
+        question,
+        lambda: [documents.cheapest_document(answer)],
+        lambda: plan_screen.cheapest(answer, is_detailed=request.is_detailed),
+        fits=answer.cheapest is not None,
+    )
 
 
 def _of_file(question: Question, name: str, progress: Progress) -> Answer:
@@ -273,12 +310,18 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
             raise InputError(f"{where}: {error}") from error
     known = forecaster.forecast([config for _, config in lines], progress=progress)
     known.replay(progress)
-    forecasts, lines_out, cheapest = [known[at] for at in range(len(lines))], [], []
+    forecasts = [known[at] for at in range(len(lines))]
     for (where, _), forecast in zip(lines, forecasts, strict=True):
         if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
             raise InputError(f"{where}: {forecast.broken.reason}")
-        bills = bill_offers(forecast, work=question.request.work, offers=offers)
-        document = documents.forecast_document(forecast, bills=bills)
-        lines_out.append(document | documents.epoch_document(forecast, bills))
-        cheapest.append(bills[0] if bills else None)
-    return Answer(lines_out, configurations(forecasts, cheapest), any(f.fits for f in forecasts))
+    work = question.request.work
+    bills = [bill_offers(forecast, work=work, offers=offers) for forecast in forecasts]
+    return _said(
+        question,
+        lambda: [
+            documents.forecast_document(one, bills=of) | documents.epoch_document(one, of)
+            for one, of in zip(forecasts, bills, strict=True)
+        ],
+        lambda: configurations(forecasts, [next(iter(of), None) for of in bills]),
+        fits=any(forecast.fits for forecast in forecasts),
+    )

@@ -158,7 +158,8 @@ def _recommended(gpu: str, predictor: Any) -> dict[str, Any] | None:
     from sweep.terminal.dataset import prepared
     from sweep.terminal.plan import answer
 
-    found = answer(PlanRequest(space=gpu), read_texts=prepared, predictor=predictor)
+    request = PlanRequest(space=gpu, as_json=True)
+    found = answer(request, read_texts=prepared, predictor=predictor)
     shown = found.documents[0]["recommended"]
     keys = ("config", "tokens_per_second", "tokens_per_second_range")
     return shown and {key: shown[key] for key in keys}
