@@ -214,17 +214,17 @@ class Certainty(IntEnum):
     SURE = 2
 
 
-def certainty(forecast: Forecast) -> Certainty:
-    """Return how sure it is that a forecast that may fit does."""
-    memory = forecast.memory if forecast.trial is None else None
-    return certainty_of(forecast.fit, uncertainty=0.0 if memory is None else memory.uncertainty)
+def certainty(forecast: Forecast, *, fit: Fit | None = None) -> Certainty:
+    """Return how sure it is that a forecast that may fit does.
 
-
-def certainty_of(fit: Fit, *, uncertainty: float) -> Certainty:
-    """Return how sure a fit is that a memory prediction of that relative uncertainty tells."""
-    if fit is not Fit.YES:
+    Args:
+        forecast: the forecast.
+        fit: whether it fits, where that is known from elsewhere.
+    """
+    if (fit or forecast.fit) is not Fit.YES:
         return Certainty.DOUBTFUL
-    return Certainty.SURE if uncertainty <= WELL_PREDICTED else Certainty.LIKELY
+    is_well_predicted = forecast.memory_uncertainty <= WELL_PREDICTED
+    return Certainty.SURE if is_well_predicted else Certainty.LIKELY
 
 
 def speed_order(forecast: Forecast) -> tuple[float, int]:

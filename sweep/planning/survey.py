@@ -29,7 +29,7 @@ from sweep.planning.candidates import (
     VALUES_SHOWN,
     Certainty,
     alternative,
-    certainty_of,
+    certainty,
     evenly_spaced,
     nearest_capacity,
     preferred,
@@ -394,7 +394,8 @@ class _Fitting:
             kind = class_of(first, forecasts.forecaster.model), first.numerics
             # A larger micro-batch may be slower: padded more, or out of the GPU's cache.
             for at in (at for at in row if self.is_possible[at]):
-                alike.setdefault((*kind, self._certainty(at)), []).append(at)
+                fit = Fit.YES if self.is_sure[at] else Fit.UNCERTAIN
+                alike.setdefault((*kind, certainty(forecasts[at], fit=fit)), []).append(at)
         picked = []
         for some in alike.values():
             wanted = (Fit.YES,) if self.is_sure[some[0]] else (Fit.YES, Fit.UNCERTAIN)
@@ -404,11 +405,6 @@ class _Fitting:
             if best is not None:
                 picked.append((forecasts.configs[best], forecasts.fit(best)))
         return picked
-
-    def _certainty(self, at: int) -> Certainty:
-        forecasts, fit = self._forecasts, Fit.YES if self.is_sure[at] else Fit.UNCERTAIN
-        is_measured = forecasts.forecaster.evidence.trial(forecasts.configs[at]) is not None
-        return certainty_of(fit, uncertainty=0.0 if is_measured else float(forecasts.errors[at]))
 
     def least_bytes(self) -> int | None:
         """Return the smallest peak of the rows of which nothing may fit."""

@@ -349,6 +349,13 @@ class Forecast:
         """Of that."""
         return None if self.memory is None else self.memory.peak_allocated_bytes
 
+    @property
+    def memory_uncertainty(self) -> float:
+        """How far its peak may be off, relative; not at all where a trial has measured it, or
+        nothing is predicted."""
+        is_unsure = self.trial is None and self._row not in self._all.refused
+        return float(self._all.errors[self._row]) if is_unsure else 0.0
+
     @cached_property
     def _rule(self) -> Violation | None:
         return self.forecaster.broken(self.config)
@@ -378,7 +385,8 @@ class Forecast:
     @cached_property
     def trial(self) -> TrialRecord | None:
         """The trial of a stored study that measured it on this GPU."""
-        return None if self._rule else self.forecaster.evidence.trial(self.config)
+        trial = self.forecaster.evidence.trial(self.config)
+        return None if trial is None or self._rule else trial
 
     @property
     def measured(self) -> Measurement | None:

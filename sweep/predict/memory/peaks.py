@@ -7,9 +7,9 @@ split off comes on top (`sweep.predict.memory.replay`).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweep.predict.memory.allocator import GRAIN_BYTES, SMALL_BYTES, grains
-from sweep.predict.memory.profiles import ACTIVATIONS, GRADIENTS, VARYING, Profile
+from sweep.predict.memory.profiles import GRADIENTS, VARYING, Profile
 from sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
@@ -32,7 +32,7 @@ _LENGTHY = 4096
 _WIDE = 2**48
 """Tokens by length from which a sum may not go into 64 bits."""
 _AT_ONCE = 1024
-"""Steps that are worked out together, some MiB."""
+"""Steps whose numbers take some MiB."""
 _BESIDE = {"embed": 0, "head": -1, "head_backward": -1}
 """The layer whose kind decides over a segment that happens once."""
 
@@ -50,58 +50,53 @@ class Peaks:
     """The same, with the most that comes and goes."""
     passing_moments: NDArray[np.int8]
 
-    def wasting(self, wasted_bytes: Bytes) -> Peaks:
-        """Return the peaks with so much that blocks hold beyond what was asked for."""
-        passing = self.passing.copy()
-        passing[_ROWS[ACTIVATIONS]] += wasted_bytes
-        return replace(self, passing=passing)
-
-    def at(self, row: int) -> Peaks:
-        """Return the peak of one step alone."""
-        one = slice(row, row + 1)
-        return Peaks(self.there[:, one], self.passing[:, one], self.passing_moments[one])
-
     @cached_property
-    def parts(self) -> Bytes:
-        """What each peak is made of."""
-        # The update needs every gradient, and next to nothing else.
+    def _update(self) -> Bytes:
+        """What is alive at the update, which needs every gradient and next to nothing else."""
         update = self.there.copy()
         update[_ROWS[GRADIENTS]] = self.there[PARTS.index("adapters")]
-        return np.where(update.sum(axis=0) > self.passing.sum(axis=0), update, self.passing)
+        return update
 
-    @cached_property
-    def total_bytes(self) -> Bytes:
-        """Bytes of all parts."""
-        return np.asarray(self.parts.sum(axis=0))
+    def total_bytes(self, wasted_bytes: Bytes) -> Bytes:
+        """Return each peak, with so much that blocks hold beyond what was asked for."""
+        passing = self.passing.sum(axis=0) + wasted_bytes
+        return np.asarray(np.maximum(self._update.sum(axis=0), passing))
 
-    def breakdown(self, row: int) -> dict[str, int]:
-        """Return the parts of one step's peak."""
-        return dict(zip(PARTS, self.parts[:, row].tolist(), strict=True))
+    def of(self, row: int, *, wasted_bytes: int = 0) -> tuple[dict[str, int], str]:
+        """Return the parts of one step's peak, and when that is: ``forward``, ``loss``,
+        ``backward`` or ``optimizer``."""
+        passing, update = (
+            dict(zip(PARTS, bytes_[:, row].tolist(), strict=True))
+            for bytes_ in (self.passing, self._update)
+        )
+        passing["activations"] += wasted_bytes
+        if sum(update.values()) > sum(passing.values()):
+            return update, "optimizer"
+        return passing, _MOMENTS[self.passing_moments[row]]
 
-    def moment(self, row: int) -> str:
-        """Return when one step's peak is: ``forward``, ``loss``, ``backward``, ``optimizer``."""
-        is_update = self.total_bytes[row] > self.passing[:, row].sum()
-        return "optimizer" if is_update else _MOMENTS[self.passing_moments[row]]
+
+def alike(steps: Mapping[int, Step]) -> list[list[int]]:
+    """Return the keys of steps that share their profiles, as many as are worked out together."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for key, step in steps.items():
+        groups[tuple(map(id, step.profiles.values()))].append(key)
+    return [
+        every[start : start + _AT_ONCE]
+        for every in groups.values()
+        for start in range(0, len(every), _AT_ONCE)
+    ]
 
 
 def find_peaks(steps: Sequence[Step]) -> Peaks:
-    """Return the peak of each step, as if every block were as large as what was asked for.
-
-    Steps that share their profiles are worked out together.
-    """
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, step in enumerate(steps):
-        alike[tuple(map(id, step.profiles.values()))].append(row)
+    """Return the peak of each of steps `alike`, as if every block were as large as what was asked
+    for."""
     width = _width(steps)
-    there, passing = (np.zeros((len(PARTS), len(steps)), width) for _ in range(2))
-    moments = np.zeros(len(steps), np.int8)
     known: dict[Hashable, list[int]] = {}
-    for every in alike.values():
-        for rows in (every[at : at + _AT_ONCE] for at in range(0, len(every), _AT_ONCE)):
-            some = [steps[row] for row in rows]
-            there[:, rows] = np.array([_resident(step, known) for step in some], width).T
-            moments[rows], passing[np.ix_(_ROWS, rows)] = _highest(some, width)
-    return Peaks(there, passing + there, moments)
+    there = np.array([_resident(step, known) for step in steps], width).T
+    moments, highest = _highest(steps, width)
+    passing = there.copy()
+    passing[_ROWS] += highest
+    return Peaks(there, passing, moments)
 
 
 def _width(steps: Sequence[Step]) -> Any:
@@ -110,14 +105,12 @@ def _width(steps: Sequence[Step]) -> Any:
 
 
 def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
-    """Return the bytes of each of `PARTS` that are there throughout; many steps have the same
-    adapters, and many structures the same base."""
-    config, profile = step.config, step.profile
-    key = (
-        (profile.base, profile.adapters, profile.positions),
-        (config.lora_rank, config.adapter_dtype, config.optimizer, config.expandable_segments),
-        (config.is_sharded and config.data_parallel, step.workspace_bytes, step.held_gradients),
-    )
+    """Return the bytes of each of `PARTS` that are there throughout; many steps of the same
+    profiles have the same adapters."""
+    config, base = step.config, step.profile.base
+    sharded = config.is_sharded and config.data_parallel
+    trained = config.lora_rank, config.adapter_dtype, config.optimizer, sharded
+    key = *trained, config.expandable_segments, step.workspace_bytes, step.held_gradients
     if key not in known:
         expands, allocator = config.expandable_segments, base_allocator(step)
 
@@ -127,11 +120,12 @@ def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
             before = allocator.allocated_bytes
             large = [size for size in sizes if size > SMALL_BYTES and not expands]
             allocator.run([(grains(size), 0) for size in large], [0])
-            exact = sum(grains(size) for size in sizes if size <= SMALL_BYTES or expands)
-            return exact * GRAIN_BYTES + allocator.allocated_bytes - before
+            exact = (Counter(sizes) - Counter(large)).items()
+            exact_bytes = sum(grains(size) * count for size, count in exact) * GRAIN_BYTES
+            return exact_bytes + allocator.allocated_bytes - before
 
         known[key] = [
-            profile.base.requested_bytes if expands else profile.base.allocated_bytes,
+            base.requested_bytes if expands else base.allocated_bytes,
             taken(step.adapters),
             sum(taken(step.adapters) for _ in range(step.held_gradients)),
             taken(step.states),

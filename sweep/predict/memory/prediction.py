@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.predict.memory.allocator import paged
-from sweep.predict.memory.peaks import Peaks, find_peaks
+from sweep.predict.memory.peaks import Peaks, alike, find_peaks
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.memory.replay import Step, Uncapped, replay_all, replay_uncapped, runs_under
@@ -240,22 +240,30 @@ class WholeMemory:
         self.steps = {row: one for row, one in rows if isinstance(one, Step)}
         self.refused = {row: one for row, one in rows if isinstance(one, InputError)}
         self._predicted = {row: one for row, one in rows if isinstance(one, MemoryPrediction)}
-        self._index = {row: index for index, row in enumerate(self.steps)}
+        self._alike = alike(self.steps)
+        self._places = {
+            row: (group, place)
+            for group, rows in enumerate(self._alike)
+            for place, row in enumerate(rows)
+        }
+        self._peaks: dict[int, Peaks] = {}
         self._replays: dict[int, Uncapped] = {}
-        self._asked = find_peaks(list(self.steps.values()))
 
     @cached_property
     def peak_allocated_bytes(self) -> NDArray[np.int64]:
         """What `torch.cuda.max_memory_allocated` would read; -1 where there is no prediction. Some
         milliseconds for each whose blocks may hold too much."""
-        steps = self.steps.items()
-        wasted = [self._uncapped(r).wasted_bytes if step.may_waste else 0 for r, step in steps]
-        return self._spread(self._asked.wasting(np.array(wasted, self._asked.there.dtype)))
+        wasted = {
+            row: self._uncapped(row).wasted_bytes
+            for row, step in self.steps.items()
+            if step.may_waste
+        }
+        return self._totals(wasted)
 
     @cached_property
     def least_allocated_bytes(self) -> NDArray[np.int64]:
         """No more than that, for nothing: without what blocks hold beyond what was asked for."""
-        return self._spread(self._asked)
+        return self._totals({})
 
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
@@ -280,15 +288,15 @@ class WholeMemory:
             raise type(self.refused[row])(*self.refused[row].args)
         if row in self._predicted:
             return self._predicted[row]
-        step, peaks = self.steps[row], self._asked.at(self._index[row])
+        step, (group, place) = self.steps[row], self._places[row]
         uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
-        if step.may_waste and uncapped:
-            peaks = peaks.wasting(np.array([uncapped.wasted_bytes]))
+        wasted_bytes = uncapped.wasted_bytes if step.may_waste and uncapped else 0
+        parts, moment = self._peaks_of(group).of(place, wasted_bytes=wasted_bytes)
         stated = stated_uncertainty(step.config, is_unseen=step.is_unseen)
         return MemoryPrediction(
-            peak_allocated_bytes=int(peaks.total_bytes[0]),
-            breakdown=peaks.breakdown(0),
-            moment=peaks.moment(0),
+            peak_allocated_bytes=sum(parts.values()),
+            breakdown=parts,
+            moment=moment,
             uncertainty=stated.allocated,
             reserved_uncertainty=stated.reserved,
             step=step,
@@ -357,10 +365,22 @@ class WholeMemory:
                 wasted[row] = known[key]
         return wasted
 
-    def _spread(self, peaks: Peaks) -> NDArray[np.int64]:
-        """Return the totals of those that have a prediction, in an array over all rows."""
+    def _peaks_of(self, group: int) -> Peaks:
+        if group not in self._peaks:
+            self._peaks[group] = find_peaks([self.steps[row] for row in self._alike[group]])
+        return self._peaks[group]
+
+    def _totals(self, wasted: Mapping[int, int]) -> NDArray[np.int64]:
+        """Return the peaks of those that have a prediction, in an array over all rows.
+
+        Args:
+            wasted: bytes that blocks hold beyond what was asked for, by row; of others none.
+        """
         result = np.full(len(self._configs), -1, np.int64)
-        result[list(self.steps)] = np.minimum(peaks.total_bytes, np.iinfo(np.int64).max)
+        for group, rows in enumerate(self._alike):
+            more = np.array([wasted.get(row, 0) for row in rows])
+            totals = self._peaks_of(group).total_bytes(more)
+            result[rows] = np.minimum(totals, np.iinfo(np.int64).max)
         for row, known in self._predicted.items():
             result[row] = known.peak_allocated_bytes
         return result

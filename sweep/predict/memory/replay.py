@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -141,32 +141,41 @@ class Step:
         left = sum(len(segment.leaves) for segment in segments)
         return SMALL_BYTES * (left + max(segment.births for segment in segments))
 
-    @cached_property
-    def adapters(self) -> list[int]:
-        """Bytes of each trained tensor, in the order they are attached."""
-        size = _ADAPTER_BYTES[self.config.adapter_dtype]
-        return [elements * size for elements in self._trained]
+    @property
+    def adapters(self) -> Sequence[int]:
+        """Bytes of each trained tensor, in the order they are attached, as far as it is this
+        GPU's."""
+        return self._held[0]
 
-    @cached_property
-    def states(self) -> list[int]:
+    @property
+    def states(self) -> Sequence[int]:
         """Bytes of each of the optimizer's tensors that are on the GPU."""
-        sizes = {n: _state_bytes(self.config, n) for n in set(self._trained)}
-        return [size for elements in self._trained for size in sizes[elements]]
+        return self._held[1]
 
     @cached_property
-    def _trained(self) -> list[int]:
-        """Elements of each trained tensor, as far as they are this GPU's."""
-        rank, of_layer = self.config.lora_rank, self.profile.adapters
-        whole = (n * rank for position in self.profile.positions for n in of_layer[position])
-        return [-(-elements // self._shares) for elements in whole]
+    def _held(self) -> tuple[Sequence[int], Sequence[int]]:
+        config, profile = self.config, self.profile
+        of_layers = tuple(profile.adapters[position] for position in profile.positions)
+        trained = config.lora_rank, config.adapter_dtype, config.optimizer, self._shares
+        return _held_sizes(of_layers, *trained)
 
 
-def _state_bytes(config: TrialConfig, elements: int) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _held_sizes(
+    of_layers: Sequence[Sequence[int]], rank: int, dtype: str, optimizer: str, shares: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the bytes of each adapter's tensor, and of each of the optimizer's on the GPU."""
+    trained = [-(-elements * rank // shares) for layer in of_layers for elements in layer]
+    states = {elements: _state_bytes(optimizer, dtype, elements) for elements in set(trained)}
+    adapters = tuple(elements * _ADAPTER_BYTES[dtype] for elements in trained)
+    return adapters, tuple(itertools.chain.from_iterable(map(states.__getitem__, trained)))
+
+
+def _state_bytes(optimizer: str, dtype: str, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the GPU for a trained one."""
-    optimizer = config.optimizer
     if optimizer == "adamw_torch_fused":
         # Moments of the parameter's own type; the step count is on the GPU too, always in fp32.
-        moment = elements * _ADAPTER_BYTES[config.adapter_dtype]
+        moment = elements * _ADAPTER_BYTES[dtype]
         return (_FP32_BYTES, moment, moment)
     if elements < _MIN_8BIT_ELEMENTS:
         return (elements * _FP32_BYTES,) * 2
@@ -467,7 +476,11 @@ def _sized(segment: Segment, requests: Sequence[int], small: Sequence[int]) -> _
         ],
         [(path, place, requests[size], small[size]) for path, place, size in segment.leaves],
         segment.births,
-        max(accumulate((sign * small[size] for sign, size, _ in moves if small[size]), initial=0)),
+        max(
+            itertools.accumulate(
+                (sign * small[size] for sign, size, _ in moves if small[size]), initial=0
+            )
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import SearchSpace
 from sweep.predict.memory import replay
 from sweep.predict.memory.allocator import MIB, CachingAllocator, OutOfSegments
-from sweep.predict.memory.peaks import find_peaks
+from sweep.predict.memory.peaks import alike, find_peaks
 from sweep.predict.memory.predictor import Fit, MemoryPrediction, TracingPredictor, one_of_each_kind
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.memory.profiles import (
@@ -386,14 +386,14 @@ def walked(step: Step) -> tuple[str, dict[str, int]]:
 
 
 def assert_as_walked(steps: list[Step]) -> None:
-    peaks = find_peaks(steps)
-    for row, step in enumerate(steps):
-        moment, alive = walked(step)
-        passing = dict(zip(VARYING, (2, 4, 5), strict=True))
-        for part, index in passing.items():
-            assert peaks.passing[index, row] - peaks.there[index, row] == alive.get(part, 0)
-        if peaks.moment(row) != "optimizer":
-            assert peaks.moment(row) == moment
+    for rows in alike(dict(enumerate(steps))):
+        peaks = find_peaks([steps[row] for row in rows])
+        for place, row in enumerate(rows):
+            moment, alive = walked(steps[row])
+            for part, index in zip(VARYING, (2, 4, 5), strict=True):
+                passing = peaks.passing[index, place] - peaks.there[index, place]
+                assert passing == alive.get(part, 0)
+            assert peaks.of(place)[1] in (moment, "optimizer")
 
 
 def imagined(home: Path, tracer: ImaginedTracer | None = None) -> TracingPredictor:
