@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from search_spaces.config import TrialConfig, as_options, parse_config
 from search_spaces.costs import AskedWork
@@ -31,7 +31,9 @@ from sweep.planning.evidence import evidence_from
 from sweep.predict.forecast import NO_EVIDENCE, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.running.device_info import Card
+
+if TYPE_CHECKING:
+    from sweep.running.device_info import Card
 
 STDIN = "-"
 """Name of standard input."""

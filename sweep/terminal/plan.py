@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
@@ -41,12 +41,14 @@ from sweep.planning.survey import Survey, survey
 from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.profile_store import Tracer, TracingChildren
-from sweep.running.device_info import Card, read_card
 from sweep.terminal import plan_screen
 from sweep.terminal.console import note, say_as_is, working
 from sweep.terminal.dataset import prepared
 from sweep.terminal.drawing import rendered
 from sweep.terminal.plan_details import configurations
+
+if TYPE_CHECKING:
+    from sweep.running.device_info import Card
 
 DONE, NOTHING_FITS = 0, 1
 
@@ -84,6 +86,13 @@ def _read_study(name: str, storage: str | None) -> StudySnapshot:
     return read_study(name, url=storage_url(storage), home=runs_directory())
 
 
+def _read_card() -> Card | None:
+    # Only a plan without a GPU's name needs NVML.
+    from sweep.running.device_info import read_card
+
+    return read_card()
+
+
 def plan(request: PlanRequest, **seams: Any) -> int:
     """Answer and print; return 0, or 1 where nothing fits. Takes and raises what `answer` does."""
     with working("predicting") as progress:
@@ -104,7 +113,7 @@ def answer(
     read_study: StudyReader = _read_study,
     progress: Progress = silent,
     predictor: Predictor | None = None,
-    card: Callable[[], Card | None] = read_card,
+    card: Callable[[], Card | None] = _read_card,
     tell: Callable[[str], None] = note,
 ) -> Answer:
     """Return what `plan` prints, in the form that is asked for.
