@@ -39,6 +39,19 @@ Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Packing = Literal["none", "packed", "grouped"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
+Method = Literal["sft", "dpo"]
+PairLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+]
+Reference = Literal["adapter_off", "precomputed"]
 Sharding = Literal["none", "fsdp"]
 EIGHT_BIT = ("fp8", "int8")
 """What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
@@ -54,6 +67,7 @@ SCHEDULE, SCHEDULE_WARMUP_STEPS = "linear", 0
 """Of the learning rate, to 0 at the end, in Trainer's words: of `sweep train`, of what is exported
 and of a training for its quality. None of the four changes memory or speed."""
 OPTION_KEYS = {
+    "method": "--method",
     "lora_rank": "--rank",
     "target_modules": "--target-modules",
     "micro_batch_size": "--micro-batch-size",
@@ -64,6 +78,9 @@ OPTION_KEYS = {
 """Settings that have an option of their own on the command line; the others are typed by --set."""
 CAPACITY_KEYS = ("lora_rank", "target_modules")
 """Settings that decide how much an adapter can learn: speeds compare within one choice of them."""
+LOGITS_AT_ONCE = 2**25
+"""Tokens times vocabulary whose logits are there together where pairs are trained on: in 16 bits
+64 MiB, in fp32 with their gradient four times that."""
 MICRO_BATCH_MAX = 65_536
 GPUS_MAX = 64
 CONFIGS_KEPT = 2**15
@@ -174,6 +191,55 @@ class TrialConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    method: Annotated[
+        Method,
+        Knob(
+            "method",
+            {"sft": "supervised", ...: "DPO"},
+            applies=lambda config: config.is_on_pairs,
+            traced=_same,
+        ),
+    ] = "sft"
+    """What is trained on: texts (``sft``), or pairs of a chosen and a rejected completion
+    (``dpo``). All configurations of a study have the same."""
+
+    loss_type: Annotated[
+        PairLoss,
+        Knob(
+            "loss of a pair",
+            "{} loss",
+            resolved=lambda config: config.loss_type if config.is_on_pairs else "sigmoid",
+            applies=lambda config: config.is_on_pairs,
+            memory="untouched",
+        ),
+    ] = "sigmoid"
+    """Loss of a pair under ``dpo``, in TRL's words."""
+
+    dpo_beta: Annotated[
+        Annotated[Number, Field(gt=0, le=1e3)],
+        Knob(
+            "DPO beta",
+            "beta {:g}",
+            resolved=lambda config: config.dpo_beta if config.is_on_pairs else 0.1,
+            applies=lambda config: config.is_on_pairs,
+            memory="untouched",
+        ),
+    ] = 0.1
+    """How far ``dpo`` holds the model to its reference."""
+
+    reference: Annotated[
+        Reference,
+        Knob(
+            "reference",
+            {"adapter_off": "reference in each step", ...: "reference precomputed"},
+            resolved=lambda config: config.reference if config.is_on_pairs else "adapter_off",
+            applies=lambda config: config.is_on_pairs,
+            traced=_same,
+        ),
+    ] = "adapter_off"
+    """What ``dpo`` compares with: the base, in a pass with adapters off in each step, or its
+    log-probabilities, computed once before the first step (``precomputed``)."""
+
     lora_rank: Annotated[StrictInt, Knob("LoRA rank", "rank {}", memory="grows")] = Field(
         default=16, ge=1, le=65_536
     )
@@ -217,7 +283,7 @@ class TrialConfig(BaseModel):
     micro_batch_size: Annotated[
         StrictInt, Knob("micro-batch", "micro-batch {}", memory="grows", survives_compiler=True)
     ] = Field(default=4, ge=1, le=MICRO_BATCH_MAX)
-    """Sequences in one forward and backward pass, of one GPU."""
+    """Sequences in one forward and backward pass, of one GPU; under ``dpo`` pairs of them."""
 
     seq_len: Annotated[
         StrictInt, Knob("sequence length", "length {}", memory="grows", survives_compiler=True)
@@ -235,8 +301,8 @@ class TrialConfig(BaseModel):
             survives_compiler=True,
         ),
     ] = None
-    """Sequences per optimizer step, of all GPUs together; null means one micro-batch on each.
-    Accumulation follows from it."""
+    """Sequences, or pairs, per optimizer step, of all GPUs together; null means one micro-batch on
+    each. Accumulation follows from it."""
 
     compute_dtype: Annotated[
         ComputeDtype, Knob("compute dtype", "{} compute", shapes_base=True, traced=_same)
@@ -430,8 +496,23 @@ class TrialConfig(BaseModel):
         return self.lora_alpha if self.lora_alpha is not None else 2.0 * self.lora_rank
 
     @property
+    def is_on_pairs(self) -> bool:
+        """Whether it trains on pairs of completions."""
+        return self.method == "dpo"
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of a sample: a pair has two."""
+        return 2 if self.is_on_pairs else 1
+
+    @property
+    def references(self) -> int:
+        """Passes through the base alone, in each micro-batch."""
+        return int(self.is_on_pairs and self.reference == "adapter_off")
+
+    @property
     def samples_per_step(self) -> int:
-        """Sequences per optimizer step, of all GPUs together."""
+        """Sequences, or pairs, per optimizer step, of all GPUs together."""
         return self.effective_batch_size or self.micro_batch_size * self.data_parallel
 
     @property
@@ -442,12 +523,12 @@ class TrialConfig(BaseModel):
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one forward pass of one GPU."""
-        return self.micro_batch_size * self.seq_len
+        return self.micro_batch_size * self.rows_per_sample * self.seq_len
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step, of all GPUs together."""
-        return self.samples_per_step * self.seq_len
+        return self.samples_per_step * self.rows_per_sample * self.seq_len
 
     @property
     def is_quantized(self) -> bool:

@@ -205,7 +205,13 @@ def attention_width(*, hidden: int, heads: int, head_dim: int | None) -> int:
 
 
 def training_flops_per_token(
-    *, frozen: float, adapters: Quantity, layers: int, attention_width: int, seq_len: Quantity
+    *,
+    frozen: float,
+    adapters: Quantity,
+    layers: int,
+    attention_width: int,
+    seq_len: Quantity,
+    references: Quantity | float = 0.0,
 ) -> Quantity:
     """Return the FLOPs that a step of a frozen base with trained adapters needs for each token.
 
@@ -220,8 +226,10 @@ def training_flops_per_token(
         layers: decoder layers.
         attention_width: of all heads' queries (see `attention_width`).
         seq_len: tokens of a sequence.
+        references: further passes forward, through the base alone.
     """
-    return 4.0 * frozen + 6.0 * adapters + 6.0 * layers * seq_len * attention_width
+    scores = layers * seq_len * attention_width
+    return (4.0 + 2.0 * references) * frozen + 6.0 * adapters + (6.0 + 2.0 * references) * scores
 
 
 def parameters(model: ModelSpec) -> int | None:

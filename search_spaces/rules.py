@@ -267,6 +267,19 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
         yield "data-parallel-on-texts", f"{alone}: use data_parallel 1, or leave the dataset out"
     if config.is_sharded:
         yield "sharding", _unsharded(config)
+    if config.is_on_pairs:
+        yield "pairs", _not_of_pairs(config)
+
+
+def _not_of_pairs(config: TrialConfig) -> str | None:
+    """Return what training on pairs does not go with."""
+    if config.kernels == "fused-loss":
+        return "method dpo never holds logits, whatever the kernels: use kernels hf or liger"
+    if config.packing == "packed":
+        return "each completion of a pair has a row of its own: use packing none or grouped"
+    if config.is_sharded:
+        return "method dpo is tried with the whole model on each GPU alone: use sharding none"
+    return None
 
 
 def _unsharded(config: TrialConfig) -> str | None:

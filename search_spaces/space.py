@@ -271,6 +271,11 @@ class SearchSpace(Strict):
         """Yield what contradicts itself, with the key on whose line it stands."""
         for key in sorted(self.dimensions.keys() & self.fixed.keys()):
             yield f"'{key}' is fixed and also a dimension: keep one", "fixed", key
+        if "method" in self.dimensions:
+            message = "speeds of one method say nothing of another's: fix one, as --method dpo"
+            yield message, "dimensions", "method"
+        if self.baseline.get("method", self.values_of("method")[0]) not in self.values_of("method"):
+            yield "the baseline has the space's method: leave it out", "baseline", "method"
         if len(set(self.objectives)) < len(self.objectives):
             yield f"objectives lists one twice, got {', '.join(self.objectives)}", "objectives"
         if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:

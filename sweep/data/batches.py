@@ -227,13 +227,18 @@ def loss_tokens(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
-def in_parts(batch: Batch, count: int) -> list[Batch]:
-    """Return a micro-batch in so many parts, or in as many as it has rows."""
-    rows = len(batch["input_ids"])
-    if rows == 1:
+def in_parts(batch: Batch, count: int, rows_per_sample: int = 1) -> list[Batch]:
+    """Return a micro-batch in so many parts, or in as many as it has samples; of pairs all that
+    were chosen come first."""
+    samples = len(batch["input_ids"]) // rows_per_sample
+    if samples == 1:
         return [batch]
-    size = -(-rows // count)
-    return [{k: v[at : at + size] for k, v in batch.items()} for at in range(0, rows, size)]
+    size = -(-samples // count)
+    of_kinds = {key: v.reshape(rows_per_sample, samples, *v.shape[1:]) for key, v in batch.items()}
+    return [
+        {key: v[:, at : at + size].flatten(0, 1) for key, v in of_kinds.items()}
+        for at in range(0, samples, size)
+    ]
 
 
 class Lesson:

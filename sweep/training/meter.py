@@ -369,7 +369,7 @@ class Meter:
 
 
 def flops_per_token(
-    attachment: Attached, model_config: PreTrainedConfig, seq_len: int
+    attachment: Attached, model_config: PreTrainedConfig, seq_len: int, references: int = 0
 ) -> float | None:
     """Return the FLOPs that a step needs for each token, counted on the model that is there; None
     where its modules do not tell."""
@@ -392,6 +392,7 @@ def flops_per_token(
             head_dim=getattr(text, "head_dim", None),
         ),
         seq_len=seq_len,
+        references=references,
     )
 
 

@@ -30,6 +30,7 @@ from sweep.training.adapters import changed, eager, local, recomputed
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
 from sweep.training.model import DTYPES, compute_type
+from sweep.training.preference import Preference
 from sweep.training.step import TrainingLoop
 from sweep.training.team import Look
 
@@ -153,6 +154,11 @@ class StepEvidence:
         return self.texts and self.texts.epoch
 
     @property
+    def pairs(self) -> Preference | None:
+        """What trained on pairs; None where nothing did."""
+        return self.loop.trained if isinstance(self.loop.trained, Preference) else None
+
+    @property
     def rows(self) -> int:
         """Of a micro-batch; packed rows may go through as one long row."""
         is_one = self.epoch is not None and is_flattened(self.epoch.config)
@@ -215,6 +221,22 @@ def _quantized_layers(config: TrialConfig, seen: StepEvidence) -> str | None:
     has = [any(isinstance(m, kinds) for m in layer.modules()) for layer in seen.layers]
     quantized = {index for index, is_quantized in enumerate(has) if is_quantized}
     return _layers(config.quantized_layers(len(has)), quantized)
+
+
+def _loss_of_pairs(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """The newest loss is what its log-probabilities come to."""
+    if seen.pairs is None or seen.pairs.newest is None or seen.pairs.loss is None:
+        return None
+    asked, found = float(seen.pairs.newest.losses(config).mean()), float(seen.pairs.loss)
+    return None if math.isclose(asked, found, rel_tol=1e-5) else f"a loss is {found}, not {asked}"
+
+
+def _reference(config: TrialConfig, seen: StepEvidence) -> str | None:
+    """Each micro-batch has its own pass of the reference, or none has."""
+    if seen.pairs is None:
+        return None
+    done, asked = seen.pairs.references, config.references * seen.loop.micro_step
+    return None if done == asked else f"{done} of {asked} passes of the reference"
 
 
 def _length(config: TrialConfig, seen: StepEvidence) -> str | None:
@@ -460,7 +482,13 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "double_quant": lambda config, seen: _other(
         config.double_quant, (state.nested for state in seen.four_bit_states())
     ),
-    "micro_batch_size": lambda config, seen: _other(config.micro_batch_size, [seen.rows]),
+    "method": lambda config, seen: _other(config.is_on_pairs, [seen.pairs is not None]),
+    "loss_type": _loss_of_pairs,
+    "dpo_beta": _loss_of_pairs,
+    "reference": _reference,
+    "micro_batch_size": lambda config, seen: _other(
+        config.micro_batch_size, [seen.rows / config.rows_per_sample]
+    ),
     "seq_len": _length,
     "effective_batch_size": _accumulation,
     "checkpoint_fraction": lambda config, seen: _layers(
@@ -509,7 +537,8 @@ def compared(loop: TrainingLoop) -> Faithfulness:
     whole = [loop.next_batch()]
     while len(whole) < MICRO_BATCHES and sum(map(loss_tokens, whole)) < COMPARED_TOKENS:
         whole.append(loop.next_batch())
-    parts = [p for batch in whole for p in in_parts(batch, 4 if attached.checkpointed else 1)]
+    count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
+    parts = [part for batch in whole for part in in_parts(batch, count, rows)]
     with _without_dropout(model):
         narrow_loss, narrow = _gradients(loop, whole)
         recomputing = recomputed(base, layers, range(len(layers)))
@@ -548,9 +577,10 @@ def unfaithful(found: Faithfulness) -> str | None:
 
 
 def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
-    """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
-    of all adapters in one row on the host."""
-    counts = [loss_tokens(batch) for batch in batches]
+    """Return the loss of micro-batches together, as a mean over supervised tokens, or over pairs,
+    and the gradient of all adapters in one row on the host."""
+    is_of_pairs = loop.rows_per_sample > 1
+    counts = [len(b["labels"]) if is_of_pairs else loss_tokens(b) for b in batches]
     loop.optimizer.zero_grad()
     # The mean over no tokens is no number.
     loss = sum(

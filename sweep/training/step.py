@@ -38,6 +38,7 @@ from storage.records import Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
 from sweep.training.model import compute_type
+from sweep.training.preference import REFERENCE, trained
 from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
 
 _DISTINCT_BATCHES = 3
@@ -85,6 +86,7 @@ class TrainingLoop:
         self.attached = attached
         self.stage: Stage = "load"
         self.micro_step = 0
+        self.rows_per_sample = config.rows_per_sample
         self.micro_steps = micro_steps or config.accumulation_steps
         self.is_on_round = False
         """Whether it trains on what stands for the texts' epoch."""
@@ -107,32 +109,44 @@ class TrainingLoop:
         size = 1
         collate: Callable[[Any], Batch] = itemgetter(0)
         if batches is None:
-            size, collate = config.micro_batch_size, stacked
+            size, collate = config.micro_batch_size * config.rows_per_sample, stacked
             batches = [list(random_rows(config, attached.model, seed=seed + rank()))]
+        self.trained: Any = trained(attached.model, config)
+        """What a step calls."""
         if world_size() > 1 and not config.is_sharded:
-            _keep_from_others(attached.model)
-        self._plain = attached.model
+            _keep_from_others(self.trained)
         # accelerate puts a model into its precision, but for one that it shards.
         self._precision: Callable[[], contextlib.AbstractContextManager[None]] = (
             self._accelerator.autocast if config.is_sharded else contextlib.nullcontext
         )
         self._model, self.optimizer, self._schedule = self._accelerator.prepare(
-            attached.model, optimizer, rates
+            self.trained, optimizer, rates
         )
-        # Each puts all of its micro-batches on the device, as each process has rows of its own;
-        # pinned where a GPU is to fetch them while the host goes on.
-        self._loaders = [
-            prepare_data_loader(
-                DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not is_on_cpu),
-                device=self._accelerator.device,
-                num_processes=1,
-                process_index=0,
-                put_on_device=True,
-                non_blocking=self._accelerator.non_blocking,
-            )
-            for source in batches
-        ]
+        self._loaders = [self._loader(source, size, collate) for source in batches]
+        if config.is_on_pairs and config.reference == "precomputed":
+            known = [list(map(self._with_reference, loader)) for loader in self._loaders]
+            self._loaders = [self._loader(source, 1, itemgetter(0)) for source in known]
         self._batches = _endless(self._loaders[0])
+
+    def _loader(self, source: Any, size: int, collate: Callable[[Any], Batch]) -> Any:
+        """Return what puts micro-batches on the device, all of them, as each process has rows of
+        its own; pinned where a GPU is to fetch them while the host goes on."""
+        is_on_cpu = self._accelerator.device.type == "cpu"
+        return prepare_data_loader(
+            DataLoader(source, batch_size=size, collate_fn=collate, pin_memory=not is_on_cpu),
+            device=self._accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            non_blocking=self._accelerator.non_blocking,
+        )
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        """Return a micro-batch on the host, with the reference's log-probabilities in it."""
+        self._enter("forward")
+        with self.as_trained():
+            batch[REFERENCE] = self.trained.reference(batch)
+        return {name: value.cpu() for name, value in batch.items()}
 
     def leave_largest(self) -> None:
         """Go on with what stands for the texts' epoch; random rows are all alike."""
@@ -178,14 +192,14 @@ class TrainingLoop:
     def evaluating(self) -> Iterator[None]:
         """Be in evaluation mode, without gradients."""
         self._enter("forward")
-        with evaluating(self._plain):
+        with evaluating(self.trained):
             yield
 
     def loss_of(self, batch: Batch) -> float:
         """Return the mean loss of a micro-batch that is on the device."""
         # What wraps the model is there to train with others.
         with self._precision():
-            return float(self._plain(**batch).loss)
+            return float(self.trained(**batch).loss)
 
     def as_trained(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model computes as it does in a step: its precision."""
@@ -215,11 +229,12 @@ class TrainingLoop:
         """
         if self._is_sharded:
             # As FSDP does where nobody wants one file: each process its own share.
-            shares = {n: local(p) for n, p in self._plain.named_parameters() if p.requires_grad}
+            named = self.attached.model.named_parameters()
+            shares = {name: local(p) for name, p in named if p.requires_grad}
             torch.save(shares, directory / "adapter_share.pt")
         else:
             # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
-            self._plain.save_pretrained(directory, save_embedding_layers=False)
+            self.attached.model.save_pretrained(directory, save_embedding_layers=False)
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
         torch.save(self._schedule.state_dict(), directory / "scheduler.pt")
 
@@ -256,7 +271,8 @@ def random_rows(config: TrialConfig, model: PeftModel, *, seed: int) -> torch.Te
     """Return full-length rows of random tokens, the worst case for memory. A few distinct
     micro-batches are enough: neither memory nor speed depends on the values."""
     embeddings: Any = model.get_input_embeddings()
-    shape = (_DISTINCT_BATCHES * config.micro_batch_size, config.seq_len)
+    rows = _DISTINCT_BATCHES * config.micro_batch_size * config.rows_per_sample
+    shape = (rows, config.seq_len)
     tokens = np.random.default_rng(seed).integers(0, embeddings.num_embeddings, shape)
     return torch.from_numpy(tokens)
 

@@ -535,14 +535,15 @@ class Trial:
         """Model FLOP/s over the peak; recomputation is not counted as work, padding is."""
         if self.peak_flops is None:
             return None
-        config, shapes = self.config, [(self.config.micro_batch_size, self.config.seq_len)]
+        config = self.config
+        shapes = [(config.micro_batch_size * config.rows_per_sample, config.seq_len)]
         if self._round is not None:
             shapes = [tuple(batch["input_ids"].shape) for batch in self._round.round]
         work = 0.0
         for rows, width in shapes:
             # Flattened rows stay apart: no token has more before it than its own row has.
             before = min(width, config.seq_len)
-            each = flops_per_token(loop.attached, self.base.model.config, before)
+            each = flops_per_token(loop.attached, self.base.model.config, before, config.references)
             if each is None:
                 return None
             work += rows * width * each

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, TrialConfig
+from search_spaces.config import BATCH_KEYS, KNOBS, LOGITS_AT_ONCE, TrialConfig
 from search_spaces.dimensions import Dimension, FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import is_tied
@@ -295,16 +295,18 @@ def _is_long(config: TrialConfig, known: Profile | InputError) -> bool:
 
 def _values(config: TrialConfig, model: ModelSpec) -> Values:
     """Return a configuration's values of the symbols that `profiles` lists."""
-    # The rows of a chunk of Liger's fused loss, as its forward pass works them out: so many that a
-    # chunk's logits are about as large as all hidden states are.
+    # The tokens of a chunk of Liger's fused loss, as its forward pass works them out: so many that
+    # a chunk's logits are about as large as all hidden states are.
     tokens = config.tokens_per_micro_batch
     chunks = -(-model.vocab_size // model.hidden_size)
-    rows = -(-tokens // chunks)
+    chunk = 1 << (-(-tokens // chunks) - 1).bit_length()
+    if config.is_on_pairs:
+        chunk = max(1, LOGITS_AT_ONCE // model.vocab_size)
     return {
         "b": config.micro_batch_size,
         "s": config.seq_len,
         "r": config.lora_rank,
-        "c": min(1 << (rows - 1).bit_length(), tokens),
+        "c": min(chunk, tokens),
         "p": -(-config.seq_len // _PADDED_LENGTH) * _PADDED_LENGTH,
     }
 

@@ -115,6 +115,8 @@ class Layout:
         self.is_eager_attention = self.are(lambda config: config.attention == "eager")
         self.is_masked = self.are(lambda c: c.packing == "packed" and c.attention == "sdpa")
         """Whether sdpa has to go by a mask that keeps packed examples apart."""
+        self.is_on_pairs = self.are(lambda config: config.is_on_pairs)
+        """Whether the head works on a chunk of tokens at a time, in three passes."""
         self.has_dropout = self.are(lambda config: config.lora_dropout > 0)
         """Whether adapters drop part of their input."""
         self.is_sharded = self.are(lambda config: config.is_sharded)
@@ -123,8 +125,10 @@ class Layout:
     def _count(self) -> None:
         self.seq_len = self.sizes(lambda config: config.seq_len)
         self.rank = self.sizes(lambda config: config.lora_rank)
-        self.tokens = self.sizes(lambda config: config.micro_batch_size) * self.seq_len
+        self.tokens = self.sizes(lambda config: config.tokens_per_micro_batch)
         """Tokens of a micro-batch."""
+        self.references = self.sizes(lambda config: config.references)
+        """Passes through the base alone, of a micro-batch."""
         self.micro_batches = self.sizes(lambda config: config.accumulation_steps)
         """Micro-batches of an optimizer step, of one GPU."""
         self.gpus = self.sizes(lambda config: config.data_parallel)

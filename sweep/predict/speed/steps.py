@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import LOGITS_AT_ONCE, TrialConfig
 from search_spaces.gpus import GpuSpec, Interconnect
 from search_spaces.linears import linear_shapes, training_flops_per_token
 from search_spaces.models import ModelSpec
@@ -304,13 +304,14 @@ def micro_batches(layout: Layout) -> Work:
 
 def _layers(layout: Layout) -> Work:
     """Return what all decoder layers ask, as if all were alike."""
-    forward, backward = _layer(layout)
+    (reference, _), (forward, backward) = _layer(layout)
     # Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
     # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
     is_skipped = ~(layout.is_compiled | layout.adapted["down_proj"])
     again = forward - _by_term(layout, _frozen(layout, "down_proj"))[0] * is_skipped
     return np.asarray(
-        forward * layout.layers + again * layout.recomputed + backward * layout.layers
+        (forward + backward + reference * layout.references) * layout.layers
+        + again * layout.recomputed
     )
 
 
@@ -322,8 +323,8 @@ def _by_term(layout: Layout, parts: Sequence[tuple[Term, Work]]) -> Work:
     return work
 
 
-def _layer(layout: Layout) -> Work:
-    """Return forward and backward of one decoder layer."""
+def _layer(layout: Layout) -> tuple[Work, Work]:
+    """Return forward and backward of one decoder layer, without its adapters and with them."""
     norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
     parts: list[tuple[Term, Work]] = [
         ("elementwise", kernels.norm(layout, layout.hidden) * norms),
@@ -337,11 +338,13 @@ def _layer(layout: Layout) -> Work:
         parts.append(("elementwise", kernels.norm(layout, layout.queries + layout.keys)))
     for name in layout.linears:
         parts += _frozen(layout, name)
-        adapted = layout.adapted[name]
+    bare = _by_term(layout, parts)
+    parts = []
+    for name, adapted in layout.adapted.items():
         if adapted.any():
             parts.append(("lora", kernels.adapter_products(layout, name) * adapted))
             parts.append(("elementwise", kernels.adapter_elementwise(layout, name) * adapted))
-    return _by_term(layout, parts)
+    return bare, bare + _by_term(layout, parts)
 
 
 def _frozen(layout: Layout, name: str) -> list[tuple[Term, Work]]:
@@ -361,12 +364,27 @@ def _ends(layout: Layout) -> Work:
     forward, backward = kernels.norm(layout, layout.hidden)
     embedding = asked(layout, moved=2 * layout.stream_bytes, launches=10)
     is_fused = layout.are(lambda config: config.kernels != "hf")
+    loss = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
     ends = np.zeros((len(TERMS), 3, len(layout.configs)))
     product = kernels.product(layout, layout.hidden, layout.model.vocab_size)
-    ends[TERMS.index("matmul")] = product * 2
-    ends[TERMS.index("elementwise")] = forward + backward + embedding
-    ends[TERMS.index("loss")] = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
+    ends[TERMS.index("matmul")] = product * (2 + layout.is_on_pairs + layout.references)
+    ends[TERMS.index("elementwise")] = (
+        forward + backward + embedding + (forward + embedding / 2) * layout.references
+    )
+    is_on_pairs = layout.is_on_pairs
+    ends[TERMS.index("loss")] = loss * ~is_on_pairs + _loss_of_pairs(layout) * is_on_pairs
     return ends
+
+
+def _loss_of_pairs(layout: Layout) -> Work:
+    """Logits by chunks: once forward, once more going back, and once for each reference."""
+    logits = layout.tokens * layout.model.vocab_size
+    cast = (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)
+    chunks = np.ceil(logits / LOGITS_AT_ONCE)
+    passes = 3 + layout.references
+    # The head is cast once in each pass, and its second one going back is not another.
+    casts: Work = _head_cast(layout) * (passes - 1)
+    return casts + asked(layout, moved=logits * (cast + 12) * passes, launches=7 * chunks * passes)
 
 
 def _written_loss(layout: Layout) -> Work:
@@ -416,5 +434,6 @@ def model_flops(layout: Layout) -> Sizes:
         layers=layout.layers,
         attention_width=layout.queries,
         seq_len=layout.seq_len,
+        references=layout.references,
     )
     return layout.micro_batches * layout.tokens * per_token

@@ -58,6 +58,7 @@ from sweep.predict.memory.profiles import (
     Symbols,
 )
 from sweep.predict.memory.tracing.stand_ins import Cuda
+from sweep.training import preference
 from sweep.training.adapters import changed
 from sweep.training.model import compute_type
 
@@ -280,16 +281,24 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         is_odd=symbols.is_unexplained,
     )
     # transformers is to find several texts in a packed row, whose positions have no values to say.
-    found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)] if is_packed else []
+    found: list[tuple[Any, str, Any]] = []
+    if is_packed:
+        found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
+    # One chunk stands for all of them.
+    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_pairs
     with ledger, _boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
-        tokens = torch.empty(symbols.b, symbols.s, dtype=torch.int64, device="meta")
+        rows = symbols.b * config.rows_per_sample
+        tokens = torch.empty(rows, symbols.s, dtype=torch.int64, device="meta")
         batch = {"input_ids": tokens, "labels": torch.empty_like(tokens)}
         if is_packed:
             batch["position_ids"] = torch.empty_like(tokens)
+        if config.is_on_pairs:
+            # A pass that keeps nothing comes first, which at no point needs more than this one.
+            batch[preference.REFERENCE] = torch.empty(rows, device="meta")
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
         with cuda.region():
-            output = target.model(**batch)
+            output = preference.trained(target.model, config)(**batch)
         if is_autocast:
             output = {name: _widened(value) for name, value in output.items()}
         loss = output["loss"]

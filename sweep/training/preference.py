@@ -1,0 +1,201 @@
+"""Preference tuning (DPO and what shares its step): the loss of pairs of completions.
+
+A micro-batch holds the chosen rows of its pairs, then the rejected ones in the same order; labels
+are tokens of the completions, as in TRL's `DPOTrainer`, whose losses these are (trl 1.16). Logits
+are never there as a whole: log-probabilities are worked out in chunks of tokens, and again in the
+backward pass. The reference's pass comes first, when nothing is kept of the policy's yet, so that
+it needs no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as functional
+from peft import PeftModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from search_spaces.config import LOGITS_AT_ONCE, TrialConfig
+from search_spaces.errors import InputError
+from sweep.data.rows import IGNORED
+
+REFERENCE = "reference"
+"""Of a micro-batch, the reference's log-probability of each row's completion."""
+UNKNOWN_HEADS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+"""What configs call what happens to logits behind the head."""
+
+Scores = torch.Tensor
+"""One number for each pair."""
+
+
+class Pairs(NamedTuple):
+    """What is known of a micro-batch of pairs; tensors of shape (rows,)."""
+
+    policy: torch.Tensor
+    """Log-probability of each row's completion."""
+    reference: torch.Tensor
+    """The same of the reference."""
+    tokens: torch.Tensor
+    """Of each completion."""
+
+    def losses(self, config: TrialConfig) -> Scores:
+        """Return the loss of each pair."""
+        chosen, rejected = (self.policy - self.reference).chunk(2)
+        of_chosen, of_rejected = self.tokens.clamp(min=1).chunk(2)
+        loss = PAIR_LOSSES[config.loss_type]
+        return loss(chosen, rejected, of_chosen, of_rejected, config.dpo_beta)
+
+    def margins(self, config: TrialConfig) -> Scores:
+        """Return beta times how much more the policy prefers each chosen completion to the
+        rejected one than the reference does."""
+        chosen, rejected = (self.policy - self.reference).chunk(2)
+        return config.dpo_beta * (chosen - rejected)
+
+
+Loss = Callable[[Scores, Scores, Scores, Scores, float], Scores]
+
+
+def _sigmoid(values: Scores) -> Scores:
+    return -functional.logsigmoid(values)
+
+
+PAIR_LOSSES: Mapping[str, Loss] = {
+    "sigmoid": lambda c, r, _m, _n, beta: _sigmoid(beta * (c - r)),
+    "sigmoid_norm": lambda c, r, m, n, beta: _sigmoid(beta * (c / m - r / n)),
+    "hinge": lambda c, r, _m, _n, beta: torch.relu(1 - beta * (c - r)),
+    "ipo": lambda c, r, m, n, beta: (c / m - r / n - 1 / (2 * beta)) ** 2,
+    "nca_pair": lambda c, r, _m, _n, beta: (
+        _sigmoid(beta * c) + 0.5 * _sigmoid(-beta * c) + 0.5 * _sigmoid(-beta * r)
+    ),
+    "bco_pair": lambda c, r, _m, _n, beta: _sigmoid(beta * c) + _sigmoid(-beta * r),
+    "sppo_hard": lambda c, r, _m, _n, beta: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
+    "apo_zero": lambda c, r, _m, _n, beta: torch.sigmoid(-beta * c) + torch.sigmoid(beta * r),
+    "apo_down": lambda c, r, _m, _n, beta: torch.sigmoid(beta * c) + torch.sigmoid(-beta * (c - r)),
+}
+"""By TRL's names, of how much more probable the chosen and the rejected completion are to the
+policy than to the reference (logarithms), the tokens of each, and beta."""
+
+
+class Preference(torch.nn.Module):
+    """A model with adapters whose forward pass is the loss of a micro-batch of pairs.
+
+    Args:
+        model: the policy; with its adapters off, the reference.
+        config: which loss, and where the reference's log-probabilities come from.
+
+    Raises:
+        InputError: the architecture does something to its logits that is not known here.
+    """
+
+    def __init__(self, model: PeftModel, config: TrialConfig) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+        text = model.get_base_model().config.get_text_config()
+        known = [name for name in UNKNOWN_HEADS if getattr(text, name, None) not in (None, 1.0)]
+        if known:
+            raise InputError(
+                f"method dpo: {known[0]} of model type '{text.model_type}' is not known to it"
+            )
+        self.newest: Pairs | None = None
+        """The newest micro-batch, without gradients."""
+        self.loss: torch.Tensor | None = None
+        """Its mean."""
+        self.references = 0
+        """Passes of the reference in steps so far."""
+
+    def forward(self, **batch: torch.Tensor) -> CausalLMOutput:
+        """Return the mean ``loss`` of a micro-batch's pairs."""
+        reference = batch.pop(REFERENCE, None)
+        if reference is None:
+            self.references += 1
+            reference = self.reference(batch)
+        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
+        pairs = Pairs(self._log_probabilities(batch), reference, tokens)
+        loss = pairs.losses(self.config).mean()
+        self.newest, self.loss = pairs._replace(policy=pairs.policy.detach()), loss.detach()
+        return CausalLMOutput(loss=loss)
+
+    @torch.no_grad()
+    def reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the reference's log-probability of each row's completion, fp32, shape (rows,)."""
+        with self.model.disable_adapter():
+            return self._log_probabilities(batch)
+
+    def _log_probabilities(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probability of each row's completion, fp32, shape (rows,)."""
+        base: Any = self.model.get_base_model()
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        found = _LogProbabilities.apply(
+            hidden.flatten(0, 1), labels.flatten(), base.get_output_embeddings()
+        )
+        return found.view_as(labels).sum(1)
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Log-probabilities of labels, of a chunk of tokens at a time in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
+        ctx.save_for_backward(hidden, labels)
+        ctx.head, ctx.autocast = head, _autocast(hidden)
+        of_tokens = _of_tokens(head, ctx.autocast)
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for part in chunks(len(hidden), len(head.weight)):
+            found[part] = of_tokens(hidden[part], labels[part])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        hidden, labels = ctx.saved_tensors
+        given = torch.empty_like(hidden)
+        with torch.enable_grad(), ctx.autocast:
+            of_tokens = _of_tokens(ctx.head, ctx.autocast)
+            for part in chunks(len(hidden), len(ctx.head.weight)):
+                rows = hidden[part].detach().requires_grad_()
+                found = of_tokens(rows, labels[part])
+                (given[part],) = torch.autograd.grad(found, rows, grads[0][part])
+        return given, None, None
+
+
+def _of_tokens(
+    head: Any, autocast: torch.autocast
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return what gives the log-probability of each label, fp32; 0 of one that carries no loss."""
+    # Autocast would cast the whole head for each chunk.
+    dtype = autocast.fast_dtype if autocast._enabled else head.weight.dtype
+    weight = head.weight.detach().to(dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
+
+    def of_tokens(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(hidden, weight, bias).float()
+        return -functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+    return of_tokens
+
+
+def chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
+    """Yield which of so many tokens are worked out together."""
+    size = max(1, LOGITS_AT_ONCE // vocab_size)
+    yield from (slice(begin, begin + size) for begin in range(0, tokens, size))
+
+
+def _autocast(tensor: torch.Tensor) -> torch.autocast:
+    """Return the precision of the moment, to have it again in the backward pass."""
+    kind = "cuda" if tensor.is_meta else tensor.device.type
+    is_on = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=is_on)
+
+
+def trained(model: PeftModel, config: TrialConfig) -> torch.nn.Module:
+    """Return what a step calls: the model itself, or its loss on pairs."""
+    return Preference(model, config) if config.is_on_pairs else model
