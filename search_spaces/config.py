@@ -391,13 +391,18 @@ class TrialConfig(BaseModel):
         Knob(
             "kernels",
             {"hf": "standard kernels", "liger": "Liger kernels", ...: "{} kernels"},
+            # On pairs logits are never held.
+            resolved=lambda config: (
+                "hf" if config.is_on_pairs and config.kernels != "liger" else config.kernels
+            ),
             lean_first=("liger", "fused-loss"),
             shapes_base=True,
             traced=_same,
             tried=get_args(Kernels),
         ),
     ] = "hf"
-    """Layer kernels: transformers' own, only Liger's fused loss, or all of Liger's."""
+    """Layer kernels: transformers' own, only Liger's fused loss, or all of Liger's. Under ``dpo``
+    the loss never holds the logits, so that the first two are the same."""
 
     attention: Annotated[
         Attention,

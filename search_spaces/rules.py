@@ -273,8 +273,6 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
 
 def _not_of_pairs(config: TrialConfig) -> str | None:
     """Return what training on pairs does not go with."""
-    if config.kernels == "fused-loss":
-        return "method dpo never holds logits, whatever the kernels: use kernels hf or liger"
     if config.packing == "packed":
         return "each completion of a pair has a row of its own: use packing none or grouped"
     if config.is_sharded:

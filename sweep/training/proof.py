@@ -20,7 +20,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import in_percent
 from search_spaces.linears import LEAST_QUANTIZED_SHARE
 from storage.records import Faithfulness, Ineffective
@@ -269,7 +269,8 @@ def _kernels(config: TrialConfig, seen: StepEvidence) -> str | None:
         for module in seen.base.modules()
     )
     ran = "liger" if any(of_parts) else "fused-loss" if of_whole else "hf"
-    return _other(config.kernels, [ran]) or _other(config.kernels != "hf", [of_whole])
+    asked = canonical(config).kernels
+    return _other(asked, [ran]) or _other(asked != "hf", [of_whole])
 
 
 def _optimizer(config: TrialConfig, seen: StepEvidence) -> str | None:
