@@ -8,11 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from search_spaces.documents import Strict
 
-TextsKind = Literal["text", "instruction", "prompt-completion", "messages", "conversations"]
+TextsKind = Literal[
+    "text", "instruction", "prompt-completion", "messages", "conversations", "preference"
+]
 TextsFormat = Literal["auto", TextsKind]
 FORMATS: tuple[str, ...] = ("auto", *get_args(TextsKind))
 """What an example may be: one text, Alpaca's fields, a prompt with what completes it, a chat as
-the hub's ``messages``, a chat as ShareGPT's ``conversations``."""
+the hub's ``messages``, a chat as ShareGPT's ``conversations``, a pair of a chosen and a rejected
+completion, as texts or as turns."""
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=0)]

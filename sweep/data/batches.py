@@ -138,19 +138,22 @@ def trial_batches(
         InputError: the texts make no micro-batch of this size.
     """
     rows = open_tokens(texts.directory).with_format("numpy")
-    indices, _ = split(len(rows), texts.eval_fraction, texts.seed)
+    indices, _ = split(len(rows), texts.eval_fraction, texts.seed, config.rows_per_sample)
     whole = trained_epoch(texts, config)
     chosen = representative(whole, micro_steps=micro_steps or config.accumulation_steps)
     collate = Collator(config)
 
     def made(places: Iterable[int]) -> list[dict[str, Any]]:
-        return [row_of(rows, indices[whole.rows.of(place)], config) for place in places]
+        samples = [indices[whole.rows.of(place)] for place in places]
+        if config.is_on_pairs:
+            samples = [sample[at : at + 1] for at in (0, 1) for sample in samples]
+        return [row_of(rows, sample, config) for sample in samples]
 
-    longest = made(map(int, whole.largest_rows))
+    longest = list(map(int, whole.largest_rows))
     return TrialBatches(
         texts=texts,
         epoch=whole,
-        largest=[collate(longest[turn:] + longest[:turn]) for turn in range(_ALIKE)],
+        largest=[collate(made(longest[turn:] + longest[:turn])) for turn in range(_ALIKE)],
         round=[collate(made(whole.rows_of(index))) for index in chosen],
         loss_tokens=int(whole.loss[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
@@ -164,7 +167,7 @@ def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:
         InputError: the texts make no micro-batch of this size.
     """
     count = len(np.load(texts.directory / LENGTHS, mmap_mode="r"))
-    indices, _ = split(count, texts.eval_fraction, texts.seed)
+    indices, _ = split(count, texts.eval_fraction, texts.seed, config.rows_per_sample)
     return epoch_of(texts.directory, config, indices=indices, seed=texts.seed)
 
 

@@ -5,9 +5,10 @@ What runs, plans and trains on texts comes by here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from search_spaces.documents import Document, exists, home_expanded, validate
@@ -19,6 +20,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import StudyDefinition
 from sweep.data.lengths import tokens_cut, worthwhile_lengths
+from sweep.data.rows import PREFERENCE
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
@@ -93,7 +95,7 @@ def space_with_texts(
     *,
     model: ModelSpec,
     is_preset: bool,
-    held: Collection[str] = (),
+    held: Mapping[str, Any] = MappingProxyType({}),
 ) -> Offered:
     """Return the space as its texts make it, and what that changed.
 
@@ -107,9 +109,29 @@ def space_with_texts(
     Raises:
         InputError: what is left makes no space.
     """
+    refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
     lengths = _lengths(texts, model)
     return with_texts(space, lengths, names_its_lengths=is_own, held=held)
+
+
+def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
+    """Refuse texts where pairs are trained on, and the other way round.
+
+    Raises:
+        InputError: says which method the dataset is for.
+    """
+    are_pairs, source = texts.summary.kind == PREFERENCE, texts.summary.source
+    if are_pairs and method != "dpo":
+        raise InputError(
+            f"{source}: its rows are pairs of a chosen and a rejected completion: train on them "
+            "with --method dpo, or name a column of texts with --set data.text_column=chosen"
+        )
+    if method == "dpo" and not are_pairs:
+        raise InputError(
+            f"{source}: its rows are of kind {texts.summary.kind}, and method dpo needs pairs: "
+            "columns chosen and rejected, as texts or as turns, with or without prompt"
+        )
 
 
 def _lengths(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:

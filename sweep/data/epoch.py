@@ -29,11 +29,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.rows import MASK, is_flattened, padded_widths
+from sweep.data.rows import MASK, is_flattened, padded_widths, rows_of_samples
 
 Integers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
+DIFFERENCES = "differences.npy"
+"""Of prepared pairs: the first token in which each one's rows differ. Two rows are a pair."""
 PACKED_AT_ONCE = 1000
 """Rows that are packed with one another: what `datasets` maps at once, and so TRL packs."""
 _DRAWS_AT_ONCE_MAX = 50
@@ -74,6 +76,10 @@ def cut_exactly(
         OSError: the tokens are not there any more.
     """
     kept, loss = cut(lengths, loss_lengths, seq_len)
+    if (directory / DIFFERENCES).exists():
+        # Of a pair that is cut before it differs there is nothing to learn.
+        loss[np.repeat(np.load(directory / DIFFERENCES) >= seq_len, 2)] = 0
+        return kept, loss
     whole = np.asarray(lengths)
     is_open = (whole > seq_len) & (np.asarray(loss_lengths) < whole - 1)
     first = 0
@@ -115,7 +121,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that go through, each a text or several that are packed into it."""
+    """The rows that go through, each a text or several that are packed into it; or pairs."""
 
     documents: Integers = field(repr=False)
     """Numbers of the texts, row after row."""
@@ -228,19 +234,23 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
     whole = np.asarray(lengths, dtype=np.int64)
     kept = np.minimum(whole, config.seq_len)
     loss = np.minimum(np.asarray(loss_lengths, dtype=np.int64), np.maximum(kept - 1, 0))
-    chosen = np.flatnonzero(loss > 0)
-    rows = _rows(chosen, kept[chosen], config, seed=seed) if len(chosen) else None
+    each = config.rows_per_sample
+    chosen = np.flatnonzero((loss.reshape(-1, each) > 0).all(1))
+    sizes = kept.reshape(-1, each).max(1)
+    rows = _rows(chosen, sizes[chosen], config, seed=seed) if len(chosen) else None
     if refusal := too_few(0 if rows is None else len(rows), config):
         raise InputError(refusal)
     assert rows is not None
-    row_lengths, is_flat = rows.sums(kept), is_flattened(config)
+    row_lengths, is_flat = rows.sums(sizes), is_flattened(config)
+    if each > 1:
+        rows = Rows(rows_of_samples(rows.documents, each), rows.starts * each)
     starts = np.arange(0, len(rows), config.micro_batch_size)
     longest: Any = (np.add if is_flat else np.maximum).reduceat(row_lengths, starts)
     widths = padded_widths(longest, config)
     counts = np.diff(np.append(starts, len(rows)))
-    if config.compile:
+    if config.compile and each == 1:
         counts[-1] = config.micro_batch_size
-    padded = widths if is_flat else widths * counts
+    padded = widths if is_flat else widths * counts * each
     # transformers finds several texts in a row, its pads among them.
     masked = (rows.counts() > 1) | (row_lengths < config.seq_len)
     masked &= config.packing == "packed" and not is_flat
@@ -254,14 +264,14 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
         starts=starts,
         widths=widths,
         padded=padded,
-        filled=np.add.reduceat(row_lengths, starts),
+        filled=np.add.reduceat(rows.sums(kept), starts),
         loss=np.add.reduceat(rows.sums(loss), starts),
         pairs=np.add.reduceat(rows.sums(kept**2), starts) if is_flat else padded * widths,
         masked=np.logical_or.reduceat(masked, starts),
         largest_rows=largest_rows,
-        largest=Shape(rows=1 if is_flat else len(largest), width=width),
-        rows_cut=int(np.count_nonzero(whole[chosen] > config.seq_len)),
-        rows_left_out=len(kept) - len(chosen),
+        largest=Shape(rows=1 if is_flat else len(largest) * each, width=width),
+        rows_cut=int(np.count_nonzero(whole[rows_of_samples(chosen, each)] > config.seq_len)),
+        rows_left_out=len(sizes) - len(chosen),
     )
 
 

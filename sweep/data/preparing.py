@@ -27,6 +27,7 @@ from search_spaces.redaction import redact
 from search_spaces.texts import LengthQuantiles, TextsFormat, TextsKind, TextsSummary
 from storage import files
 from sweep.data import texts
+from sweep.data.epoch import DIFFERENCES
 from sweep.data.rows import (
     INPUT,
     MASK,
@@ -124,6 +125,7 @@ def _write(
         encoder = Encoder(tokenizer, kind, completions_only=only, text_column=asked.text_column)
     lengths: list[int] = []
     loss_lengths: list[int] = []
+    differences: list[int] = []
     largest, broken, broken_count = 0, list[BrokenRow](), 0
 
     def noted() -> Iterator[Tokens]:
@@ -141,6 +143,8 @@ def _write(
     with ArrowWriter(features=_FEATURES, path=str(path)) as writer:
         good = noted()
         while kept := list(islice(good, _ROWS_AT_ONCE)):
+            differences += [pair.differs_from for pair in kept if pair.rejected is not None]
+            kept = [row for sample in kept for row in sample.members]
             writer.write_table(_table(kept))
             lengths += [len(row.ids) for row in kept]
             loss_lengths += [row.loss_count for row in kept]
@@ -156,6 +160,8 @@ def _write(
     counts = np.array(lengths, np.int32)
     np.save(directory / texts.LENGTHS, counts)
     np.save(directory / texts.LOSS_LENGTHS, np.array(loss_lengths, np.int32))
+    if differences:
+        np.save(directory / DIFFERENCES, np.array(differences, np.int32))
     lines = "".join(f"{json.dumps(asdict(row))}\n" for row in broken)
     (directory / texts.BROKEN).write_text(lines, encoding="utf-8")
     shares = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -171,7 +177,7 @@ def _write(
         tokenizer_size=len(tokenizer),
         largest_token=largest,
         completions_only=only,
-        rows=len(lengths),
+        rows=len(differences or lengths),
         broken=broken_count,
         tokens=int(counts.sum(dtype=np.int64)),
         loss_tokens=sum(loss_lengths),

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -457,7 +457,9 @@ def _of_arrow(batch: Any) -> Iterator[dict[str, Any] | Broken]:
 
 # Kinds of rows
 
+PREFERENCE = "preference"
 KINDS: dict[str, tuple[str, ...]] = {
+    PREFERENCE: ("chosen", "rejected"),
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
@@ -483,6 +485,11 @@ def on_completions(kind: str, asked: bool | None = None) -> bool:
     Raises:
         RowsError: rows are texts, and have none.
     """
+    if kind == PREFERENCE:
+        if asked is False:
+            why = "pairs carry loss on their completions alone"
+            raise RowsError(f"{why}: leave data.completions_only out")
+        return True
     if kind == "text" and asked:
         raise RowsError(
             "rows of one text have no completions of their own: leave data.completions_only out, "
@@ -596,6 +603,42 @@ def example_of(fields: Mapping[str, Any], kind: str, *, text_column: str | None 
     if not isinstance(options, dict | None):
         raise Broken(f"chat_template_kwargs must map keys to values, got {_quoted(options)}")
     return Example(prompt, completion, tools or None, options or {})
+
+
+def pair_of(fields: Mapping[str, Any]) -> tuple[Example, Example]:
+    """Return what a row of a pair holds: its chosen and its rejected example, of one prompt, which
+    is what both begin with where it is not given, as in TRL. Raises Broken.
+    """
+    are_turns = any(isinstance(_decoded(fields.get(name)), list) for name in KINDS[PREFERENCE])
+    read: Callable[..., Any] = _turns if are_turns else _text
+    chosen, rejected = (read(fields, name) for name in KINDS[PREFERENCE])
+    prompt: Any = _decoded(fields.get("prompt"))
+    if are_turns and isinstance(prompt, str):
+        asked = (turn["content"] for turn in chosen if turn["role"] == "user")
+        if next(asked, None) != prompt:
+            raise Broken("prompt is text, and chosen are turns that do not begin with it")
+        prompt = None
+    if prompt is None:
+        shared = _common_turns(chosen, rejected) if are_turns else _common(chosen, rejected)
+        end = min(shared, len(chosen) - 1, len(rejected) - 1)
+        if end == shared and not are_turns and chosen[:end].endswith(" "):
+            end -= 1
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    else:
+        prompt = read(fields, "prompt")
+    if chosen == rejected:
+        raise Broken("chosen and rejected are the same")
+    if are_turns and not prompt:
+        raise Broken("chosen and rejected have no turn in common, and there is no prompt")
+    tools = _decoded(fields.get("tools"))
+    options = _decoded(fields.get("chat_template_kwargs")) or {}
+    rest = tools or None, options
+    return Example(prompt, chosen, *rest), Example(prompt, rejected, *rest)
+
+
+def _common_turns(left: Sequence[Any], right: Sequence[Any]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _text(fields: Mapping[str, Any], column: str) -> str:
@@ -713,6 +756,8 @@ class Rendered:
     """Of the characters that alone carry loss, in order."""
     is_templated: bool = False
     """Whether it went through a chat template, which brings the special tokens."""
+    rejected: Rendered | None = None
+    """Of a pair, what was rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -722,6 +767,19 @@ class Tokens:
     ids: NDArray[np.int32]
     mask: NDArray[np.int8]
     """1 where a token carries loss."""
+    rejected: Tokens | None = None
+    """Of a pair, what was rejected."""
+
+    @property
+    def members(self) -> tuple[Tokens, ...]:
+        """The row, and of a pair both."""
+        return (self,) if self.rejected is None else (self, self.rejected)
+
+    @property
+    def differs_from(self) -> int:
+        """Of a pair, the first token in which one differs from the other."""
+        assert self.rejected is not None
+        return _common(self.ids, self.rejected.ids)
 
     @property
     def loss_count(self) -> int:
@@ -765,7 +823,12 @@ class Encoder:
 
     def rendered(self, fields: Mapping[str, Any]) -> Rendered:
         """Return a row as text. Raises Broken."""
-        example = example_of(fields, self._kind, text_column=self._column)
+        if self._kind == PREFERENCE:
+            chosen, rejected = map(self._rendered, pair_of(fields))
+            return replace(chosen, rejected=rejected)
+        return self._rendered(example_of(fields, self._kind, text_column=self._column))
+
+    def _rendered(self, example: Example) -> Rendered:
         if isinstance(example.completion, str):
             assert isinstance(example.prompt, str)
             prompt = example.prompt if self._completions_only else None
@@ -785,6 +848,13 @@ class Encoder:
 
     def tokens(self, rows: Sequence[Rendered]) -> list[Tokens]:
         """Return the tokens of each row."""
+        if self._kind == PREFERENCE:
+            chosen = self._all_tokens(rows)
+            rejected = self._all_tokens([row.rejected for row in rows if row.rejected])
+            return [_paired(*pair) for pair in zip(chosen, rejected, strict=True)]
+        return self._all_tokens(rows)
+
+    def _all_tokens(self, rows: Sequence[Rendered]) -> list[Tokens]:
         found: dict[int, Tokens] = {}
         for is_templated in (True, False):
             chosen = {i: row for i, row in enumerate(rows) if row.is_templated == is_templated}
@@ -826,6 +896,8 @@ class Encoder:
             _check_said(turns, text)
             if are_told and spans is None:
                 spans = _spans_by_comparing(turns, text, render)
+            elif self._kind == PREFERENCE:
+                before = render(prompt, add_generation_prompt=True)
             elif self._completions_only and prompt:
                 before = _prompt(turns, len(prompt), text, render)
         except Broken:
@@ -854,7 +926,8 @@ class Encoder:
                     f"the tokenizer of '{name}' has no chat template, which these texts need: name "
                     "one that has with --set data.tokenizer=NAME (an instruct model's, say)"
                 ) from error
-            is_marking = self._completions_only and self._kind != "prompt-completion"
+            is_pair = self._kind in ("prompt-completion", PREFERENCE)
+            is_marking = self._completions_only and not is_pair
             if is_marking and not _MARKS.search(own):
                 from trl.chat_template_utils import get_training_chat_template
 
@@ -902,6 +975,14 @@ class Encoder:
             first, last = self._ids([row.text[:begin], row.text[:end]], adds)
             mask[_common(first, ids) : len(ids) if end == len(row.text) else _common(last, ids)] = 1
         return mask
+
+
+def _paired(chosen: Tokens, rejected: Tokens) -> Tokens:
+    """Return a pair whose completions begin at the same token: the first that either has."""
+    begin = min(int(one.mask.argmax()) for one in (chosen, rejected))
+    for one in (chosen, rejected):
+        one.mask[begin:] = 1
+    return replace(chosen, rejected=rejected)
 
 
 def _mask_of(row: Rendered, encoding: Any) -> NDArray[np.int8]:
@@ -1064,11 +1145,16 @@ def _tokens_of(
 ) -> list[tuple[Place, Tokens | Broken]]:
     tokens = iter(encoder.tokens([row for _, row in batch if isinstance(row, Rendered)]))
     made = ((place, row if isinstance(row, Broken) else next(tokens)) for place, row in batch)
-    nothing = Broken("no token of it carries loss")
-    return [
-        (place, nothing if isinstance(row, Tokens) and not row.loss_count else row)
-        for place, row in made
-    ]
+    return [(place, row if isinstance(row, Broken) else _unless_empty(row)) for place, row in made]
+
+
+def _unless_empty(row: Tokens) -> Tokens | Broken:
+    """Return a row, or why there is nothing to learn from its tokens."""
+    if not all(one.loss_count for one in row.members):
+        return Broken("no token of it carries loss")
+    if row.rejected is not None and np.array_equal(row.ids, row.rejected.ids):
+        return Broken("chosen and rejected are the same tokens")
+    return row
 
 
 def tokenized(
@@ -1088,6 +1174,8 @@ def tokenized(
 
     source = Source(name)
     first, _, kind = first_rows(source, name, format=kind, text_column=text_column)
+    if kind == PREFERENCE:
+        raise RowsError(f"{name}: its rows are pairs of completions, and this trains on texts")
     only = on_completions(kind, completions_only)
     encoder = Encoder(tokenizer, kind, completions_only=only, text_column=text_column)
     kept: list[Tokens] = []
@@ -1106,12 +1194,18 @@ def tokenized(
 # Rows of a training
 
 
-def split(rows: int, eval_fraction: float, seed: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the rows that are trained on and those that are held out, each in rising order.
+def split(
+    rows: int, eval_fraction: float, seed: int, rows_per_sample: int = 1
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the rows that are trained on and those that are held out, each in rising order; pairs
+    stay together.
 
     The same rows, share and seed give the same split on every machine. Of two rows and more at
     least one is trained on, and at least one is held out unless ``eval_fraction`` is 0.
     """
+    if rows_per_sample > 1:
+        trained, held_out = split(rows // rows_per_sample, eval_fraction, seed)
+        return rows_of_samples(trained, rows_per_sample), rows_of_samples(held_out, rows_per_sample)
     held = round(rows * eval_fraction)
     if eval_fraction > 0.0 and rows > 1:
         held = min(max(held, 1), rows - 1)
@@ -1119,6 +1213,11 @@ def split(rows: int, eval_fraction: float, seed: int) -> tuple[NDArray[Any], NDA
     # PCG64's stream is fixed by NumPy's policy; `permutation` has not changed with it so far.
     order = np.random.Generator(np.random.PCG64(seed)).permutation(rows)
     return np.sort(order[held:]), np.sort(order[:held])
+
+
+def rows_of_samples(samples: NDArray[Any], rows_per_sample: int) -> NDArray[Any]:
+    """Return the rows of samples: of a pair the chosen one, then the rejected one."""
+    return (samples[:, None] * rows_per_sample + np.arange(rows_per_sample)).ravel()
 
 
 def training_rows(data: Any, lengths: ArrayLike, kept: Any, settings: Any) -> Any:
@@ -1174,13 +1273,14 @@ class Collator:
     model sees the pads behind it, pads carry no loss, and flash and sdpa keep their fast kernels.
     Packed rows have ``position_ids`` that start again with each example, by which transformers
     keeps them apart. Padding, positions and the boundaries for flash attention are TRL's
-    collator's. Under ``compile`` a micro-batch has all its rows, of pads where there are too few.
+    collator's. Under ``compile`` a micro-batch of texts has all its rows, of pads where there are
+    too few.
 
     Returns int64 ``input_ids`` and ``labels`` of shape (rows, width).
     """
 
     settings: Any
-    """A configuration: seq_len, micro_batch_size, packing, attention, compile."""
+    """A configuration: seq_len, micro_batch_size, packing, attention, compile, method."""
     pad_token_id: int = 0
     """Any token of the model."""
 
@@ -1190,7 +1290,7 @@ class Collator:
 
         settings, is_flat = self.settings, is_flattened(self.settings)
         examples = [self._example(row) for row in rows]
-        if settings.compile and not is_flat:
+        if settings.compile and not is_flat and settings.method == "sft":
             # The last micro-batch of an epoch would be compiled for its own number of rows.
             pads: dict[str, Any] = {INPUT: [self.pad_token_id], "labels": [IGNORED]}
             pads |= {SEQ_LENGTHS: [1]} if SEQ_LENGTHS in examples[0] else {}

@@ -16,7 +16,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
 from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from sweep.data.rows import split
+from sweep.data.rows import PREFERENCE, split
 from sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
@@ -45,6 +45,7 @@ class StudyEpochs:
         cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
             None where the tokens that carry loss are a row's last.
         held_out: the rows that are held out.
+        rows_per_sample: two where they are pairs.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class StudyEpochs:
         seed: int,
         cut_at: CutAt | None = None,
         held_out: StudyEpochs | None = None,
+        rows_per_sample: int = 1,
     ) -> None:
+        self.rows_per_sample = rows_per_sample
         self.lengths = lengths
         self.loss_lengths = loss_lengths
         self._seed = seed
@@ -71,8 +74,9 @@ class StudyEpochs:
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
         exact = partial(cut_exactly, texts.directory, lengths, loss)
-        whole = cls(lengths, loss, seed=seed, cut_at=exact)
-        train, held = split(len(lengths), choice.eval_fraction, seed)
+        each = 2 if texts.summary.kind == PREFERENCE else 1
+        whole = cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=each)
+        train, held = split(len(lengths), choice.eval_fraction, seed, each)
         return whole.of_rows(train, held_out=whole.of_rows(held))
 
     def of_rows(self, rows: Lengths, *, held_out: StudyEpochs | None = None) -> StudyEpochs:
@@ -83,7 +87,14 @@ class StudyEpochs:
             return kept[rows], loss[rows]
 
         lengths, loss = self.lengths[rows], self.loss_lengths[rows]
-        return StudyEpochs(lengths, loss, seed=self._seed, cut_at=cut_at, held_out=held_out)
+        return StudyEpochs(
+            lengths,
+            loss,
+            seed=self._seed,
+            cut_at=cut_at,
+            held_out=held_out,
+            rows_per_sample=self.rows_per_sample,
+        )
 
     def held_out_loss_tokens(self, seq_len: int) -> int:
         """Return the tokens that carry loss of the rows that are held out, each cut to a length."""
@@ -127,7 +138,7 @@ class StudyEpochs:
             return None
         trained = int(self.lengths[whole.rows.documents].sum())
         return EpochRecord(
-            rows=len(self.lengths) - whole.rows_left_out,
+            rows=len(self.lengths) // self.rows_per_sample - whole.rows_left_out,
             rows_cut=whole.rows_cut,
             rows_left_out=whole.rows_left_out,
             tokens=whole.tokens,
@@ -142,7 +153,8 @@ class StudyEpochs:
         key = config.seq_len, config.packing == "packed"
         if key not in self._rows:
             kept, loss = self._cut_at(config.seq_len)
-            chosen = kept[loss > 0]
+            each = self.rows_per_sample
+            chosen = kept[::each][(loss.reshape(-1, each) > 0).all(1)]
             is_packed = config.packing == "packed"
             self._rows[key] = len(packed(chosen, config.seq_len)) if is_packed else len(chosen)
         return self._rows[key]
@@ -155,6 +167,7 @@ def refuse_too_few(space: SearchSpace, epochs: StudyEpochs) -> None:
         InputError: says what the smallest would take.
     """
     smallest = {"micro_batch_size": min(space.values_of("micro_batch_size"), default=1)}
+    smallest |= {"method": space.values_of("method")[0]}
     columns = (space.values_of("seq_len"), space.values_of("packing"))
     refusals = [
         epochs.refusal(TrialConfig(seq_len=seq_len, packing=packing, **smallest))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.data.epoch import Epoch
+from sweep.data.rows import rows_of_samples
 from sweep.data.study_epochs import StudyEpochs, batch_key
 from sweep.predict.memory.prediction import WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor
@@ -44,14 +45,15 @@ class ShapeOnTexts:
     @classmethod
     def of(cls, config: TrialConfig, *, largest: Epoch, mean: Epoch) -> ShapeOnTexts:
         """Return the shape of a configuration's epochs."""
-        width = mean.padded_tokens / mean.micro_batches / config.micro_batch_size
+        rows = config.micro_batch_size * config.rows_per_sample
+        width = mean.padded_tokens / mean.micro_batches / rows
         full_width = max(1, round(width))
         # The mean width is no whole number; a step's time goes with its tokens over half of one.
         seconds = width / full_width
         epoch_seconds = seconds * mean.micro_batches / config.accumulation_steps
         return cls(
             largest={
-                "seq_len": -(-largest.largest.tokens // config.micro_batch_size),
+                "seq_len": -(-largest.largest.tokens // rows),
                 "packing": "packed" if largest.is_masked else "none",
             },
             mean={"seq_len": full_width, "packing": "packed" if mean.is_masked else "none"},
@@ -70,13 +72,15 @@ class ShapesOnTexts:
 
     def __init__(self, epochs: StudyEpochs, *, seed: int = 0) -> None:
         self.epochs = epochs
-        few = np.arange(len(epochs.lengths))
+        each = epochs.rows_per_sample
+        sizes = epochs.lengths.reshape(-1, each).max(1)
+        few = np.arange(len(sizes))
         self._mean = self._longest = epochs
         if len(few) > ROWS_MAX:
-            longest = np.argsort(epochs.lengths, kind="stable")[-LONGEST:]
+            longest = np.argsort(sizes, kind="stable")[-LONGEST:]
             few = np.sort(np.random.default_rng(seed).permutation(few)[:ROWS_MAX])
-            self._mean = epochs.of_rows(few)
-            self._longest = epochs.of_rows(np.union1d(few, longest))
+            self._mean = epochs.of_rows(rows_of_samples(few, each))
+            self._longest = epochs.of_rows(rows_of_samples(np.union1d(few, longest), each))
         self._known: dict[Hashable, ShapeOnTexts] = {}
 
     def for_memory(self, config: TrialConfig) -> TrialConfig:

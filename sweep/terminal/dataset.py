@@ -36,6 +36,7 @@ _KINDS: Mapping[TextsKind, str] = {
     "instruction": "instructions, in Alpaca's prompt",
     "prompt-completion": "prompts and completions",
     "messages": "chats, by the tokenizer's chat template",
+    "preference": "pairs of a chosen and a rejected completion",
     "conversations": "ShareGPT's chats, by the tokenizer's chat template",
 }
 _BAR = 40

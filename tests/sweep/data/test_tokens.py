@@ -367,3 +367,68 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, text: str) -> N
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(InputError, match="tokenizer 'mine': transformers cannot read it"):
         load_tokenizer(tmp_path, name="mine")
+
+
+# Pairs
+
+
+def pair(kind: str, index: int) -> dict[str, Any]:
+    asked = [{"role": "user", "content": f"What is {index}?"}]
+    told = [[{"role": "assistant", "content": f"It is {index * n}."}] for n in (3, 5 + index)]
+    texts = f"It is {index} ", f"It is {index}, so {index * 5}\n"
+    match kind:
+        case "texts":
+            return {"prompt": f"What is {index}? ", "chosen": texts[0], "rejected": texts[1]}
+        case "implicit texts":
+            return {"chosen": f"What? {texts[0]}so", "rejected": f"What? {texts[1]}"}
+        case "turns":
+            return {"prompt": asked, "chosen": told[0], "rejected": told[1]}
+        case _:
+            return {"chosen": asked + told[0], "rejected": asked + told[1]}
+
+
+@pytest.mark.parametrize("kind", ["texts", "implicit texts", "turns", "implicit turns"])
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_are_trls(tokenizer: Any, kind: str) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    given = [pair(kind, index) for index in range(1, 9)]
+    trainer = object.__new__(trl.DPOTrainer)
+    trainer._tokenizer = tokenizer
+    arguments = trl.DPOConfig(max_length=None, bf16=False, use_cpu=True)
+    asked = trainer._prepare_dataset(Dataset.from_list(given), tokenizer, arguments, "train")
+    found = encode(tokenizer, "preference", given, None)
+    for pair_of_tokens, row in zip(found, asked, strict=True):
+        for tokens, name in zip(
+            pair_of_tokens.members, ("chosen_ids", "rejected_ids"), strict=True
+        ):
+            assert list(tokens.ids) == row["prompt_ids"] + row[name]
+            assert list(tokens.mask) == [0] * len(row["prompt_ids"]) + [1] * len(row[name])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "yes"}, "rejected is missing"),
+        ({"prompt": "?", "chosen": "yes", "rejected": None}, "rejected is null"),
+        ({"prompt": "?", "chosen": "yes", "rejected": "yes"}, "chosen and rejected are the same"),
+        ({"chosen": "yes", "rejected": "yes"}, "chosen and rejected are the same"),
+        (
+            {"prompt": "?", "chosen": "yes", "rejected": [TURNS[2]]},
+            "chosen must be a list of turns",
+        ),
+        (
+            {"prompt": "?", "chosen": TURNS[1:3], "rejected": TURNS[1:2] + TURNS[4:]},
+            "begin with it",
+        ),
+        ({"chosen": TURNS[2:3], "rejected": TURNS[4:]}, "no turn in common"),
+    ],
+    ids=str,
+)
+def test_a_pair_that_teaches_nothing_is_broken(
+    tokenizer: Any, row: dict[str, Any], reason: str
+) -> None:
+    (broken,) = encode(tokenizer, "preference", [row], None)
+    assert isinstance(broken, Broken)
+    assert reason in broken.reason
