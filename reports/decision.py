@@ -106,15 +106,6 @@ def _recipes(view: StudyView, record: TrialRecord) -> Iterator[tuple[str, str]]:
     yield "YAML", yaml.safe_dump(values, sort_keys=False)
 
 
-def _is_faster(view: StudyView, one: TrialRecord, other: TrialRecord) -> bool:
-    """Whether a trial is the faster by its interval: of what was measured, where that compares."""
-    if view.ranking.compares(one, other):
-        ratio = view.ranking.ratio(one, other)
-        return (ratio.value if ratio.low is None else ratio.low) > 1.0
-    mine, theirs = (view.snapshot.target_speed(record) for record in (one, other))
-    return bool(mine and theirs and mine.low and theirs.high and mine.low > theirs.high)
-
-
 def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield what answers another question than the study's, where that is another trial."""
     ranking, snapshot = view.ranking, view.snapshot
@@ -122,6 +113,8 @@ def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     fastest = [record for record in ranking.by_speed if record.number in known]
     if view.winner is None:
         return
+    is_told_apart = ranking.compares(fastest[0], view.winner)
+    is_told_apart &= not ranking.ratio(fastest[0], view.winner).is_open
     own = ranking.fastest_of_baselines_class or ranking.baseline
     compared = ranking.compared(fastest)
     limit = (1.0 - SPEED_LOSS) * measured_of(compared[0]).tokens_per_second
@@ -131,7 +124,7 @@ def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     cheaper = [record for record in fastest if usd.get(record.number, (least, least))[1] < least]
     baseline = ranking.definition.space.baseline_config()
     questions = {
-        "Fastest": fastest[0] if _is_faster(view, fastest[0], view.winner) else None,
+        "Fastest": fastest[0] if is_told_apart else None,
         f"Fastest at {words.capacity(baseline)}, as the baseline": own,
         "Cheapest per token": min(cheaper, key=lambda r: sum(usd[r.number]), default=None),
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(

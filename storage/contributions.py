@@ -48,12 +48,9 @@ _RELEASE = (
     r"(\+(cpu|(cu|rocm)\d{1,4}(\.\d{1,4}){0,2}))?"
 )
 _DRIVER = r"\d[\d.]{0,19}"
+_IS_DAY = AfterValidator(lambda text: str(date.fromisoformat(text)))
 Release = Annotated[str, Field(pattern=rf"^{_RELEASE}$")]
 """A version without the local part that a build of one's own has."""
-
-
-def _day(text: str) -> str:
-    return date.fromisoformat(text).isoformat()
 
 
 class ContributionHeader(Header):
@@ -62,7 +59,7 @@ class ContributionHeader(Header):
     model_config = ConfigDict(extra="forbid")
 
     contribution: Annotated[int, Field(ge=1, strict=True)]
-    date: Annotated[str, Field(pattern=r"^20\d\d-[01]\d-[0-3]\d$"), AfterValidator(_day)]
+    date: Annotated[str, Field(pattern=r"^20\d\d-[01]\d-[0-3]\d$"), _IS_DAY]
     versions: dict[Package, Release] = Field(default={})
     driver: Annotated[str, Field(pattern=f"^{_DRIVER}$")] | None = None
     gpu_memory_bytes: Bytes | None = None

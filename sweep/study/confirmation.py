@@ -196,7 +196,7 @@ class Plan:
             contender
             for contender in self.contenders
             if self._rounds_of(contender) < RUNS_TO_CONFIRM
-            and (not self._is_spent or self._is_needed(contender))
+            and (self._spent < self.budget.seconds or self._is_needed(contender))
         ]
 
     def _is_needed(self, contender: Contender) -> bool:
@@ -230,13 +230,11 @@ class Plan:
             c for c in self.contenders if c in open_ and self._rounds_of(c) < self.budget.repeats
         ]
         is_begun = len({max(self._runs(c), default=-1) for c in wanted}) > 1
-        seconds = self._spent + sum(map(self._seconds_of, wanted))
+        ran = [run for c in wanted for run in self._runs(c).values()]
+        took = sum(run.setup_seconds + run.measured_seconds for run in ran)
+        # As long as a round took so far.
+        seconds = self._spent + took * len(wanted) / max(1, len(ran))
         return wanted if is_begun or seconds <= self.budget.seconds else []
-
-    def _seconds_of(self, contender: Contender) -> float:
-        """Return what a run of a contender took, on average."""
-        runs = self._runs(contender).values()
-        return sum(run.setup_seconds + run.measured_seconds for run in runs) / max(1, len(runs))
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
@@ -296,10 +294,6 @@ class Plan:
         """Seconds of the winner and its ties; what gains are stated over is needed."""
         needed = {c.canonical for c in self._references if c != self._winner}
         return self.ranking.confirmations.repeat_seconds(series=self.series, besides=needed)
-
-    @property
-    def _is_spent(self) -> bool:
-        return self._spent >= self.budget.seconds
 
     def _of(self, purpose: Purpose) -> list[TrialRecord]:
         known = self.ranking.confirmations.records
