@@ -169,12 +169,7 @@ class Confirmations:
 
     def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
         """Return what the runs of a series took so far; not its soaks, nor the worker's start, nor
-        what somebody interrupted.
-
-        Args:
-            series: that is asked about.
-            besides: canonical configurations whose runs do not count.
-        """
+        what somebody interrupted, nor the runs of canonical configurations ``besides``."""
         # By the worker's clock where a run came to a measurement.
         return sum(
             record.measurement.setup_seconds + record.measurement.measured_seconds

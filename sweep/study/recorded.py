@@ -38,8 +38,6 @@ from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory, stated_uncertainty
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
-from sweep.running.device_info import Card
-from sweep.running.replay import ReplayRunner
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
 from sweep.sampling.guided import GuidedSampler
 from sweep.sampling.samplers import WithoutRepeats, optunas_own, quiet_optuna
@@ -87,12 +85,6 @@ def target_of(surface: Surface, target: Target) -> Target:
     return target.model_copy(update={"recorded": ", ".join(filter(None, (product, surface.date)))})
 
 
-def card_of(surface: Surface) -> Card:
-    """Return the GPU that a surface was measured on, as if it were here."""
-    gpu = surface.card
-    return Card(gpu.product, gpu.memory_bytes, gpu.memory_bytes, gpu.compute_capability, None, None)
-
-
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
     """Return what of a surface says something of a space under a budget.
 
@@ -107,12 +99,6 @@ def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surfac
         fixed = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
         raise InputError(f"{surface.name}: no recorded trial has {fixed}")
     return replace(surface, rows=rows)
-
-
-def runner_of(surface: Surface, *, budget_bytes: int) -> ReplayRunner:
-    """Return what answers with a surface's trials, slowly enough to be followed."""
-    records = records_of(surface, budget_bytes=budget_bytes)
-    return ReplayRunner(records, pause=lambda: time.sleep(PAUSE_SECONDS))
 
 
 def recorded_study(name: str) -> StudySnapshot:

@@ -81,15 +81,16 @@ class Stopping:
             return StopReason.EXHAUSTED
         # Twice in a row: one trial may make believe that there is nothing left, and the next may
         # show otherwise. On 24 replays that left 0.02 % to be found instead of 0.3 %.
-        if self.is_little_left(records) and self._is_little_left(records[-1].number):
-            return StopReason.GAIN_SPENT
-        return None
+        is_over = self.is_little_left(records) and self.is_little_left(records, records[-1].number)
+        return StopReason.GAIN_SPENT if is_over else None
 
-    def is_little_left(self, records: Sequence[TrialRecord]) -> bool:
-        """Whether too little is to be gained by what all trials say: what is owed comes next."""
+    def is_little_left(self, records: Sequence[TrialRecord], besides: int | None = None) -> bool:
+        """Whether too little is to be gained by what the trials say, one of them apart."""
         # The baseline alone says little, and where nothing can fit one verdict has to say so.
-        is_begun = any(not record.is_baseline for record in records)
-        return is_begun and self._is_little_left(None)
+        if self.space.stop_below_gain == 0 or all(record.is_baseline for record in records):
+            return False
+        outlook = self.outlook(besides)
+        return outlook is not None and outlook.gain < self.space.stop_below_gain
 
     def still_owed(self, ranking: Ranking) -> TrialConfig | None:
         """Return what is tried before a search ends for want of gain; None for nothing.
@@ -116,11 +117,6 @@ class Stopping:
                 if owed is not None:
                     return owed
         return None
-
-    def _is_little_left(self, besides: int | None) -> bool:
-        """Whether too little is to be gained by what the trials say, one of them apart."""
-        outlook = self.outlook(besides) if self.space.stop_below_gain > 0 else None
-        return outlook is not None and outlook.gain < self.space.stop_below_gain
 
 
 def _computes_in(numerics: str, config: TrialConfig) -> bool:

@@ -165,7 +165,9 @@ class Recorded(LocalGpus):
 
     def first(self) -> Card:
         """Return the GPU that measured them."""
-        return recorded.card_of(self.surface)
+        gpu = self.surface.card
+        memory = gpu.memory_bytes
+        return Card(gpu.product, memory, memory, gpu.compute_capability, None, None)
 
     def narrowed(self, space: SearchSpace) -> SearchSpace:
         """Return the space of what was recorded."""
@@ -184,7 +186,10 @@ class Recorded(LocalGpus):
         target = recorded.target_of(self.surface, definition.target)
         budget = target.budget_bytes
         surface = recorded.within(self.surface, prepared.space, budget_bytes=budget)
-        self._runner = runner = recorded.runner_of(surface, budget_bytes=budget)
+        self._runner = runner = ReplayRunner(
+            recorded.records_of(surface, budget_bytes=budget),
+            pause=lambda: time.sleep(recorded.PAUSE_SECONDS),
+        )
         return replace(
             prepared,
             definition=definition.model_copy(update={"target": target}),
