@@ -192,13 +192,8 @@ def _numerics(view: StudyView) -> str:
     that a run on the target has to decide between them where another GPU stood in; else nothing."""
     winner, other, said = view.winner, view.ranking.fastest_with_16_bits, []
     if other is not None:
-        speed = view.snapshot.target_speed(other)
-        low, high = (speed.low, speed.high) if speed else (None, None)
-        ends = "" if low is None or high is None else f" ({units.rate(low)}–{units.rate(high)})"
-        rate = units.rate((speed or measured_of(other)).tokens_per_second)
-        said.append(
-            f"The fastest with 16-bit compute is trial {other.number}: {rate} tokens/s{ends}."
-        )
+        speed = speed_on_target(view.snapshot, other)
+        said.append(f"The fastest with 16-bit compute is trial {other.number}: {speed}.")
     if winner is not None and view.numerics_choice == "predicted":
         gpu = units.with_article(units.gpu_name(view.gpu.name))
         chosen = units.phrase("compute_dtype", winner.config.compute_dtype)

@@ -349,7 +349,7 @@ def _confirmation(ranking: Ranking) -> Confirmed | None:
     kept = {"allocator_retries", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_second"}
     return Confirmed(
         runs=ranking.runs,
-        seconds=known.seconds(series=known.series),
+        seconds=sum(r.device_seconds for r in known.records if r.series == known.series),
         fallen=tuple(ranking.fallen),
         searched_tokens_per_second=ranking.searched[winner.number].tokens_per_second,
         soak=None

@@ -163,10 +163,6 @@ class Confirmations:
         ]
         return max(stood, key=lambda pair: pair[0], default=(0.0, None))[1]
 
-    def seconds(self, *, series: int) -> float:
-        """Return the device's seconds that a series took so far, soaks and start as well."""
-        return sum(record.device_seconds for record in self.records if record.series == series)
-
     def repeat_seconds(self, *, series: int, besides: Collection[TrialConfig] = ()) -> float:
         """Return what the runs of a series took so far; not its soaks, nor the worker's start, nor
         what somebody interrupted, nor the runs of canonical configurations ``besides``."""

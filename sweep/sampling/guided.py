@@ -25,6 +25,7 @@ from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialR
 from sweep.predict.forecast import Forecaster
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
 from sweep.sampling.surrogate import (
+    LEAST,
     Array,
     Column,
     Goal,
@@ -121,11 +122,6 @@ class Trials:
     """Identities of both, and of what ended without a record."""
     learned: list[TrialRecord] = field(default_factory=list)
     """The trials with a speed that a surrogate is fitted to."""
-
-    @property
-    def remembered(self) -> list[TrialRecord]:
-        """The trials from which memory is known."""
-        return self.records[-REMEMBERED_MAX:]
 
 
 class _World:
@@ -374,7 +370,7 @@ class GuidedSampler(CandidateSampler):
     def _weighed(self, trials: Trials) -> _Weighed:
         """Return what each candidate promises, worked out once: whether to go on, by these trials
         and by all but the last, and what is next are read from it."""
-        told = [record.config for record in (*trials.learned, *trials.remembered)]
+        told = [record.config for record in (*trials.learned, *trials.records[-REMEMBERED_MAX:])]
         tried = {identity(config): config for config in (*told, *trials.running)}
         world = self._world
         if world is None or not self._candidates.is_listed or not tried.keys() <= world.rows.keys():
@@ -420,11 +416,9 @@ class GuidedSampler(CandidateSampler):
         if world.forecasts.target is None or not measured or len(self._objectives) > 1:
             return speed
         best = max(measured, key=lambda row: speed.mean[row])
-        is_other, sure = world.classes != world.classes[best], speed.surer(0.0)
-        means = np.where(is_other, sure.means, speed.means)
-        return replace(
-            speed, means=means, deviations=np.where(is_other, sure.deviations, speed.deviations)
-        )
+        own, means = world.classes == world.classes[best], speed.means
+        deviations = np.where(own, speed.deviations, LEAST)
+        return Mixture(speed.weights, np.where(own, means, speed.mean), deviations)
 
     def _reached(self, world: _World, trials: Trials, offsets: Array) -> Array:
         """Return the objectives of the trials that count among the best: those that ran to their
@@ -482,7 +476,7 @@ def _fit(world: _World, trials: Trials) -> Array:
         return np.ones(len(world.configs))
     budget, slack = world.forecasts.budget_bytes, FRAGMENTATION * world.forecasts.is_cut_up
     seen: list[tuple[int, float, bool]] = []
-    for record in trials.remembered:
+    for record in trials.records[-REMEMBERED_MAX:]:
         match record.outcome:
             case Measured(measurement=measured) | PrunedSlow(measurement=measured):
                 peak = np.log(float(measured.peak_allocated_bytes))

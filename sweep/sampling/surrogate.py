@@ -100,7 +100,7 @@ LAUNCH_NOISE = 0.04
 UNTRIED = 0.2
 """Standard deviation that each word (kernels, a compiler, ...) adds of which nothing was tried yet:
 what trials of others show to be right may be wrong of it."""
-_LEAST = 1e-6
+LEAST = 1e-6
 _LEVEL = 3.0
 """Standard deviation of a log speed of which nothing is known."""
 
@@ -138,7 +138,7 @@ class Mixture:
 
     def surer(self, share: float) -> Mixture:
         """Return one distribution of the same mean, with so much of the deviation."""
-        deviation = np.maximum(share * self.deviation, _LEAST)
+        deviation = np.maximum(share * self.deviation, LEAST)
         return Mixture(np.ones(1), self.mean[None, :], deviation[None, :])
 
 
@@ -161,7 +161,7 @@ class SpeedSurrogate:
         """Of the model as it is before any trial."""
         if physics is not None:
             self._launch_shares = physics.launch_shares
-            left = np.maximum(1.0 - self._launch_shares, _LEAST)
+            left = np.maximum(1.0 - self._launch_shares, LEAST)
             self._headroom = -np.log(left) / OVERLAP_EXPONENT
             self._log_seconds = physics.log_seconds(np.zeros(len(physics.spread)), slice(None))
 

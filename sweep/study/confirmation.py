@@ -232,9 +232,8 @@ class Plan:
         is_begun = len({max(self._runs(c), default=-1) for c in wanted}) > 1
         ran = [run for c in wanted for run in self._runs(c).values()]
         took = sum(run.setup_seconds + run.measured_seconds for run in ran)
-        # As long as a round took so far.
-        seconds = self._spent + took * len(wanted) / max(1, len(ran))
-        return wanted if is_begun or seconds <= self.budget.seconds else []
+        end = self._spent + took * len(wanted) / max(1, len(ran))
+        return wanted if is_begun or end <= self.budget.seconds else []
 
     def _is_to_soak(self, winner: TrialRecord) -> bool:
         budget, soaks = self.budget, self._of("soak")
@@ -251,8 +250,8 @@ class Plan:
         return len(concluded) < SOAKS_MAX and not self._has_failed(winner.config, soaks)
 
     def _turn(self, wanted: Sequence[Contender]) -> Contender | None:
-        """Return whose turn it is: of those and the winner, beside which they run, the one that
-        ran longest ago; None where nothing may run beside it."""
+        """Return whose turn it is of those and the winner, beside which they run, in this round;
+        None where nothing may run beside it."""
         tried = self._of("confirm")
         possible = [
             contender
@@ -261,9 +260,7 @@ class Plan:
             and not self._has_failed(contender.config, tried)
             and len(self._runs(contender)) < RUNS_MAX * self.budget.repeats
         ]
-        if self._winner is None or possible[:1] != [self._winner]:
-            return None
-        if not set(wanted) & set(possible):
+        if self._winner is None or possible[:1] != [self._winner] or not {*wanted} & {*possible}:
             return None
         newest = [max(self._runs(c), default=-1) for c in possible]
         left = [c for c, number in zip(possible, newest, strict=True) if number < max(newest)]
@@ -273,13 +270,9 @@ class Plan:
         turns = (possible[1::-1] if number % 2 else possible[:2]) + possible[2:]
         return next(c for c in turns if c in (left or turns))
 
-    @cached_property
-    def _rounds(self) -> Mapping[TrialConfig, Mapping[int, Measurement]]:
-        return self.ranking.confirmations.rounds(series=self.series)
-
     def _runs(self, contender: Contender) -> Mapping[int, Measurement]:
         """Return what was measured of a contender, by round."""
-        return self._rounds.get(contender.canonical, {})
+        return self.ranking.confirmations.rounds(series=self.series).get(contender.canonical, {})
 
     def _rounds_of(self, contender: Contender) -> int:
         """Return in how many rounds a contender ran beside the winner."""

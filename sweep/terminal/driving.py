@@ -186,10 +186,9 @@ class Recorded(LocalGpus):
         target = recorded.target_of(self.surface, definition.target)
         budget = target.budget_bytes
         surface = recorded.within(self.surface, prepared.space, budget_bytes=budget)
-        self._runner = runner = ReplayRunner(
-            recorded.records_of(surface, budget_bytes=budget),
-            pause=lambda: time.sleep(recorded.PAUSE_SECONDS),
-        )
+        records = recorded.records_of(surface, budget_bytes=budget)
+        seconds = recorded.PAUSE_SECONDS
+        self._runner = runner = ReplayRunner(records, pause=lambda: time.sleep(seconds))
         return replace(
             prepared,
             definition=definition.model_copy(update={"target": target}),

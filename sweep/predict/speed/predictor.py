@@ -285,8 +285,7 @@ class StepTimes:
 
     @cached_property
     def own_spread(self) -> Array:
-        """Standard deviation of what in that is each step's own: a ratio of two has both, and so
-        does a contributed step beside what its GPU and session explain."""
+        """Standard deviation of what in that is each step's own; a ratio of two has both."""
         known, host = self._gpu.speed, self.host_shares
         if self._calibration is not None and self._calibration.covariance is not None:
             return np.full(len(host), STEP_NOISE)
