@@ -428,7 +428,7 @@ def test_a_run_again_is_run_again(tmp_path: Path, purpose: str, moment: type[Eve
         drive(study, ReplayRunner(otherwise=train, soaking=soaking))
         known = study.confirmations()
     measured = [r for r in known if isinstance(r.outcome, Measured)]
-    assert [r.config.micro_batch_size for r in measured] == [10, 8, 10, 8, 10]
+    assert [r.config.micro_batch_size for r in measured] == [10, 8, 8, 10, 10]
     assert untried(tuple(r for r in known if r not in measured))
 
 
