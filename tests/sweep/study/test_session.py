@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import math
+import random
 import shlex
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,10 @@ from storage.records import Measured, Outcome, TrialRecord
 from storage.study import OpenStudy
 from sweep import cli
 from sweep.paths import runs_directory
+from sweep.predict.memory.prediction import WholeMemory
+from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.speed.predictor import StepTimes
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Lane, Lanes, Observer, Runner, keep_going
@@ -36,7 +41,7 @@ from sweep.study.targets import check_budget, least_weight_bytes, resolve_target
 from sweep.terminal.driving import LocalGpus
 from sweep.terminal.options import settings
 from tests.sweep.imagined_memory import ImaginedPredictor
-from tests.sweep.simulated_device import a_measurement, a_space, train
+from tests.sweep.simulated_device import a_measurement, a_space, at_speed, train
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +132,43 @@ def test_each_chosen_gpu_has_a_lane_or_as_many_as_a_trial_trains_on_together() -
         where.given_to(both)
     where.cards = cards(0, 1)
     assert len(where.given_to(both).cards) == 2
+
+
+class Shipped(MemoryPredictor):
+    """Predicts by what ships, and traces nothing anew."""
+
+    def __init__(self, *given: Any, **values: Any) -> None:
+        self._known = TracingPredictor(*given, **values)
+
+    def predict_all(self, configs: Sequence[TrialConfig], **values: Any) -> WholeMemory:
+        return self._known.predict_all(configs, **values)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stand_in_spends_one_trial_on_the_class_that_cannot_win(
+    url: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Of a GPU on which INT8 is faster than predicted: its two bases, then what is predicted to be
+    the fastest with 16 bits, and nothing for surprises of that class, which cannot win by them."""
+    monkeypatch.setattr(session, "TracingPredictor", Shipped)
+    held, card = {"lora_rank": 16, "target_modules": "attention"}, a_card("h100-80gb")
+    what = prepare("a10", overrides={"seed": seed}, held=held, study=None, card=lambda: card)
+    known: dict[str, Any] = {"model": what.model, "gpu": find_gpu("h100-80gb")}
+    memory, luck = Shipped(what.model, cache_dir=runs_directory()), random.Random(seed)
+
+    def answer(config: TrialConfig) -> Outcome:
+        speed = float(StepTimes([config], **known).tokens_per_second[0])
+        speed *= (1.13 if config.is_8bit_compute else 1.1) * math.exp(luck.gauss(0, 0.005))
+        peak = memory.predict_all([config]).prediction(0).peak_allocated_bytes
+        return at_speed(config, speed, peak_allocated_bytes=peak)
+
+    run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
+    found = read(url, what.name)
+    searched = [record.config for record in found.records]
+    assert [config.numerics for config in searched] == ["int8", "int8", "16-bit"]
+    assert (searched[2].compile, searched[2].compute_dtype) == (True, "bf16")
+    ran = [r.config.numerics for r in found.confirmations if r.purpose == "confirm"]
+    assert ran == ["int8", "16-bit", "16-bit", "int8"]
 
 
 @pytest.mark.parametrize("count", [1, 2])
