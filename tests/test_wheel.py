@@ -179,27 +179,21 @@ def test_an_editable_installation_runs_the_checkout_and_refuses_namesakes(
 def test_it_goes_from_a_plan_to_a_study_and_its_report_far_from_the_repository(
     installed: Installed,
 ) -> None:
-    where = "import sweep, storage, reports, search_spaces as s; print(*sweep.__path__, s.__file__)"
-    found = installed.run("python", "-c", where).stdout
-    assert str(ROOT) not in found
-    assert found.count(str(installed.environment)) == 2
-    for listing in ("presets", "gpus", "models"):
-        assert len(installed.sweep(listing).splitlines()) > 3
     answer = json.loads(installed.sweep("plan", "a10", "--model", "demo", "--exact", "--json"))
     assert answer["gpu"]["name"] == "a10"
     assert answer["fits"] is True
     installed.sweep("run", "cpu-demo", "--trials", "1", "--no-confirm", "--study", "demo")
-    best = json.loads(installed.sweep("best", "demo", "--json"))
-    assert best["trials"]["total"] == 1
     installed.sweep("report", "demo", "-o", "report.html")
     page = (installed.directory / "report.html").read_text(encoding="utf-8")
     assert page.count("<section") > 3
     assert "def main" in installed.sweep("export", "demo", "-o", "-")
     program = (
-        "import qlora_sweep as q; w = q.best('demo'); "
-        "print(w.config.lora_rank == w.peft_config().r, q.tune.__name__, q.plan.__name__)"
+        "import qlora_sweep as q, sweep, search_spaces as s; w = q.best('demo'); "
+        "print(w.config.lora_rank == w.peft_config().r, s.__file__, *sweep.__path__)"
     )
-    assert installed.run("python", "-c", program).stdout.split() == ["True", "tune", "plan"]
+    is_same, *places = installed.run("python", "-c", program).stdout.split()
+    assert (is_same, len(places)) == ("True", 2)
+    assert all(place.startswith(str(installed.environment)) for place in places)
 
 
 def test_a_plan_of_a_preset_works_nothing_out_that_ships(
@@ -228,9 +222,10 @@ def blobs(directory: Path) -> Path:
 
 
 def test_a_distribution_that_overwrites_a_package_is_named_until_it_is_gone(
-    install: Install, wheel: Path, tmp_path: Path
+    installed: Installed, wheel: Path, tmp_path: Path
 ) -> None:
-    made = install(tmp_path, wheel)
+    """The last of them: the installation is spoilt."""
+    made = installed
     again = ("install", "--quiet", "--no-deps", "--force-reinstall", wheel)
     made.pip("install", "--quiet", "--no-deps", blobs(tmp_path))
     for command in ("--version", "doctor"):

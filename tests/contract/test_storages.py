@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -391,23 +390,6 @@ def test_a_driver_killed_at_any_moment_loses_nothing_told_and_its_run_is_retried
         (record,) = records
         assert (record.number, record.outcome) == (0, fits(1000.0))
         assert retried == ()
-
-
-def test_drivers_killed_over_and_over_lose_nothing_that_they_told(url: str, home: Path) -> None:
-    told: dict[int, float] = {}
-    for milliseconds in (40, 130, 210):
-        process = driver.start(url, home, trials=1000)
-        process.wait_for("told")
-        time.sleep(milliseconds / 1000)
-        said = [line.split() for line in process.kill()]
-        told |= {int(words[1]): float(words[2]) for words in said if words[0] == "told"}
-    with open_it(url, home) as study:
-        study.recover()
-        kept = {r.number: r.measurement.tokens_per_second for r in study.records() if r.measurement}
-        open_trials = study.study.get_trials(states=(TrialState.RUNNING, TrialState.WAITING))
-    assert told
-    assert told.items() <= kept.items()
-    assert open_trials == []
 
 
 def close_from_outside(url: str, number: int) -> None:

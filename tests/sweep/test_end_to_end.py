@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sweep.cli import main
+
 COMMAND = [sys.executable, "-c", "from sweep.cli import main; raise SystemExit(main())"]
 SPACE = """
 name: two
@@ -23,7 +25,7 @@ model: demo
 budget_gib: 0.5
 trials: 2
 confirm: {seconds: 1, repeats: 2, soak_seconds: 1}
-steps: {measured_max: 9999, seconds_max: 4, relative_interval: 0.0001}
+steps: {measured_max: 9999, seconds_max: 2, relative_interval: 0.0001}
 dimensions:
   micro_batch_size: [4, 8]
 fixed: {kernels: hf, compile: false, seq_len: 128}
@@ -57,7 +59,7 @@ def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 @pytest.mark.slow
 def test_an_interrupted_study_goes_on_by_the_same_command_to_a_confirmed_winner_and_its_report(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     run = ("run", str(tmp_path / "space.yaml"))
@@ -75,7 +77,9 @@ def test_an_interrupted_study_goes_on_by_the_same_command_to_a_confirmed_winner_
     assert "sweep best two" in out
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
-    before = json.loads(start("status", "two", "--json", home=tmp_path).communicate()[0])
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    assert main(["status", "two", "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
     assert before["ended"] is None
     assert (before["trials"]["fits"], before["trials"]["lost"]) == (1, 1)
     assert (before["driven_by"], before["running"]) == (None, [])
@@ -97,9 +101,8 @@ def test_an_interrupted_study_goes_on_by_the_same_command_to_a_confirmed_winner_
     assert (document["gain"] is None) == (document["no_gain"] is not None)
     assert (tmp_path / "runs" / "two" / "report.html").stat().st_size > 100_000
 
-    third = start(*run, home=tmp_path)
-    out, err = third.communicate(timeout=60)
-    assert third.returncode == 0
+    assert main(run) == 0
+    out, err = capsys.readouterr()
     assert "Resuming study two: 2 of 2 trials are done." in err
     assert "search has ended" not in err, "what was measured again is not measured once more"
     assert "The fastest configuration that fits is trial" in out

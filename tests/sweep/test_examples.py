@@ -1,4 +1,8 @@
-"""Every example in a command's help, run as it stands there."""
+"""Every example in a command's help, as it stands there, with a simulated device.
+
+Those that train in processes of their own are held against the options alone: their commands have
+tests that train.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,22 +21,24 @@ from typing import Any
 import pytest
 import typer
 
-from search_spaces.models import load_model_spec
+from search_spaces.config import TrialConfig
 from search_spaces.presets import preset_texts
+from storage.records import Measured, Outcome
 from sweep.cli import CALLED, app, main
 from sweep.predict.memory.profile_store import TracingChildren
-from tests.sweep.merging.made import make_adapter, make_base
 from tests.sweep.predict.contributed import path_of
 from tests.sweep.shared_tracing import asked_of
+from tests.sweep.simulated_device import a_measurement
+from tests.sweep.simulated_drive import driving_on
 
 REFUSED_WITHOUT_A_CARD = 3
 CONTRIBUTION = path_of("h100_studies_mistral-7b-v0.3.jsonl")
 SURFACE = Path(__file__).parents[1] / "data" / "surfaces" / "tinyllama-1.1b_h200.jsonl"
 TEXTS = Path(__file__).parents[2] / "docs" / "examples" / "dataset.jsonl"
 TOKENIZER = Path(__file__).parents[2] / "search_spaces" / "tokenizers" / "demo"
-ALONE = "sweep plan a10"
-"""Starts tracing children of its own and ends them, as commands do; the others share some."""
-SHORTER = {"10m": "1s", "200": "8"}
+TRAIN = ("train", "verify", "merge")
+"""Commands whose examples are not run."""
+SHORTER = {"200": "8"}
 """What is typed instead, where an example takes as long as a person means it to."""
 
 
@@ -46,27 +52,21 @@ def examples() -> Iterator[tuple[str, str]]:
             yield name, line
 
 
+def measured(config: TrialConfig) -> Outcome:
+    return Measured(measurement=a_measurement(config, peak_allocated_bytes=1000))
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a study on the CPU called ``a10``, and the files that examples name."""
     home = tmp_path_factory.mktemp("prepared")
-    demo = preset_texts()["cpu-demo"]
-    quick = demo.replace("trials: 28", "trials: 3").replace("  seconds: 8", "  seconds: 1")
-    quick = quick.replace("  soak_seconds: 3", "  soak_seconds: 0")
-    # Nobody asks how fast anything is: short rows, and two runs of what is measured again.
-    quick = quick.replace("  repeats: 4", "  repeats: 2").replace("[64, 128, 256]", "[16, 32]")
-    quick = quick.replace("  seq_len: 128", "  seq_len: 32")
-    wider = quick.replace("lora_rank: [4, 8, 16]", "lora_rank: [2, 4, 8, 16]")
-    # Another example measures again what has won.
-    wider = re.sub(r"^confirm:\n(  .+\n)+", "confirm: false\n", wider, flags=re.MULTILINE)
-    for name, text in (("quick.yaml", quick), ("wider.yaml", wider)):
-        (home / name).write_text(text.replace("name: cpu-demo\n", ""), encoding="utf-8")
+    demo = preset_texts()["cpu-demo"].replace("name: cpu-demo\n", "")
+    wider = demo.replace("lora_rank: [4, 8, 16]", "lora_rank: [2, 4, 8, 16]")
+    (home / "wider.yaml").write_text(wider, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         at_home(home, patch)
-        assert main(["run", "quick.yaml", "--study", "a10", "--no-confirm"]) == 0
+        assert main(["run", "cpu-demo", "--trials", "3", "--study", "a10", "--no-confirm"]) == 0
     shutil.copy(TEXTS, home / "dataset.jsonl")
-    base = make_base(home / "base", load_model_spec("demo").config)
-    make_adapter(home / "adapter", base)
     shutil.copytree(TOKENIZER, home / "models" / "mine")
     surface = SURFACE.read_text(encoding="utf-8").splitlines(keepends=True)
     # Two trials of one structure: each structure takes its time to trace.
@@ -89,6 +89,7 @@ def tracing() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 def at_home(home: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("SWEEP_HOME", str(home))
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patch.setattr("sweep.terminal.driving.drive", driving_on(measured))
     patch.chdir(home)
 
 
@@ -118,6 +119,9 @@ def test_an_example_does_what_its_command_says(
 ) -> None:
     if name == "dashboard" and find_spec("optuna_dashboard"):
         pytest.skip("it serves until it is stopped")
+    if name in TRAIN:
+        commands()[name].make_context(name, shlex.split(line)[2:])
+        return
     home = tmp_path / "home"
     shutil.copytree(prepared, home)
     at_home(home, monkeypatch)
@@ -130,11 +134,8 @@ def test_an_example_does_what_its_command_says(
     if name == "replay":
         # What replays a model of billions of parameters foresees takes a minute to trace.
         arguments = ["random" if word == "guided,random" else word for word in arguments]
-    if name == "train":
-        # It makes what other examples take.
-        shutil.rmtree(home / "adapter")
     before = set(os.listdir(home))
-    with nullcontext() if line == ALONE else tracing():
+    with tracing():
         code = main(arguments)
     out, err = capsys.readouterr()
     if _needs_a_card(arguments):

@@ -17,6 +17,7 @@ import pytest
 from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, identity_of
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
+from sweep.cli import main
 from sweep.merging.job import merge
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
@@ -150,7 +151,7 @@ def test_a_weight_that_fp16_cannot_hold_is_said(adapter: Path, base: Path, tmp_p
 
 
 def test_a_merge_is_proved_by_its_logits_and_is_whole_under_its_name(
-    base: Path, adapter: Path, tmp_path: Path
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own_base = Path(shutil.copytree(base, tmp_path / "base"))
     of_base = {"tekken.json", "vocab.txt", "tokenizer.model.v3", "preprocessor_config.json"}
@@ -166,15 +167,13 @@ def test_a_merge_is_proved_by_its_logits_and_is_whole_under_its_name(
         adapter / ADAPTER,
         lambda held: {k.replace(".weight", ".default.weight"): t for k, t in held.items()},
     )
-    news: list[Any] = []
     output = tmp_path / "below" / "merged"
     left = output.with_name(".merged.merging")
     left.mkdir(parents=True)
     (left / "model-00001-of-00009.safetensors").write_text("a merge that was killed left this")
-    report = merge(
-        str(adapter), output=str(output), model=str(own_base), rows=2, on_news=news.append
-    )
-
+    command = ["merge", str(adapter), "--output", str(output)]
+    assert main([*command, "--model", str(own_base), "--rows", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert (report["weights_merged"], report["tokenizer"]) == (8, "adapter")
     assert report["trained_on"] == str(base)
     compared = report["comparison"]
@@ -184,7 +183,6 @@ def test_a_merge_is_proved_by_its_logits_and_is_whole_under_its_name(
     assert compared["argmax_agreement"] > 0.9
     assert compared["trained"]["quantization"] == "nf4"
     assert compared["trained"]["mean_abs"] > compared["mean_abs"]
-    assert news[-1] == {"compared": 2, "of": 3}
     own = {"README.md", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates"}
     of_base |= {path.name for path in base.iterdir()}
     assert {path.name for path in output.iterdir()} == of_base | own
@@ -192,8 +190,8 @@ def test_a_merge_is_proved_by_its_logits_and_is_whole_under_its_name(
     assert "adapter" in (output / "tokenizer_config.json").read_text()
     assert [path.name for path in output.parent.iterdir()] == ["merged"]
     assert next(output.glob("*.safetensors")).stat().st_mode & 0o044
-    with pytest.raises(InputError, match="is not an empty directory"):
-        merge(str(adapter), output=str(output))
+    assert main(command) == 2
+    assert "is not an empty directory" in capsys.readouterr().err
 
 
 def test_two_merges_do_not_write_one_directory(adapter: Path, tmp_path: Path) -> None:

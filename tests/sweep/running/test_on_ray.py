@@ -38,19 +38,14 @@ from tests.sweep.test_processes import is_running
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
-STEADY, DOOMED, WITH_CARDS, DOOMED_IN_A_STUDY = range(4)
+STEADY, DOOMED, DOOMED_IN_A_STUDY = range(3)
 """The nodes, in the order in which they begin; the head runs nothing."""
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(
-        {"num_cpus": 2},
-        {"num_cpus": 1},
-        {"num_cpus": 2, "num_gpus": 2},
-        {"num_cpus": 1},
-        home=tmp_path_factory.mktemp("ray"),
-    ) as cluster:
+    home = tmp_path_factory.mktemp("ray")
+    with LocalCluster({"num_cpus": 3, "num_gpus": 2}, *2 * [{"num_cpus": 1}], home=home) as cluster:
         yield cluster
 
 
@@ -120,11 +115,20 @@ def kill(name: str) -> Callable[[dict[str, int]], None]:
 
 
 def test_each_node_tells_of_itself(cluster: Cluster, nodes: list[Node]) -> None:
-    assert len({node.address for node in cluster.nodes}) == 5
+    assert len({node.address for node in cluster.nodes}) == 4
     assert len({frozenset(node.versions.items()) for node in cluster.nodes}) == 1
-    assert [node.gpus for node in nodes] == [0, 0, 2, 0]
-    assert [node.processors for node in nodes] == [2, 1, 2, 1]
+    assert [node.gpus for node in nodes] == [2, 0, 0]
+    assert [node.processors for node in nodes] == [3, 1, 1]
     assert cluster.card("cpu") is None
+
+
+def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    places(cluster, "here", paths=[str(tmp_path)])
+    with pytest.raises(EnvironmentFault, match=r"/nowhere is not on .*, .*: each node reads it"):
+        places(cluster, "nowhere", paths=["/nowhere", str(tmp_path)])
+    assert processes_of("nowhere") == {}
 
 
 def test_a_killed_worker_or_actor_is_a_crash_and_the_next_trial_has_another(
@@ -203,7 +207,7 @@ def test_a_node_that_is_lost_takes_its_own_place_alone_and_what_others_measured_
     note_identity(tmp_path, ours)
     request = TrialRequest(config=SMALL, steps=STEPS, attempt=an_attempt("mine"))
     with closing_all(places(cluster, "lost")) as found:
-        assert len(found) == 4
+        assert len(found) == 3
         lost = named(found, nodes[DOOMED].address)
         with pytest.raises(CardLost, match=f"node {lost.name} of the Ray cluster is lost"):
             disturbed(lost.runner, "lost", lambda _: local.kill_node(DOOMED))
@@ -240,7 +244,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
     local: LocalCluster, nodes: list[Node], tmp_path: Path
 ) -> None:
     run = "import sys; from sweep.cli import main; sys.exit(main())"
-    options = ["--trials", "6", "--no-confirm", "--json", "--on", f"ray:{local.address}"]
+    options = ["--trials", "4", "--no-confirm", "--json", "--on", f"ray:{local.address}"]
     study = subprocess.Popen(
         [sys.executable, "-c", run, "run", "cpu-demo", *options],
         stdout=subprocess.PIPE,
@@ -260,7 +264,7 @@ def test_a_study_goes_on_without_a_node_that_is_lost(
         study.wait()
     assert study.returncode == 0, said
     trials = json.loads(document)["trials"]
-    assert (trials["total"] - trials["lost"], trials["crashed"]) == (6, 0)
+    assert (trials["total"] - trials["lost"], trials["crashed"]) == (4, 0)
     assert trials["lost"] <= 1
     assert f"{doomed.address} is lost: " in said
     assert "Traceback" not in said
@@ -270,7 +274,7 @@ def test_a_place_is_on_each_card_and_those_that_others_hold_are_left_to_them(
     ray: Any, nodes: list[Node]
 ) -> None:
     card = Card("NVIDIA H200", 2**37, 2**37, (9, 0), "580.1", "13.0")
-    node = nodes[WITH_CARDS]
+    node = nodes[STEADY]
     pretended = replace(node, cards=(card, card))
     cluster = Cluster(ray)
     cluster.nodes = (pretended,)
@@ -304,15 +308,6 @@ def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> N
         Cluster(ray, look=without_our_package)
     assert "pip install 'qlora-sweep[ray]" in str(refused.value)
     assert "No module named" in str(refused.value)
-
-
-def test_texts_that_are_not_on_the_nodes_are_refused_before_anything_begins(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    places(cluster, "here", paths=[str(tmp_path)])
-    with pytest.raises(EnvironmentFault, match=r"/nowhere is not on .*, .*: each node reads it"):
-        places(cluster, "nowhere", paths=["/nowhere", str(tmp_path)])
-    assert processes_of("nowhere") == {}
 
 
 @pytest.mark.parametrize(

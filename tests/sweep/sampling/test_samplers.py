@@ -120,14 +120,6 @@ def test_when_everything_left_is_hopeless_it_is_asked_for_all_the_same_but_once(
     assert len({identity(config) for config in configs}) == 10
 
 
-@pytest.mark.parametrize("name", MODEL_BASED)
-def test_a_trial_without_parameters_keeps_no_sampler_from_learning(name: SamplerName) -> None:
-    space = a_space()
-    sampler = make_sampler(name, space, seed=4, forecaster=Knowing())
-    configs = asked(sampler, space, trials=14, first_without_parameters=True)
-    assert len(configs) == 14
-
-
 def test_the_same_seed_asks_the_same_and_nothing_twice() -> None:
     space = a_space(dimensions={"checkpoint_fraction": {"low": 0.2, "high": 0.4}})
     first, second = (
@@ -136,17 +128,6 @@ def test_the_same_seed_asks_the_same_and_nothing_twice() -> None:
     assert first == second
     assert all(0.2 <= config.checkpoint_fraction <= 0.4 for config in first)
     assert len({config.checkpoint_fraction for config in first}) == 15
-
-
-def test_the_grid_asks_for_every_combination_once() -> None:
-    space = a_space(
-        dimensions={"micro_batch_size": {"choices": [1, 2]}, "lora_rank": {"low": 1, "high": 3}},
-        fixed={},
-    )
-    configs = asked(make_sampler("grid", space, seed=8), space, trials=6)
-    assert {(c.micro_batch_size, c.lora_rank) for c in configs} == {
-        (batch, rank) for batch in (1, 2) for rank in (1, 2, 3)
-    }
 
 
 @pytest.mark.parametrize(
@@ -515,19 +496,6 @@ def test_parameters_are_those_of_the_space() -> None:
     for is_log in (False, True):
         encoding = an_encoding(lora_alpha={"low": 0.001, "high": 10.0, "log": is_log})
         assert encoding.distributions["lora_alpha"] == FloatDistribution(0.001, 10.0, log=is_log)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({}, {"lora_alpha": 32}, True),
-        ({"micro_batch_size": 4}, {"micro_batch_size": 4, "effective_batch_size": 4}, True),
-        ({}, {"lora_alpha": 16}, False),
-        ({}, {"lora_rank": 8}, False),
-    ],
-)
-def test_what_trains_alike_is_one(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    assert (identity(TrialConfig(**one)) == identity(TrialConfig(**other))) is same
 
 
 def test_every_combination_comes_with_the_configuration_that_it_stands_for() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from typer.main import get_command
 
@@ -19,7 +18,6 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.loading import load_space, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot, Target
 from storage.reading import list_studies, read_spooled_study, read_study
 from storage.records import Measured, Outcome, TrialRecord
@@ -32,7 +30,7 @@ from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import StepTimes
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.replay import ReplayRunner
-from sweep.running.runner import Lane, Lanes, Observer, Runner, keep_going
+from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.wire import TrialRequest
 from sweep.study import session
 from sweep.study.events import Event, Interruption, Listener, SpaceTraced, StopReason, TrialFinished
@@ -171,21 +169,6 @@ def test_a_stand_in_spends_one_trial_on_the_class_that_cannot_win(
     assert ran == ["int8", "16-bit", "16-bit", "int8"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_with_several_lanes_tpe_knows_of_what_runs(home: Path, count: int) -> None:
-    what = prepared(sampler="tpe", trials=14, confirm=False)
-    changes = {"dimensions": {"lora_rank": {"low": 1, "high": 64}}, "fixed": {}}
-    space = SearchSpace.model_validate(what.space.model_dump() | changes)
-    what = replace(what, definition=what.definition.model_copy(update={"space": space}))
-    storage = f"sqlite:///{home}/sweep.db"
-    lanes = Lanes([Lane(small(what), name=f"GPU {at}") for at in range(count)])
-    run(what, storage, new_runner=lambda _: lanes)
-    (study,) = optuna.get_all_study_names(storage)
-    trials = optuna.load_study(study_name=study, storage=storage).get_trials()
-    shared = [trial for trial in trials if any("relative_params" in k for k in trial.system_attrs)]
-    assert bool(shared) is (count > 1)
-
-
 # What was typed
 
 
@@ -229,25 +212,6 @@ def test_the_baseline_goes_into_a_typed_effective_batch(effective: int, micro: i
     space = load_space("a10").model_copy(update={"baseline": {"micro_batch_size": 4}})
     baseline = with_fixed(space, {"effective_batch_size": effective}).baseline_config()  # type: ignore[union-attr]
     assert (baseline.micro_batch_size, baseline.effective_batch_size) == (micro, effective)
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ({"trials": 0}, "trials must be at least 1, got 0"),
-        ({"sampler": "tpee"}, "sampler must be one of"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"gpu": "a11"}, "unknown GPU 'a11'"),
-        ({"model": "mistral"}, "unknown model 'mistral'"),
-        ({"held": {"lora_rank": 0}}, "lora_rank must be at least 1, got 0"),
-        ({"held": {"kernels": "ligr"}}, "kernels must be one of"),
-        ({"confirm": {"soak_seconds": -1.0}}, "soak_seconds"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_key(home: Path, typed: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        prepared("a10", **typed)
-    assert list(home.iterdir()) == []
 
 
 def test_where_all_settings_are_fixed_a_command_that_answers_is_named() -> None:

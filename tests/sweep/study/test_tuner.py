@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
-from sweep.predict.memory.prediction import WholeMemory
 from sweep.running.replay import ReplayRunner
 from sweep.sampling.samplers import make_sampler
 from sweep.study.events import (
@@ -34,15 +31,12 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
-from tests.sweep.imagined_memory import one_by_one
 from tests.sweep.simulated_device import (
     BUDGET,
     Exact,
     a_measurement,
     a_space,
     a_study,
-    peak_bytes,
-    tokens_per_second,
     train,
 )
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
@@ -183,40 +177,6 @@ def test_a_slow_trial_is_stopped_early_and_keeps_what_was_measured(tmp_path: Pat
         assert record.measurement.steps_measured < a_measurement(record.config).steps_measured
 
 
-class Counted:
-    """Counts what it is asked, in each state of knowledge."""
-
-    def __init__(self, answer: Callable[[TrialConfig], Any]) -> None:
-        self._answer = answer
-        self._learned = 0
-        self.asked: Counter[tuple[TrialConfig, int]] = Counter()
-
-    def predict(self, config: TrialConfig) -> Any:
-        self.asked[config, self._learned] += 1
-        return self._answer(config)
-
-    def predict_all(self, configs: Sequence[TrialConfig], **_: Any) -> WholeMemory:
-        return WholeMemory(configs, one_by_one(self.predict, configs))
-
-    def learn(self, record: TrialRecord) -> None:
-        self._learned += 1
-
-
-def test_nothing_is_predicted_twice(tmp_path: Path) -> None:
-    memory, speed = Counted(Exact().predict), Counted(tokens_per_second)
-    forecaster = a_forecaster(predictor=memory, speed=speed)
-    sampler = make_sampler("tpe", a_space(), seed=1, forecaster=forecaster)
-    with a_study(tmp_path, trials=12, sampler=sampler) as study:
-        drive(study, forecaster=forecaster)
-        records = study.records()
-    # A further trial makes speed another one, and leaves what a configuration needs as it is.
-    assert max(speed.asked.values()) == 1
-    assert max(memory.asked.values()) == 1
-    for record in records:
-        assert record.prediction.peak_allocated_bytes == peak_bytes(record.config)
-        assert record.prediction.tokens_per_second == tokens_per_second(record.config)
-
-
 ONE = {"trials": 1, "baseline": {"micro_batch_size": 8}}
 
 
@@ -232,17 +192,6 @@ def test_an_only_trial_that_crashes_is_the_machines_fault(tmp_path: Path) -> Non
     assert [record.attempt for record in records] == [1, 2, 3, 4, 5]
     assert records[-1].verdict is Verdict.FITS
     assert Ledger(records).trials_spent() == 1
-
-
-def test_what_failed_is_tried_three_times_more_in_every_run(tmp_path: Path) -> None:
-    bad = a_space().baseline_config()
-    runner = ReplayRunner(otherwise=crashing(bad))
-    for runs in (1, 2, 3):
-        with a_study(tmp_path, trials=4) as study:
-            assert drive(study, runner) is StopReason.TRIALS_SPENT
-            records = study.records()
-        assert sum(record.config == bad for record in records) == 3 * runs
-        assert len(records) == 3 + 3 * runs
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from search_spaces.config import TrialConfig, as_options
 from search_spaces.errors import InputError
 from storage.records import Measured
-from sweep.request import RunRequest
 from sweep.terminal.options import settings
 from tests.sweep.simulated_device import a_measurement
 from tests.sweep.simulated_drive import driving_on
@@ -208,18 +206,6 @@ def test_the_default_directory_of_studies_is_made_and_no_other(home: Path, sweep
     for command in (words, ["status", "--storage"], ["best", "one", "--storage"]):
         assert sweep(*command, "sqlite:///elsewhere/x.db").code == 2
     assert not (home / "elsewhere").exists()
-
-
-def test_a_study_of_settings_has_a_short_name_of_its_own() -> None:
-    def name(**held: object) -> str:
-        return RunRequest(space="a10", held=held).named()[0]
-
-    first = name(lora_rank=16, target_modules="attention")
-    assert first == name(target_modules="attention", lora_rank=16)
-    assert re.fullmatch(r"a10-\w{6}", first)
-    others = (name(), name(lora_rank=16), name(lora_rank=16, target_modules="qv"))
-    assert len({first, *others}) == 4
-    assert name() == "a10"
 
 
 def test_a_setting_means_what_its_option_and_its_key_in_a_space_mean() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.errors import InputError
 from storage.records import Ineffective
 from sweep.running.wire import RunCommand, TrialRequest, WorkerMessage, WorkerSettings
 from tests.lazy import lazily
@@ -334,23 +333,6 @@ def test_no_number_of_shapes_makes_a_layer_fall_back_and_none_that_is_no_single_
 attaching = lazily("sweep.training.adapters")
 
 
-@pytest.mark.parametrize(
-    ("fraction", "layers", "expected"),
-    [
-        (0.0, 4, set()),
-        (1.0, 4, {0, 1, 2, 3}),
-        (0.5, 4, {0, 2}),
-        (0.25, 8, {0, 4}),
-        (0.75, 4, {0, 1, 2}),
-        (0.1, 4, set()),
-    ],
-)
-def test_checkpointed_layers_are_evenly_spread(
-    fraction: float, layers: int, expected: set[int]
-) -> None:
-    assert TrialConfig(checkpoint_fraction=fraction).checkpointed_layers(layers) == expected
-
-
 def test_detaching_leaves_the_base_as_it_was() -> None:
     config = tiny_config(checkpoint_fraction=0.5, target_modules="all-linear")
 
@@ -389,8 +371,3 @@ def test_adapters_go_where_the_configuration_says(targets: object, adapted: set[
     assert (trained, len(sizes)) == (8 * sum(sizes), LAYERS * len(adapted))
     for layer in layers.values():
         assert (layer.lora_dropout["default"].p, layer.scaling["default"]) == (0.1, 0.5)
-
-
-def test_a_module_the_architecture_lacks_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(InputError, match=r"'q_porj'; did you mean 'q_proj'"):
-        tiny_loop(tiny_config(target_modules=["q_porj"])).__enter__()
