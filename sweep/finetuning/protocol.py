@@ -4,6 +4,8 @@ messages: rows counted, held-out losses, checkpoints, and how it ended.
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -13,6 +15,8 @@ from search_spaces.models import ModelSpec
 from storage import records
 from sweep.running.wire import ChildSettings, Message, Progress, Ready, Unusable
 
+REFERENCE = "reference.safetensors"
+"""In the output, the reference's log-probabilities where they are worked out once."""
 CHECKPOINT_SECONDS = 600.0
 """About so often a checkpoint is written; a kill loses no more than that."""
 
@@ -124,8 +128,13 @@ class TrainingResult(Setup):
     final_train_loss: float
     """Mean over the last tenth of the steps."""
     eval_loss: float | None = None
-    """Of the held-out examples at the end: mean over their tokens."""
+    """Of the held-out examples at the end: mean over their tokens, or over pairs."""
     eval_tokens: int = 0
+    eval_pairs: int = 0
+    """Held-out pairs; 0 of a training on texts."""
+    eval_wins: int = 0
+    """Of which the policy prefers the chosen completion more than the reference does."""
+
     packed_rows: int | None = None
     """That the examples are packed into; None where they are not."""
     epochs: float
@@ -135,6 +144,15 @@ class TrainingResult(Setup):
     """That writing them took, and evaluating on the way."""
     checkpoint: str | None = None
     """The last one, which has the adapter."""
+
+    @property
+    def reward_accuracy_ci95(self) -> tuple[float, float]:
+        """The share of held-out pairs that all there are would win, at 95 % (Wilson's interval)."""
+        count, z = self.eval_pairs, NormalDist().inv_cdf(0.975)
+        share, shrunk = self.eval_wins / count, 1 + z * z / count
+        middle = (share + z * z / (2 * count)) / shrunk
+        half = z / shrunk * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+        return middle - half, middle + half
 
 
 TrainingOutcome = Annotated[

@@ -292,6 +292,12 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "training loss, mean", f"{result.train_loss:.4f}"
     held_out = units.DASH if result.eval_loss is None else f"{result.eval_loss:.4f}"
     yield "held-out loss", held_out
+    if result.eval_pairs:
+        share, (low, high) = result.eval_wins / result.eval_pairs, result.reward_accuracy_ci95
+        yield (
+            "held-out pairs, where the chosen completion gained more",
+            f"{share:.0%} of {units.count(result.eval_pairs)} ({low:.0%} to {high:.0%})",
+        )
     yield "trainable parameters", units.count(result.trainable_parameters)
     yield "time", units.duration(result.seconds)
     yield "device", shown(result.device_name)

@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.finetuning.protocol import TrainingJob
+from sweep.training.preference import REFERENCE
 from sweep.training.step import random_rows, stacked
 
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
@@ -71,6 +72,35 @@ class Ordered(Dataset[Any]):
         return self.rows[int(self._order[index])]
 
 
+@dataclass(eq=False)
+class Paired(Dataset[Any]):
+    """Prepared rows of which two are a pair; an item is both, the chosen one first."""
+
+    rows: Any
+    reference: torch.Tensor | None = None
+    """The reference's log-probability of each row's completion, fp32; None where it is asked in
+    each step."""
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        known = {} if self.reference is None else {REFERENCE: self.reference}
+        rows = (2 * index, 2 * index + 1)
+        return tuple({**self.rows[row], **{k: v[row] for k, v in known.items()}} for row in rows)
+
+
+def of_pairs(collate: Collate) -> Collate:
+    """Return what makes a micro-batch of pairs: all chosen rows, then all rejected ones."""
+
+    def collated(pairs: list[Any]) -> dict[str, torch.Tensor]:
+        rows = [pair[member] for member in (0, 1) for pair in pairs]
+        known = [row[REFERENCE] for row in rows if REFERENCE in row]
+        return {**collate(rows), **({REFERENCE: torch.stack(known)} if known else {})}
+
+    return collated
+
+
 @dataclass(frozen=True)
 class Rows:
     """What a training trains on and what it holds out."""
@@ -80,7 +110,7 @@ class Rows:
     held_out: Any | None = None
     collate_held_out: Collate | None = None
     texts: int | None = None
-    """Examples that are trained on, however they are packed; None for random tokens."""
+    """Examples or pairs that are trained on, however they are packed; None for random tokens."""
     left_out: int = 0
 
 
@@ -92,6 +122,8 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     """
     config = job.config
     if job.texts is None:
+        if config.is_on_pairs:
+            raise InputError("pairs are trained on from a dataset alone")
         count = (job.max_steps or 1) * config.samples_per_step
         random = random_rows(config, model, seed=job.seed)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
@@ -102,25 +134,32 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
 
     directory = Path(job.texts)
     _, loss = loss_left(directory, config.seq_len)
-    trained, held = split(len(loss), job.eval_fraction, job.seed)
-    training = training_rows(directory, config, indices=trained, seed=job.seed)
-    left_out = int(np.count_nonzero(loss[trained] == 0))
+    each = config.rows_per_sample
+    trained, held = split(len(loss), job.eval_fraction, job.seed, each)
+    training: Any = training_rows(directory, config, indices=trained, seed=job.seed)
+    left_out = int(np.count_nonzero((loss[trained].reshape(-1, each) == 0).any(1)))
     # Evaluated are single examples, however few there are.
     alone = config.model_copy(
         update={"micro_batch_size": 1, "effective_batch_size": None, "packing": "none"}
     )
-    held_out = None
+    held_out: Any = None
     if np.any(loss[held] > 0):
         held_out = training_rows(directory, alone, indices=held, seed=job.seed)
     # At once: a column gives its rows one by one, which takes seconds of a hundred thousand.
     widths = training[LENGTH][:] if LENGTH in training.column_names else None
     is_grouped = config.packing == "grouped"
+    collate: Collate = Collator(config)
+    collate_alone: Collate = Collator(alone)
+    if config.is_on_pairs:
+        widths = np.asarray(widths).reshape(-1, each).max(1).tolist()
+        training, held_out = Paired(training), held_out and Paired(held_out)
+        collate, collate_alone = of_pairs(collate), of_pairs(collate_alone)
     return Rows(
         training=Ordered(training, config.samples_per_step, job.seed, widths, is_grouped),
-        collate=Collator(config),
+        collate=collate,
         held_out=held_out,
-        collate_held_out=Collator(alone),
-        texts=len(trained) - left_out,
+        collate_held_out=collate_alone,
+        texts=len(trained) // each - left_out,
         left_out=left_out,
     )
 

@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from peft import set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -41,6 +41,7 @@ from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
+from sweep.training.preference import REFERENCE, Preference
 from sweep.training.step import evaluating, make_optimizer
 
 OBSERVED_STEPS = 2
@@ -97,6 +98,15 @@ class AdapterTrainer(Trainer):
 
     on_loss: Callable[[torch.Tensor], None]
     """Is given each micro-batch's share of the step's loss, on the device."""
+    pairs: Preference | None = None
+    """What trains on pairs; None on texts."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return the mean loss of a micro-batch; of pairs by what was put on the model."""
+        if self.pairs is None:
+            return super().compute_loss(model, inputs, *args, **options)
+        with self.accelerator.autocast():
+            return self.pairs(**inputs).loss
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """Queue one micro-batch; its loss stays on the device."""
@@ -151,6 +161,7 @@ class Training(TrainerCallback):
         self._phase: records.Phase = "start"
         self._step = 0
         self._losses: list[torch.Tensor] = []
+        self._wins = 0
         self._counted: deque[tuple[int, int]] = deque()
         """Of each micro-batch that is made and in no step that ended, the tokens that count and
         all that are computed."""
@@ -225,6 +236,12 @@ class Training(TrainerCallback):
             callbacks=[self],
         )
         trainer.on_loss = self._add_loss
+        if job.config.is_on_pairs:
+            trainer.pairs = Preference(model, job.config)
+            # A mean over pairs is not one over tokens, which Trainer would divide by.
+            trainer.model_accepts_loss_kwargs = False
+            if job.config.reference == "precomputed":
+                self._refer(trainer.pairs)
         count = len(self._rows.training)
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
@@ -378,9 +395,27 @@ class Training(TrainerCallback):
         steps.interrupted_seconds += self._pause_seconds
         self._course.begin_stretch()
 
+    def _refer(self, pairs: Preference) -> None:
+        """Work out the reference's log-probabilities of all that is trained on, or read what an
+        earlier run of this training worked out."""
+        path, rows = self._output / protocol.REFERENCE, self._rows.training.rows
+        if path.exists() and len(known := load_file(path)[REFERENCE]) == 2 * len(rows):
+            rows.reference = known
+            return
+        found = []
+        size, collate = self._job.config.micro_batch_size, self._rows.collate
+        for batch in DataLoader(rows, batch_size=size, collate_fn=collate):
+            with self._trainer.accelerator.autocast():
+                on_device = {k: v.to(self._device.torch_device) for k, v in batch.items()}
+                found.append(pairs.reference(on_device).cpu().reshape(2, -1))
+            self._tell()
+        rows.reference = torch.cat(found, dim=1).T.flatten().contiguous()
+        save_file({REFERENCE: rows.reference}, path)
+
     def _held_out_loss(self, count: int) -> tuple[float, int]:
         """Return the loss over the first held-out examples, the mean over their tokens, and how
-        many those are.
+        many those are; of pairs the mean over pairs, and how many of those the policy prefers as it
+        should is in ``_wins``.
 
         Nothing random in the training changes by it. A compiled layer runs as it is written:
         evaluated examples have shapes of their own.
@@ -393,6 +428,7 @@ class Training(TrainerCallback):
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
         told = {} if config.kernels == "hf" else {"skip_logits": True}
         device, total, tokens = self._device.torch_device, 0.0, 0
+        self._wins = 0
         with (
             torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
             torch.compiler.set_stance("force_eager"),
@@ -401,8 +437,14 @@ class Training(TrainerCallback):
             for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
                 carrying = loss_tokens(batch)
                 on_device = {key: value.to(device) for key, value in batch.items()}
-                with trainer.compute_loss_context_manager():
-                    loss = trainer.model_wrapped(**on_device, **told).loss
+                if trainer.pairs is not None:
+                    carrying = len(batch["labels"]) // 2
+                    loss = trainer.compute_loss(trainer.model, on_device)
+                    assert trainer.pairs.newest is not None
+                    self._wins += int((trainer.pairs.newest.margins(config) > 0).sum())
+                else:
+                    with trainer.compute_loss_context_manager():
+                        loss = trainer.model_wrapped(**on_device, **told).loss
                 total, tokens = total + float(loss) * carrying, tokens + carrying
                 self._tell()
         return total / tokens, tokens
@@ -422,7 +464,9 @@ class Training(TrainerCallback):
             **self._setup,
             **steps.figures(),
             eval_loss=loss,
-            eval_tokens=tokens,
+            eval_tokens=0 if job.config.is_on_pairs else tokens,
+            eval_pairs=tokens if job.config.is_on_pairs else 0,
+            eval_wins=self._wins,
             packed_rows=rows if job.config.packing == "packed" else None,
             # An epoch's last step may have fewer examples.
             epochs=whole + further * job.config.samples_per_step / rows,

@@ -25,7 +25,7 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage import files, records
-from sweep.data.choice import ReadTexts, texts_of_study, typed_texts
+from sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
 from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
@@ -133,6 +133,7 @@ def prepare_training(
     if (broken := rule(subject.config)) is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     choice, texts = _texts(request, subject, read_texts)
+    refuse_other_kind(subject.config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     is_on_cpu, budget = resolved.target.device == "cpu", resolved.target.budget_bytes
     notes = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,3 +46,26 @@ def prepared(
 def configured(packing: str = "none", **values: Any) -> TrialConfig:
     """Return a configuration with a packing."""
     return TrialConfig(packing=packing, **values)
+
+
+def prepared_pairs(directory: Path, *, count: int) -> Path:
+    """Write pairs of a prompt of three tokens: what is chosen repeats one token, what is rejected
+    another, over lengths that differ."""
+    from sweep.data.epoch import DIFFERENCES
+
+    lengths = np.array([3 + 4 + (row * 5) % 9 for row in range(2 * count)])
+    prepared(directory, lengths, completions=lengths - 3)
+    from datasets import load_from_disk
+
+    tokens = load_from_disk(str(directory / "tokens"), keep_in_memory=True)
+
+    def told(row: dict[str, Any], index: int) -> dict[str, Any]:
+        prompt = [1 + index // 2, 5, 6]
+        return {"input_ids": [*prompt, *([70, 80][index % 2],) * (len(row["input_ids"]) - 3)]}
+
+    changed = tokens.map(told, with_indices=True, features=tokens.features)
+    changed.save_to_disk(str(directory / "paired"))
+    shutil.rmtree(directory / "tokens")
+    (directory / "paired").rename(directory / "tokens")
+    np.save(directory / DIFFERENCES, np.full(count, 3, np.int32))
+    return directory

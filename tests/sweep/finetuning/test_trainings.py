@@ -16,7 +16,7 @@ import pytest
 from storage.records import INTERRUPTED, Crashed, Diverged, Invalid, OutOfMemory
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import Saved, Started, TrainingResult
-from tests.sweep.data.prepared import prepared
+from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.training.tiny import TINY
 
@@ -311,6 +311,46 @@ def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) 
         seen[size] = first, end.eval_loss, end.eval_tokens
     assert seen[1] == pytest.approx(seen[4], rel=1e-5)
     assert seen[1][0] != pytest.approx(seen[1][1], rel=5e-6), "80 examples are held out"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifteen pairs: the chosen completion counts up, the rejected one down."""
+    return prepared_pairs(tmp_path_factory.mktemp("pairs"), count=15)
+
+
+@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
+def test_a_training_on_pairs_learns_to_tell_them_apart_and_is_resumed_to_the_bit(
+    tmp_path: Path, pairs: Path, reference: str
+) -> None:
+    how: dict[str, Any] = {"method": "dpo", "reference": reference, "epochs": 4}
+    how |= {"lora_dropout": 0.0, "learning_rate": 0.05}
+    whole = trained(tmp_path / "whole", pairs, **how)
+    assert (whole.rows, whole.rows_held_out, whole.eval_pairs) == (12, 3, 3)
+    assert whole.eval_wins == 3
+    assert whole.final_train_loss < 0.5 * math.log(2)
+    low, high = whole.reward_accuracy_ci95
+    assert 0.4 < low < high == pytest.approx(1)
+
+    begun = job(tmp_path / "resumed", pairs, checkpoint_steps=1, **how)
+    stopped, _ = run(begun, stop_after=4)
+    assert stopped == INTERRUPTED
+    again = {"resume_from": str(checkpoints.newest(tmp_path / "resumed"))}
+    resumed, _ = run(begun.model_copy(update={**again, "checkpoint_steps": 1000}))
+    assert isinstance(resumed, TrainingResult)
+    first, second = adapter(whole), adapter(resumed)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_a_reference_that_is_worked_out_once_trains_as_one_that_is_asked_in_each_step(
+    tmp_path: Path, pairs: Path
+) -> None:
+    exact = {"compute_dtype": "fp32", "quantization": "none", "lora_dropout": 0.0}
+    losses = []
+    for reference in ("adapter_off", "precomputed"):
+        how = {"method": "dpo", "reference": reference, "max_steps": 3}
+        losses.append(course(trained(tmp_path / reference, pairs, **how, **exact))["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_step_in_which_something_is_compiled_is_no_measure_of_speed() -> None:
