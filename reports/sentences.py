@@ -124,7 +124,8 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     own = units.rate(measured.tokens_per_second)
     sure = ", ".join(filter(None, (words.interval(measured), words.doubts(measured))))
     if target.emulated_on is None:
-        return f"{own} tokens/s ({sure})"
+        pairs = f"{measured.samples_per_second:.3g} pairs/s, " * record.config.is_on_pairs
+        return f"{pairs}{own} tokens/s ({sure})"
     verb = "measured" if target.recorded is None else "recorded"
     speed = snapshot.target_speed(record)
     if speed is None:

@@ -128,10 +128,10 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
             "with --method dpo, or name a column of texts with --set data.text_column=chosen"
         )
     if method == "dpo" and not are_pairs:
-        raise InputError(
-            f"{source}: its rows are of kind {texts.summary.kind}, and method dpo needs pairs: "
-            "columns chosen and rejected, as texts or as turns, with or without prompt"
-        )
+        read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"
+        has_pairs = {"chosen", "rejected"} <= set(texts.summary.columns)
+        cure = "columns chosen and rejected, as texts or as turns, with or without prompt"
+        raise InputError(f"{read}: {'--set data.format=preference' if has_pairs else cure}")
 
 
 def _lengths(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:

@@ -459,11 +459,11 @@ def _of_arrow(batch: Any) -> Iterator[dict[str, Any] | Broken]:
 
 PREFERENCE = "preference"
 KINDS: dict[str, tuple[str, ...]] = {
-    PREFERENCE: ("chosen", "rejected"),
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
+    PREFERENCE: ("chosen", "rejected"),
     "text": ("text",),
 }
 """Columns of each kind, the most telling kind first."""

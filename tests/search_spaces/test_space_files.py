@@ -131,6 +131,9 @@ BETWEEN = [
     ("  seq_len: {low: 1, high: 9000000}", "use a larger step"),
     ("  lora_dropout: {low: 0.0, high: 0.1, log: true}", "log needs no step and low above 0, got"),
     ("  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}", "above 0, got step 0.1"),
+    ("  method: [sft, dpo]", "line 4: speeds of one method say nothing of another's"),
+    ("fixed:\n  method: dpo\nbaseline:\n  method: sft", "baseline has the space's method"),
+    ("fixed:\n  method: dpo\nobjectives: [eval_loss]", "with method dpo leave it out"),
     ("fixed:\n  micro_batch_size: 4", "line 5: 'micro_batch_size' is fixed and also a dimension"),
     ("baseline: {micro_batch_size: 4, effective_batch_size: 6}", "line 4: baseline: effective_ba"),
     (

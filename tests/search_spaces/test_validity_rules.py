@@ -128,6 +128,9 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     "attention-not-in-model": [({}, of_type("bloom"), AMPERE, "use attention eager")],
     "checkpointing-not-in-model": [({}, of_type("ctrl"), AMPERE, "use checkpoint_fraction 0")],
     "packing-needs-texts": [({"packing": "grouped"}, MISTRAL, None, "yours with --data")],
+    "pairs": [
+        ({"method": "dpo", **FSDP}, MISTRAL, AMPERE, "sharding none"),
+    ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),
         ({**FSDP, "upcast_fp32": True}, MISTRAL, AMPERE, "use upcast_fp32 false"),

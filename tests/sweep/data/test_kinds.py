@@ -24,6 +24,8 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
         (("prompt", "completion"), "prompt-completion"),
         (("text", "messages"), "messages"),
         (("conversations", "id"), "conversations"),
+        (("prompt", "chosen", "rejected"), "preference"),
+        (("prompt", "messages", "chosen", "rejected"), "messages"),
     ],
 )
 def test_the_kind_is_recognised_by_the_columns(columns: tuple[str, ...], kind: str) -> None:

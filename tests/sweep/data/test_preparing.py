@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.models import load_model_spec
-from search_spaces.texts import TextsSummary
+from search_spaces.texts import TextsChoice, TextsSummary
 from sweep.data import texts as module
+from sweep.data.choice import refuse_other_kind
+from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import (
     BROKEN,
     BROKEN_KEPT,
@@ -112,6 +115,43 @@ def test_of_very_many_broken_rows_the_first_are_named_and_all_counted(prepared: 
     assert texts.summary.broken == BROKEN_KEPT + 5
     assert len(texts.broken()) == BROKEN_KEPT
     assert texts.broken()[-1].line == BROKEN_KEPT + 1
+
+
+def test_pairs_are_two_rows_each_that_are_cut_and_counted_together(prepared: Prepare) -> None:
+    rows = [
+        {"prompt": "Where? ", "chosen": f"In {n}.", "rejected": "No. " * n} for n in range(1, 5)
+    ]
+    texts = prepared([*rows, {"chosen": "so", "rejected": "so"}])
+    summary = texts.summary
+    assert (summary.kind, summary.rows, summary.broken) == ("preference", 4, 1)
+    assert summary.completions_only
+    assert len(texts.lengths()) == len(texts.loss_lengths()) == 8
+    choice = TextsChoice(texts=summary.source, eval_fraction=0.25)
+    epochs = StudyEpochs.of(texts, choice, seed=0)
+    config = TrialConfig(method="dpo", micro_batch_size=1, seq_len=1024)
+    whole = epochs.epoch(config)
+    assert (len(whole.rows), whole.largest.rows) == (3, 2)
+    assert whole.tokens == epochs.lengths.sum()
+    assert epochs.record(config) is not None
+    assert epochs.refusal(config.model_copy(update={"micro_batch_size": 4})) is not None
+    refuse_other_kind("dpo", texts)
+    with pytest.raises(InputError, match="--method dpo"):
+        refuse_other_kind("sft", texts)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "a"}, "columns chosen and rejected"),
+        ({"messages": TURNS, "chosen": "a", "rejected": "b"}, "--set data.format=preference"),
+    ],
+    ids=str,
+)
+def test_what_is_no_pairs_is_refused_where_they_are_trained_on(
+    prepared: Prepare, row: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        refuse_other_kind("dpo", prepared([row]))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from search_spaces.config import PairLoss, TrialConfig
 from search_spaces.models import load_model_spec
-from tests.sweep.training.tiny import BRIEF, measured, outcome_of, tiny_config, tiny_loop
+from sweep.predict.memory.predictor import CpuMemory
+from tests.sweep.data.prepared import prepared_pairs
+from tests.sweep.training.tiny import BRIEF, TINY, measured, outcome_of, tiny_config, tiny_loop
 
 PAIRS: tuple[dict[str, list[int]], ...] = (
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9, 10, 2], "rejected_ids": [11, 2]},
@@ -121,3 +125,53 @@ def test_a_step_on_pairs_is_trls(trls_trainer: Any, loss_type: str, reference: s
         assert float(loss) == pytest.approx(float(asked), abs=1e-5)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"reference": "precomputed", "packing": "grouped", "seq_len": 16}],
+    ids=str,
+)
+def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
+    from sweep.data.batches import Texts, trial_batches
+
+    texts = Texts(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
+    config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **knobs})
+    made = trial_batches(texts, config)
+    for batch in (*made.largest, *made.round):
+        chosen, rejected = batch["input_ids"].chunk(2)
+        assert len(chosen) == 4
+        assert (chosen[:, :3] == rejected[:, :3]).all()
+        assert (chosen[:, 3:] != 80).all()
+        assert (rejected[:, 3:] != 70).all()
+    assert {tuple(batch["input_ids"].shape) for batch in made.largest} == {
+        (8, min(config.seq_len, 15))
+    }
+    found = measured(outcome_of(config, texts=texts, steps=BRIEF))
+    assert found.loss_tokens_per_step == pytest.approx(made.loss_tokens_per_step)
+    each = found.loss_tokens_per_step / config.samples_per_step
+    assert found.tokens_per_second == pytest.approx(found.samples_per_second * each, rel=1e-3)
+    assert found.padding_waste == pytest.approx(made.epoch.waste)
+
+
+def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> None:
+    from sweep.data.batches import Texts, trained_epoch
+    from sweep.data.epoch import DIFFERENCES
+
+    directory = prepared_pairs(tmp_path, count=10)
+    np.save(directory / DIFFERENCES, np.array([3, 3, 3, 3, 3, 6, 6, 5, 9, 9], np.int32))
+    texts = Texts(directory, eval_fraction=0.0, seed=0)
+    for length, kept in ((6, 6), (5, 5), (7, 8), (30, 10)):
+        whole = trained_epoch(texts, on_pairs(micro_batch_size=2, seq_len=length))
+        assert (len(whole.rows), whole.rows_left_out) == (kept, 10 - kept)
+        assert sorted(whole.rows.documents % 2) == [0] * kept + [1] * kept
+
+
+def test_what_a_cpu_needs_for_pairs_is_predicted(tmp_path: Path) -> None:
+    """As near as for texts: the CPU's attention keeps less than a GPU's (`CPU_UNCERTAINTY`)."""
+    config = on_pairs(micro_batch_size=8, seq_len=64, reference="precomputed")
+    predicted = CpuMemory(TINY, cache_dir=tmp_path).predict(config).peak_allocated_bytes
+    found = measured(outcome_of(config, steps=BRIEF)).peak_allocated_bytes
+    assert predicted == pytest.approx(found, rel=0.05)
