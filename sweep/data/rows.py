@@ -1280,7 +1280,7 @@ class Collator:
     """
 
     settings: Any
-    """A configuration: seq_len, micro_batch_size, packing, attention, compile, method."""
+    """A configuration: seq_len, micro_batch_size, packing, attention, compile, is_on_pairs."""
     pad_token_id: int = 0
     """Any token of the model."""
 
@@ -1290,7 +1290,7 @@ class Collator:
 
         settings, is_flat = self.settings, is_flattened(self.settings)
         examples = [self._example(row) for row in rows]
-        if settings.compile and not is_flat and settings.method == "sft":
+        if settings.compile and not is_flat and not getattr(settings, "is_on_pairs", False):
             # The last micro-batch of an epoch would be compiled for its own number of rows.
             pads: dict[str, Any] = {INPUT: [self.pad_token_id], "labels": [IGNORED]}
             pads |= {SEQ_LENGTHS: [1]} if SEQ_LENGTHS in examples[0] else {}

@@ -276,7 +276,7 @@ def _literal(value: object) -> str:
 
 
 _JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
-_OF_PAIRS = ("json", "yaml", "peft")
+_OF_PAIRS = ("json", "yaml", "peft", "trl")
 """Formats in which a configuration that trains on pairs can be had."""
 _FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
     "script": (_script, _PYTHON),

@@ -44,7 +44,8 @@ def dataset_options(record: Record, whom: str) -> dict[str, Any]:
     """Return the options that say a trainer, or ``dataset_info``, what to train on."""
     options, texts = table("datasets")["options"][whom], record.texts
     if texts is None:
-        return dict(filled(options["full"], {"data_file": DATA_FILE}))
+        kind = "full pairs" if record.config.is_on_pairs else "full"
+        return dict(filled(options[kind], {"data_file": DATA_FILE}))
     summary, builder, source = texts.summary, _builder(texts.source), texts.source
     # Of a file in a directory datasets sees by its ending that it has tabs.
     trl = (str(Path(source).parent), Path(source).name) if _has_tabs(source) else (builder, source)
@@ -57,6 +58,7 @@ def dataset_options(record: Record, whom: str) -> dict[str, Any]:
         "file": source if builder else None,
         "no_file": None if builder else source,
         "column": texts.column,
+        "pair_columns": [c for c in ("prompt", "chosen", "rejected") if c in columns],
         "input_column": "input" if "input" in columns or not columns else None,
         "system_column": "system" if "system" in columns else None,
         "history_column": "history" if "history" in columns else None,

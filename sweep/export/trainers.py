@@ -16,6 +16,7 @@ from search_spaces.config import (
     TORCH_DTYPES,
     WEIGHT_DECAY,
     allocator_settings,
+    canonical,
     liger_kernels,
 )
 from sweep.export.record import Record, Trainer
@@ -34,8 +35,8 @@ def command(record: Record, trainer: Trainer) -> str:
     # Fixed segments are what torch has where nothing is said; axolotl sets expandable ones itself.
     is_said = config.expandable_segments or trainer == "axolotl"
     variables = allocator_settings(config.expandable_segments) if is_said else {}
-    several = known["command_of_several"].format(gpus=config.data_parallel)
-    line = known["command"] if config.data_parallel == 1 else several
+    line = known["command" if config.data_parallel == 1 else "command_of_several"]
+    line = line.format(gpus=config.data_parallel, method=config.method)
     return " ".join([*(f"{name}={value}" for name, value in variables.items()), line])
 
 
@@ -104,6 +105,8 @@ def _values(record: Record) -> dict[str, Any]:
         and {**recomputed, **({"every_n_layers": nth} if nth else {})},
         "eval_batch_size": config.micro_batch_size if record.texts else None,
         "is_evaluated": True if record.texts else None,
+        "is_precomputed": config.reference == "precomputed" or None,
+        "keeps_dropout": False if config.lora_dropout else None,
         "off_in_parallel": None if config.data_parallel == 1 else False,
         "liger": layers,
         "liger_layers": config.kernels == "liger",
@@ -119,7 +122,12 @@ def cases_of(record: Record) -> dict[str, str]:
     is_apart = config.attention == "flash_attention_2" or config.micro_batch_size == 1
     rows = {"none": "padded"}.get(config.packing, config.packing)
     packing = ("packed apart" if is_apart else "packed") if rows == "packed" else "padded"
-    if record.texts is None:
+    kernels: str = config.kernels
+    if config.is_on_pairs:
+        kernels = f"{canonical(config).kernels} on pairs"
+        packing = "pairs grouped" if rows == "grouped" else packing
+        rows = "pairs"
+    elif record.texts is None:
         rows = packing = "full"
     elif rows == "packed" and record.texts_kind == "text":
         rows = "packed texts"
@@ -135,7 +143,8 @@ def cases_of(record: Record) -> dict[str, str]:
         "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
         "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
         "upcast_fp32": str(config.upcast_fp32),
-        "kernels": config.kernels,
+        "method": config.method,
+        "kernels": kernels,
         "attention": config.attention,
         "compile": str(config.compile),
         "rows": rows,

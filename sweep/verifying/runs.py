@@ -219,6 +219,8 @@ def _run_export(
 ) -> Reached:
     """Run an exported file as it is, on texts that are made for it, or the study's own."""
     texts, is_trl, metrics = record.texts, record.kind == "trl", place / "metrics.json"
+    if is_trl and record.config.is_on_pairs:
+        raise InputError(f"{record.label} trains on pairs, which are verified as a study alone")
     if texts is not None and is_trl:
         raise InputError(
             f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "

@@ -50,6 +50,7 @@ OTHER: dict[str, Any] = {
     "data_parallel": 2,
     "sharding": "fsdp",
 }
+OF_PAIRS: dict[str, Any] = {"loss_type": "ipo", "dpo_beta": 0.3, "reference": "precomputed"}
 EIGHT_BITS: dict[str, Any] = {"compute_dtype": "fp8", "quantization": "fp8"}
 CONFIGS = [
     TrialConfig(),
@@ -150,12 +151,17 @@ def test_every_key_is_one_that_the_trainer_knows(format: Any) -> None:
 
 @pytest.mark.parametrize("format", format_names())
 def test_no_setting_is_dropped_without_a_word(format: str) -> None:
-    for key in CONFIG_KEYS:
+    for key in OTHER:
         texts = some_texts() if key == "packing" else None
         changed = BASE.model_copy(update={key: OTHER[key]})
         written = export(a_study(changed, texts=texts), format=format)
         assert read(written, format=format)
         assert written != export(a_study(BASE, texts=texts), format=format), key
+    assert OTHER.keys() | OF_PAIRS.keys() | {"method"} == set(CONFIG_KEYS)
+    on_pairs = BASE.model_copy(update={"method": "dpo"})
+    for key, value in OF_PAIRS.items() if format in ("json", "yaml", "trl") else ():
+        changed = on_pairs.model_copy(update={key: value})
+        assert export(a_study(changed), format=format) != export(a_study(on_pairs), format=format)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +230,8 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
     found = [BASE.model_copy(update=each) for each in more]
     records = [record_of(study) for study in studies()]
     records += [record_of(a_study(config, texts=some_texts())) for config in found]
+    paired = BASE.model_copy(update={"method": "dpo", "packing": "grouped"})
+    records.append(record_of(a_study(paired, texts=some_texts("preference"))))
     met = {pair for record in records for pair in cases_of(record).items()}
     assert told - met == set()
     for record in records:

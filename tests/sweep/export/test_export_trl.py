@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from tests.sweep.export.studies import a_study, export, some_texts
 from tests.sweep.export.test_export_formats import studies
@@ -44,6 +45,68 @@ def test_trl_knows_every_key_and_reads_what_was_measured(tmp_path: Path) -> None
             config.is_4bit,
             config.is_quantized and not config.is_4bit,
         )
+
+
+PAIRS = [
+    {"prompt": f"Where is {n}? ", "chosen": f"In the hall {n}.", "rejected": "No."}
+    for n in range(60)
+]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "has_texts"),
+    [
+        ({"loss_type": "ipo", "dpo_beta": 0.3, "lora_dropout": 0.1}, True),
+        ({"reference": "precomputed", "packing": "grouped"}, True),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_trl_trains_on_pairs_by_a_file(
+    knobs: dict[str, Any],
+    has_texts: bool,
+    model: ModelSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from trl import DPOTrainer
+    from trl.scripts import dpo
+
+    source = tmp_path / "data.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
+    columns = ("prompt", "chosen", "rejected")
+    texts = some_texts("preference", source=str(source), columns=columns) if has_texts else None
+    config = tiny_config(method="dpo", seq_len=64, **knobs)
+    study = a_study(config, model=model, texts=texts)
+    exported = export(study, format="trl")
+    assert "trl dpo --config" in exported
+    options = yaml.safe_load(exported)
+    here = {"use_cpu": True, "max_steps": 2, "output_dir": str(tmp_path / "out")}
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump({**options, **here}))
+    told = dpo.make_parser().parse_args_and_config(
+        ["--config", str(tmp_path / "trl.yaml")], fail_with_unknown_args=True
+    )
+    if not has_texts:
+        return
+    built: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(DPOTrainer, "train", lambda self, **_: built.append(self))
+        patch.setattr(DPOTrainer, "save_model", lambda *_: None)
+        dpo.main(*told)
+    (trainer,) = built
+    modules = trainer.model.named_modules()
+    drops = {getattr(m, "p", 0.0) for n, m in modules if n.endswith("lora_dropout.default")}
+    assert drops == {config.lora_dropout}
+    assert (trainer.loss_types, trainer.beta) == ([config.loss_type], config.dpo_beta)
+    assert trainer.precompute_ref_logps == (config.reference == "precomputed")
+    assert len(trainer.eval_dataset) == 3, "5 % of the pairs are held out"
+    assert trainer.train().global_step == 2
+
+
+@pytest.mark.parametrize("format", ["script", "axolotl", "llama-factory", "unsloth"])
+def test_what_does_not_train_on_pairs_yet_says_so(format: str) -> None:
+    with pytest.raises(InputError, match="there are json, yaml, peft, trl, and `sweep train`"):
+        export(a_study(TrialConfig(method="dpo")), format=format)
 
 
 @pytest.mark.parametrize("targets", [("up_proj",), ("c.proj",), "qv"])
