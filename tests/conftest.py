@@ -157,6 +157,9 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # One that begins last is waited for by the other workers.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted or "not gpu" in config.getoption("markexpr", "") or _has_gpu():
         return

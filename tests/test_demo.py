@@ -67,6 +67,7 @@ def check(document: dict[str, Any], screen: str) -> None:
         assert said in screen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demonstration_has_every_verdict_and_a_gain(tmp_path: Path) -> None:
     check(*demonstrated(tmp_path))

@@ -204,6 +204,7 @@ def test_one_that_does_not_fit_runs_out_of_memory_and_leaves_no_trace(
     assert measured(runner.run(fitting)).peak_allocated_bytes == before.peak_allocated_bytes
 
 
+@pytest.mark.parametrize("case", ["replay", "worker-on-cpu"], indirect=True)
 def test_a_byte_less_than_the_peak_is_out_of_memory_and_the_peak_itself_fits(
     case: Case, runner: Runner, tmp_path: Path
 ) -> None:
@@ -240,7 +241,11 @@ def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> N
     assert soaked.checkpoint_bytes > 0
 
 
-@pytest.mark.parametrize("is_of_another_thread", [False, True])
+@pytest.mark.parametrize(
+    ("case", "is_of_another_thread"),
+    [(name, other) for name in CASES for other in (True, False) if other or "ray" not in name],
+    indirect=["case"],
+)
 def test_a_start_ahead_returns_at_once_and_a_cancel_ends_that_trial_and_every_later_one(
     case: Case, tmp_path: Path, is_of_another_thread: bool
 ) -> None:

@@ -18,12 +18,10 @@ from reports.decision import Card, decision_of
 from reports.page import render
 from reports.sections import texts_of
 from reports.sentences import (
-    commands,
     confirmed_rows,
     facts,
     headline,
     rank_claim,
-    status_words,
 )
 from reports.view import view_of
 from reports.words import cut_in_words
@@ -104,16 +102,6 @@ def with_soak(study: StudySnapshot, outcome: Outcome) -> StudySnapshot:
 # How sure it is
 
 
-def test_a_winner_is_confirmed_by_so_many_runs_or_there_is_a_command_to_type() -> None:
-    assert status_words(rank_study(again(*TRIALS)), study="night") == "confirmed (2 runs)"
-    alone = snapshot(TRIALS)
-    ranking = rank_study(alone)
-    assert status_words(ranking, study="a night") == "not confirmed: sweep confirm 'a night'"
-    assert status_words(ranking, study="night", is_driven=True) == "not confirmed yet"
-    assert opening(alone).startswith("The fastest configuration measured so far is trial 1, ")
-    assert commands(view_of(alone))[0] == "sweep confirm a10-mistral"
-
-
 def test_the_soak_is_told_with_what_strained_it_and_one_that_ran_out_in_it_lost() -> None:
     soaked = measurement(16_700.0, soak=SOAKED, allocator_retries=2, peak_allocated_bytes=20 * GIB)
     strained = said(with_soak(again(*TRIALS[:2]), Measured(measurement=soaked)))["sure"]
@@ -123,16 +111,6 @@ def test_the_soak_is_told_with_what_strained_it_and_one_that_ran_out_in_it_lost(
     assert "Trial 1 fitted in the search and ran out of memory in its soak" in said(study)["sure"]
     results = {row.number: row.result for row in confirmed_rows(view_of(study))}
     assert results["1"] == "ran out of memory in its soak"
-
-
-def test_a_noisy_gain_is_its_lower_end_and_one_that_may_be_none_is_not_stated() -> None:
-    wide = fits(1, 16_800.0, FAST, step_seconds_ci95=(0.12, 1.0))
-    assert said(again(fits(0, 1_000.0), wide))["gain"].startswith("at least ")
-    noisy = fits(1, 16_800.0, FAST, flags=("neighbour",), step_seconds_ci95=(0.02, 1.0))
-    study = again(fits(0, 8_000.0), noisy, definition=definition(emulated_on=None))
-    known = said(study)
-    assert known["gain"] == "none stated: statistically indistinguishable from the baseline"
-    assert "neighbour)" in known["speed"]
 
 
 def test_one_is_recommended_and_what_is_as_fast_is_a_footnote() -> None:

@@ -279,10 +279,6 @@ def test_marks_stand_out_three_to_one_and_text_four_and_a_half_to_one(theme: str
     assert contrast(letters_of_figures, colours["paper"]) >= 4.5
 
 
-def test_print_has_the_colours_of_the_light_theme() -> None:
-    assert _variables(CSS[CSS.index("@media print") :]) == THEMES["light"]
-
-
 def test_the_copy_of_plotly_reads_the_figures_that_the_pinned_plotly_makes() -> None:
     head = (VENDOR / "plotly-cartesian.min.js").read_text(encoding="utf-8")[:400]
     (vendored,) = re.findall(r"plotly\.js \(cartesian - minified\) v([\d.]+)", head)

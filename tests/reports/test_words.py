@@ -8,28 +8,15 @@ from typing import Any
 import pytest
 
 from reports import units, words
-from reports.words import VERDICT_LABELS, VERDICT_MEANINGS, outcome_line, verdict_words
+from reports.words import VERDICT_LABELS, VERDICT_MEANINGS, verdict_words
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.confirmations import Ratio
 from storage.records import (
     Crashed,
-    Diverged,
-    DominatedOutOfMemory,
-    Ineffective,
-    Invalid,
-    Lost,
-    Measured,
-    Need,
-    Outcome,
-    OutOfMemory,
-    PredictedOutOfMemory,
-    QualityReport,
-    TimedOut,
     Verdict,
 )
-from tests.reports.synthetic import BUDGET_BYTES
-from tests.sweep.simulated_device import BUDGET, a_measurement, a_record, train
+from tests.sweep.simulated_device import a_record
 
 CONFIG = TrialConfig()
 
@@ -126,62 +113,6 @@ def test_a_gain_has_no_more_digits_than_its_interval_supports(
 ) -> None:
     assert words.gain(Ratio(value, low, high, is_paired=True)) == said
     assert words.gain(Ratio(2.1, 2.05, 2.15)) == "2.1x (2.05–2.15x, by single runs)"
-
-
-@pytest.mark.parametrize(
-    ("gib", "is_bound", "is_predicted", "said", "excess"),
-    [
-        (23, True, True, "at least 23.00 GiB by prediction", "at least 1.50 GiB more than the bud"),
-        (22, True, False, "at least 22.00 GiB", "it needs at least 0.50 GiB more than the budget"),
-        (21.5, True, False, "at least 21.50 GiB", "it needs more than the budget, by how much is"),
-        (25, False, True, "25.00 GiB by prediction", "it is predicted to need 3.50 GiB more than"),
-    ],
-)
-def test_a_need_says_whether_it_is_a_bound_or_a_prediction(
-    gib: float, is_bound: bool, is_predicted: bool, said: str, excess: str
-) -> None:
-    need = Need(int(gib * GIB), is_lower_bound=is_bound, is_predicted=is_predicted)
-    assert words.need(need) == said
-    assert excess in words.excess(need, budget_bytes=BUDGET_BYTES)
-
-
-QUALITY = QualityReport(
-    eval_loss=2.15,
-    eval_tokens=1000,
-    eval_seq_len=512,
-    train_tokens=5000,
-    train_loss=2.0,
-    steps=5,
-    seconds=60.0,
-    seed=1,
-    eval_loss_ci95=(2.1, 2.2),
-)
-NOISY = a_measurement(CONFIG, spread=0.2, flags=("noisy",))
-REUSED = a_measurement(CONFIG, flags=("speed_reused",))
-LEARNED = a_measurement(CONFIG).model_copy(update={"quality": QUALITY})
-
-
-@pytest.mark.parametrize(
-    ("outcome", "words"),
-    [
-        (train(CONFIG), "fits, 7,006 tokens/s, 6.65 GiB"),
-        (Measured(measurement=NOISY), "fits, 7,006 tokens/s (5,838–8,757, noisy), 6.65 GiB"),
-        (Measured(measurement=REUSED), "fits, 7,006 tokens/s (carried over), 6.65 GiB"),
-        (Measured(measurement=LEARNED), "7,006 tokens/s, 6.65 GiB, held-out loss 2.1500 (2.1–2.2)"),
-        (OutOfMemory(stage="backward"), "ran out of memory (backward, needs at least 21.50 GiB)"),
-        (PredictedOutOfMemory(predicted_bytes=2**35), "not to fit (needs 32.00 GiB by prediction)"),
-        (DominatedOutOfMemory(by=4), "than one that ran out (trial 4, needs at least 21.50 GiB)"),
-        (Invalid(rule="r", detail="no Triton"), "invalid (no Triton)"),
-        (Diverged(step=3), "diverged (at step 3)"),
-        (Lost(detail="the driver ended"), "lost (the driver ended)"),
-        (Ineffective(knob="compile"), "had no effect (compile)"),
-        (TimedOut(phase="build"), "timed out (build)"),
-        (Crashed(phase="attach", detail="a\nb"), "crashed (attach: a b)"),
-        (Crashed(phase="attach", detail="x" * 999), f"crashed (attach: {'x' * 152}...)"),
-    ],
-)
-def test_every_end_is_said_in_a_few_words(outcome: Outcome, words: str) -> None:
-    assert outcome_line(a_record(CONFIG, outcome), budget_bytes=BUDGET).endswith(words)
 
 
 def test_every_verdict_has_a_name_and_a_meaning() -> None:

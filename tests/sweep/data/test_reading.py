@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import os
@@ -222,30 +221,6 @@ def test_progress_ends_with_all_that_there_is(tmp_path: Path) -> None:
     seen = [source.done for _ in source]
     assert seen == sorted(seen)
     assert (source.done, source.total) == (3, 3)
-
-
-class Counted(io.BytesIO):
-    """Bytes of which it is known how many were read."""
-
-    count = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        self.count += len(data)
-        return data
-
-
-def test_of_parquet_no_whole_group_of_rows_is_read(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table({"text": [f"{number} " * 200 for number in range(20_000)]})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20_000, compression="none")
-    raw = Counted((tmp_path / "a.parquet").read_bytes())
-    found = rows._parquet_rows(raw, "a")  # type: ignore[arg-type]
-    next(found)
-    assert raw.count < table.nbytes / 3
-    assert sum(1 for _ in found) == len(table) - 1
 
 
 @pytest.mark.parametrize(

@@ -344,9 +344,10 @@ def is_measuring(event: Event) -> bool:
     return isinstance(event, TrialProgress) and event.progress.phase == "measure"
 
 
-@pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize(
-    "when", [is_measuring, lambda event: isinstance(event, TrialStarted)], ids=["runs", "begins"]
+    ("when", "times"),
+    [(is_measuring, 1), (is_measuring, 4), (lambda event: isinstance(event, TrialStarted), 4)],
+    ids=["runs", "runs, often", "begins"],
 )
 def test_a_trial_is_tried_again(tmp_path: Path, times: int, when: Callable[[Event], bool]) -> None:
     for _ in AGAIN:
@@ -360,8 +361,9 @@ def test_a_trial_is_tried_again(tmp_path: Path, times: int, when: Callable[[Even
     assert untried(tuple(interrupted))
 
 
-@pytest.mark.parametrize("moment", [TrialStarted, TrialProgress])
-@pytest.mark.parametrize("purpose", ["confirm", "soak"])
+@pytest.mark.parametrize(
+    ("purpose", "moment"), [("confirm", TrialStarted), ("soak", TrialProgress)]
+)
 def test_a_run_again_is_run_again(tmp_path: Path, purpose: str, moment: type[Event]) -> None:
     errands: list[str] = []
 
@@ -399,7 +401,7 @@ NO_DEVICE = EnvironmentFault("the worker cannot use the device: all of it is tak
 LOST = CardLost("the worker did not end within 20 s of SIGKILL")
 
 
-@pytest.mark.parametrize(("fault", "after"), [(NO_DEVICE, 0), (LOST, 0), (NO_DEVICE, 3)])
+@pytest.mark.parametrize(("fault", "after"), [(LOST, 0), (NO_DEVICE, 3)])
 def test_no_device_costs_no_attempt(tmp_path: Path, fault: EnvironmentFault, after: int) -> None:
     left = after
     for _ in AGAIN:

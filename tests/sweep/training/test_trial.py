@@ -269,19 +269,6 @@ def test_measuring_stops_at_the_step_budget_and_says_that_it_is_noisy(
     assert "noisy" in found.flags
 
 
-def test_a_step_is_waited_for_when_the_next_is_queued() -> None:
-    device = devices.Behind()
-    steps = StepBudget(warmup_min=4, warmup_max=4, measured_min=3, measured_max=3)
-    found = measured(outcome_of(CONFIG, device=device, steps=steps))
-    assert (found.steps_warmup, found.steps_measured) == (4, 3)
-    assert device.log == [
-        # What is proved of the first steps needs them done.
-        *("queue 0", "wait 0", "queue 1", "wait 1"),
-        *("queue 2", "queue 3", "wait 2", "queue 4", "wait 3"),
-        *("queue 5", "wait 4", "queue 6", "wait 5", "wait 6"),
-    ]
-
-
 def test_a_step_that_was_queued_has_its_own_seconds_and_is_counted_once() -> None:
     warming, measuring = [9.0, 5.0, 1.0, 1.0], [2.0, 2.5, 3.0, 3.5, 4.0, 9.0]
     device = devices.Behind(*warming, *measuring)

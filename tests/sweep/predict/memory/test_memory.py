@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -248,22 +247,6 @@ def test_what_is_kept_is_predicted_when_tracing_is_given_up(tmp_path: Path) -> N
         with pytest.raises((EnvironmentFault, Untraceable)):
             predictor.predict(config)
     assert predictor.predict(kept).peak_allocated_bytes > WEIGHTS
-
-
-def test_one_answer_in_between_and_a_tracing_process_may_die_again(tmp_path: Path) -> None:
-    tracer = DeadTracer()
-    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=tracer)
-    for number, config in enumerate(_structures(8)):
-        tracer.is_dead = number % 3 != 2
-        with contextlib.suppress(EnvironmentFault, Untraceable):
-            predictor.predict(config)
-    assert len(tracer.asked) == 3 * 2 * 2 + 2
-
-
-def test_from_the_attention_window_on_masks_are_counted(predict: Predict) -> None:
-    below = predict(ImaginedTracer(window=513))
-    at = predict(ImaginedTracer(window=512))
-    assert at.peak_allocated_bytes - below.peak_allocated_bytes == 2 * 512 * 512
 
 
 def test_a_budget_far_off_is_decided_and_one_close_by_is_uncertain(predict: Predict) -> None:

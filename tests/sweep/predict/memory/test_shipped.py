@@ -136,14 +136,6 @@ def test_surveys_that_ship_are_what_plans_of_the_presets_find(
         assert dict(now) == expected, "run `make surveys`"
 
 
-def test_the_same_contents_make_the_same_file(tmp_path: Path) -> None:
-    answers = {s: ImaginedTracer().trace(MODEL, s) for s in (STRUCTURE, *STRUCTURE.parts())}
-    files = []
-    for order in (answers.items(), reversed(answers.items())):
-        files.append(archive(tmp_path, versions(), MODEL, dict(order)).read_bytes())
-    assert files[0] == files[1]
-
-
 def test_what_ships_predicts_what_is_traced(tmp_path: Path) -> None:
     tracers = [ImaginedTracer(), ImaginedTracer()]
     shipped = [imagined(tmp_path, versions()), ShippedProfiles(MODEL, NOTHING)]

@@ -159,19 +159,6 @@ def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) 
     assert Statement(0.0, _reserved(predict_row, rows)).supported < memory.EAGER.reserved / 2
 
 
-@pytest.mark.parametrize(
-    ("errors", "share", "supported"),
-    [
-        ([0.1] * 3, 1.0, 0.2),
-        ([0.04, -0.08, 0.0, 0.0], 1.0, 0.14),
-        ([0.01] * 299 + [-0.2], 1.0, 0.202),
-        ([0.01] * 99 + [-0.2], 0.95, 0.0103),
-    ],
-)
-def test_few_rows_support_less(errors: list[float], share: float, supported: float) -> None:
-    assert Statement(0.0, errors, share=share).supported == pytest.approx(supported)
-
-
 def test_a_prediction_states_what_is_derived(predict_row: Predict) -> None:
     for row in (TABLE[0], *filter(is_compiled, TABLE)):
         compiled = memory.COMPILED_RECOMPUTED if is_recomputed(row) else memory.COMPILED
