@@ -48,6 +48,7 @@ ALONE = TrialConfig(
 )
 TOGETHER = ALONE.model_copy(update={"data_parallel": 2})
 SHARED = TOGETHER.model_copy(update={"sharding": "fsdp"})
+PAIRS = TOGETHER.model_copy(update={"method": "dpo", "reference": "precomputed"})
 A_GRADIENT_BYTES = 4
 
 
@@ -114,7 +115,7 @@ def test_one_two_and_two_that_share_the_model_take_turns(runner: SupervisedRunne
     assert longer.peak_allocated_bytes - alone == pytest.approx(2 * gradients, abs=4096)
 
 
-@pytest.mark.parametrize("config", [TOGETHER, SHARED], ids=["together", "shared"])
+@pytest.mark.parametrize("config", [TOGETHER, SHARED, PAIRS], ids=["together", "shared", "pairs"])
 def test_a_soak_of_two_cards_evaluates_and_saves(
     runner: SupervisedRunner, config: TrialConfig
 ) -> None:

@@ -41,6 +41,7 @@ def on_pairs(**knobs: Any) -> TrialConfig:
         {"reference": "precomputed"},
         {"loss_type": "ipo", "dpo_beta": 0.5, "effective_batch_size": 4},
         {"checkpoint_fraction": 0.0, "micro_batch_size": 3},
+        {"compute_dtype": "int8", "target_modules": "all-linear"},
         {"data_parallel": 1, "lora_dropout": 0.1, "loss_type": "hinge"},
     ],
     ids=str,
