@@ -33,7 +33,7 @@ from sweep.predict.memory.profile_store import (
     TracingChildren,
     tell_nobody,
 )
-from sweep.predict.memory.profiles import Profile, Structure, Untraceable, Values, sharded
+from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
 from sweep.predict.memory.replay import Step
 from sweep.predict.memory.shipped import ShippedProfiles
 from sweep.processes import Child
@@ -55,7 +55,6 @@ CPU_UNCERTAINTY = 0.2
 """Relative, of the allocated peak. Of 46 configurations of the demo model predictions were 2 % too
 low to 1 % too high, and up to 18 % too high where fp32 activations are kept: the CPU's attention
 keeps less of those (`tests/data/cpu/peaks.jsonl`)."""
-NO_PAIRS = "what training on pairs (method dpo) needs was measured on no GPU yet"
 RESIDUAL_MARGIN = 0.01
 """Kept on top of the worst error of a study, where that is worse than what predictions state."""
 
@@ -107,9 +106,6 @@ class TracingPredictor(MemoryPredictor):
             kept.
         shipped: profiles that travel with the package; None for its own.
     """
-
-    pairs_are_measured = False
-    """Whether peaks of training on pairs were held against predictions."""
 
     def __init__(
         self,
@@ -198,8 +194,6 @@ class TracingPredictor(MemoryPredictor):
         self._known |= {key: found[structure] for key, structure in wanted.items()}
 
     def _step(self, config: TrialConfig, shape: _Shape) -> Step:
-        if config.is_on_pairs and not self.pairs_are_measured:
-            raise Untraceable(NO_PAIRS)
         first = self._profile(config, config.checkpoint_fraction > 0, shape)
         flags = _flags(config.checkpoint_fraction, len(first.positions))
         return Step(
@@ -229,8 +223,6 @@ class TracingPredictor(MemoryPredictor):
 
 class CpuMemory(TracingPredictor):
     """Predicts allocated peaks on a CPU, where no library takes a workspace."""
-
-    pairs_are_measured = True
 
     def __init__(self, model: ModelSpec, *, cache_dir: Path, tracer: Tracer | None = None) -> None:
         super().__init__(model, cache_dir=cache_dir, workspace_bytes=0, tracer=tracer)
