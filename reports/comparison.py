@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.figures import MARKS, PageFigure, framed, whiskers
-from search_spaces.config import TrialConfig, parse_config, targets_in_words
+from search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
 from search_spaces.costs import (
     SHORTEST_SHARE,
     AskedWork,
@@ -50,6 +50,7 @@ class Ground(NamedTuple):
     name: str
     capacity: CapacityClass
     seq_len: int
+    method: Method
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,13 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
         loss = measured.loss_tokens_per_step
         options.append(
             Option(
-                Ground(snapshot.definition.model_fingerprint, model.name, capacity, length),
+                Ground(
+                    snapshot.definition.model_fingerprint,
+                    model.name,
+                    capacity,
+                    length,
+                    record.config.method,
+                ),
                 record.config,
                 *_speed(speed.tokens_per_second, speed.low, speed.high),
                 speed.basis,
@@ -209,7 +216,7 @@ def _of_plan(
         if model is not None:
             capacity = CapacityClass.of(config, model)
         option = Option(
-            Ground(fingerprint, name, capacity, config.seq_len),
+            Ground(fingerprint, name, capacity, config.seq_len, config.method),
             config,
             *_speed(one["tokens_per_second"], *(one.get("tokens_per_second_range") or (None,) * 2)),
             "predicted",
@@ -357,7 +364,8 @@ def _ground(option: Option) -> str:
     """Return what configurations have in common: ``rank 16 on q,k,v,o, 512 tokens a sequence``."""
     targets = targets_in_words(option.config.target_modules)
     length = units.count(option.ground.seq_len)
-    return f"rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
+    method = f"{units.phrase('method', 'dpo')}, " * option.config.is_on_pairs
+    return f"{method}rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
 
 
 def _group(group: Group, comparison: Comparison) -> GroupWords:
@@ -428,6 +436,7 @@ def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
         if one.label not in present:
             command = ["sweep", "plan", one.gpu, "--model", option.ground.name]
             command += ["--rank", str(option.config.lora_rank), "--target-modules", typed]
+            command += ["--method", "dpo"] * option.config.is_on_pairs
             command += ["--seq-len", str(option.ground.seq_len), "--json"]
             why = f"it has nothing of {_ground(option)}"
             yield f"{one.label} is not compared here: {why}. To compare: {shlex.join(command)}"

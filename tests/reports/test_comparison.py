@@ -18,6 +18,7 @@ from tests.reports.synthetic import definition, fits, snapshot
 
 SMALL = TrialConfig(micro_batch_size=8)
 LONG = TrialConfig(micro_batch_size=8, seq_len=1024)
+PAIRS = TrialConfig(micro_batch_size=4, method="dpo")
 
 
 def _offer(usd_per_hour: float, **values: Any) -> Offer:
@@ -137,11 +138,12 @@ def test_a_bill_counts_what_is_paid_before_the_first_step_and_every_gpu_of_the_m
     assert row[5].startswith("$4.00 an hour")
 
 
-def test_other_models_classes_and_lengths_are_told_apart() -> None:
+def test_other_models_methods_classes_and_lengths_are_told_apart() -> None:
     another = _study("another length", 8_000.0, config=LONG)
     one = _study("one", 4_000.0)
-    comparison = _compared(one, _study("model", 8_000.0, fingerprint="fedcba"), another)
-    assert (comparison.groups, len(comparison.alone)) == ((), 3)
+    pairs = _study("pairs", 3_000.0, config=PAIRS)
+    comparison = _compared(one, _study("model", 8_000.0, fingerprint="fedcba"), another, pairs)
+    assert (comparison.groups, len(comparison.alone)) == ((), 4)
     apart = comparison_words(comparison).apart
     assert any("their speeds do not compare" in sentence for sentence in apart)
     assert any("Only another length has" in sentence for sentence in apart)
