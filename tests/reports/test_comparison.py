@@ -18,7 +18,7 @@ from tests.reports.synthetic import definition, fits, snapshot
 
 SMALL = TrialConfig(micro_batch_size=8)
 LONG = TrialConfig(micro_batch_size=8, seq_len=1024)
-PAIRS = TrialConfig(micro_batch_size=4, method="dpo")
+PAIRS = TrialConfig(micro_batch_size=8, method="dpo")
 
 
 def _offer(usd_per_hour: float, **values: Any) -> Offer:
@@ -41,7 +41,8 @@ def _study(
     step = 4096 / speed
     ends = (step / (1 + width), step / (1 - width))
     trial = fits(0, speed, config, step_seconds=step, step_seconds_ci95=ends)
-    about = definition(emulated_on=None)
+    fixed = {"lora_rank": 16, "target_modules": "attention", "method": config.method}
+    about = definition(emulated_on=None, space={"fixed": fixed})
     return snapshot(
         [trial],
         name=name,
