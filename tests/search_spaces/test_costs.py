@@ -79,16 +79,6 @@ def test_every_term_of_an_offer_is_an_item_of_its_own() -> None:
     assert usd_per_training_second(offer) == pytest.approx(0.001 * (1 + 1.8 * 50 / 3600))
 
 
-def test_a_queue_costs_only_where_it_is_billed() -> None:
-    free, paid = (
-        Bill(WORK, make_offer(queue_seconds=3600.0, is_queue_billed=is_billed), 1.0)
-        for is_billed in (False, True)
-    )
-    assert paid.usd - free.usd == pytest.approx(3.6)
-    assert paid.wall_hours == free.wall_hours
-    assert paid.dominant.name == "queue"
-
-
 def test_work_is_given_in_samples_tokens_or_epochs() -> None:
     config = TrialConfig(micro_batch_size=1, effective_batch_size=16, seq_len=200)
     by_samples = AskedWork(samples=100).workload(config)

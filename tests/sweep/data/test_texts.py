@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,25 +97,6 @@ def test_other_options_or_content_are_other_texts(
     monkeypatch.setattr(module, "_COMMAND", ("/nonexistent",))
     with pytest.raises(EnvironmentFault, match="the texts' process cannot be started"):
         prepare_texts(TextsRequest(str(EXAMPLE), DEMO, **({"completions_only": True} | changed)))
-
-
-def test_the_process_that_asks_imports_nothing_heavy(example: PreparedTexts, home: Path) -> None:
-    script = (
-        "import sys\n"
-        "from search_spaces.models import load_model_spec\n"
-        "from sweep.data.texts import TextsRequest, prepare_texts\n"
-        "request = TextsRequest(sys.argv[1], load_model_spec('demo'), completions_only=True)\n"
-        "print(prepare_texts(request).directory)\n"
-        "print(*{'torch', 'transformers', 'datasets', 'pyarrow', 'trl'} & sys.modules.keys())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "SWEEP_HOME": str(home)},
-    )
-    assert done.stdout == f"{example.directory}\n\n"
 
 
 def test_broken_rows_are_named_by_the_file_as_it_is_named_now(

@@ -13,10 +13,8 @@ from tests.sweep.typed import Sweep
 DATASET = '{"text": "mine"}\n'
 WRITERS = {
     "script.py": ("export", "study", "--format", "script"),
-    "trl.yaml": ("export", "study", "--format", "trl"),
     "axolotl.yml": ("export", "study", "--format", "axolotl"),
     "adapter_config.json": ("export", "study", "--format", "peft"),
-    "winner.json": ("export", "study", "--format", "json"),
     "surface.jsonl": ("export", "study", "--format", "surface"),
     "report.html": ("report", "study"),
     "no_ending": ("export", "study", "--format", "json"),
