@@ -399,6 +399,7 @@ class _Large:
         sized: the first of them.
 
     Attributes:
+        small_room_bytes: what the small pool of that one holds at most.
         reserved_bytes: what the large pool holds at most.
         requested_bytes: the most that is asked for at once.
         wasted_bytes: by how much unsplit remainders raise the peak.
@@ -407,6 +408,7 @@ class _Large:
     def __init__(self, sized: _SizedStep) -> None:
         self._replay = sized.replayed(is_twice=sized.is_heavy)
         allocator = self._replay.allocator
+        self.small_room_bytes = self._replay.small_room_bytes
         self.reserved_bytes = self._reserved_bytes
         self.requested_bytes = allocator.peak_requested_bytes
         self.wasted_bytes = allocator.peak_allocated_bytes - self.requested_bytes
@@ -441,10 +443,12 @@ def replay_uncapped(
     """
     known, sized = {} if known is None else known, _SizedStep(step)
     key = sized.alike()
-    if key not in known:
-        known[key] = _Large(sized)
-    large = known[key]
-    own_bytes = sized.replayed(is_twice=sized.is_heavy, is_large=False).small_room_bytes
+    large = known.get(key)
+    if large is None:
+        large = known[key] = _Large(sized)
+        own_bytes = large.small_room_bytes
+    else:
+        own_bytes = sized.replayed(is_twice=sized.is_heavy, is_large=False).small_room_bytes
     twice_bytes = large.reserved_bytes + own_bytes if sized.is_heavy else None
     if is_near and twice_bytes is None:
         # Gradients that are held beside others stay, so that a first step leaves less room.
