@@ -193,6 +193,8 @@ _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     # It scales a product and changes neither speed nor memory.
     "lora_alpha": lambda _: (),
     "learning_rate": lambda _: (),
+    # It is another training, of another dataset.
+    "method": lambda _: (),
     "lora_dropout": lambda _: (0.0, 0.05),
     "target_modules": lambda _: TARGET_SETS,
     "micro_batch_size": _half_and_double,
