@@ -223,10 +223,10 @@ def test_the_document_is_json_and_names_its_grain() -> None:
 RECIPE = TrialConfig(micro_batch_size=8)
 UNTURNED = {
     *("lora_alpha", "effective_batch_size", "learning_rate", "packing"),
-    *("data_parallel", "sharding"),
+    *("data_parallel", "sharding", "method", "loss_type", "dpo_beta", "reference"),
 }
 """Some change nothing that is asked about, one is not there to be halved, and what is asked about
-is one GPU."""
+is one GPU and one training: preference tuning is another."""
 
 
 def test_each_change_turns_one_knob_and_every_knob_that_matters_is_turned() -> None:
