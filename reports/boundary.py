@@ -13,8 +13,9 @@ from typing import Literal
 
 from reports import units, words
 from reports.document import Document
+from reports.figures import Section
 from reports.words import VERDICT_LABELS
-from search_spaces.config import KNOBS, canonical
+from search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from storage.ranking import fitting, measured_of
 from storage.records import (
     OUT_OF_MEMORY,
@@ -55,40 +56,16 @@ class Cell:
     trial: int | None = None
 
 
-@dataclass(frozen=True)
-class Panel:
-    """The sizes of one structure."""
-
-    title: str
-    trials: int
-    rows: tuple[tuple[int, tuple[Cell, ...]], ...]
-    """A micro-batch with a cell for each length."""
-    is_open: bool
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Where the memory of a study's trials ends."""
-
-    lengths: tuple[int, ...]
-    panels: tuple[Panel, ...]
-    best_over: tuple[str, ...]
-    """Settings that vary within a panel: a cell is the best over them."""
-    nearest: tuple[tuple[str, ...], ...]
-    """What did not fit, by how little: trial, changes, need, excess, predicted tokens/s."""
-    budget: str
-    unit: str
-
-
-def boundary_of(document: Document) -> Boundary | None:
+def boundary_of(document: Document) -> Section | None:
     """Return the boundary of a study; None where it has no trial of its space.
 
     A baseline that the space does not hold is left out: it differs in what the space fixes.
     """
-    snapshot, records = document.snapshot, document.ranking.of_space
+    budget, records = document.snapshot.definition.target.budget_bytes, document.ranking.of_space
     if not records:
         return None
-    keys = [key for key in PANEL_KEYS if len({_value(r, key) for r in records}) > 1]
+    varying = [key for key in KNOBS if len({_value(r, key) for r in records}) > 1]
+    keys = [key for key in PANEL_KEYS if key in varying]
     groups: dict[tuple[object, ...], list[TrialRecord]] = {}
     for record in sorted(records, key=lambda r: tuple(str(_value(r, key)) for key in keys)):
         groups.setdefault(tuple(_value(record, key) for key in keys), []).append(record)
@@ -97,30 +74,25 @@ def boundary_of(document: Document) -> Boundary | None:
     cells = _Cells(document, max((_speed(r) for r in records), default=0.0))
     winner = document.ranking.winner
     first = max(groups, key=lambda group: (winner in groups[group], len(groups[group])))
-    panels = [
-        Panel(
-            ", ".join(
-                units.short(units.phrase(key, v)) for key, v in zip(keys, values, strict=True)
+    panels = []
+    for values, group in groups.items():
+        named = map(units.phrase, keys, values)
+        panels.append(
+            Section(
+                title=", ".join(map(units.short, named)) or "all trials",
+                trials=len(group),
+                rows=[(batch, list(cells.row(group, batch, lengths))) for batch in batches],
+                is_open=values == first,
             )
-            or "all trials",
-            len(group),
-            tuple((batch, tuple(cells.row(group, batch, lengths))) for batch in batches),
-            values == first,
         )
-        for values, group in groups.items()
-    ]
-    varying = (
-        KNOBS[key].label
-        for key in KNOBS
-        if key not in ("micro_batch_size", "seq_len", "lora_alpha", "effective_batch_size", *keys)
-        and len({_value(record, key) for record in records}) > 1
-    )
-    return Boundary(
-        lengths=tuple(lengths),
-        panels=tuple(panels),
-        best_over=tuple(varying),
-        nearest=tuple(_nearest(document, r) for r in nearest_to_fitting(records)[:NEAREST_SHOWN]),
-        budget=units.gib(snapshot.definition.target.budget_bytes, document.unit),
+    of_cells = (*SIZE_KEYS, "lora_alpha", "effective_batch_size", *keys)
+    return Section(
+        lengths=lengths,
+        panels=panels,
+        # A cell is the best over these.
+        best_over=[KNOBS[key].label for key in varying if key not in of_cells],
+        nearest=[_nearest(document, r) for r in nearest_to_fitting(records)[:NEAREST_SHOWN]],
+        budget=units.gib(budget, document.unit),
         unit=document.unit.name,
     )
 
@@ -134,6 +106,7 @@ def _speed(record: TrialRecord) -> float:
 
 
 def _nearest(document: Document, record: TrialRecord) -> tuple[str, ...]:
+    """Return what did not fit: trial, changes, need, excess, predicted tokens/s."""
     definition = document.snapshot.definition
     need = _need(record, definition.target.budget_bytes)
     expected = None if record.prediction is None else record.prediction.tokens_per_second

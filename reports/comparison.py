@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from reports import units
-from reports.figures import MARKS, PageFigure, framed, whiskers
+from reports.figures import MARKS, PageFigure, Section, framed, whiskers
 from search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
 from search_spaces.costs import (
     SHORTEST_SHARE,
@@ -40,6 +40,7 @@ from storage.records import TrialRecord
 
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
+_usd: Callable[[Bill], float] = attrgetter("usd")
 
 
 class Ground(NamedTuple):
@@ -316,40 +317,26 @@ def training_words(snapshot: StudySnapshot, record: TrialRecord, work: AskedWork
     return f"{_work(work)}: {took}{cost}"
 
 
-@dataclass(frozen=True)
-class GroupWords:
-    """The GPUs of one ground, as text."""
-
-    title: str
-    verdicts: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    """GPU, tokens/s, dollars per million tokens, time, bill, price, peak memory, configuration."""
-
-
-@dataclass(frozen=True)
-class ComparisonWords:
-    """All that the page of several GPUs says."""
-
-    title: str
-    work: str
-    groups: tuple[GroupWords, ...]
-    apart: tuple[str, ...]
-    """What is not compared, and why."""
-    figures: tuple[PageFigure, ...]
-
-
-def comparison_words(comparison: Comparison) -> ComparisonWords:
+def comparison_words(comparison: Comparison) -> Section:
     """Return the words and figures of a comparison."""
     gpus = [units.gpu_name(one.gpu) for one in comparison.candidates]
     labels = [one.label for one in comparison.candidates]
     names = gpus if len(set(gpus)) == len(gpus) else labels
     first = comparison.groups[:1]
-    return ComparisonWords(
+    groups = [
+        Section(
+            title=f"{group.ground.name}, {_ground(group.entries[0].option)}",
+            verdicts=[*_verdicts(group), *_absent(group, comparison.candidates)],
+            rows=[_row(entry) for entry in group.entries],
+        )
+        for group in comparison.groups
+    ]
+    return Section(
         title=f"{', '.join(names[:-1])} or {names[-1]}?",
         work=_work(comparison.work),
-        groups=tuple(_group(group, comparison) for group in comparison.groups),
-        apart=tuple(_apart(comparison)),
-        figures=tuple(_prices(g) for g in first if any(e.bill for e in g.entries)),
+        groups=groups,
+        apart=list(_apart(comparison)),
+        figures=[_prices(g) for g in first if any(e.bill for e in g.entries)],
     )
 
 
@@ -366,14 +353,6 @@ def _ground(option: Option) -> str:
     length = units.count(option.ground.seq_len)
     method = f"{units.phrase('method', 'dpo')}, " * option.config.is_on_pairs
     return f"{method}rank {option.config.lora_rank} on {targets}, {length} tokens a sequence"
-
-
-def _group(group: Group, comparison: Comparison) -> GroupWords:
-    return GroupWords(
-        title=f"{group.ground.name}, {_ground(group.entries[0].option)}",
-        verdicts=(*_verdicts(group), *_absent(group, comparison.candidates)),
-        rows=tuple(_row(entry) for entry in group.entries),
-    )
 
 
 def _verdicts(group: Group) -> Iterator[str]:
@@ -398,10 +377,6 @@ def _verdicts(group: Group) -> Iterator[str]:
             f"{named[id(point.below)]} is cheaper below about {amount} sequences (between "
             f"{' and '.join(ends)}), {named[id(point.above)]} above."
         )
-
-
-def _usd(bill: Bill) -> float:
-    return bill.usd
 
 
 def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, Range]]) -> str:
@@ -443,6 +418,8 @@ def _absent(group: Group, candidates: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
+    """Return GPU, tokens/s, dollars per million tokens, time, bill, price, peak memory and
+    configuration."""
     option, bill, one = entry.option, entry.bill, entry.candidate
     tokens = cost = price = units.DASH
     if bill is not None:

@@ -220,13 +220,11 @@ def _known(
 
 def setting_words(value: Any) -> str:
     """Return a setting's value as people write it: ``true``, ``0.5``, ``q_proj,v_proj``."""
+    if value is None:
+        return units.DASH
     if isinstance(value, bool):
         return str(value).lower()
-    return (
-        units.DASH
-        if value is None
-        else units.short(f"{value:g}" if type(value) is float else value)
-    )
+    return units.short(f"{value:g}" if isinstance(value, float) else value)
 
 
 def _text(known: str | None) -> Pair:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from reports import units
-from reports.figures import BLUE, PageFigure, dashed, framed, whiskers
+from reports.figures import BLUE, PageFigure, Section, dashed, framed, whiskers
 from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
@@ -62,25 +62,6 @@ class Effect:
     memory: Ratio | None
     why: str
     """Why the change of speed is unknown; empty where it is known."""
-
-
-@dataclass(frozen=True)
-class Effects:
-    """What a study tells of its settings."""
-
-    effects: tuple[Effect, ...]
-    """In the order of the space's dimensions."""
-    trials: int
-    """That the speeds are fitted to."""
-    figures: tuple[PageFigure, ...]
-
-    @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Each change with what it does, or that it is unknown and why."""
-        return [
-            (one.label, str(one.speed or f"unknown: {one.why}"), str(one.memory or "unknown"))
-            for one in self.effects
-        ]
 
 
 @dataclass(frozen=True)
@@ -158,8 +139,9 @@ class Fit:
         return Ratio(*(math.exp(end) for end in ends))
 
 
-def effects_of(snapshot: StudySnapshot) -> Effects | None:
-    """Return what a study tells of its settings; None where fewer than two trials were measured."""
+def effects_of(snapshot: StudySnapshot) -> Section | None:
+    """Return what a study tells of its settings, in the order of its space's dimensions; None where
+    fewer than two trials were measured."""
     space = snapshot.definition.space
     # Of one configuration its last trial counts.
     last = {
@@ -186,7 +168,12 @@ def effects_of(snapshot: StudySnapshot) -> Effects | None:
             why = "" if speed else _why(setting, contrast, of_speed, owner)
             effects.append(Effect(setting.key, label, speed, memory, why))
     known = [effect for effect in effects if effect.speed or effect.memory]
-    return Effects(tuple(effects), len(timed), (_figure(known),) if known else ())
+    rows = [
+        (one.label, str(one.speed or f"unknown: {one.why}"), str(one.memory or "unknown"))
+        for one in effects
+    ]
+    figures = [_figure(known)] if known else []
+    return Section(effects=effects, rows=rows, trials=len(timed), figures=figures)
 
 
 _Trial = tuple[Mapping[str, Any], Measurement]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -57,6 +58,10 @@ class PageFigure:
     """The figure as a table, where no other table of the page has it."""
 
 
+class Section(SimpleNamespace):
+    """What a part of the page says, under the names that its template has for it."""
+
+
 def digits(values: Iterable[float]) -> list[float]:
     """Return numbers with the six digits that a figure can show."""
     return [float(f"{value:.6g}") for value in values]
@@ -81,9 +86,9 @@ def whiskers(values: Sequence[float], ends: Sequence[tuple[float, float]]) -> di
     }
 
 
-def dashed(x: float, colour: str = ORANGE) -> dict[str, Any]:
+def dashed(x: float) -> dict[str, Any]:
     """Return a dashed vertical line across a figure."""
-    line = {"color": colour, "width": 2, "dash": "dash"}
+    line = {"color": ORANGE, "width": 2, "dash": "dash"}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
 
 

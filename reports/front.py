@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
 from reports.document import AXES, Document
@@ -24,6 +22,7 @@ from reports.figures import (
     GREEN,
     MARKS,
     PageFigure,
+    Section,
     dashed,
     digits,
     framed,
@@ -43,21 +42,7 @@ _CAPTION = (
 )
 
 
-@dataclass(frozen=True)
-class FrontSection:
-    """The front, and by what it may be drawn."""
-
-    title: str
-    figures: tuple[PageFigure, ...]
-    axes: Mapping[str, str]
-    classes: tuple[str, ...]
-    x: str
-    y: str
-    views: Mapping[str, Sequence[int]]
-    """The trials on the front of ``first axis|second|class``; the class is empty for all."""
-
-
-def front_of(document: Document) -> FrontSection | None:
+def front_of(document: Document) -> Section | None:
     """Return the section of the front; None where nothing was tried."""
     snapshot, columns = document.snapshot, document.columns
     if not snapshot.records:
@@ -67,7 +52,8 @@ def front_of(document: Document) -> FrontSection | None:
     candidates = [row for number, row in document.rows.items() if number in numbers]
     y = next((key for key in AXES if key in columns), "tokens_per_second")
     names = columns["class"].values
-    classes = tuple(sorted(set(names)))
+    classes = sorted(set(names))
+    # The trials on the front of ``first axis|second|class``; the class is empty for all.
     views = {}
     for axes in itertools.combinations(document.axes, 2):
         for name in ("", *classes):
@@ -86,27 +72,24 @@ def front_of(document: Document) -> FrontSection | None:
     )
     title = "What do I give up for less memory, money or rank?"
     title = title if candidates else "How far is each from fitting?"
-    return FrontSection(title, (figure,), document.axes, classes, MEMORY, y, views)
+    drawn = {"axes": document.axes, "classes": classes, "x": MEMORY, "y": y, "views": views}
+    return Section(title=title, figures=[figure], **drawn)
 
 
 def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
     """Return the rows that no other beats in one column and matches in both, the best first."""
-    first, second = (document.columns[axis].values for axis in axes)
-    known = [row for row in rows if first[row] is not None and second[row] is not None]
-    if not known:
-        return []
     signs = [-1 if AXES[axis] else 1 for axis in axes]
-    x, y = (
-        sign * np.array([of[row] for row in known], dtype=float)
-        for sign, of in zip(signs, (first, second), strict=True)
-    )
-    order = np.lexsort((np.array(known), y, x))
-    x, y = x[order], y[order]
-    # What is better in the second column than all that are better in the first, and its equals.
-    is_new = y < np.concatenate(([np.inf], np.minimum.accumulate(y)[:-1]))
-    newest = np.maximum.accumulate(np.where(is_new, np.arange(len(x)), 0))
-    is_on_front = (x == x[newest]) & (y == y[newest])
-    return [known[index] for index in order[is_on_front]]
+    columns = [document.columns[axis].values for axis in axes]
+    known = (row for row in rows if all(of[row] is not None for of in columns))
+    points = [(*(s * of[row] for s, of in zip(signs, columns, strict=True)), row) for row in known]
+    found, newest, least = list[int](), None, math.inf
+    for x, y, row in sorted(points):
+        # What is better in the second column than all that are better in the first, and its equals.
+        if y < least:
+            newest, least = (x, y), y
+        if (x, y) == newest:
+            found.append(row)
+    return found
 
 
 def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:

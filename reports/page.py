@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -29,16 +28,15 @@ from reports.comparison import Comparison, comparison_words
 from reports.decision import decision_of
 from reports.document import Document, document_of
 from reports.effects import effects_of
-from reports.figures import PageFigure, themes
+from reports.figures import PageFigure, Section, themes
 from reports.front import front_of
 from reports.search import quality_of, search_of
 from reports.sections import next_steps_of, texts_of, trials_of
 from reports.trust import trust_of
 from search_spaces.costs import AskedWork
-from search_spaces.errors import EnvironmentFault
 from search_spaces.redaction import redacted, shown
 from storage.definition import StudySnapshot
-from storage.files import replace
+from storage.files import replace, writing
 
 _CODE = re.compile(r"`([^`]*)`")
 _SCRIPTS = ("page.js", "table.js", "figures.js", "front.js")
@@ -69,9 +67,9 @@ def sections(document: Document, work: AskedWork) -> dict[str, Any]:
     }
 
 
-def figures_of(made: Mapping[str, Any]) -> tuple[PageFigure, ...]:
+def figures_of(made: Mapping[str, Any]) -> list[PageFigure]:
     """Return the figures of sections, in the order of the page."""
-    return tuple(figure for value in made.values() for figure in getattr(value, "figures", ()))
+    return [figure for value in made.values() for figure in getattr(value, "figures", ())]
 
 
 def render(snapshot: StudySnapshot, *, work: AskedWork | None = None) -> str:
@@ -97,13 +95,8 @@ def render_comparison(comparison: Comparison) -> str:
 
 def render_figure(title: str, figure: PageFigure) -> str:
     """Return the page of one figure as HTML. It is of no trials."""
-    made = {"page": SimpleNamespace(figures=(figure,))}
+    made = {"page": Section(figures=[figure])}
     return _page("figure.html.j2", title, made, {"columns": {}})
-
-
-def write_report(snapshot: StudySnapshot, path: Path) -> None:
-    """Write a study's report to ``path``, as `write_page` does."""
-    write_page(render(snapshot), path)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -112,10 +105,8 @@ def write_page(page: str, path: Path) -> None:
     Raises:
         EnvironmentFault: it cannot be written there; what was there before is untouched.
     """
-    try:
+    with writing(path, "the report "):
         replace(path, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write the report {path}: {error.strerror}") from error
 
 
 def _page(

@@ -12,8 +12,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from reports.document import Document, setting_words
-from reports.figures import AMBER, BLUE, GREEN, MARKS, PageFigure, digits, framed, whiskers
+from reports.document import AXES, Document, setting_words
+from reports.figures import AMBER, BLUE, GREEN, MARKS, PageFigure, Section, digits, framed, whiskers
 from reports.sentences import rank_claim
 from reports.words import VERDICT_LABELS, held_out
 from search_spaces.config import KNOBS, TrialConfig
@@ -23,24 +23,9 @@ from storage.records import Verdict
 _TICKS_MOST = 8
 
 
-@dataclass(frozen=True)
-class SearchSection:
-    """The figures on how a search went, by the first of its objectives."""
-
-    figures: tuple[PageFigure, ...]
-
-
-@dataclass(frozen=True)
-class QualitySection:
-    """What was learned."""
-
-    claim: str
-    how: str
-    figures: tuple[PageFigure, ...]
-
-
-def search_of(document: Document) -> SearchSection | None:
-    """Return the section on the search; None where fewer than two trials fitted."""
+def search_of(document: Document) -> Section | None:
+    """Return how a search went, by the first of its objectives; None where fewer than two trials
+    fitted."""
     objective = document.snapshot.definition.space.objectives[0]
     key = "peak_allocated" if objective == "peak_memory" else objective
     column = document.columns.get(key)
@@ -55,13 +40,12 @@ def search_of(document: Document) -> SearchSection | None:
     fitting = [row for row in rows if records[row].verdict is Verdict.FITS]
     if len(fitting) < 2:
         return None
-    is_more_better = key in ("tokens_per_second", "trainable_parameters")
     axes = [_Axis.of(document, setting) for setting in TrialConfig.model_fields]
     axes = [axis for axis in axes if len(axis.values) > 1]
-    figures = [_history(document, key, rows, is_more_better=is_more_better)]
+    figures = [_history(document, key, rows)]
     if axes:
         figures.append(_slices(document, key, fitting, axes))
-    return SearchSection(tuple(figures))
+    return Section(figures=figures)
 
 
 @dataclass(frozen=True)
@@ -93,13 +77,12 @@ class _Axis:
         return {place: escape(setting_words(self.values[place])) for place in shown}
 
 
-def _history(
-    document: Document, key: str, rows: Sequence[int], *, is_more_better: bool
-) -> PageFigure:
+def _history(document: Document, key: str, rows: Sequence[int]) -> PageFigure:
     column, records = document.columns[key], document.snapshot.records
     figure = go.Figure(layout=framed(300))
     fitting = [row for row in rows if records[row].verdict is Verdict.FITS]
-    best = list(accumulate((column.values[row] for row in fitting), max if is_more_better else min))
+    better = max if AXES[key] else min
+    best = list(accumulate((column.values[row] for row in fitting), better))
     figure.add_scatter(
         x=[records[row].number for row in fitting],
         y=best,
@@ -161,7 +144,7 @@ def _slices(document: Document, key: str, rows: Sequence[int], axes: Sequence[_A
     )
 
 
-def quality_of(document: Document) -> QualitySection | None:
+def quality_of(document: Document) -> Section | None:
     """Return the section on held-out losses; None of a study that has none."""
     ranking = document.ranking
     judged = [r for r in ranking.ranked if measured_of(r).quality is not None]
@@ -211,4 +194,4 @@ def quality_of(document: Document) -> QualitySection | None:
         "seeds, where there are several.",
         figure,
     )
-    return QualitySection(rank_claim(ranking), how, (shown,))
+    return Section(claim=rank_claim(ranking), how=how, figures=[shown])

@@ -4,55 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reports import sentences, units, words
 from reports.advice import how_to_go_faster
+from reports.figures import Section
 from reports.view import StudyView, epoch_of, view_of
 from storage.definition import StudySnapshot
 from storage.ranking import measured_of, verdict_counts
 from storage.records import TrialRecord
 
 
-@dataclass(frozen=True)
-class NextSteps:
-    """What a report says of its winner once it is decided for."""
-
-    commands: tuple[str, ...]
-    configuration: str
-    """As JSON, every key."""
-    advice: tuple[str, ...]
-    confirmations: tuple[sentences.ConfirmedRow, ...]
-
-
-def next_steps_of(snapshot: StudySnapshot) -> NextSteps | None:
+def next_steps_of(snapshot: StudySnapshot) -> Section | None:
     """Return what is to be done with a winner; None without one, as the decision says it then."""
     view = view_of(snapshot)
     if view.winner is None:
         return None
-    return NextSteps(
+    return Section(
         commands=sentences.commands(view),
         configuration=json.dumps(view.winner.config.model_dump(mode="json"), indent=2),
-        advice=tuple(how_to_go_faster(view)),
-        confirmations=tuple(sentences.confirmed_rows(view)),
+        advice=how_to_go_faster(view),
+        confirmations=list(sentences.confirmed_rows(view)),
     )
 
 
-@dataclass(frozen=True)
-class TextsSection:
-    """The dataset of a study."""
-
-    title: str
-    facts: tuple[tuple[str, str], ...]
-    """Name and value of each."""
-    cuts: tuple[tuple[str, str, str, str, str], ...]
-    """Of each length that was measured: length, trial, tokens/s, share of the tokens that it cuts
-    off or leaves out, epoch."""
-
-
-def texts_of(snapshot: StudySnapshot) -> TextsSection | None:
+def texts_of(snapshot: StudySnapshot) -> Section | None:
     """Return what the report says of a study's dataset; None of a study without."""
     view, texts = view_of(snapshot), snapshot.definition.texts
     if texts is None:
@@ -74,12 +51,13 @@ def texts_of(snapshot: StudySnapshot) -> TextsSection | None:
     if view.winner is not None and view.winner.epoch is not None:
         cut = words.cut_in_words(view.winner.epoch, view.winner.config.seq_len)
         facts["cut by the winner"] = cut
-    name = Path(texts.source).name
-    return TextsSection(f"Dataset: {name}", tuple(facts.items()), tuple(_by_length(view)))
+    title = f"Dataset: {Path(texts.source).name}"
+    return Section(title=title, facts=facts.items(), cuts=list(_by_length(view)))
 
 
-def _by_length(view: StudyView) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield the fastest of each length, with what that length cuts off."""
+def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
+    """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
+    off or leaves out, epoch."""
     fastest: dict[int, TrialRecord] = {}
     for record in sorted(view.ranking.ranked, key=lambda r: -measured_of(r).tokens_per_second):
         fastest.setdefault(record.config.seq_len, record)
@@ -93,38 +71,20 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, str, str, str, str]]:
         yield units.count(length), str(record.number), units.rate(rate), lost, took
 
 
-@dataclass(frozen=True)
-class TrialsSection:
-    """What the table of all trials, which the page draws, may be filtered by."""
-
-    total: int
-    verdicts: Mapping[str, str]
-    """Of the trials that there are, each with its words and their count."""
-    meanings: Mapping[str, str]
-    """What each of these means, by its words."""
-
-
-def trials_of(snapshot: StudySnapshot) -> TrialsSection | None:
+def trials_of(snapshot: StudySnapshot) -> Section | None:
     """Return what the table of all trials may be filtered by; None where there are none."""
     counts = verdict_counts(snapshot.records)
     ended = [verdict for verdict in words.VERDICT_LABELS if counts[verdict]]
     if not ended:
         return None
-    return TrialsSection(
+    return Section(
         total=len(snapshot.records),
         verdicts={str(v): f"{words.VERDICT_LABELS[v]} ({counts[v]:,})" for v in ended},
         meanings={words.VERDICT_LABELS[v]: words.VERDICT_MEANINGS[v] for v in ended},
     )
 
 
-class FactRow(NamedTuple):
-    """A name and what it is."""
-
-    name: str
-    value: str
-
-
-def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
+def environment_rows(snapshot: StudySnapshot) -> list[tuple[str, str]]:
     """Return what the study ran on and with: the target first, then the stored fingerprint."""
     target, space = snapshot.definition.target, snapshot.definition.space
     known = {
@@ -136,7 +96,7 @@ def environment_rows(snapshot: StudySnapshot) -> tuple[FactRow, ...]:
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
         "driver time": units.duration(snapshot.wall_seconds),
     }
-    return tuple(FactRow(*pair) for pair in (*known.items(), *_flat(snapshot.environment)))
+    return [*known.items(), *_flat(snapshot.environment)]
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

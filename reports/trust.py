@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.document import Document
-from reports.figures import BLUE, MARKS, ORANGE, PageFigure, digits, framed
-from reports.sections import FactRow, environment_rows
+from reports.figures import BLUE, MARKS, ORANGE, PageFigure, Section, digits, framed
+from reports.sections import environment_rows
 from reports.words import VERDICT_LABELS
 from storage.definition import StudySnapshot
 from storage.ranking import measured_of, rankable
@@ -58,29 +58,10 @@ class Accuracy:
         )
 
 
-@dataclass(frozen=True)
-class TrustSection:
-    """What the page says of trust; folded."""
-
-    summary: str
-    accuracy: tuple[Accuracy, ...]
-    steps: tuple[tuple[str, ...], ...]
-    """Of the best trials: number, median step, interval, steps, what each later run had."""
-    spent: tuple[tuple[str, ...], ...]
-    """How trials ended, how many, and their device time."""
-    memory: str
-    """The winner's measured peaks; empty without one."""
-    parts: tuple[tuple[str, str, float], ...]
-    """What the winner's peak is predicted to be made of: name, size, share."""
-    changes: tuple[str, ...]
-    facts: tuple[FactRow, ...]
-    figures: tuple[PageFigure, ...]
-
-
-def trust_of(document: Document) -> TrustSection:
+def trust_of(document: Document) -> Section:
     """Return what there is to judge a study's numbers by."""
     snapshot, ranking = document.snapshot, document.ranking
-    accuracy = tuple(filter(None, (accuracy_of(snapshot, q) for q in ("memory", "speed"))))
+    accuracy = [*filter(None, (accuracy_of(snapshot, q) for q in ("memory", "speed")))]
     devices = sum(r.device_seconds for r in (*snapshot.records, *snapshot.confirmations))
     summary = [
         f"{one.quantity} predicted within {units.error(one.median)} (median)" for one in accuracy
@@ -97,19 +78,19 @@ def trust_of(document: Document) -> TrustSection:
         forecast = snapshot.memory_forecasts.get(winner.config)
         sizes = {} if forecast is None else forecast.parts
         parts = sorted((pair for pair in sizes.items() if pair[1]), key=lambda pair: -pair[1])
-    return TrustSection(
+    figures = [_scatter(document, one) for one in accuracy]
+    figures += [_timeline(snapshot)] if snapshot.records else []
+    return Section(
         summary=", ".join([*summary, f"{units.duration(devices)} of device time"]),
         accuracy=accuracy,
-        steps=tuple(_steps(document, record) for record in ranking.ranked[:TOP_SHOWN]),
-        spent=tuple(_spent(snapshot)),
+        steps=[_steps(document, record) for record in ranking.ranked[:TOP_SHOWN]],
+        spent=list(_spent(snapshot)),
         memory=memory,
-        parts=tuple((name, units.gib(n), n / sum(dict(parts).values())) for name, n in parts),
+        # What the winner's peak is predicted to be made of.
+        parts=[(name, units.gib(n), n / sum(dict(parts).values())) for name, n in parts],
         changes=snapshot.warnings,
         facts=environment_rows(snapshot),
-        figures=(
-            *(_scatter(document, one) for one in accuracy),
-            *([_timeline(snapshot)] if snapshot.records else []),
-        ),
+        figures=figures,
     )
 
 
@@ -159,6 +140,7 @@ def _scatter(document: Document, known: Accuracy) -> PageFigure:
 
 
 def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
+    """Return a trial's number, median step, interval, steps, and what each later run had."""
     searched = next(r for r in document.snapshot.records if r.number == record.number).measurement
     assert searched is not None, "only measured trials are ranked"
     known = document.ranking.confirmations
@@ -174,6 +156,7 @@ def _steps(document: Document, record: TrialRecord) -> tuple[str, ...]:
 
 
 def _spent(snapshot: StudySnapshot) -> Iterator[tuple[str, ...]]:
+    """Yield how trials ended, how many, and their device time."""
     for verdict in Verdict:
         took = [r.device_seconds for r in snapshot.records if r.verdict is verdict]
         if took:

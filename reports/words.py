@@ -228,14 +228,10 @@ def capacity(config: TrialConfig) -> str:
     return f"{rank} on {targets_in_words(config.target_modules)}"
 
 
-def at_capacity(config: TrialConfig) -> str:
-    """Return what the baseline is called in the class of ``config``, another than its own."""
-    return f"the baseline at {capacity(config)}"
-
-
 def reference_of(ranking: Ranking, config: TrialConfig) -> str:
     """Return what its gain is over: ``the baseline``, or ``the baseline at rank 8 on q,v``."""
-    return "the baseline" if ranking.is_of_baselines_class(config) else at_capacity(config)
+    is_its_own = ranking.is_of_baselines_class(config)
+    return "the baseline" if is_its_own else f"the baseline at {capacity(config)}"
 
 
 def why_no_gain(reason: NoGain | None, over: str) -> str:

@@ -241,9 +241,7 @@ def has_tables(url: DatabaseUrl) -> bool:
             # Optuna makes the first of them last: whoever is stopped before begins anew.
             return True
         for table in names & _OWN_COLUMNS.keys():
-            if _OWN_COLUMNS[table] not in {
-                column["name"] for column in inspector.get_columns(table)
-            }:
+            if _OWN_COLUMNS[table] not in (c["name"] for c in inspector.get_columns(table)):
                 foreign.add(table)
     finally:
         engine.dispose()

@@ -32,36 +32,24 @@ PACKAGES = (
 )
 
 
-def fingerprint(
-    *,
-    device: Literal["cuda", "cpu"],
-    gpu: str | None = None,
-    driver: str | None = None,
-    cuda_driver: str | None = None,
-    gpu_memory_bytes: int | None = None,
-    power_limit_watts: float | None = None,
-) -> dict[str, Any]:
+OF_GPU = ("gpu", "driver", "cuda_driver", "gpu_memory_bytes", "power_limit_watts")
+"""Its product name, its driver's version, the newest CUDA that this supports, the memory that it
+reports, and the power limit, which decides the clocks, and so the speed."""
+
+
+def fingerprint(*, device: Literal["cuda", "cpu"], **of_gpu: str | float | None) -> dict[str, Any]:
     """Return plain JSON values.
 
-    Keys: ``device``, ``gpu``, ``driver``, ``cuda_driver``, ``gpu_memory_bytes``,
-    ``power_limit_watts``, ``python``, ``os``, ``cpu``, ``cores``, ``commit`` and ``versions`` (by
-    package).
+    Keys: ``device``, those of `OF_GPU`, ``python``, ``os``, ``cpu``, ``cores``, ``commit`` and
+    ``versions`` (by package).
 
     Args:
         device: what trials run on.
-        gpu: product name of the GPU that runs them; null for ``cpu``, as the next four are.
-        driver: version of its driver.
-        cuda_driver: newest CUDA version that the driver supports.
-        gpu_memory_bytes: the GPU's, as its driver reports it.
-        power_limit_watts: what is enforced; it decides the clocks, and so the speed.
+        of_gpu: what is known of the GPU that runs them, by the keys of `OF_GPU`.
     """
     found = {
         "device": device,
-        "gpu": gpu,
-        "driver": driver,
-        "cuda_driver": cuda_driver,
-        "gpu_memory_bytes": gpu_memory_bytes,
-        "power_limit_watts": power_limit_watts,
+        **{key: of_gpu.get(key) for key in OF_GPU},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": _cpu(),

@@ -224,13 +224,8 @@ def _swap_in(path: Path, data: bytes, *, mode: int | None, is_durable: bool = Tr
             temporary.unlink()
         raise
     if is_durable:
-        # Not every file system can be asked to keep a directory's names.
         with suppress(OSError):
-            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            synchronize(path.parent)
 
 
 def _open(path: Path, flags: int) -> int:

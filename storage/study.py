@@ -147,11 +147,11 @@ def open_study(
             was_resumed=stored is not None,
             environment=environment,
             ledger=Ledger(() if stored is None else stored.records),
-            _known=known,
+            known=known,
+            spool=directory.Spool(folder / directory.SPOOL, known.identity),
             _storage=storage,
             _url=where,
             _closing=closing.pop_all(),
-            _spool=directory.Spool(folder / directory.SPOOL, known.identity),
             _warn=warn,
         )
 
@@ -199,12 +199,13 @@ class OpenStudy:
     """Fingerprint of this run."""
     ledger: Ledger
     """Every finished trial, from memory: nobody else writes."""
-    _known: codec.StudyAttributes
+    known: codec.StudyAttributes
     """What is stored of the study itself, from memory."""
+    spool: directory.Spool
+    """What is kept on disk alone, where the database stays away: a resume tells it."""
     _storage: Storage
     _url: DatabaseUrl
     _closing: ExitStack
-    _spool: directory.Spool
     _warn: Callable[[str], None]
     _open: dict[int, TrialRecord | None] = field(default_factory=dict, init=False)
     """What was asked for and not told, by number: once it began as lost, until it is."""
@@ -227,11 +228,6 @@ class OpenStudy:
     def name(self) -> str:
         """What the study is called."""
         return self.study.study_name
-
-    @property
-    def identity(self) -> str:
-        """What tells it from every other study, whatever that is called."""
-        return self._known.identity
 
     def records(self) -> tuple[TrialRecord, ...]:
         """Return every finished trial's record, by number.
@@ -260,11 +256,11 @@ class OpenStudy:
                     self._close(trial)
 
         settled = directory.settled_attempts(self.ledger.all)
-        spooled = self._spool.read(known=settled)
+        spooled = self.spool.read(known=settled)
         ended = {record.attempt_id: record for record in spooled.records}
         begun = map(codec.begun_of, self._write(lambda: self._trials(*_OPEN)))
         lost = {record.attempt_id: record for record in begun if record is not None}
-        for left in directory.left_outcomes(self._spool.path.parent, study=self.identity):
+        for left in directory.left_outcomes(self.spool.path.parent, study=self.known.identity):
             attempt = left.attempt.id
             if attempt in settled or attempt in ended:
                 continue
@@ -273,7 +269,7 @@ class OpenStudy:
                 ended[attempt] = record
                 if attempt not in lost and record.verdict in directory.WORTH_KEEPING:
                     # Before the worker's next outcome replaces it.
-                    self._spool.append(record)
+                    self.spool.append(record)
         self._write(close_never_begun)
         for record in lost.values():
             known = ended.get(record.attempt_id, record)
@@ -282,9 +278,9 @@ class OpenStudy:
                 self.ledger.add(record)
         for words in spooled.problems:
             self._warn(words)
-        kept = directory.kept_among(self._spool.read().records, self.ledger.all)
+        kept = directory.kept_among(self.spool.read().records, self.ledger.all)
         if kept:
-            self._warn(directory.kept_words(kept, study=self.name, path=self._spool.path))
+            self._warn(directory.kept_words(kept, study=self.name, path=self.spool.path))
         return self.ledger.to_retry()
 
     def _record_of(self, left: directory.Left, begun: TrialRecord | None) -> TrialRecord | None:
@@ -406,7 +402,7 @@ class OpenStudy:
         """
         begun = Attempt(
             id=uuid.uuid4().hex,
-            study=self.identity,
+            study=self.known.identity,
             number=trial.number,
             started_at=started_at,
             **errand.model_dump(),
@@ -441,7 +437,7 @@ class OpenStudy:
         self._open.pop(record.number, None)
         result, unspooled = f"the result of trial {record.number} ({record.verdict})", ""
         try:
-            self._spool.append(record)
+            self.spool.append(record)
         except EnvironmentFault as fault:
             # A healthy database outweighs what is in the way of that.
             unspooled = str(fault)
@@ -450,17 +446,17 @@ class OpenStudy:
             if unspooled and not is_told:
                 raise EnvironmentFault(f"somebody closed trial {record.number} in {self._url}")
         except EnvironmentFault as fault:
-            where = f"is safe in {self._spool.path}: a resume tells it, or says how to take it over"
+            where = f"is safe in {self.spool.path}: a resume tells it, or says how to take it over"
             if unspooled:
                 where = f"is nowhere: it runs again ({unspooled})"
             raise type(fault)(f"{fault}; {result} {where}") from fault
         if unspooled:
             self._warn(f"{unspooled}; {result} is in the database alone")
         if not is_told:
-            self._warn(directory.kept_words([record], study=self.name, path=self._spool.path))
+            self._warn(directory.kept_words([record], study=self.name, path=self.spool.path))
             lost = Lost(
                 detail=f"it ended as {record.verdict}, but somebody closed the trial in the "
-                f"database: the result is kept in {self._spool.path} alone",
+                f"database: the result is kept in {self.spool.path} alone",
                 is_kept=True,
             )
             record = record.model_copy(update={"outcome": lost})
@@ -491,55 +487,25 @@ class OpenStudy:
             lost = Lost(detail="interrupted before it ran", is_interrupted=True)
             for record in filter(None, never_ran.values()):
                 with suppress(EnvironmentFault):
-                    self.spool(record.model_copy(update={"outcome": lost}))
+                    self.spool.append(record.model_copy(update={"outcome": lost}))
             raise
         for number in never_ran:
             del self._open[number]
 
-    def spool(self, record: TrialRecord) -> None:
-        """Keep a result on disk alone, of whose database it is known that it stays away: a resume
-        tells it.
-
-        Raises:
-            EnvironmentFault: the disk cannot be written.
-        """
-        self._spool.append(record)
-
-    def wall_seconds(self) -> float:
-        """Return the driver's time over all runs of the study so far."""
-        return self._known.wall_seconds
-
-    def card_seconds(self) -> float:
-        """Return the driver's time over all runs, times the GPUs that each had: what is paid."""
-        return self._known.card_seconds
-
     def add_wall_seconds(self, seconds: float) -> None:
         """Add to the driver's time over all runs of the study."""
-        wall, card = self.wall_seconds() + seconds, self.card_seconds() + seconds * self.cards
-        self._note(wall_seconds=wall, card_seconds=card)
+        wall, card = self.known.wall_seconds + seconds, self.known.card_seconds
+        self.note(wall_seconds=wall, card_seconds=card + seconds * self.cards)
 
-    def quality_tokens(self) -> int | None:
-        """Return on how many tokens a trial trains for its held-out loss; None before that is
-        chosen."""
-        return self._known.quality_tokens
-
-    def note_quality_tokens(self, tokens: int) -> None:
-        """Keep on how many tokens every trial of the study trains for its held-out loss."""
-        self._note(quality_tokens=tokens)
-
-    def note_end(self, values: Mapping[str, Any]) -> None:
-        """Keep why the search ended, in plain JSON values; an earlier run's gives way."""
-        self._note(ended=dict(values))
-
-    def _note(self, **attributes: Any) -> None:
-        """Keep attributes of the study, all in one transaction."""
+    def note(self, **attributes: Any) -> None:
+        """Keep attributes of the study in plain JSON values, all in one transaction."""
 
         def write() -> None:
             for key, value in attributes.items():
                 self.study.set_user_attr(key, value)
 
         self._write(write)
-        self._known = self._known.model_copy(update=attributes)
+        self.known = self.known.model_copy(update=attributes)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in some states, as the database has them."""
@@ -582,7 +548,7 @@ class OpenStudy:
                 raise EnvironmentFault(
                     f"{named} was deleted from {self._url} while it was driven"
                 ) from None
-            if driver != self._known.driver:
+            if driver != self.known.driver:
                 raise EnvironmentFault(
                     f"{named} in {self._url} is no longer driven from here: another driver took it "
                     "over, or a copy was put in its place; the same command resumes it"

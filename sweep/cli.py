@@ -322,7 +322,7 @@ def remove(study: opt.Study, is_sure: opt.Yes = False, storage: opt.Storage = No
 )
 def report(
     named: opt.Reported = None,
-    work: opt.ReportWork = None,
+    work: opt.Work = None,
     figure: opt.Figure = None,
     output: opt.Output = None,
     is_forced: opt.Force = False,
@@ -527,7 +527,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     finally:
         stop_signals.ignore_at_exit()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -41,28 +41,32 @@ def asked() -> int:
 
 
 @contextmanager
-def heard() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at each signal inside the ``with``; the third ends the process.
-
-    One that is ignored, as nohup has SIGHUP, stays so. Elsewhere than in the main thread, which
-    signals are for, nothing happens.
-    """
-    global _asked
-    _asked = 0
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # Where they are ignored, no child's end can be told.
-    previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            previous[number] = signal.signal(number, _interrupt)
+def handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Answer signals by these handlers inside the ``with``. Elsewhere than in the main thread,
+    which signals are for, nothing happens."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {n: signal.signal(n, handler) for n, handler in handlers.items() if is_main}
     try:
-        with _heard_in_finalizers():
-            yield
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` at each signal inside the ``with``; the third ends the process.
+
+    One that is ignored, as nohup has SIGHUP, stays so.
+    """
+    global _asked
+    _asked = 0
+    free = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) in free]
+    # Where its end is ignored, none of a child can be told.
+    handlers = {signal.SIGCHLD: signal.SIG_DFL, **dict.fromkeys(numbers, _interrupt)}
+    with handled(handlers), _heard_in_finalizers():
+        yield
 
 
 @contextmanager

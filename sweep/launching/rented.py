@@ -227,10 +227,8 @@ def predicted(
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
     space = space.model_copy(update=limits)
     is_fetched = space.weights == "pretrained" and model.source == "hub"
-    download, least = (
-        checkpoint_bytes(model) if is_fetched else 0.0,
-        survey.START_SECONDS + survey.TRIAL_SECONDS,
-    )
+    download = checkpoint_bytes(model) if is_fetched else 0.0
+    least = survey.START_SECONDS + survey.TRIAL_SECONDS
     try:
         looked = survey.survey(space, question.forecaster(gpu), directory=cache, progress=progress)
     except InputError as error:

@@ -67,8 +67,6 @@ def merge(
         EnvironmentFault: no room on the disk, or no memory; nothing is left of it.
     """
     began, target = time.monotonic(), home_expanded(output)
-    if rows < 0:
-        raise InputError(f"--rows must be at least 0, got {rows}")
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"--output: {output} is not an empty directory: name a new one")
     files.require_parent(target)

@@ -88,7 +88,7 @@ def carry_over(
     """
     encoding = Encoding(study.definition.space)
     baseline = study.definition.space.baseline_config()
-    is_own = source.identity == study.identity
+    is_own = source.identity == study.known.identity
     known = (*study.records(), *study.confirmations())
     settled = [record for record in known if record.verdict not in RETRYABLE]
     attempts = {record.attempt_id for record in settled} - {None}
@@ -127,7 +127,7 @@ def take_over(
 ) -> None:
     """Carry another study's trials over, and warn of what makes them differ from this one's."""
     new = carry_over(study, carried, is_valid=is_valid)
-    if carried.identity == study.identity:
+    if carried.identity == study.known.identity:
         for problem in carried.warnings:
             warn(problem)
         if not new:

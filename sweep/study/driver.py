@@ -159,7 +159,7 @@ class Driver:
         """When, by the clock, the study's money is spent; None without a limit."""
         dollars, price = self.space.max_dollars, self.limits.usd_per_hour
         if dollars is not None and price is not None:
-            seconds = dollars / price * 3600.0 - self.study.card_seconds()
+            seconds = dollars / price * 3600.0 - self.study.known.card_seconds
             self._paid_until = self._counted_seconds + seconds / self.study.cards
 
     def _is_money_spent(self) -> bool:
@@ -227,7 +227,7 @@ class Driver:
                 ended = self.lanes.next_end()
                 if not isinstance(ended.result, EnvironmentFault):
                     with suppress(EnvironmentFault):
-                        self.study.spool(self._record(ended.trial, ended.result))
+                        self.study.spool.append(self._record(ended.trial, ended.result))
             raise
 
     def _fill(self, source: Source) -> StopReason | None:
@@ -377,7 +377,7 @@ class Driver:
             with self._closing_what_never_ran():
                 epoch = self.forecaster.epoch_of(config)
                 tokens = default_tokens(result.measurement.tokens_per_second, epoch)
-                self.study.note_quality_tokens(tokens)
+                self.study.note(quality_tokens=tokens)
             whole = {"quality": quality_command(self.space, tokens=tokens), "attempt": trial.begun}
             trial.request = trial.request.model_copy(update=whole)
             self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
@@ -436,7 +436,7 @@ def tokens_of(study: OpenStudy) -> int | None:
     space = study.definition.space
     if "eval_loss" not in space.objectives:
         return None
-    return (space.data.quality_tokens if space.data else None) or study.quality_tokens()
+    return (space.data.quality_tokens if space.data else None) or study.known.quality_tokens
 
 
 def eval_seq_len(space: SearchSpace) -> int:

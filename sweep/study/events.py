@@ -9,7 +9,6 @@ the spool.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from search_spaces.config import TrialConfig
 from storage.records import SEARCH, Errand, TrialRecord
 from sweep.processes import STOP_SIGNALS
 from sweep.running.wire import Progress
+from sweep.stop_signals import handled
 
 
 class StopReason(StrEnum):
@@ -200,21 +200,12 @@ class Interruption:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Take the signals as requests inside the ``with``."""
-        if threading.current_thread() is not threading.main_thread():
-            # Only the main thread hears of signals: what they mean is its program's to say.
-            yield
-            return
-        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        numbers = set(STOP_SIGNALS)
         # Whoever started this under nohup wants it to outlive the terminal.
-        if previous[signal.SIGHUP] == signal.SIG_IGN:
-            del previous[signal.SIGHUP]
-        for number in previous:
-            signal.signal(number, lambda *_: self.request())
-        try:
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
+        with handled(dict.fromkeys(numbers, lambda *_: self.request())):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
         if reason is not StopReason.INTERRUPTED:
             if not is_anew:
                 with interruption.interruptible():
-                    study.note_end(outlook_document(reason, driver.limits.outlook(None)))
+                    study.note(ended=outlook_document(reason, driver.limits.outlook(None)))
             reason = driver.run(Confirmation(driver, then=reason, is_anew=is_anew))
     driver.on_event(StudyFinished(reason))
     fault = None if is_anew else nothing_concluded(study.records())

@@ -108,10 +108,8 @@ def report(
     if path is not None and is_picture:
         images.write_image(snapshots[0], path, figure=figure)
     else:
-        if is_one:
-            page = render(snapshots[0], work=asked)
-        else:
-            page = render_comparison(_compared(snapshots, plans, work=asked))
+        together = None if is_one else _compared(snapshots, plans, work=asked)
+        page = render_comparison(together) if together else render(snapshots[0], work=asked)
         if output == STDOUT:
             say_as_is(page)
             return DONE

@@ -107,18 +107,12 @@ def _wastes(
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
     exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-    candidates, found = candidate_lengths(lengths, max_positions=limit), []
+    wasted = partial(waste_at, micro_batch_size=micro_batch_size, cut_at=exact)
+    candidates, found = candidate_lengths(lengths, max_positions=limit), list[Waste | None]()
     for done, seq_len in enumerate(candidates):
         tell(done, len(candidates))
-        waste = waste_at(
-            seq_len,
-            lengths,
-            loss_lengths,
-            micro_batch_size=micro_batch_size,
-            cut_at=exact,
-        )
-        found += [] if waste is None else [waste]
-    return found
+        found.append(wasted(seq_len, lengths, loss_lengths))
+    return [*filter(None, found)]
 
 
 def _document(texts: PreparedTexts, model: ModelSpec | None) -> dict[str, Any]:

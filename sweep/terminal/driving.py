@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reports import units
-from reports.page import write_report
+from reports.page import render, write_page
 from reports.sentences import stopped_words
 from reports.view import view_of
 from reports.words import emulation_note
@@ -52,6 +52,7 @@ from sweep.terminal.console import (
     working,
 )
 from sweep.terminal.dataset import prepared as read_texts
+from sweep.terminal.listings import warn
 from sweep.terminal.live import watching
 from sweep.terminal.options import seconds
 from sweep.terminal.summary import has_fit, last_screen, why_invalid
@@ -339,7 +340,7 @@ def confirm(
         study, stored, confirm=typed, max_dollars=max_dollars, card=read_card, read_texts=read_texts
     )
     prepared = LocalGpus(None).given_to(again)
-    reason = drive(prepared, storage=url, watch=_watch, warn=_warn, is_anew=True)
+    reason = drive(prepared, storage=url, watch=_watch, warn=warn, is_anew=True)
     return _conclude(prepared, reason, storage=storage, as_json=as_json)
 
 
@@ -378,7 +379,7 @@ def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, Envir
     with working("writing the report"):
         snapshot, path = read_for_report(study, url=url), report_path(study)
         try:
-            write_report(snapshot, path)
+            write_page(render(snapshot), path)
         except EnvironmentFault as fault:
             return snapshot, None, fault
     return snapshot, path, None
@@ -418,10 +419,6 @@ def progress_words(done: int, total: int) -> str:
     return f"{done:,} of {trials} {'is' if done == 1 else 'are'} done"
 
 
-def _warn(text: str) -> None:
-    note(f"warning: {text}")
-
-
 def tune(
     request: RunRequest,
     where: Where,
@@ -429,7 +426,7 @@ def tune(
     url: str,
     watch: Watch = _watch,
     tell: Callable[[str], None] = note_folded,
-    warn: Callable[[str], None] = _warn,
+    warn: Callable[[str], None] = warn,
     read: ReadTexts | None = None,
 ) -> tuple[Prepared, StopReason]:
     """Start or resume a study; return what it is about and why it stopped.

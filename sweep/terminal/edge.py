@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -31,8 +30,6 @@ from sweep.terminal.console import ReaderGoneError, note, note_folded
 
 OUR_ERROR = 4
 """Exit code of a mistake in sweep, which no other machine would mend."""
-_NUMBERS = {"int_parsing": "a whole number", "float_parsing": "a number"}
-"""What pydantic, which reads the options, calls the wrong sort of text, and what it is to be."""
 _FULL = "free some space, or set SWEEP_HOME to another disk"
 _CURES = {
     errno.EMFILE: MORE_DESCRIPTORS,
@@ -91,12 +88,14 @@ def _refuse(text: str, code: int) -> int:
 
 def _plainly(error: typer.TyperException) -> str:
     """Return what is wrong with an option, in the words of the other messages."""
-    found: list[dict[str, Any]] = getattr(error.__context__, "errors", list)()
+    from pydantic import ValidationError
+
+    from search_spaces.documents import explain
+
     names: list[str] = getattr(getattr(error, "param", None), "opts", [])
-    if not found or not names or found[0]["type"] not in _NUMBERS:
+    if not names or not isinstance(error.__context__, ValidationError):
         return error.format_message()
-    kind, got = _NUMBERS[found[0]["type"]], found[0]["input"]
-    return f"{next(n for n in names if n[:2] == '--')} must be {kind}, got {got!r}"
+    return f"{next(n for n in names if n[:2] == '--')} {explain(error.__context__)}"
 
 
 def _report_crash(error: Exception) -> str:

@@ -10,8 +10,8 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from reports import units
 from search_spaces.costs import SECONDS_PER_HOUR
@@ -25,7 +25,6 @@ from search_spaces.space import SearchSpace, parse_duration
 from storage.files import replace as put
 from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
-from sweep.data.texts import prepare_texts
 from sweep.data.tokenizers import find_tokenizer
 from sweep.launching import parcel, slurm
 from sweep.launching.remote import HOME, RemoteStudy
@@ -49,8 +48,9 @@ from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
 from sweep.terminal.commands import DONE, ENVIRONMENT
 from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
+from sweep.terminal.dataset import prepared
 from sweep.terminal.edge import OUR_ERROR
-from sweep.terminal.plan import tracing
+from sweep.terminal.plan import stored_study, tracing
 
 _CODES = (DONE, NothingFits.exit_code, InputError.exit_code, ENVIRONMENT, OUR_ERROR, INTERRUPTED)
 """What `sweep run` ends with."""
@@ -378,18 +378,13 @@ def _cost(
         typed_prices=() if price is None else (f"{gpu.name}={price}",),
     )
 
-    def no_study(name: str, _storage: str | None) -> Any:
-        raise AssertionError(f"nobody asked for study {name}")
-
     with working("predicting") as progress, closing(TracingChildren(outlive=True)) as children:
         question = resolve_request(
             asked,
             predictor=predictor or tracing(children),
             card=lambda: None,
-            read_study=no_study,
-            read_texts=lambda texts: prepare_texts(
-                texts, on_progress=lambda what, done, of: progress(what)(done, of)
-            ),
+            read_study=stored_study,
+            read_texts=partial(prepared, progress=progress),
         )
         offer = provider.offer(machine, question.offers.get(gpu.name, ()))
         surveys = cache_directory() / "surveys"

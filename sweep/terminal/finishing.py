@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,20 +78,11 @@ def train(
     also = (*options.DATA_SETTINGS, "data.eval_fraction", "weights")
     learning, of_space = options.settings({}, settings, only=["learning_rate"], also=also)
     asked |= {"learning_rate": learning.get("learning_rate"), "weights": of_space.get("weights")}
-    texts = options.dataset(data, of_space)
-    limits: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-        ("max_steps", "at least 1", lambda steps: steps >= 1),
-        ("checkpoint_every", "at least 1", lambda steps: steps >= 1),
-        ("epochs", "a finite number above 0", lambda epochs: 0 < epochs < float("inf")),
-        ("seed", f"from 0 to {2**32 - 1:,}", lambda seed: 0 <= seed < 2**32),
-        ("weights", "pretrained or random", lambda kind: kind in ("pretrained", "random")),
-    )
-    for key, words, is_right in limits:
-        value = asked[key]
-        if value is not None and not is_right(value):
-            told = f"{value:g}" if isinstance(value, float) else quote(value)
-            option = "--set weights" if key == "weights" else f"--{key.replace('_', '-')}"
-            raise InputError(f"{option} must be {words}, got {told}")
+    texts, epochs, weights = options.dataset(data, of_space), asked["epochs"], asked["weights"]
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise InputError(f"--epochs must be a finite number above 0, got {epochs:g}")
+    if weights not in (None, "pretrained", "random"):
+        raise InputError(f"--set weights must be pretrained or random, got {quote(weights)}")
     if devices is not None:
         chosen = choose_cards(devices, read_cards())
         if len(chosen) > 1:
@@ -159,10 +151,10 @@ def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool
     if isinstance(end, Lost):
         note(f"Interrupted{kept}.")
         return INTERRUPTED
-    if isinstance(end, OutOfMemory):
-        config, forecaster = prepared.job.config, prepared.forecaster
-        if smaller := next_smaller(config, forecaster, has_run_out=True):
-            kept += f". The next smaller one: {smaller}"
+    if isinstance(end, OutOfMemory) and (
+        smaller := next_smaller(prepared.job.config, prepared.forecaster, has_run_out=True)
+    ):
+        kept += f". The next smaller one: {smaller}"
     raise fault_of(end, kept=kept)
 
 

@@ -19,7 +19,7 @@ from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, UnreadableStudy
 from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.terminal.console import note, say, say_json, say_result, table, width_of
+from sweep.terminal.console import note, say_result, table, width_of
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 
 DONE, NOTHING_FITS = 0, 1
@@ -59,10 +59,8 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
     snapshot = read(study, url=storage_url(storage))
-    if as_json:
-        say_json(view_of(snapshot).document())
-    else:
-        say(best_text(snapshot, width=width_of(sys.stdout)))
+    text = best_text(snapshot, width=width_of(sys.stdout))
+    say_result(view_of(snapshot).document(), text, as_json=as_json)
     return DONE if has_fit(snapshot) else NOTHING_FITS
 
 
@@ -86,10 +84,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
         with suppress(KeyboardInterrupt):
             follow(lambda: read(study, url=url), stream=sys.stderr)
     snapshot = read(study, url=url)
-    if as_json:
-        say_json(status_document(snapshot))
-    else:
-        say(status_text(snapshot, width=width))
+    say_result(status_document(snapshot), status_text(snapshot, width=width), as_json=as_json)
     return DONE
 
 

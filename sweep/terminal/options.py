@@ -131,7 +131,7 @@ Models = Annotated[
 Data = Annotated[str | None, Option(metavar="DATASET", help=_DATASET)]
 Gpu = Annotated[str | None, Option(help="GPU whose memory is the budget.", **_BUDGETS)]
 Gpus = Annotated[list[str] | None, Option("--gpu", help="Several: they are compared.", **_GPUS)]
-Seed = Annotated[int | None, Option(help="Of sampling, weights and tokens.")]
+Seed = Annotated[int | None, Option(min=0, max=2**32 - 1, help="Of sampling, weights and tokens.")]
 Trial = Annotated[int | None, Option(help="Another trial than the winner.")]
 Set = Annotated[
     list[str] | None,
@@ -196,15 +196,7 @@ Work = Annotated[
     list[str] | None,
     Option(
         metavar="KEY=NUMBER",
-        help="Training to price: train-steps, samples, tokens, dataset-samples or epochs.",
-    ),
-]
-ReportWork = Annotated[
-    list[str] | None,
-    Option(
-        "--work",
-        metavar="KEY=NUMBER",
-        help="Training to price: tokens, dataset-samples or epochs.",
+        help="Training to price: tokens, dataset-samples, epochs; in a plan train-steps, samples.",
     ),
 ]
 
@@ -214,12 +206,13 @@ Format = Annotated[
 Figure = Annotated[str | None, Option(help="Which figure, where -o ends in .png or .svg.")]
 Base = Annotated[str | None, Option("--model", help="The 16-bit base; the adapter's own.")]
 MergedDtype = Annotated[str | None, Option(help="bf16 or fp16; what the base is stored in.")]
-Rows = Annotated[int, Option(help="Sequences to compare logits on; 0 for none.")]
-Steps = Annotated[int, Option(help="Optimizer steps to run, at least 8.")]
+Rows = Annotated[int, Option(min=0, help="Sequences to compare logits on; 0 for none.")]
+Steps = Annotated[int, Option(min=8, help="Optimizer steps to run.")]
+"""Of fewer nothing is left after a training's warm-up."""
 Weights = Annotated[str | None, Option("--model", help="Weights to load; random by default.")]
-MaxSteps = Annotated[int | None, Option(help="Optimizer steps, however many epochs.")]
+MaxSteps = Annotated[int | None, Option(min=1, help="Optimizer steps, however many epochs.")]
 Epochs = Annotated[float | None, Option(help="Passes over the dataset; 1.")]
-CheckpointEvery = Annotated[int | None, Option(help="Steps between checkpoints.")]
+CheckpointEvery = Annotated[int | None, Option(min=1, help="Steps between checkpoints.")]
 Resume = Annotated[bool, Option("--resume", help="Resume from the newest checkpoint.")]
 TrainSet = Annotated[
     list[str] | None,
@@ -231,7 +224,7 @@ TrainSet = Annotated[
     ),
 ]
 Samplers = Annotated[str | None, Option(help="Names with commas; guided,tpe,gp,random.")]
-Seeds = Annotated[int, Option(help="Searches of each sampler.")]
+Seeds = Annotated[int, Option(min=1, max=1000, help="Searches of each sampler.")]
 BudgetGib = Annotated[float | None, Option(help="Memory to fit; that of the surface's GPU.")]
 Port = Annotated[int, Option(min=0, max=65535, help="To listen on; 0 is any that is free.")]
 Browser = Annotated[bool, Option("--browser/--no-browser", help="Open a browser, or do not.")]

@@ -79,7 +79,8 @@ def tracing(children: Tracer) -> Predictor:
     return traced
 
 
-def _read_study(name: str, storage: str | None) -> StudySnapshot:
+def stored_study(name: str, storage: str | None) -> StudySnapshot:
+    """Return a study whose trials are asked about."""
     # Only a plan with --from needs Optuna, which takes longer to import than to answer.
     from storage.reading import read_study
 
@@ -110,7 +111,7 @@ def answer(
     request: PlanRequest,
     *,
     read_texts: ReadTexts,
-    read_study: StudyReader = _read_study,
+    read_study: StudyReader = stored_study,
     progress: Progress = silent,
     predictor: Predictor | None = None,
     card: Callable[[], Card | None] = _read_card,

@@ -17,7 +17,7 @@ from search_spaces.errors import InputError, NothingFits, SweepError, did_you_me
 from search_spaces.gpus import GIB, find_gpu
 from storage.surfaces import Surface, read_surface
 from sweep.paths import cache_directory
-from sweep.predict.forecast import TRACED, Progress, silent
+from sweep.predict.forecast import TRACED, Progress
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.processes import process_pool
 from sweep.sampling.encoding import identity
@@ -25,7 +25,6 @@ from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, record
 from sweep.terminal.console import note, say_result, table, width_of, working
 from sweep.terminal.listings import warn
 
-SEEDS_MAX = 1000
 ALONE_SECONDS = 5.0
 """Work that one process does in about this long is not worth starting others for."""
 _SECONDS_OF_SEARCH = {"guided": 0.3, "tpe": 1.0, "gp": 6.0, "random": 0.1}
@@ -57,8 +56,6 @@ def replay(
         if name not in SAMPLERS:
             mistake = f"unknown sampler {quote(name)}{did_you_mean(name, SAMPLERS)}"
             raise InputError(f"--samplers: {mistake}")
-    if not 1 <= seeds <= SEEDS_MAX:
-        raise InputError(f"--seeds must be from 1 to {SEEDS_MAX:,}, got {seeds}")
     if budget_gib is not None and not 0 < budget_gib < math.inf:
         raise InputError(f"--budget-gib must be greater than 0, got {budget_gib:g}")
     read = read_surface(surface)
@@ -105,7 +102,7 @@ def _nothing_fits(surface: Surface, budget_bytes: int) -> str:
     return f"{surface.name}: {none} {units.gib(budget_bytes)}; {change}"
 
 
-def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[str, int]:
+def predicted_peaks(surface: Surface, *, progress: Progress) -> dict[str, int]:
     """Return the predicted peak of each row by its identity, without those that have none: as the
     surface says it, and worked out now where it does not."""
     stated = recorded_peaks(surface)
@@ -128,11 +125,7 @@ def predicted_peaks(surface: Surface, *, progress: Progress = silent) -> dict[st
 
 
 def run_searches(
-    recorded: Recorded,
-    names: Sequence[SamplerName],
-    *,
-    seeds: int,
-    progress: Progress = silent,
+    recorded: Recorded, names: Sequence[SamplerName], *, seeds: int, progress: Progress
 ) -> dict[SamplerName, list[Search]]:
     """Return every sampler's searches, one for each seed, on all cores where that is worth it."""
     tasks = [(name, seed) for name in names for seed in range(seeds)]

@@ -113,11 +113,12 @@ def studies_text(
 ) -> str:
     """Return a table of studies, within so many columns, and what of them cannot be read."""
     header = ("study", "gpu", "model", "trials", "best", "ranked by", "time", "driven by")
-    lines = [table(header, [_study_row(study) for study in studies], width=width)]
-    for study in studies:
-        if isinstance(study, UnreadableStudy):
-            lines.append(f"Study {quote(study.name)} cannot be read: {study.reason}.")
-    return "\n".join([lines[0], *(folded(line, width) for line in lines[1:])])
+    unread = (
+        folded(f"Study {quote(study.name)} cannot be read: {study.reason}.", width)
+        for study in studies
+        if isinstance(study, UnreadableStudy)
+    )
+    return "\n".join([table(header, map(_study_row, studies), width=width), *unread])
 
 
 def _study_row(study: StudySnapshot | UnreadableStudy) -> tuple[str, ...]:

@@ -35,8 +35,6 @@ from sweep.running.device_info import environment_with, read_card
 from sweep.subprocess_jobs import last_words
 
 STEPS = 40
-STEPS_MIN = 8
-"""Below, nothing is left of the steps after a training's warm-up."""
 _CHILD = (sys.executable, "-P", "-m", "sweep.verifying")
 _LOADING_SECONDS_MAX, _SLOWER_MAX = 1800.0, 20.0
 """Beyond these a script hangs: it loads weights from a cold disk, and compiles."""
@@ -110,8 +108,6 @@ def verify(
         NothingFits: it ran out of memory.
         EnvironmentFault: no device, a library that is missing, a process that failed.
     """
-    if steps < STEPS_MIN:
-        raise InputError(f"--steps must be at least {STEPS_MIN}, got {steps}")
     if (cards := record.config.data_parallel) > 1:
         raise InputError(
             f"{record.label}: it was measured on {cards} GPUs at once (data_parallel), and a "

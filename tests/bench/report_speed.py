@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reports.page import write_report
+from reports.page import render, write_page
 from storage.definition import StudySnapshot
 from tests.bench.harness import Row, middle, stamp, write
 from tests.reports.synthetic import plausible_study
@@ -46,7 +46,7 @@ def measured(browser: Any, trials: int, directory: Path) -> Row:
     """Return bytes and seconds of one report, the median of a few rounds of drawing."""
     study, path = study_of(trials), directory / f"{trials}.html"
     began = time.perf_counter()
-    write_report(study, path)
+    write_page(render(study), path)
     made = time.perf_counter() - began
     drawn = []
     for _ in range(ROUNDS):

@@ -216,7 +216,7 @@ def test_a_run_that_measures_again_and_was_cut_off_is_lost_or_told_as_such(
         (running,) = read_study("study", url=url, home=home).running
         assert running.purpose == "confirm"
         if is_spooled:
-            study._spool.append(record)
+            study.spool.append(record)
     with open_it(url, home) as study:
         assert study.recover() == ()
         (again,) = study.confirmations()
@@ -280,7 +280,7 @@ def test_the_time_of_gpus_and_of_the_clock_is_written_at_once_and_adds_up(
         commits: list[object] = []
         sqlalchemy.event.listen(study._storage.engine, "commit", commits.append)
         study.add_wall_seconds(1.5)
-        assert (len(commits), study.wall_seconds(), study.card_seconds()) == (1, 1.5, 3.0)
+        assert (len(commits), study.known.wall_seconds, study.known.card_seconds) == (1, 1.5, 3.0)
     with open_it(url, home) as study:
         study.add_wall_seconds(2.0)
         study.add_wall_seconds(0.5)
@@ -298,7 +298,7 @@ def test_a_driver_that_others_took_over_from_writes_nothing_more(url: str, home:
         for write in (
             study.abandon,
             lambda: study.ask(DISTRIBUTIONS),
-            lambda: study.note_end({"reason": "exhausted"}),
+            lambda: study.note(ended={"reason": "exhausted"}),
             lambda: study.add_wall_seconds(1.0),
         ):
             with pytest.raises(EnvironmentFault, match="no longer driven from here"):
@@ -434,7 +434,7 @@ def test_a_study_that_was_deleted_while_driven_is_a_fault_and_its_result_is_safe
         close(storage)
         with pytest.raises(EnvironmentFault, match=r"was deleted from .* safe in .*spool\.jsonl"):
             study.tell(trial, record)
-        assert study._spool.read().records == (record,)
+        assert study.spool.read().records == (record,)
     with pytest.raises(InputError, match=r"not there any more.*--from .*spool\.jsonl"):
         open_it(url, home)
     assert list_studies(url, home) == []

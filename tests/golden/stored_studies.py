@@ -58,7 +58,7 @@ def store(study: StudySnapshot, *, url: str, home: Path) -> None:
             )
             named = {"number": trial.number, "attempt_id": begun.id}
             opened.tell(trial, told.model_copy(update=named))
-        opened.note_end({"reason": "trials_spent", "open": 7, "most_promising": None})
+        opened.note(ended={"reason": "trials_spent", "open": 7, "most_promising": None})
         opened.add_wall_seconds(study.wall_seconds)
 
 

@@ -393,10 +393,10 @@ def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
     )
     section = texts_of(known)
     assert section is not None
-    assert section.cuts == (
+    assert section.cuts == [
         ("512", "1", "8,000", "4.3 %", "6 min 0 s"),
         ("2,048", "0", "5,000", "0 %", "10 min 0 s"),
-    )
+    ]
     assert "900 of 9,500 training rows); 100 rows" in cut_in_words(an_epoch(), 512)
     assert "cuts nothing off" in cut_in_words(an_epoch(rows_cut=0, rows_left_out=0), 512)
     about = known.definition.model_copy(update={"texts": a_summary(source=HOSTILE)})

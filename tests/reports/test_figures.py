@@ -13,12 +13,12 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from reports.boundary import Boundary, boundary_of
+from reports.boundary import boundary_of
 from reports.document import document_of
-from reports.figures import MARKS, PageFigure
-from reports.front import FrontSection, front_of
+from reports.figures import MARKS, PageFigure, Section
+from reports.front import front_of
 from reports.search import search_of
-from reports.trust import TrustSection, accuracy_of, trust_of
+from reports.trust import accuracy_of, trust_of
 from reports.words import VERDICT_LABELS
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
@@ -104,7 +104,7 @@ def test_a_class_has_one_name_and_what_another_study_measured_is_marked() -> Non
 # The front
 
 
-def _front(study: StudySnapshot) -> FrontSection:
+def _front(study: StudySnapshot) -> Section:
     section = front_of(document_of(study))
     assert section is not None
     return section
@@ -221,7 +221,7 @@ def test_an_empty_study_has_no_figures() -> None:
 # The memory table
 
 
-def _boundary(study: StudySnapshot) -> Boundary:
+def _boundary(study: StudySnapshot) -> Section:
     boundary = boundary_of(document_of(study))
     assert boundary is not None
     return boundary
@@ -300,7 +300,7 @@ def test_what_was_not_tried_is_predicted_where_that_is_at_hand() -> None:
 # How far to trust it
 
 
-def _trust(study: StudySnapshot) -> TrustSection:
+def _trust(study: StudySnapshot) -> Section:
     return trust_of(document_of(study))
 
 

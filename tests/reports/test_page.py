@@ -18,7 +18,7 @@ import pytest
 from plotly.offline import get_plotlyjs_version
 
 from reports import figures
-from reports.page import render, write_report
+from reports.page import render, write_page
 from reports.view import view_of
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import EnvironmentFault
@@ -184,8 +184,8 @@ def test_a_report_is_written_where_no_directory_is_and_replaces_the_one_before(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "runs" / "demo" / "report.html"
-    write_report(snapshot(), path)
-    write_report(snapshot([fits(0, 8_000.0)], name="ünï\ud800"), path)
+    write_page(render(snapshot()), path)
+    write_page(render(snapshot([fits(0, 8_000.0)], name="ünï\ud800")), path)
     assert r"ünï\ud800" in path.read_text(encoding="utf-8")
     assert [entry.name for entry in path.parent.iterdir()] == ["report.html"]
 
@@ -195,7 +195,7 @@ def test_a_report_that_cannot_be_written_is_the_environments_fault(tmp_path: Pat
     (tmp_path / "report.html").mkdir()
     for path in (tmp_path / "file" / "report.html", tmp_path / "report.html"):
         with pytest.raises(EnvironmentFault, match=r"cannot write the report .*report\.html"):
-            write_report(snapshot(), path)
+            write_page(render(snapshot()), path)
     assert sorted(os.listdir(tmp_path)) == ["file", "report.html"]
 
 

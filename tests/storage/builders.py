@@ -130,7 +130,7 @@ def an_attempt(study: OpenStudy, record: TrialRecord) -> Attempt:
     assert record.started_at is not None
     return Attempt(
         id=record.attempt_id,
-        study=study.identity,
+        study=study.known.identity,
         number=record.number,
         started_at=record.started_at,
     )

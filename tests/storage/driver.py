@@ -128,7 +128,7 @@ def drive(to: Connection, url: str, home: Path, name: str, moment: str, trials: 
                 left.write(an_attempt(study, record), record.config, record.outcome)
                 die()
             if moment == "spooled":
-                Spool(home / name / "spool.jsonl", study.identity).append(record)
+                Spool(home / name / "spool.jsonl", study.known.identity).append(record)
                 die()
             study.tell(trial, record)
             to.send(f"told {trial.number} {speed}")

@@ -85,7 +85,7 @@ def test_a_fetched_study_can_be_gone_on_with_here_and_is_then_not_replaced(
     with open_it(here.url, here.home) as study:
         trial = study.ask(DISTRIBUTIONS)
         record = begun(study, trial, a_record(trial.number))
-        study.tell(trial, record) if is_told else study.spool(record)
+        study.tell(trial, record) if is_told else study.spool.append(record)
     with pytest.raises(InputError, match=r"has results here \(1\) that are not"):
         here.take_in(there)
     assert len(read_study("study", url=here.url, home=here.home).records) == 2 + is_told

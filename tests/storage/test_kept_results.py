@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from optuna.trial import Trial
 
-from reports.page import write_report
+from reports.page import render, write_page
 from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from storage.directory import (
@@ -196,7 +196,7 @@ def test_a_result_whose_trial_was_closed_from_outside_is_kept_and_said_and_the_l
         stored = study.tell(trial, record)
         assert isinstance(stored.outcome, Lost)
         assert "ended as fits" in stored.outcome.detail
-        assert study._spool.read().records[-1] == record
+        assert study.spool.read().records[-1] == record
         command = f"sweep run SPACE --study study --from {home}/study/spool.jsonl"
         assert [command in line and "trial 1 (fits)" in line for line in said] == [True]
         assert (study.ledger.to_retry(), study.ledger.trials_spent()) == ((), 2)
@@ -237,7 +237,7 @@ def test_a_copy_put_back_in_the_middle_of_a_run_loses_nothing_and_mixes_nothing_
     assert "trials 1 (fits), 2 (fits) are kept" in warning
     with open_it(url, home) as study:
         study.recover()
-        kept = study.lacking(study._spool.read().records)
+        kept = study.lacking(study.spool.read().records)
         assert [r.attempt_id for r in kept] == [newer.attempt_id, record.attempt_id]
 
 
@@ -272,7 +272,7 @@ def test_garbage_in_a_spool_stops_nothing_and_is_said(home: Path, url: str, garb
     said: list[str] = []
     with open_it(url, home) as study:
         _, record = begin(study)
-        study._spool.append(record)
+        study.spool.append(record)
     spool = home / "study" / "spool.jsonl"
     spool.write_bytes(garbage + spool.read_bytes() + garbage)
     warnings = read_study("study", url=url, home=home).warnings
@@ -291,14 +291,14 @@ OTHER = Attempt(id="other", study="another", number=0, started_at=STARTED_AT)
 
 
 def left_behind(study: OpenStudy) -> OutcomeFile:
-    return OutcomeFile(study._spool.path.with_name("outcome.json"))
+    return OutcomeFile(study.spool.path.with_name("outcome.json"))
 
 
 def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
     home: Path, url: str
 ) -> None:
     with open_it(url, home) as study:
-        directory = study._spool.path.parent
+        directory = study.spool.path.parent
         for name, batch in (("worker.log", 4), ("worker-1.log", 8)):
             _, record = begin(study, batch=batch)
             mine = an_attempt(study, record)
@@ -313,7 +313,7 @@ def test_what_several_workers_left_are_the_results_of_trials_whose_driver_died(
         left_behind(study).write(OTHER, record.config, fits(6.0))
     with open_it(url, home) as study:
         study.recover()
-        assert (len(study.records()), study._spool.read().records) == (2, ())
+        assert (len(study.records()), study.spool.read().records) == (2, ())
     removed = remove_study("study", url=url, home=home)
     assert {path.name for path in removed.files} >= {"outcome.json", "outcome-1.json"}
     assert removed.left == ()
@@ -358,7 +358,7 @@ def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_ano
         said: list[str] = []
         with open_it(url, home, warn=said.append) as study:
             study.recover()
-            (kept,) = [r for r in study._spool.read().records if r.attempt_id == mine.id]
+            (kept,) = [r for r in study.spool.read().records if r.attempt_id == mine.id]
         assert "the result of trial 1 (fits) is kept in" in " ".join(said)
     assert kept.outcome == fits(1234.0)
     assert (kept.number, kept.started_at, kept.attempt) == (1, STARTED_AT, 1)
@@ -368,7 +368,7 @@ def test_what_a_worker_left_of_a_trial_that_is_no_longer_open_is_kept_before_ano
 def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str) -> None:
     with open_it(url, home) as study:
         _, record = begin(study, fits(1000.0))
-        study._spool.append(record)
+        study.spool.append(record)
         left_behind(study).write(an_attempt(study, record), record.config, fits(2.0))
         assert read_study("study", url=url, home=home).warnings == ()
     (warning,) = read_study("study", url=url, home=home).warnings
@@ -384,7 +384,7 @@ def test_a_spooled_result_goes_before_what_the_worker_left(home: Path, url: str)
 def drive_once(url: str, home: Path) -> None:
     with open_it(url, home) as study:
         run_one(study)
-    write_report(read_study("study", url=url, home=home), home / "study" / "report.html")
+    write_page(render(read_study("study", url=url, home=home)), home / "study" / "report.html")
 
 
 def tree(directory: Path) -> dict[Path, bytes | None]:
@@ -465,7 +465,7 @@ def test_an_identity_that_cannot_be_read_stops_its_own_study_least_of_all(
         assert study.was_resumed
         file = read_identity(home / "study")
         assert file is not None
-        assert file.identity == study.identity
+        assert file.identity == study.known.identity
 
 
 # Removal

@@ -215,7 +215,7 @@ def steps(study: OpenStudy) -> Trial:
     carried = a_record(2).model_copy(update={"config": TrialConfig(micro_batch_size=8)})
     study.carry(carried, params={"micro_batch_size": 8}, distributions=DISTRIBUTIONS)
     study.add_wall_seconds(2.0)
-    study.note_end({"reason": "exhausted"})
+    study.note(ended={"reason": "exhausted"})
     return study.ask(DISTRIBUTIONS)
 
 

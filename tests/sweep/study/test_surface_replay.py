@@ -103,7 +103,7 @@ def test_the_document_has_what_scripts_rely_on() -> None:
     ("options", "code", "message"),
     [
         (["--samplers", "guidid"], 2, "unknown sampler 'guidid'; did you mean 'guided'"),
-        (["--seeds", "0"], 2, "--seeds must be from 1 to"),
+        (["--seeds", "0"], 2, "--seeds must be at least 1"),
         (["--budget-gib", "-1"], 2, "--budget-gib must be greater than 0, got -1"),
         (["--budget-gib", "5"], 1, "ask with --budget-gib 8 or more"),
     ],

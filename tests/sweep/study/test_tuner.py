@@ -65,7 +65,7 @@ def test_a_study_runs_from_the_baseline_on_and_goes_on_where_it_was(tmp_path: Pa
     for trials in (3, 5, 5):
         with a_study(tmp_path, trials=trials) as study:
             assert drive(study, runner, on_event=heard.append) is StopReason.TRIALS_SPENT
-            records, seconds = study.records(), study.wall_seconds()
+            records, seconds = study.records(), study.known.wall_seconds
     assert len(runner.ran) == 5
     assert [record.number for record in records] == [0, 1, 2, 3, 4]
     assert all(record.started_at and record.wall_seconds > 0 for record in records)

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from reports.page import render, write_report
+from reports.page import render, write_page
 from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage.reading import read_study
 from storage.records import Crashed, TrialRecord
@@ -140,7 +140,7 @@ def test_everything_that_a_study_leaves_is_its_owners_alone(home: Path) -> None:
         run_one(study)
         run_one(study, Crashed(phase="build", detail=SAID))
         journals = {path.name: mode(path) for path in runs.iterdir() if path.is_file()}
-    write_report(read_study("study", url=url, home=runs), runs / "study" / "report.html")
+    write_page(render(read_study("study", url=url, home=runs)), runs / "study" / "report.html")
     left = [runs, *runs.rglob("*")]
     files = [path for path in left if path.is_file()]
     assert {"sweep.db", "report.html", "spool.jsonl"} <= {path.name for path in files}
@@ -164,7 +164,7 @@ def use_with_planted(name: str, runs: Path, plant: Callable[[Path], None]) -> li
                 plant(directory / name)
             run_one(study)
         assert len(read_study("study", url=url, home=runs).records) == 1
-        write_report(snapshot([fits(0, 100.0)]), directory / "report.html")
+        write_page(render(snapshot([fits(0, 100.0)])), directory / "report.html")
     except EnvironmentFault as fault:
         said.append(str(fault))
     return said
