@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_training_second
 from search_spaces.space import Objective
-from storage.confirmations import Ratio
-from storage.definition import StudySnapshot
+from storage.definition import StudySnapshot, TargetSpeed
 from storage.ranking import (
     ClassBest,
     NoGain,
@@ -34,7 +33,7 @@ _NOT_RECORDED = (
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True)
 
 
 class Gpu(_Part):
@@ -101,7 +100,7 @@ class Trial(Sureness):
 class Times(_Part):
     """How many times as fast, with the ends of the 95 % interval; null where nothing bounds it."""
 
-    ratio: float
+    ratio: float = Field(validation_alias="value")
     low: float | None
     high: float | None
 
@@ -215,8 +214,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
     """Return what is known of a study as it stands."""
     ranking, target = rank_study(snapshot), snapshot.definition.target
     records, texts, winner = snapshot.records, snapshot.definition.texts, ranking.winner
-    known = None if winner is None else snapshot.target_speed(winner)
-    speed = None if known is None else Speed.model_validate(known, from_attributes=True)
+    speed = None if winner is None else snapshot.target_speed(winner)
     gain, over = ranking.gain, ranking.gain.over
     return StudyView(
         snapshot=snapshot,
@@ -246,7 +244,7 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
                 tokens_per_second=measured_of(over).tokens_per_second,
                 **_sureness(over),
             ),
-            **_times(gain.ratio),
+            **vars(gain.ratio),
         ),
         no_gain=gain.reason,
         front=tuple(
@@ -285,7 +283,7 @@ def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
     )
 
 
-def _winner(record: TrialRecord, speed: Speed | None, *, is_recorded: bool) -> Trial:
+def _winner(record: TrialRecord, speed: TargetSpeed | None, *, is_recorded: bool) -> Trial:
     measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
     return Trial(
         number=record.number,
@@ -299,10 +297,6 @@ def _winner(record: TrialRecord, speed: Speed | None, *, is_recorded: bool) -> T
 def _sureness(record: TrialRecord) -> dict[str, Any]:
     measured = measured_of(record)
     return {"tokens_per_second_ci95": measured.speed_interval, "noisy": measured.is_noisy}
-
-
-def _times(ratio: Ratio) -> dict[str, float | None]:
-    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
 
 
 def _cost(snapshot: StudySnapshot, winner: TrialRecord) -> Cost | None:
@@ -329,14 +323,12 @@ def _baseline(ranking: Ranking) -> Baseline | None:
     if base is None:
         return None
     is_of_class = winner is None or ranking.is_of_baselines_class(winner.config)
-    gain = None if fastest is None else ranking.gain_of(fastest).ratio
+    of_class = None
+    if fastest is not None and not is_of_class:
+        of_class = ClassGain(**_of_class(fastest), gain=ranking.gain_of(fastest).ratio)
+    is_in_space = ranking.is_baseline_in_space
     return Baseline(
-        config=base.config,
-        in_space=ranking.is_baseline_in_space,
-        class_gain=None
-        if is_of_class or fastest is None
-        else ClassGain(**_of_class(fastest), gain=None if gain is None else Times(**_times(gain))),
-        **_of_class(base),
+        config=base.config, in_space=is_in_space, class_gain=of_class, **_of_class(base)
     )
 
 

@@ -16,6 +16,7 @@ import optuna
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import exc
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import NullPool
@@ -80,6 +81,14 @@ _OWN_COLUMNS = {"studies": "study_name", "trials": "study_id"}
 
 class Storage(RDBStorage):
     """Optuna's storage, with transactions of several operations."""
+
+    def trials_of(self, study: str, *states: TrialState) -> list[FrozenTrial]:
+        """Return a study's trials, of some states or all. Raises `KeyError` where it is gone.
+
+        Not through Optuna's cache, in which one of two trials of a number is hidden.
+        """
+        number = self.get_study_id_from_name(study)
+        return self.get_all_trials(number, deepcopy=False, states=states or None)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -147,13 +156,11 @@ def open_for_writing(url: DatabaseUrl) -> Storage:
     with faults(url):
         if isinstance(url, SqliteUrl) and not _is_file(url):
             # No connection creates it, so that a file that vanishes is noticed.
-            try:
+            with files.writing(url.path, "the database "):
                 files.make_directory(url.path.parent)
                 # Another driver may have made it in the meantime. Its journals take on its rights.
                 with suppress(FileExistsError):
                     files.create(url.path)
-            except OSError as error:
-                raise EnvironmentFault(f"cannot create database {url}: {error.strerror}") from error
         # Of processes that create tables at once one is first, and the others try again.
         return retried(
             lambda: _storage(url, Storage, "BEGIN IMMEDIATE", has_tables=has_tables(url))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
@@ -214,19 +215,16 @@ class StudySnapshot:
 
     def usd_per_million_tokens(self, record: TrialRecord) -> float | None:
         """Return what tokens cost at a trial's speed on the target GPU; None without a price."""
-        speed = self.target_speed(record)
-        return None if speed is None else self._usd(speed.tokens_per_second, record.config)
+        speed, price = self.target_speed(record), self._price(record)
+        return None if speed is None or price is None else price(speed.tokens_per_second)
 
     def usd_interval(self, record: TrialRecord) -> tuple[float, float] | None:
         """Return the least and the most that a million tokens cost, by that speed's interval."""
-        speed = self.target_speed(record)
-        if speed is None or speed.low is None or speed.high is None:
+        speed, price = self.target_speed(record), self._price(record)
+        if price is None or speed is None or speed.low is None or speed.high is None:
             return None
-        ends = (self._usd(end, record.config) for end in (speed.high, speed.low))
-        least, most = ends
-        return None if least is None or most is None else (least, most)
+        return price(speed.high), price(speed.low)
 
-    def _usd(self, tokens_per_second: float, config: TrialConfig) -> float | None:
-        if self.offer is None:
-            return None
-        return usd_per_million_tokens(self.offer, config.data_parallel, tokens_per_second)
+    def _price(self, record: TrialRecord) -> Callable[[float], float] | None:
+        gpus = record.config.data_parallel
+        return None if self.offer is None else partial(usd_per_million_tokens, self.offer, gpus)

@@ -15,11 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage import codec, directory
 from storage.database import Storage, close, faults, open_for_reading
-from storage.definition import (
-    StudySnapshot,
-    UnreadableStudy,
-    is_file_name,
-)
+from storage.definition import StudySnapshot, UnreadableStudy, is_file_name
 from storage.lease import holders
 from storage.urls import DatabaseUrl, parse_url
 
@@ -57,7 +53,7 @@ def count_trials(name: str, *, url: str) -> int:
         storage = _required(opened, database)
         if name not in (known := _studies(storage)):
             raise _unknown(name, database, known)
-        return len(storage.get_all_trials(storage.get_study_id_from_name(name), deepcopy=False))
+        return len(storage.trials_of(name))
 
 
 def identity_in(database: DatabaseUrl, name: str) -> str | None:
@@ -167,11 +163,7 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
         if name is not None and name not in studies:
             raise _unknown(name, database, studies)
         stored = {
-            study: codec.read_stored(
-                study,
-                attributes,
-                storage.get_all_trials(storage.get_study_id_from_name(study), deepcopy=False),
-            )
+            study: codec.read_stored(study, attributes, storage.trials_of(study))
             for study, attributes in studies.items()
             if name in (None, study)
         }
@@ -190,10 +182,8 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
             if (changed := changed_versions(old, new))
         ]
         if is_file_name(study):
-            if words := directory.stranger_words(
-                home / study, study, known.identity, str(database)
-            ):
-                warnings.append(words)
+            whose = directory.stranger_words(home / study, study, known.identity, str(database))
+            warnings += [whose] if whose else []
             if holder is None:
                 spool = directory.Spool(home / study / directory.SPOOL, known.identity)
                 warnings += directory.spool_words(

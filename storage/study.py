@@ -10,11 +10,11 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -166,13 +166,10 @@ def _checked(
     named: str, name: str, storage: Storage, definition: StudyDefinition
 ) -> codec.StoredStudy:
     """Return what is stored. Raises `InputError` where the study cannot be gone on with."""
-    number = storage.get_study_id_from_name(name)
-    attributes = storage.get_study_user_attrs(number)
+    attributes = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
     if "definition" not in attributes:
         raise InputError(f"{named} is not one of sweep's; choose another --study")
-    # Not through Optuna's cache, in which one of two trials of a number is hidden.
-    trials = storage.get_all_trials(number, deepcopy=False)
-    stored = codec.read_stored(name, attributes, trials)
+    stored = codec.read_stored(name, attributes, storage.trials_of(name))
     if isinstance(stored, UnreadableStudy):
         raise refusal(stored)
     lines = differences(stored.attributes.definition, definition)
@@ -186,7 +183,7 @@ def _checked(
 
 
 @dataclass(eq=False)
-class OpenStudy:
+class OpenStudy(AbstractContextManager["OpenStudy"]):
     """A study that this process alone drives.
 
     Every method may raise `EnvironmentFault`, for a database that stays away or another driver.
@@ -213,9 +210,6 @@ class OpenStudy:
     """Whether Optuna may hold trials of a transaction that failed."""
     cards: int = field(default=1, init=False)
     """That trials run on at a time, in this run."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -251,14 +245,14 @@ class OpenStudy:
 
         def close_never_begun() -> None:
             # Read anew each time: an earlier attempt may have gone through although nobody knew.
-            for trial in self._trials(*_OPEN):
+            for trial in self._storage.trials_of(self.name, *_OPEN):
                 if codec.begun_of(trial) is None:
                     self._close(trial)
 
         settled = directory.settled_attempts(self.ledger.all)
         spooled = self.spool.read(known=settled)
         ended = {record.attempt_id: record for record in spooled.records}
-        begun = map(codec.begun_of, self._write(lambda: self._trials(*_OPEN)))
+        begun = map(codec.begun_of, self._write(lambda: self._storage.trials_of(self.name, *_OPEN)))
         lost = {record.attempt_id: record for record in begun if record is not None}
         for left in directory.left_outcomes(self.spool.path.parent, study=self.known.identity):
             attempt = left.attempt.id
@@ -317,7 +311,7 @@ class OpenStudy:
 
     def lacking(self, spooled: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
         """Return which results of a spool of this study it has not, and will not tell by itself."""
-        running = self._write(lambda: self._trials(TrialState.RUNNING))
+        running = self._write(lambda: self._storage.trials_of(self.name, TrialState.RUNNING))
         begun = {record.attempt_id for trial in running if (record := codec.begun_of(trial))}
         return directory.kept_among(
             (r for r in spooled if r.attempt_id not in begun), self.ledger.all
@@ -333,7 +327,7 @@ class OpenStudy:
 
         def create() -> Trial:
             # An earlier attempt may have gone through although nobody was told.
-            for trial in self._trials(TrialState.RUNNING):
+            for trial in self._storage.trials_of(self.name, TrialState.RUNNING):
                 if trial.number not in self._open and codec.RECORD not in trial.user_attrs:
                     self._close(trial)
             if params is not None:
@@ -430,10 +424,7 @@ class OpenStudy:
             EnvironmentFault: the database stays away, or another driver took over. The result
                 is in the spool, or the message says that it is nowhere.
         """
-        if record.number != trial.number:
-            raise ValueError(
-                f"a record of trial {record.number} cannot be told for trial {trial.number}"
-            )
+        assert record.number == trial.number
         self._open.pop(record.number, None)
         result, unspooled = f"the result of trial {record.number} ({record.verdict})", ""
         try:
@@ -476,7 +467,7 @@ class OpenStudy:
         """
 
         def close() -> None:
-            for trial in self._trials(TrialState.RUNNING):
+            for trial in self._storage.trials_of(self.name, TrialState.RUNNING):
                 if trial.number not in besides:
                     self._close(trial)
 
@@ -506,11 +497,6 @@ class OpenStudy:
 
         self._write(write)
         self.known = self.known.model_copy(update=attributes)
-
-    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in some states, as the database has them."""
-        number = self._storage.get_study_id_from_name(self.name)
-        return self._storage.get_all_trials(number, deepcopy=False, states=states)
 
     def _close(self, trial: FrozenTrial) -> None:
         """Close a trial that never ran."""
@@ -545,9 +531,7 @@ class OpenStudy:
                 number = self._storage.get_study_id_from_name(self.name)
                 driver = self._storage.get_study_user_attrs(number).get("driver")
             except KeyError:
-                raise EnvironmentFault(
-                    f"{named} was deleted from {self._url} while it was driven"
-                ) from None
+                raise EnvironmentFault(f"{named} was deleted from {self._url}") from None
             if driver != self.known.driver:
                 raise EnvironmentFault(
                     f"{named} in {self._url} is no longer driven from here: another driver took it "

@@ -84,7 +84,9 @@ class Header(BaseModel):
     gpu: Name
     measured_on: Name
     date: str = ""
+    """When it was recorded; empty where that is not said."""
     budget_bytes: Bytes | None = None
+    """Under which it was recorded: what ran out needs more than this."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,9 @@ class Surface:
     card: GpuSpec
     """The GPU that they ran on."""
     rows: tuple[SurfaceRow, ...]
+    header: Header
     repeated: int = 0
     """Rows that said again what an earlier one had said."""
-    date: str = ""
-    """When it was recorded, as its file says; empty where it does not."""
-    budget_bytes: int | None = None
-    """Under which it was recorded, as its file says: what ran out needs more than this."""
-    header: Header | None = None
-    """The first line; None of what no file holds."""
 
     def fitting(self, budget_bytes: int) -> tuple[SurfaceRow, ...]:
         """Return the rows that fit a budget, the fastest first."""
@@ -184,8 +181,6 @@ def parse_surface(
         card=_gpu(header.measured_on, f"{where}: measured_on"),
         rows=tuple(row for _, row in known.values()),
         repeated=len(others) - len(known),
-        date=header.date,
-        budget_bytes=header.budget_bytes,
         header=header,
     )
 

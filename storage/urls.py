@@ -15,6 +15,7 @@ from search_spaces.redaction import redact, remember
 
 _EXAMPLE = "postgresql://user@host:port/database"
 """With no password in it: what is printed would show stars in its place."""
+_READS = f"it reads like {_EXAMPLE}"
 _SQLITE = ("sqlite", "sqlite+pysqlite")
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 _SUSPECT = re.compile(r":.*@", re.DOTALL)
@@ -67,9 +68,8 @@ def parse_url(url: str) -> DatabaseUrl:
         meant = _EXAMPLE if "@" in url else f"sqlite:///{redact(url) or 'runs/sweep.db'}"
         raise InputError(f"storage '{guarded}' is no database URL; did you mean '{meant}'?")
     if scheme not in _SQLITE:
-        raise InputError(
-            f"storage '{guarded}': unknown database '{scheme}'; known are sqlite and postgresql"
-        )
+        known = "known are sqlite and postgresql"
+        raise InputError(f"storage '{guarded}': unknown database '{scheme}'; {known}")
     path = rest.removeprefix("/")
     if path == rest or "?" in path or "\0" in path or path in ("", ":memory:"):
         raise InputError(
@@ -86,11 +86,9 @@ def _parse_postgresql(url: str) -> PostgresUrl:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
         # The original may quote the part with the password, so it is not chained.
-        raise InputError(
-            f"storage '{redact(url)}' is malformed; it reads like {_EXAMPLE}"
-        ) from None
+        raise InputError(f"storage '{redact(url)}' is malformed; {_READS}") from None
     if not parsed.database:
-        raise InputError(f"storage '{redact(url)}' names no database; it reads like {_EXAMPLE}")
+        raise InputError(f"storage '{redact(url)}' names no database; {_READS}")
     if "@" in (parsed.host or ""):
         raise InputError(f"storage '{redact(url)}': an '@' in a password is written %40")
     remember(parsed.password or "")

@@ -227,14 +227,10 @@ class ThroughputCallback(StepClock):
             peak_allocated_bytes=self.peak_allocated_bytes(),
             environment=here,
         )
-        reached, peak = (
-            "no tokens/s, as batches have no labels",
-            "no peak, which a CPU does not count",
-        )
+        reached = "no tokens/s, as batches have no labels"
+        peak = "no peak, which a CPU does not count"
         if (ratio := found.speed.ratio) is not None:
-            reached = (
-                f"{units.rate(found.speed.reached)} tokens/s ({ratio:.3g} of what was promised)"
-            )
+            reached = f"{units.rate(found.speed.reached)} tokens/s ({ratio:.3g} of the promise)"
         if (ratio := found.memory.ratio) is not None:
             peak = f"peak {units.gib(found.memory.reached)} allocated ({ratio:.3g})"
         self._say(f"Reached: {reached}; {peak}.")

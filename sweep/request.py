@@ -210,9 +210,7 @@ def checked_name(name: str) -> str:
     """Return a study's name, refused where it cannot be one, or is that of a file of sweep's."""
     check_name(name)
     if name in RESERVED:
-        raise InputError(
-            f"study name '{name}' is that of a file of sweep's; choose another with --study"
-        )
+        raise InputError(f"study name '{name}' is a file of sweep's: choose another with --study")
     return name
 
 
@@ -271,9 +269,8 @@ def held_in(
         options = as_options({**about, **rest.changes_from(TrialConfig())})
         command = shlex.join(["sweep", "plan", typed, "--exact", *options])
         cure += f", or ask about this one configuration with {command}"
-    raise InputError(
-        f"space '{space.name}': with {', '.join(held)} held nothing is left to search: {cure}"
-    )
+    nothing = f"with {', '.join(held)} fixed nothing is left to search"
+    raise InputError(f"space '{space.name}': {nothing}: {cure}")
 
 
 def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
@@ -295,7 +292,6 @@ def default_study_name(space: SearchSpace, changed: Mapping[str, Any]) -> str:
     name = re.sub(r"[^\w.-]+", "-", whole).strip("-._")[: NAME_MAX - len(digest)] + digest
     lost = [c for c in re.findall(r"[^\w.-]", whole) if unicodedata.category(c)[0] in "LMN"]
     if lost or not is_file_name(name):
-        raise InputError(
-            f"space {quote(space.name)}: no study can be named after it: choose a name with --study"
-        )
+        named = "no study can be named after it: choose a name with --study"
+        raise InputError(f"space {quote(space.name)}: {named}")
     return name

@@ -93,9 +93,8 @@ class Provider(Strict):
         cloud, gpu, own = machine.cloud, machine.gpu.name, self
         if cloud is not None:
             if cloud not in self.clouds:
-                raise InputError(
-                    f"--with cloud: unknown cloud '{cloud}'{did_you_mean(cloud, self.clouds)}"
-                )
+                near = did_you_mean(cloud, self.clouds)
+                raise InputError(f"--with cloud: unknown cloud '{cloud}'{near}")
             own = self.model_copy(update={"clouds": {}, **self.clouds[cloud]})
         where = own.sold_by or own.title
         if gpu not in own.gpus:
@@ -221,9 +220,7 @@ def predicted(
     # The space is run as it is: another GPU's own does not take its place.
     space = replace(question, has_own_spaces=False).about(gpu)
     if not isinstance(space, SearchSpace):
-        raise InputError(
-            "what is typed leaves nothing to search: rent for a study, and leave one setting open"
-        )
+        raise InputError("what is typed leaves nothing to search: leave one setting open")
     limits = {key: getattr(typed, key) for key in ("trials", "time_budget_seconds")}
     space = space.model_copy(update=limits)
     is_fetched = space.weights == "pretrained" and model.source == "hub"

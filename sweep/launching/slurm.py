@@ -118,9 +118,7 @@ def job_script(
     here, warning = Path.cwd(), allocation.warning_seconds
     for path in (here, files):
         if _ONE_WORD.fullmatch(str(path)) is None or "%" in str(path):
-            raise InputError(
-                f"{quote(str(path))}: SLURM takes no directory with a space, a quote or % in it"
-            )
+            raise InputError(f"{quote(str(path))}: SLURM takes no space, quote or % in a directory")
     command = shlex.join([python, "-P", "-m", "sweep.launching.slurm", str(files), str(warning)])
     asked = "".join(f"\n#SBATCH {line}" for line in allocation.directives())
     return f"""#!/bin/bash

@@ -84,9 +84,7 @@ class Connection:
         self.address = address
         ssh = shlex.split(os.environ.get(SSH, "")) or ["ssh"]
         if shutil.which(ssh[0]) is None:
-            raise EnvironmentFault(
-                f"{ssh[0]} is not here: install the OpenSSH client, or name one with {SSH}"
-            )
+            raise EnvironmentFault(f"{ssh[0]} is not here: install OpenSSH's client, or set {SSH}")
         # A socket's whole name is no longer than a hundred letters.
         short = "/tmp" if len(tempfile.gettempdir()) > 50 else None
         self._directory = tempfile.TemporaryDirectory(prefix="sweep-ssh-", dir=short)

@@ -7,6 +7,7 @@ other, and is told what was recorded.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,8 +82,8 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 def target_of(surface: Surface, target: Target) -> Target:
     """Return a target whose trials are a surface's."""
-    product = units.with_article(surface.card.product)
-    return target.model_copy(update={"recorded": ", ".join(filter(None, (product, surface.date)))})
+    product, date = units.with_article(surface.card.product), surface.header.date
+    return target.model_copy(update={"recorded": f"{product}, {date}" if date else product})
 
 
 def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surface:
@@ -92,7 +93,7 @@ def within(surface: Surface, space: SearchSpace, *, budget_bytes: int) -> Surfac
         InputError: nothing does.
     """
     rows = tuple(row for row in surface.rows if space.holds(row.config))
-    if surface.budget_bytes is not None and budget_bytes > surface.budget_bytes:
+    if budget_bytes > (surface.header.budget_bytes or math.inf):
         # What ran out of a smaller budget may fit this one.
         rows = tuple(row for row in rows if row.verdict != "oom")
     if not rows:
@@ -118,7 +119,7 @@ def recorded_study(name: str) -> StudySnapshot:
     baseline = next((b for b in baselines if identity(b) in known), baselines[0])
     values = own.model_dump() | {"baseline": baseline.model_dump()}
     space = space_of(surface, validate(SearchSpace, values, Document(surface.name)))
-    budget_bytes = surface.budget_bytes or gpu.budget_bytes
+    budget_bytes = surface.header.budget_bytes or gpu.budget_bytes
     target = Target(
         gpu=gpu.name,
         device="cuda",

@@ -303,6 +303,24 @@ class Rhythm:
 
 
 @contextlib.contextmanager
+def ticking(tick: Callable[[], None], *, seconds: float) -> Iterator[None]:
+    """Call something again and again, from a thread: the one that works may be busy for minutes."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            tick()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]:
     """Show on stderr that something takes more than a second.
 
@@ -311,7 +329,7 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
     """
     from rich.console import Console
 
-    words, began, over = doing, time.monotonic(), threading.Event()
+    words, began, rhythm = doing, time.monotonic(), Rhythm()
     console = Console(file=cast(TextIO, Synchronized(sys.stderr)))
     is_drawn = sys.stderr.isatty() and not console.is_dumb_terminal
     status = console.status(doing) if is_drawn else None
@@ -322,21 +340,10 @@ def working(doing: str) -> Iterator[Callable[[str], Callable[[int, int], None]]]
         if status is not None:
             status.update(words)
 
-    def break_silences() -> None:
-        rhythm = Rhythm()
-        while not over.wait(SILENCE_SECONDS / 4):
-            if rhythm.is_due:
-                note(f"{words} ({time.monotonic() - began:.0f} s)")
-                rhythm.go_on()
+    def break_silence() -> None:
+        if rhythm.is_due:
+            note(f"{words} ({time.monotonic() - began:.0f} s)")
+            rhythm.go_on()
 
-    if status is not None:
-        with status:
-            yield lambda what: partial(hear, what)
-        return
-    voice = threading.Thread(target=break_silences, daemon=True)
-    voice.start()
-    try:
+    with status or ticking(break_silence, seconds=SILENCE_SECONDS / 4):
         yield lambda what: partial(hear, what)
-    finally:
-        over.set()
-        voice.join()

@@ -100,9 +100,7 @@ class LocalGpus:
                 prepared, cards=() if size == 1 else gpus.cards_for(size, gpus.read_cards())
             )
         if not self.cards:
-            raise InputError(
-                f"--devices {self.typed}: space '{prepared.space.name}' is for the CPU"
-            )
+            raise InputError(f"--devices {self.typed}: {prepared.space.name} is for the CPU")
         if len(self.cards) < size:
             raise InputError(
                 f"--devices {self.typed}: data_parallel {size} trains on {size} GPUs at once, and "
@@ -312,9 +310,7 @@ def carried_source(carried: str, *, of: str, url: str) -> StudySnapshot:
     if "/" in carried or path.suffix == ".jsonl":
         return read_spooled_study(path)
     if carried == of:
-        raise InputError(
-            f"--from {carried}: that is the study itself; name the new one with --study"
-        )
+        raise InputError(f"--from {carried} is the study itself: name the new one with --study")
     return read_study(carried, url=url, home=runs_directory())
 
 
@@ -333,9 +329,7 @@ def confirm(
     url = _driven_url(storage)
     stored = read_study(study, url=url, home=runs_directory()).definition
     if stored.target.recorded is not None:
-        raise InputError(
-            f"study '{study}': its trials were recorded; nothing can be measured again"
-        )
+        raise InputError(f"study '{study}' is of recorded trials: nothing can be measured again")
     again = prepare_again(
         study, stored, confirm=typed, max_dollars=max_dollars, card=read_card, read_texts=read_texts
     )

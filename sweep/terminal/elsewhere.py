@@ -165,9 +165,7 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         # Whether there are such GPUs, the job sees.
         check_spelling(devices)
         if on_cpu:
-            raise InputError(
-                f"--devices {devices}: space '{space.name}' is for the CPU, which is one"
-            )
+            raise InputError(f"--devices {devices}: {space.name} is for the CPU, which is one")
     if request.carried is not None:
         from sweep.terminal.driving import carried_source
 
@@ -314,9 +312,7 @@ def on_rented(
             note(f"It may go on at {provider.title}; what stops it: {rental.command('stop')}")
             raise
         if code:
-            raise EnvironmentFault(
-                f"`{command}` ended with exit code {code}: what it said is above"
-            )
+            raise EnvironmentFault(f"`{command}` ended with exit code {code}, as it says above")
     document = {
         "provider": provider.name,
         "study": study,

@@ -321,12 +321,9 @@ def comparison_lines(compared: Mapping[str, Any]) -> Iterator[str]:
         f"{difference(compared)}; the adapter itself moves them by "
         f"{compared['adapter_mean_abs']:.2g} on average."
     )
-    words = "An adapter trained on a quantized base knows that base: this is near it, not the same"
+    yield "An adapter trained on a quantized base knows that base: this is near it, not the same."
     if (trained := compared["trained"]) is not None:
         kind = f"{trained['quantization']}{', double-quantized' if trained['double_quant'] else ''}"
-        yield f"{words}. Beside the quantized base ({kind}) and adapter: {difference(trained)}."
-    elif compared["trained_failed"]:
-        failed = compared["trained_failed"]
-        yield f"{words}. The quantized base could not be looked at: {failed}."
-    else:
-        yield f"{words}."
+        yield f"Beside the quantized base ({kind}) and adapter: {difference(trained)}."
+    elif failed := compared["trained_failed"]:
+        yield f"The quantized base could not be looked at: {failed}."

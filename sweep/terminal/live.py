@@ -5,7 +5,6 @@ Neither is silent for long: what is being done is said with its seconds.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,8 +17,9 @@ from rich.text import Text
 
 from reports import units, words
 from reports.words import outcome_line, verdict_words
+from search_spaces.config import TrialConfig
 from storage.definition import StudySnapshot
-from storage.records import Phase, Purpose, TrialRecord
+from storage.records import Errand, Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
 from sweep.study import events
 from sweep.terminal.board import Board, Running
@@ -30,6 +30,7 @@ from sweep.terminal.console import (
     folded,
     note_folded,
     progress_words,
+    ticking,
 )
 from sweep.terminal.drawing import Shown, facts
 from sweep.terminal.summary import status_text
@@ -55,7 +56,6 @@ _PHASES: dict[Phase, str] = {
     "quality": "training for the loss",
 }
 _AGAIN: dict[Purpose, str] = {
-    "search": "trial {}",
     "confirm": "again trial {}",
     "soak": "soak of trial {}",
     "quality": "another seed of trial {}",
@@ -78,20 +78,9 @@ def watching(
     if console.is_terminal and not console.is_dumb_terminal:
         yield from _drawn(board, is_stopping=is_stopping, console=console)
         return
-    lines, over = PlainLines(board, is_stopping=is_stopping), threading.Event()
-
-    def tick() -> None:
-        while not over.wait(_TICK_SECONDS):
-            lines.tick()
-
-    # The thread that drives may be busy for minutes.
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
+    lines = PlainLines(board, is_stopping=is_stopping)
+    with ticking(lines.tick, seconds=_TICK_SECONDS):
         yield lines.listen
-    finally:
-        over.set()
-        thread.join()
 
 
 class PlainLines:
@@ -184,12 +173,11 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
 def _trial_line(board: Board, record: TrialRecord) -> str:
     """Return a finished trial in one line: how it ended, and what was searched of it."""
     ended = outcome_line(record, budget_bytes=board.definition.target.budget_bytes)
+    named = _named(board, record, record.number, record.config)
     if record.purpose != "search":
-        if record.confirms is None:
-            return f"{words.reference_of(board.ranking, record.config)}: {ended}"
         soak = record.measurement and record.measurement.soak
         steps = f" ({soak.steps} steps in {units.duration(soak.seconds)})" if soak else ""
-        return f"{_AGAIN[record.purpose].format(record.confirms)}{steps}: {ended}"
+        return f"{named}{steps}: {ended}"
     where = f" on {record.ran_on}" if record.ran_on else ""
     again = f", attempt {record.attempt}" if record.attempt > 1 else ""
     count = units.out_of(board.trials_done, board.definition.space.trials)
@@ -197,9 +185,18 @@ def _trial_line(board: Board, record: TrialRecord) -> str:
     best = board.ranking.winner
     is_best = best is not None and best.number == record.number and len(board.ledger.records) > 1
     return (
-        f"trial {record.number}{where}{again}{done}: {ended}"
+        f"{named}{where}{again}{done}: {ended}"
         f"{' (best so far)' if is_best else ''}: {board.describe(record.config)}"
     )
+
+
+def _named(board: Board, errand: Errand, number: int, config: TrialConfig) -> str:
+    """Return what a trial is called, by what it is for."""
+    if errand.purpose == "search":
+        return f"trial {number}"
+    if errand.confirms is None:
+        return words.reference_of(board.ranking, config)
+    return _AGAIN[errand.purpose].format(errand.confirms)
 
 
 def panel(board: Board) -> RenderableType:
@@ -246,11 +243,7 @@ def now_lines(board: Board) -> list[str]:
 
 def _running_line(board: Board, running: Running) -> str:
     started, progress = running.started, running.progress
-    what = _AGAIN[started.errand.purpose].format(started.errand.confirms)
-    if started.errand.purpose == "search":
-        what = f"trial {started.number}"
-    elif started.errand.confirms is None:
-        what = words.reference_of(board.ranking, started.config)
+    what = _named(board, started.errand, started.number, started.config)
     if progress is None:
         phase = "starting the worker" if board.starts_a_worker else "getting ready"
     else:

@@ -276,8 +276,8 @@ def _longest(question: Question, progress: Progress) -> Answer:
 def _cheapest(question: Question, progress: Progress) -> Answer:
     """Return what a job costs on each GPU."""
     request, tell, cards = question.request, progress("GPUs looked at"), []
-    for done, gpu in enumerate(question.gpus, start=1):
-        tell(done - 1, len(question.gpus))
+    for done, gpu in enumerate(question.gpus):
+        tell(done, len(question.gpus))
         cards.append(
             on_card(
                 question.about(gpu),
@@ -288,7 +288,6 @@ def _cheapest(question: Question, progress: Progress) -> Answer:
                 progress=progress,
             )
         )
-        tell(done, len(question.gpus))
     answer = Cheapest(
         model=question.model,
         workload=next((bill.workload for card in cards for bill in card.bills), None),

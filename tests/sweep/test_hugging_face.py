@@ -161,7 +161,7 @@ LABELS = [7] * 16 + [-100] * 16
 @pytest.mark.parametrize(
     ("labels", "promised", "words"),
     [
-        (LABELS, 16.0, [r"16\.0 tokens/s \(1 of what was promised\)"]),
+        (LABELS, 16.0, [r"16\.0 tokens/s \(1 of the promise\)"]),
         (LABELS, 32.0, [r"16\.0 tokens/s \(0\.5 of what", r".*tokens/s 50\.0 % below the record"]),
         (None, 16.0, ["no tokens/s, as batches have no labels"]),
     ],

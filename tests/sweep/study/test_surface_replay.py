@@ -9,7 +9,7 @@ import pytest
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB, find_gpu
-from storage.surfaces import Surface, SurfaceRow
+from storage.surfaces import Header, Surface, SurfaceRow
 from sweep.cli import main
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import Recorded, search, trials_of
@@ -25,7 +25,8 @@ def recorded(name: str = "mistral-7b-v0.3") -> Recorded:
     measured = {identity(config_of(r)): r for r in (*TABLE, *HELD_OUT) if r["model"] == name}
     rows = tuple(_row(config_of(row), row) for row in measured.values())
     model = model_of(next(iter(measured.values())))
-    surface = Surface("rows.jsonl", model, "h200", find_gpu("h200"), rows)
+    header = Header.model_validate(HEADER)
+    surface = Surface("rows.jsonl", model, "h200", find_gpu("h200"), rows, header)
     peaks = {
         identity(row.config): int(row.peak_allocated_bytes * (0.99, 1.01)[number % 2])
         for number, row in enumerate(rows)
