@@ -236,10 +236,8 @@ def has_tables(url: DatabaseUrl) -> bool:
     Raises:
         EnvironmentFault: those of another application are.
     """
-    engine = sqlalchemy.create_engine(
-        "sqlite://" if isinstance(url, SqliteUrl) else url.text,
-        **engine_options(url, is_reader=True),
-    )
+    text = "sqlite://" if isinstance(url, SqliteUrl) else url.text
+    engine = sqlalchemy.create_engine(text, **engine_options(url, is_reader=True))
     try:
         inspector = sqlalchemy.inspect(engine)
         names = set(inspector.get_table_names())
@@ -253,10 +251,8 @@ def has_tables(url: DatabaseUrl) -> bool:
     finally:
         engine.dispose()
     if foreign:
-        raise EnvironmentFault(
-            f"database {url}: some of its tables ({', '.join(sorted(foreign))}) are another "
-            "application's: create a database for sweep, and name that"
-        )
+        tables = f"another application's tables ({', '.join(sorted(foreign))})"
+        raise EnvironmentFault(f"database {url} has {tables}: create a database for sweep")
     return False
 
 
@@ -274,9 +270,8 @@ def faults(url: DatabaseUrl) -> Iterator[None]:
         # Its own words, where the library of PostgreSQL's client is missing.
         if error.name != "psycopg" and "pq wrapper" not in str(error):
             raise
-        raise EnvironmentFault(
-            f"database {url}: the PostgreSQL driver is not installed: {install_extra('postgresql')}"
-        ) from None
+        missing = f"the PostgreSQL driver is not installed: {install_extra('postgresql')}"
+        raise EnvironmentFault(f"database {url}: {missing}") from None
 
 
 def reason(error: BaseException) -> str:

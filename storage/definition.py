@@ -30,10 +30,8 @@ _RECIPE = TrialConfig().model_dump(mode="json")
 def check_name(name: str) -> None:
     """Raise `InputError` where no study can have this name, which is a directory's too."""
     if len(name) > NAME_MAX or not is_file_name(name):
-        raise InputError(
-            f"study name must be at most {NAME_MAX} letters, digits, '.', '_' and '-', "
-            f"got {quote(name)}"
-        )
+        allowed = f"at most {NAME_MAX} letters, digits, '.', '_' and '-'"
+        raise InputError(f"study name must be {allowed}, got {quote(name)}")
 
 
 def is_file_name(name: str) -> bool:

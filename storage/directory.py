@@ -244,10 +244,7 @@ def spool_words(
     spooled, lines = spool.read(known=settled_attempts(known)), []
     open_attempts = {trial.attempt_id for trial in running}
     if waiting := [r for r in spooled.records if r.attempt_id in open_attempts]:
-        lines.append(
-            f"{_results_of(waiting)} in {spool.path} and not yet in the database; "
-            "resume the study to tell them"
-        )
+        lines.append(f"{_results_of(waiting)} in {spool.path} alone; resume the study to tell them")
     rest = (r for r in spooled.records if r.attempt_id not in open_attempts)
     if kept := kept_among(rest, known):
         lines.append(kept_words(kept, study=study, path=spool.path))
@@ -256,18 +253,17 @@ def spool_words(
 
 def kept_words(kept: Sequence[TrialRecord], *, study: str, path: Path) -> str:
     """Return that results are in the spool alone, and the command that takes them over."""
+    options = shlex.join(["--study", study, "--from", str(path)])
     return (
         f"{_results_of(kept)} kept in {path} alone: in the database those trials ended otherwise "
-        f"or are gone; take them over with `sweep run SPACE --study {shlex.quote(study)} --from "
-        f"{shlex.quote(str(path))}`"
+        f"or are gone; take them over with `sweep run SPACE {options}`"
     )
 
 
 def _results_of(records: Sequence[TrialRecord]) -> str:
     named = ", ".join(f"{r.number} ({r.verdict})" for r in sorted(records, key=lambda r: r.number))
-    return (
-        f"the result of trial {named} is" if len(records) == 1 else f"results of trials {named} are"
-    )
+    is_one = len(records) == 1
+    return f"the result of trial {named} is" if is_one else f"results of trials {named} are"
 
 
 class Left(BaseModel):

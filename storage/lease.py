@@ -122,10 +122,8 @@ def _take(attempt: Callable[[], bool], study: str, holder: Callable[[], Holder |
     deadline = time.monotonic() + _GRACE_SECONDS
     while not attempt():
         if time.monotonic() > deadline:
-            raise EnvironmentFault(
-                f"study '{study}' is driven by {holder() or Holder()}; wait for it, stop it, or "
-                "start another study with --study"
-            )
+            driven = f"study '{study}' is driven by {holder() or Holder()}"
+            raise EnvironmentFault(f"{driven}; wait for it, stop it, or take another --study")
         time.sleep(0.05)
 
 

@@ -136,10 +136,8 @@ def open_study(
         except EnvironmentFault as fault:
             warn(f"{fault}; the database goes on without it")
         if stored and (changed := step_differences(stored.attributes.definition, definition)):
-            warn(
-                f"{named} was started with other steps ({', '.join(changed)}): its trials may not "
-                "compare with earlier ones"
-            )
+            steps = f"was started with other steps ({', '.join(changed)})"
+            warn(f"{named} {steps}: its trials may not compare with earlier ones")
         sweep_temporary(folder)
         return OpenStudy(
             study=study,
@@ -313,9 +311,8 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
         """Return which results of a spool of this study it has not, and will not tell by itself."""
         running = self._write(lambda: self._storage.trials_of(self.name, TrialState.RUNNING))
         begun = {record.attempt_id for trial in running if (record := codec.begun_of(trial))}
-        return directory.kept_among(
-            (r for r in spooled if r.attempt_id not in begun), self.ledger.all
-        )
+        ended = (record for record in spooled if record.attempt_id not in begun)
+        return directory.kept_among(ended, self.ledger.all)
 
     def ask(
         self,
@@ -394,23 +391,15 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             This attempt, which its result must name: a number alone may come to stand for another
             configuration, in a database that was restored from a copy.
         """
-        begun = Attempt(
-            id=uuid.uuid4().hex,
-            study=self.known.identity,
-            number=trial.number,
-            started_at=started_at,
-            **errand.model_dump(),
-        )
+        known = {"id": uuid.uuid4().hex, "study": self.known.identity, "number": trial.number}
+        begun = Attempt(**known, started_at=started_at, **errand.model_dump())
         record = self._begun(begun, config)
         self._open[trial.number] = record
         values = record.model_dump(mode="json")
         # Where somebody closed or deleted it already its result is kept, and that is said then.
+        put = self._storage.set_trial_user_attr
         with suppress(UpdateFinishedTrialError, KeyError):
-            self._write(
-                lambda: self._storage.set_trial_user_attr(
-                    self._id(trial.number), codec.RECORD, values
-                )
-            )
+            self._write(lambda: put(self._id(trial.number), codec.RECORD, values))
         return begun
 
     def tell(self, trial: Trial, record: TrialRecord) -> TrialRecord:

@@ -60,10 +60,8 @@ class SurfaceRow(BaseModel):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.config.packing != "none":
-            raise ContradictionError(
-                f"config packing {self.config.packing} is of texts, and a surface is of full rows: "
-                "leave the line out"
-            )
+            packing = f"config packing {self.config.packing} is of a dataset"
+            raise ContradictionError(f"{packing}, and a surface of full rows: leave the line out")
         for key in self.needed:
             if self.verdict == "fits" and getattr(self, key) is None:
                 raise ContradictionError(f"{key} must be a number where the verdict is fits")
@@ -154,10 +152,8 @@ def parse_surface(
         )
     header = validate(header_type, values, Document(where))
     if header.surface > VERSION:
-        raise InputError(
-            f"{where}: surface is of version {header.surface}, and this sweep reads {VERSION}: use "
-            "the one that wrote it, or a newer one"
-        )
+        of = f"surface is of version {header.surface}, and this sweep reads {VERSION}"
+        raise InputError(f"{where}: {of}: use the one that wrote it, or a newer one")
     config = checked_config(header.config, label=f"{where}: model_config")
     known: dict[TrialConfig, tuple[str, SurfaceRow]] = {}
     for at, line in others:
@@ -212,10 +208,8 @@ def surface_lines(
     definition, name = snapshot.definition, f"study '{snapshot.name}'"
     texts, target = definition.texts, definition.target
     if texts is not None:
-        raise InputError(
-            f"{name}: a surface is of full rows, and its trials trained on {texts.source}, whose "
-            "lengths decide what is fast; a study without texts makes one"
-        )
+        dataset = f"its trials trained on {texts.source}, whose lengths decide what is fast"
+        raise InputError(f"{name}: {dataset}; a study without a dataset makes a surface")
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     card = gpu_catalogue().get(target.gpu)

@@ -44,10 +44,8 @@ def refuse_local(name: str, *, host: str, url: str, home: Path) -> None:
         home / name, name, None, url
     )
     if noted != host and is_here:
-        raise InputError(
-            f"study '{name}' is here already, of {noted or 'this machine'}: choose another name "
-            f"for that of {host} with --study"
-        )
+        ours = f"study '{name}' is here already, of {noted or 'this machine'}"
+        raise InputError(f"{ours}: choose another --study for that of {host}")
 
 
 def take_in(
@@ -94,10 +92,8 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, files: Mapping[
     """Raise where what is here, in database or spool, would be lost to what was fetched."""
     ours, theirs = (read_study(name, url=of, home=home) for of in (url, there))
     if ours.identity != theirs.identity:
-        raise InputError(
-            f"study '{name}' is here already, and is another than the one that was fetched: choose "
-            "another name with --study"
-        )
+        other = "and is another than the one that was fetched: choose another --study"
+        raise InputError(f"study '{name}' is here already, {other}")
     here, fetched = (
         {(r.number, r.attempt_id) for r in (*study.records, *study.confirmations)}
         for study in (ours, theirs)
@@ -109,9 +105,8 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, files: Mapping[
         known |= {(r.number, r.attempt_id) for r in worth}
     if lost := here - fetched:
         raise InputError(
-            f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "
-            "fetched from, so nothing of it was replaced: go on with it here, or under another "
-            "--study there"
+            f"study '{name}' has results here ({len(lost)}) that the machine it was fetched from "
+            "lacks: nothing was replaced; resume it here, or under another --study there"
         )
 
 

@@ -72,10 +72,8 @@ def parse_url(url: str) -> DatabaseUrl:
         raise InputError(f"storage '{guarded}': unknown database '{scheme}'; {known}")
     path = rest.removeprefix("/")
     if path == rest or "?" in path or "\0" in path or path in ("", ":memory:"):
-        raise InputError(
-            f"storage '{guarded}': three slashes and the path of a file, without options, as in "
-            "'sqlite:///runs/sweep.db'"
-        )
+        form = "three slashes and a path without options, as in 'sqlite:///runs/sweep.db'"
+        raise InputError(f"storage '{guarded}': {form}")
     return SqliteUrl(home_expanded(path).resolve())
 
 

@@ -158,10 +158,8 @@ def packed(
         changes["space"] = put("space", home_expanded(request.space))
     if model.source == "directory" and model.path is not None:
         if space.weights == "pretrained" and not with_weights:
-            raise InputError(
-                f"the weights in {space.model} do not go along: name a hub id, or log in there and "
-                "run it beside them"
-            )
+            here = f"the weights in {space.model} do not go along"
+            raise InputError(f"{here}: name a hub id, or log in there and run it beside them")
         overrides["model"] = put("model", model.path)
     if space.data is not None:
         data = space.data.model_dump()

@@ -140,10 +140,8 @@ class Provider(Strict):
         if not own:
             what = f"{machine.gpus} x {machine.gpu.name}{' spot' if machine.is_spot else ''}"
             on = f"{machine.cloud} with {self.title}" if machine.cloud else self.title
-            raise InputError(
-                f"no price is known of {what} on {on}: give the dollars of an hour, --with "
-                "price=0.75 say, or a file, --with prices=FILE"
-            )
+            cure = "give --with price=DOLLARS an hour, or --with prices=FILE"
+            raise InputError(f"no price is known of {what} on {on}: {cure}")
         best = min(own, key=lambda one: usd_per_hour(one, machine.gpus))
         changes = {
             "usd_per_hour": usd_per_hour(best, machine.gpus),
@@ -161,10 +159,8 @@ class Provider(Strict):
         """
         alone = "or write the file alone, with --dry-run"
         if shutil.which(self.tool) is None:
-            raise EnvironmentFault(
-                f"{self.title}'s command {self.tool} is not installed: "
-                f"pip install {self.name} (in an environment of its own), {alone}"
-            )
+            install = f"pip install {self.name} (in an environment of its own), {alone}"
+            raise EnvironmentFault(f"{self.title}'s {self.tool} is not installed: {install}")
         words = f"{self.login} {cloud or ''}".split()
         try:
             # SkyPilot starts a server of its own at the first question, which took a minute here.

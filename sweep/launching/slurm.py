@@ -62,15 +62,11 @@ class Allocation:
             raise InputError(f"--with time must be at least {least}, got {limit:g} s")
         for option in self.options:
             if _GPU_OPTIONS.fullmatch(_dashed(option)) is not None:
-                raise InputError(
-                    f"--with {option}: it would stand in the place of gpus: ask for GPUs with "
-                    "--with gpus=2 or gpus=a100:2"
-                )
+                ask = "ask for GPUs with --with gpus=2 or gpus=a100:2"
+                raise InputError(f"--with {option}: it would stand in the place of gpus: {ask}")
             if "\n" in option or _OPTION.fullmatch(_dashed(option)) is None:
-                raise InputError(
-                    "--with: a setting of slurm is an option of sbatch, as in constraint=a100, "
-                    f"got {quote(option)}"
-                )
+                must = "is an option of sbatch, as in constraint=a100"
+                raise InputError(f"--with: a setting of slurm {must}, got {quote(option)}")
 
     @property
     def gpu_count(self) -> int:

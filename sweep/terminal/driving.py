@@ -102,10 +102,8 @@ class LocalGpus:
         if not self.cards:
             raise InputError(f"--devices {self.typed}: {prepared.space.name} is for the CPU")
         if len(self.cards) < size:
-            raise InputError(
-                f"--devices {self.typed}: data_parallel {size} trains on {size} GPUs at once, and "
-                f"{len(self.cards)} {'is' if len(self.cards) == 1 else 'are'} named"
-            )
+            needed = f"data_parallel {size} trains on {size} GPUs at once"
+            raise InputError(f"--devices {self.typed}: {needed}, not on {len(self.cards)}")
         return replace(prepared, cards=self.cards)
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
@@ -133,10 +131,8 @@ class RayGpus(LocalGpus):
     def given_to(self, prepared: Prepared) -> Prepared:
         """Return the study as it is: its GPUs are not this machine's."""
         if (size := prepared.cards_per_trial) > 1:
-            raise InputError(
-                f"--on ray:{self._address}: data_parallel {size} trains on many GPUs at once, and "
-                "a trial has one on a cluster: run it on one machine, with --devices"
-            )
+            many = f"data_parallel {size} trains on many GPUs, and a trial has one on a cluster"
+            raise InputError(f"--on ray:{self._address}: {many}: run it on a machine, --devices")
         return prepared
 
     def new_runner(self, prepared: Prepared) -> Runner | Lanes:
@@ -358,10 +354,8 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
             raise fault
         if not is_cut and (invalid := why_invalid(snapshot)) is not None:
             # Only the real model knows its modules, where its architecture is not known from here.
-            raise InputError(
-                f"space '{prepared.space.name}': no configuration that was tried is valid: "
-                f"{invalid.rule}: {invalid.detail}"
-            )
+            why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
+            raise InputError(f"space '{prepared.space.name}': {why}")
         if not is_cut:
             return DONE if has_fit(snapshot) else NOTHING_FITS
     return INTERRUPTED

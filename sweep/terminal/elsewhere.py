@@ -136,10 +136,8 @@ def _keep(there: RemoteStudy, name: str, address: str, *, url: str) -> None:
         if database.exists():
             take_in(name, host=address, database=database, files=files, url=url, home=home)
     if left_out:
-        note_folded(
-            f"Too large to be fetched, and left on {address} in {there.directory}/runs/{name}: "
-            f"{', '.join(left_out)}."
-        )
+        place = f"left on {address} in {there.directory}/runs/{name}"
+        note_folded(f"Too large to be fetched, and {place}: {', '.join(left_out)}.")
 
 
 def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
@@ -241,10 +239,8 @@ def _storage_of_job(typed: str | None) -> str | None:
     if isinstance(database, SqliteUrl) or redact(url) == url:
         return str(database) if isinstance(database, SqliteUrl) else url
     if typed is not None:
-        raise InputError(
-            "--storage: its password would stand in the job's script: set "
-            f"{STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
-        )
+        cure = f"set {STORAGE} instead, which the job inherits, or leave it to ~/.pgpass"
+        raise InputError(f"--storage: its password would stand in the job's script: {cure}")
     return None
 
 
@@ -341,10 +337,8 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
     if typed in ("auto", "cpu"):
         raise InputError(f"--gpu {typed} is no GPU to rent: name one (`sweep gpus`)")
     if space.gpu in ("auto", "cpu"):
-        raise InputError(
-            f"space '{space.name}' is for gpu {space.gpu}: name the GPU to rent with --gpu "
-            "(`sweep gpus`)"
-        )
+        cure = "name the GPU to rent with --gpu (`sweep gpus`)"
+        raise InputError(f"space '{space.name}' is for gpu {space.gpu}: {cure}")
     if not (devices.isascii() and devices.isdecimal() and int(devices) >= 1):
         raise InputError(f"--devices must be how many GPUs to rent, at least 1, got {devices}")
     spot, cloud = where.settings.get("spot", "false"), where.settings.get("cloud")

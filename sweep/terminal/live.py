@@ -41,10 +41,7 @@ _LOOK_SECONDS = 1.0
 """Between two looks at a study that another process drives."""
 _SHARE_READING = 0.2
 """Of the time that may go into reading: a study of thousands of trials is looked at less often."""
-STOPPING = (
-    "stopping now: what was measured is kept, and the same command resumes the study; Ctrl-C "
-    "again waits for nothing"
-)
+STOPPING = "stopping: the same command resumes the study; Ctrl-C again waits for nothing"
 _PHASES: dict[Phase, str] = {
     "start": "starting the worker",
     "build": "building the model",
@@ -151,10 +148,7 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
             what = f"{noun} {', '.join(map(str, numbers))} again{beside}"
             return f"the search has ended: measuring {what}, in turns"
         case events.LanesOpened(names=names):
-            return (
-                f"trials run on {', '.join(names)} at a time; the winner is measured again on one "
-                "of them while the others are idle"
-            )
+            return f"trials run on {', '.join(names)}; the winner is measured again on one of them"
         case events.LaneLost(name=name, reason=reason, left=left):
             again = f"What ran there is tried again elsewhere: {units.plural(left, 'place')} left"
             return f"{name} is lost: {reason.rstrip('.')}. {again}"
