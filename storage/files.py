@@ -54,10 +54,8 @@ def refuse_public(directory: Path) -> None:
         EnvironmentFault: it is one.
     """
     if directory.is_dir() and directory.stat().st_mode & stat.S_IWOTH:
-        raise EnvironmentFault(
-            f"everybody may write to {directory}, whose files a study trusts: take that right away "
-            f"(`chmod o-w {shlex.quote(str(directory))}`)"
-        )
+        cure = f"`chmod o-w {shlex.quote(str(directory))}`"
+        raise EnvironmentFault(f"everybody may write to {directory}, which a study trusts: {cure}")
 
 
 def open_append(path: Path) -> IO[bytes]:

@@ -153,9 +153,8 @@ class FileLease:
         except OSError as error:
             has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
             advice = "; put the database on a local disk" if has_no_locks else ""
-            raise EnvironmentFault(
-                f"cannot lock the study by {self.path}: {error.strerror}{advice}"
-            ) from error
+            why = f"{error.strerror}{advice}"
+            raise EnvironmentFault(f"cannot lock the study by {self.path}: {why}") from error
 
     def _lock(self) -> bool:
         assert self._file is not None
@@ -226,10 +225,8 @@ def _lock(connection: Any, url: PostgresUrl, study: str, name: str) -> None:
             # A session that is another client's after each statement holds no lock.
             is_shared = other.execute("SELECT pg_backend_pid()").fetchone() == process
         if is_shared:
-            raise EnvironmentFault(
-                f"database {url}: a connection pooler in transaction mode, which cannot hold a "
-                "study's lock; name the server itself, or the pooler's session mode"
-            )
+            pooler = "a connection pooler in transaction mode, which cannot hold a study's lock"
+            raise EnvironmentFault(f"database {url}: {pooler}; name the server, or session mode")
     _take(attempt, study, holder)
 
 

@@ -82,10 +82,8 @@ def read_spooled_study(path: Path) -> StudySnapshot:
         raise InputError(f"--from {path}: there is no result of a study in it")
     identity, known = lines[-1].study, directory.read_identity(path.parent)
     if known is None or known.identity != identity:
-        raise InputError(
-            f"--from {path}: no study.json beside it says on what GPU and model its results were "
-            "measured; put it back into its study's directory"
-        )
+        missing = "no study.json beside it says what its results are of"
+        raise InputError(f"--from {path}: {missing}; put it back into its study's directory")
     records = directory.Spool(path, identity).read().records
     return StudySnapshot(
         name=known.name,

@@ -522,10 +522,9 @@ class OpenStudy(AbstractContextManager["OpenStudy"]):
             except KeyError:
                 raise EnvironmentFault(f"{named} was deleted from {self._url}") from None
             if driver != self.known.driver:
-                raise EnvironmentFault(
-                    f"{named} in {self._url} is no longer driven from here: another driver took it "
-                    "over, or a copy was put in its place; the same command resumes it"
-                )
+                why = "another driver took it over, or a copy was put in its place"
+                lost = f"{named} in {self._url} is no longer driven from here"
+                raise EnvironmentFault(f"{lost}: {why}; the same command resumes it")
             if self._is_stale:
                 self.study = _load(self.name, self._storage, self.study.sampler)
             self._is_stale = True

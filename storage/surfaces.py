@@ -145,11 +145,8 @@ def parse_surface(
     (where, first), *others = lines
     values = parse_object(first, where=where)
     if "surface" not in values:
-        raise InputError(
-            f"{where}: surface is missing: the first line says what the surface is of, "
-            f'{{"surface": {VERSION}, "model": ..., "model_config": ..., "gpu": ..., '
-            '"measured_on": ...}'
-        )
+        form = '"model": ..., "model_config": ..., "gpu": ..., "measured_on": ...'
+        raise InputError(f'{where}: surface is missing in {{"surface": {VERSION}, {form}}}')
     header = validate(header_type, values, Document(where))
     if header.surface > VERSION:
         of = f"surface is of version {header.surface}, and this sweep reads {VERSION}"

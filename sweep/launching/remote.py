@@ -114,16 +114,12 @@ class RemoteStudy:
         if seen.get("sweep") and seen["stamp"] is None:
             # Somebody else installed it.
             if seen["sweep"] != here:
-                raise EnvironmentFault(
-                    f"{where} has sweep {seen['sweep']} in {seen['executable']}, and here is "
-                    f"{here}: install the same there, or leave it out"
-                )
+                there_is = f"{where} has sweep {seen['sweep']} in {seen['executable']}"
+                raise EnvironmentFault(f"{there_is}, and here is {here}: install the same there")
         elif not seen.get("sweep") or seen["stamp"] != digest:
             if seen and not seen["is_environment"]:
-                raise EnvironmentFault(
-                    f"--with python: {self._python} on {where} is of no environment, and sweep is "
-                    "not installed for it: name an environment's, or leave the option out"
-                )
+                bare = f"{self._python} on {where} is of no environment and has no sweep"
+                raise EnvironmentFault(f"--with python: {bare}: name an environment's, or leave it")
             say(f"Installing sweep {here} on {where} ...")
             with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
                 parcel.write(Path(scratch))

@@ -228,10 +228,8 @@ def predicted(
         return Course(None, least, download, str(error))
     found, seconds, confirm = looked.found, looked.study_seconds(), typed.confirm
     if not found.fit + found.uncertain:
-        raise NothingFits(
-            f"space '{space.name}': nothing of it is predicted to fit {gpu.name}, so none is "
-            f"rented: sweep plan {space.name} --gpu {gpu.name} says by how much"
-        )
+        why = f"sweep plan {space.name} --gpu {gpu.name} says by how much"
+        raise NothingFits(f"nothing of space '{space.name}' is predicted to fit {gpu.name}: {why}")
     if seconds is None or found.step_seconds is None:
         return Course(None, least, download)
     fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
@@ -315,11 +313,9 @@ def cost_of(course: Course, offer: Offer, provider: Provider, max_dollars: float
     least = course.least_seconds + offer.boot_seconds + STOP_SECONDS
     if max_dollars is not None and limit < least:
         needed = math.ceil(least * rate / SECONDS_PER_HOUR * 100) / 100
-        raise InputError(
-            f"--max-dollars {max_dollars:g} pays for {limit} s at ${rate:.2f} an hour, and the "
-            f"start, one trial and the end take about {math.ceil(least)} s: give at least "
-            f"{needed:.2f}"
-        )
+        paid = f"--max-dollars {max_dollars:g} pays for {limit} s at ${rate:.2f} an hour"
+        takes = f"one trial takes about {math.ceil(least)} s in all"
+        raise InputError(f"{paid}, and {takes}: give at least {needed:.2f}")
     return Cost(offer, hours, usd, rate, limit)
 
 

@@ -145,10 +145,8 @@ def submit(script: str, path: Path) -> str:
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise EnvironmentFault(
-            "there is no sbatch here, so nothing was submitted: run this on a machine of the "
-            "cluster, or print the script with --dry-run and submit it there"
-        )
+        cure = "run this on a machine of the cluster, or submit there what --dry-run prints"
+        raise EnvironmentFault(f"there is no sbatch here: {cure}")
     # A link, or a file that others may read, gives way.
     path.unlink(missing_ok=True)
     replace(path, script.encode())

@@ -207,10 +207,8 @@ def _place(request: RunRequest, where: Where, warn: Callable[[str], None]) -> Lo
     if where.kind == "local":
         return LocalGpus(request.devices)
     if where.kind not in ("ray", "recorded"):
-        raise InputError(
-            f"on must be local, ray:ADDRESS or recorded:SURFACE here, got {quote(str(where))}: "
-            f"`sweep run --on {where}` starts a study elsewhere"
-        )
+        must = f"on must be local, ray:ADDRESS or recorded:SURFACE, got {quote(str(where))}"
+        raise InputError(f"{must}: `sweep run --on {where}` starts a study elsewhere")
     is_ray = where.kind == "ray"
     if request.devices is not None:
         whose = "Ray hands out the GPUs of its nodes" if is_ray else "no GPU takes part"
