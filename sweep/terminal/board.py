@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from reports import units, words
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, SIZE_KEYS, TrialConfig
 from search_spaces.space import SearchSpace
 from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition
@@ -37,11 +37,8 @@ def search_words(config: TrialConfig, *, space: SearchSpace) -> str:
     is_class_free = any(key in space.dimensions for key in CAPACITY_KEYS)
     said = {*SIZE_KEYS, *(CAPACITY_KEYS if is_class_free else ())}
     changed = units.differing(config, baseline)
-    phrases = [
-        units.phrase(key, changed[key])
-        for key in KNOBS
-        if key in changed and key in space.dimensions and key not in said
-    ]
+    searched = [key for key in changed if key in space.dimensions and key not in said]
+    phrases = [units.phrase(key, changed[key]) for key in searched]
     capacity = [words.capacity(config)] if is_class_free else []
     return ", ".join([units.size(config), *capacity, *phrases])
 
@@ -52,11 +49,8 @@ def fixed_words(space: SearchSpace) -> str:
     batches = dict(zip(BATCH_KEYS, space.batches[0], strict=True))
     params = {**first, **{key: batches[key] for key in batches if key in first}}
     changed = space.config(params).changes_from(space.baseline_config())
-    return ", ".join(
-        units.phrase(key, value)
-        for key, value in changed.items()
-        if key not in space.dimensions and key not in SIZE_KEYS
-    )
+    fixed = changed.keys() - space.dimensions.keys() - set(SIZE_KEYS)
+    return ", ".join(units.phrase(key, changed[key]) for key in changed if key in fixed)
 
 
 @dataclass

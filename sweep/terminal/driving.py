@@ -291,10 +291,8 @@ def _driven_url(typed: str | None) -> str:
     # What is no database URL is refused, and nothing else is said of it.
     parse_url(url)
     if typed is not None and redact(typed) != typed:
-        note(
-            "note: the list of processes shows the password in --storage to every user of this "
-            f"machine; {STORAGE} stands in for the option and is not shown"
-        )
+        shown = "the list of processes shows the password in --storage to every user"
+        note(f"note: {shown}; {STORAGE} stands in for the option and is not shown")
     return url
 
 

@@ -93,12 +93,9 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         shipped = {f"{_INPUTS}/{name}": file for name, file in {REQUEST: own, **files}.items()}
         interruption = Interruption()
         with interruption.handling_signals():
-            if is_running or there.start(
-                ("run", f"{_INPUTS}/{REQUEST}"), shipped, parcel.hub_variables(request)
-            ):
-                note_folded(
-                    f"Study {sent.study} runs on {address} already; it is followed from here."
-                )
+            command, variables = ("run", f"{_INPUTS}/{REQUEST}"), parcel.hub_variables(request)
+            if is_running or there.start(command, shipped, variables):
+                note(f"Study {sent.study} runs on {address} already; it is followed from here.")
             return _followed(there, sent.study, address, url=url, interruption=interruption)
 
 
@@ -111,9 +108,7 @@ def _followed(
             hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
         )
     except ConnectionLostError as lost:
-        note_folded(
-            f"{lost}. The study goes on there; the same command follows it again, and fetches it."
-        )
+        note_folded(f"{lost}. The study goes on there; the same command follows and fetches it.")
         return INTERRUPTED if interruption.is_requested() else ENVIRONMENT
     try:
         _keep(there, name, address, url=url)

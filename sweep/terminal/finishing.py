@@ -111,11 +111,9 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         if as_json:
             say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
         return DONE
-    dataset = (
-        f"{summary.source} ({units.plural(summary.rows, 'example')}, {summary.tokens:,} tokens)"
-    )
-    what = f"Training {prepared.subject.words} on {dataset}, {units.size(prepared.job.config)}."
-    for text in (what, *prepared.notes):
+    examples, size = units.plural(summary.rows, "example"), units.size(prepared.job.config)
+    dataset = f"{summary.source} ({examples}, {summary.tokens:,} tokens)"
+    for text in (f"Training {prepared.subject.words} on {dataset}, {size}.", *prepared.notes):
         note_folded(text)
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
@@ -145,9 +143,7 @@ def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool
     step = next(iter(checkpoints.steps_of(Path(prepared.job.output))), None)
     kept = "; there is no checkpoint yet"
     if step is not None:
-        kept = (
-            f"; the checkpoint of step {step:,} is kept, the same command with --resume resumes it"
-        )
+        kept = f"; the checkpoint of step {step:,} is kept, --resume goes on from it"
     if isinstance(end, Lost):
         note(f"Interrupted{kept}.")
         return INTERRUPTED
@@ -197,10 +193,8 @@ def _shown() -> Iterator[Callable[[Event], None]]:
                     held_out = "" if loss is None else f", held-out loss {loss:.4f}"
                     note(f"step {step:,}: checkpoint written{held_out}")
                 case Saved(step=step, refusal=reason):
-                    note(
-                        f"warning: step {step:,}: no checkpoint, as the disk does not take it "
-                        f"({reason}); the training continues, and the one before is kept"
-                    )
+                    why = f"as the disk does not take it ({reason}): the one before is kept"
+                    note(f"warning: step {step:,}: no checkpoint, {why}")
 
         yield observe
 
@@ -235,14 +229,9 @@ def verify(
         raise InputError(f"{what}: no such file")
     else:
         record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
+    asked = {"path": path, "steps": steps, "model": model}
     with working(f"running {record.label} for {steps} steps") as part:
-        found = run_verify(
-            record,
-            path=path,
-            steps=steps,
-            model=model,
-            tell=lambda name, done, of: part(name)(done, of),
-        )
+        found = run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
     say_result(found.to_json(), verification_text(found), as_json=as_json)
     return DONE if found.comparison.is_within else NOT_AS_RECORDED
 
@@ -276,9 +265,8 @@ def merge(
             else:
                 part("models compared")(news["compared"], news["of"])
 
-        report = run_merge(
-            adapter, output=output, model=model, dtype=dtype, rows=rows, on_news=tell
-        )
+        asked = {"output": output, "model": model, "dtype": dtype, "rows": rows}
+        report = run_merge(adapter, **asked, on_news=tell)
     whole, compared = report["weights_replaced"], report["comparison"]
     tokenizer = f"that of the {report['tokenizer']}" if report["tokenizer"] else "none"
     replaced = f", {units.plural(whole, 'tensor')} replaced" if whole else ""

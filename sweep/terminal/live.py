@@ -197,21 +197,22 @@ def panel(board: Board) -> RenderableType:
     """Return the live view of a study."""
     target, best = board.definition.target, board.ranking.winner
     on = f" (on {target.emulated_on})" if target.emulated_on else ""
-    rows = [
-        ("best", "nothing fits yet" if best is None else _best(board, best)),
-        ("now", "\n".join(now_lines(board))),
-    ]
     known = [r.progress.allocated_bytes or 0 for r in board.running.values() if r.progress]
     used = units.gib(max(known, default=0) or None)
-    rows.append(("memory", f"{used} of {units.gib(target.budget_bytes)}"))
     total, done = board.definition.space.trials, board.trials_done
     most = "at most " if board.may_end_sooner else ""
     count = f"{done:,} of {most}{total:,}" if done <= total else units.out_of(done, total)
     ended = verdict_words(board.ledger.records) or "none finished yet"
-    rows += [("trials", f"{count} trials: {ended}"), ("time", time_line(board))]
+    rows = {
+        "best": "nothing fits yet" if best is None else _best(board, best),
+        "now": "\n".join(now_lines(board)),
+        "memory": f"{used} of {units.gib(target.budget_bytes)}",
+        "trials": f"{count} trials: {ended}",
+        "time": time_line(board),
+    }
     headline = f"{board.name}: {target.gpu}{on}, {units.gib(target.budget_bytes)}"
     stopping = [Text(STOPPING, style="yellow")] if board.is_stopping else []
-    return Group(Text(headline, style="bold"), facts(rows), *stopping)
+    return Group(Text(headline, style="bold"), facts(rows.items()), *stopping)
 
 
 def _best(board: Board, best: TrialRecord) -> str:

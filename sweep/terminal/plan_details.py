@@ -105,10 +105,8 @@ def _memory_and_time(forecast: Forecast) -> Iterator[str]:
     memory, speed = forecast.memory, forecast.speed
     if memory is not None:
         parts = (f"{part} {units.gib(memory.breakdown[part])}" for part in PARTS)
-        yield (
-            f"peak {units.gib(memory.peak_allocated_bytes)} allocated, reached in {memory.moment}; "
-            f"{units.gib(memory.peak_reserved_bytes)} reserved"
-        )
+        peak, reserved = map(units.gib, (memory.peak_allocated_bytes, memory.peak_reserved_bytes))
+        yield f"peak {peak} allocated, reached in {memory.moment}; {reserved} reserved"
         yield f"of the peak: {', '.join(parts)}"
     if forecast.step_seconds is not None:
         yield f"{units.step_time(forecast.step_seconds)} per step ({forecast.speed_basis})"
@@ -222,10 +220,8 @@ def break_even_lines(comparison: OfferComparison) -> Iterator[str]:
 def _grounds(plan: CardPlan) -> Iterator[str]:
     forecaster, shown, evidence = plan.forecaster, plan.shown, plan.forecaster.evidence
     model, gpu = forecaster.model, plan.gpu
-    yield (
-        f"{gpu.name} ({gpu.product}): {units.gib(gpu.memory_bytes)} usable, a training may take "
-        f"{units.gib(forecaster.budget_bytes)}"
-    )
+    usable, budget = map(units.gib, (gpu.memory_bytes, forecaster.budget_bytes))
+    yield f"{gpu.name} ({gpu.product}): {usable} usable, a training may take {budget}"
     count = parameters(model)
     size = "" if count is None else f"{count:,} parameters, "
     yield f"{model.name}: {size}{model.hidden_layers} layers, a vocabulary of {model.vocab_size:,}"
@@ -243,11 +239,10 @@ def _grounds(plan: CardPlan) -> Iterator[str]:
             trials = units.plural(len(evidence.memory_errors), "trial")
             error = f"{100 * evidence.memory_error:.1f} %"
             off = f"; off by {error} in the median over {trials} of study {evidence.study}"
-        yield (
-            "memory: predicted from the model's own code, within "
-            f"{units.error(shown.memory.uncertainty)} (reserved: "
-            f"{units.error(shown.memory.reserved_uncertainty)}){off}"
-        )
+        errors = shown.memory.uncertainty, shown.memory.reserved_uncertainty
+        within, reserved = map(units.error, errors)
+        known = f"within {within} (reserved: {reserved}){off}"
+        yield f"memory: predicted from the model's own code, {known}"
     if (speed := _speed_ground(plan, shown)) is not None:
         yield f"speed: {speed}"
     for bill in plan.bills[:1]:
@@ -265,15 +260,12 @@ def _speed_ground(plan: CardPlan, shown: Forecast) -> str | None:
         trials = units.plural(evidence.calibration.trials, "trial")
         error = f"{100 * evidence.calibration.relative_error:.1f} %"
         return f"calibrated by {trials} of study {evidence.study}, met within {error} in the median"
-    products = (
-        "measured matrix products" if dtype in gpu.matrix_flops else "FLOP/s by its data sheet"
-    )
-    copies = "measured copies" if gpu.copy_bytes_per_second else "bandwidth by its data sheet"
+    sheet = "by its data sheet"
+    products = "measured matrix products" if dtype in gpu.matrix_flops else f"FLOP/s {sheet}"
+    copies = "measured copies" if gpu.copy_bytes_per_second else f"bandwidth {sheet}"
     files, count = shown.speed.contributed
     if files:
         copies += f", and {units.plural(count, 'trial')} of {units.plural(files, 'contribution')}"
     factor = shown.speed.step_seconds_range[1] / shown.speed.step_seconds
-    return (
-        f"predicted from the {gpu.name}'s {products} and {copies}, nine in ten within a factor "
-        f"of {factor:.2f}; --from STUDY calibrates it"
-    )
+    known = f"nine in ten within a factor of {factor:.2f}; --from STUDY calibrates it"
+    return f"predicted from the {gpu.name}'s {products} and {copies}, {known}"

@@ -95,9 +95,8 @@ def _nothing_fits(surface: Surface, budget_bytes: int) -> str:
     least = min((peak for peak in peaks if peak is not None), default=None)
     change = "record smaller configurations"
     if least is not None:
-        change = (
-            f"ask with --budget-gib {math.ceil(least / GIB * 100) / 100:g} or more, or {change}"
-        )
+        needed = math.ceil(least / GIB * 100) / 100
+        change = f"ask with --budget-gib {needed:g} or more, or {change}"
     none = f"none of {units.plural(len(surface.rows), 'configuration')} fits"
     return f"{surface.name}: {none} {units.gib(budget_bytes)}; {change}"
 
