@@ -90,10 +90,9 @@ def _too_large(view: StudyView, winner: TrialRecord) -> Iterator[str]:
 def _nearest_to_fitting(view: StudyView) -> Iterator[str]:
     """Yield which came nearest, by prediction: which allocation happened to fail says nothing."""
     unfit = [record for record in view.snapshot.records if record.verdict in OUT_OF_MEMORY]
-    predicted = [record for record in unfit if predicted_need(record) is not None]
-    if predicted:
-        nearest = nearest_to_fitting(predicted)[0]
-        yield f"Predicted nearest to fitting: {_named(nearest, view)}; {_excess(nearest, view)}."
+    if nearest := nearest_to_fitting(unfit)[:1]:
+        named, excess = _named(nearest[0], view), _excess(nearest[0], view)
+        yield f"Predicted nearest to fitting: {named}; {excess}."
     elif unfit:
         yield f"{units.plural(len(unfit), 'trial')} did not fit; by how much is not known."
 

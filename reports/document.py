@@ -185,15 +185,17 @@ def _known(
     if measured is None or not measured.is_sound:
         return known
     if speed is not None and snapshot.definition.target.emulated_on is not None:
-        ends = "" if None in (speed.low, speed.high) else f" ({_ends(speed.low, speed.high)})"
-        told = f"{units.rate(speed.tokens_per_second)}{ends}"
+        ends = (speed.low, speed.high)
+        ends_words = "" if None in ends else f" ({units.rate_interval(ends)})"
+        told = f"{units.rate(speed.tokens_per_second)}{ends_words}"
         known["target_tokens_per_second"] = _number(speed.tokens_per_second, told)
     again = "measured again" if ranking.is_measured_again(record) else ""
-    within = _ends(*measured.speed_interval) if measured.speed_interval else ""
+    within = units.rate_interval(measured.speed_interval) if measured.speed_interval else ""
     remarks = ", ".join(filter(None, (within, again, words.doubts(measured))))
     rate, joules = measured.tokens_per_second, measured.joules_per_token
     usd, quality = snapshot.usd_per_million_tokens(record), measured.quality
-    close = measured.faithfulness
+    off = None if measured.faithfulness is None else measured.faithfulness.gradient_error
+    close = "" if off is None else f"gradients within {units.share(off)} of 16-bit compute"
     # Of random weights a loss says nothing about quality.
     loss = measured.final_loss if space.weights == "pretrained" else None
     return known | {
@@ -209,11 +211,7 @@ def _known(
         "eval_loss": _number(quality.eval_loss if quality else None, words.loss(measured)),
         "step_seconds": _number(measured.step_seconds, units.step_time(measured.step_seconds)),
         "joules_per_token": _number(joules, f"{1000 * (joules or 0):.3g} mJ"),
-        "faithful": _text(
-            f"gradients within {units.share(close.gradient_error)} of 16-bit compute"
-            if close
-            else ""
-        ),
+        "faithful": _text(close),
         "flags": _text(", ".join(measured.flags)),
     }
 
@@ -239,10 +237,6 @@ def _number(value: float | None, known: str) -> Pair:
 
 def _memory(count: float | None, unit: units.MemoryUnit) -> Pair:
     return _number(None if count is None else count / unit.bytes, units.gib(count, unit))
-
-
-def _ends(low: float | None, high: float | None) -> str:
-    return f"{units.rate(low)}–{units.rate(high)}"
 
 
 def _roles(ranking: Ranking) -> dict[int, str]:

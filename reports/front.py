@@ -106,8 +106,7 @@ def _figure(document: Document, front: Sequence[int], y: str) -> go.Figure:
     known = [*peaks, *(size for size, _ in needs.values() if size), budget]
     left = 0.85 * min(known)
     for lane, verdict in enumerate(lanes):
-        here = [record for record in records if record.verdict is verdict]
-        here = [record for record in here if record.measurement is None]
+        here = [r for r in records if r.verdict is verdict and r.measurement is None]
         sizes = [needs[record.number] for record in here]
         # Side by side where they need the same.
         spread = (((n * 0.618034) % 1 - 0.5) * 0.62 for n in range(len(here)))

@@ -130,13 +130,13 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
     speed = snapshot.target_speed(record)
     if speed is None:
         return f"{own} tokens/s {verb} on {target.emulated_on}; not predicted on {target.gpu}"
-    is_bounded = speed.low is not None and speed.high is not None
-    ends = f" {units.rate(speed.low)}–{units.rate(speed.high)}" if is_bounded else ""
+    ends = (speed.low, speed.high)
+    within = "" if None in ends else f" {units.rate_interval(ends)}"
     rate = units.rate(speed.tokens_per_second)
     beside = f"{verb} on {target.emulated_on}: {own}"
     if measured.speed_interval is not None:
         beside += f", {sure}"
-    return f"{rate} tokens/s on {target.gpu} (predicted{ends}; {beside})"
+    return f"{rate} tokens/s on {target.gpu} (predicted{within}; {beside})"
 
 
 def gain_words(view: StudyView, record: TrialRecord) -> str:

@@ -99,17 +99,14 @@ def accuracy_of(snapshot: StudySnapshot, quantity: Literal["memory", "speed"]) -
 
     What was stopped early has no speed to hold one against, and what ran out has no peak.
     """
-    trials = []
-    for record in rankable(snapshot.records):
-        known, measured = record.prediction, record.measurement
-        if known is None or measured is None or record.verdict is not Verdict.FITS:
-            continue
-        if quantity == "memory":
-            pair = float(known.peak_allocated_bytes), float(measured.peak_allocated_bytes)
-            trials.append((record.number, *pair))
-        elif known.tokens_per_second is not None:
-            trials.append((record.number, known.tokens_per_second, measured.tokens_per_second))
-    return Accuracy(quantity, tuple(trials)) if trials else None
+    key = {"memory": "peak_allocated_bytes", "speed": "tokens_per_second"}[quantity]
+    fitted = [record for record in rankable(snapshot.records) if record.verdict is Verdict.FITS]
+    trials = tuple(
+        (record.number, float(predicted), float(getattr(record.measurement, key)))
+        for record in fitted
+        if (predicted := getattr(record.prediction, key, None)) is not None
+    )
+    return Accuracy(quantity, trials) if trials else None
 
 
 def _scatter(document: Document, known: Accuracy) -> PageFigure:

@@ -65,9 +65,7 @@ def rate(tokens_per_second: float | None) -> str:
     """Return tokens/s with thousands separators, and a decimal below one hundred: ``16,800``."""
     if tokens_per_second is None or not is_known(tokens_per_second):
         return DASH
-    return (
-        f"{tokens_per_second:,.0f}" if abs(tokens_per_second) >= 100 else f"{tokens_per_second:.1f}"
-    )
+    return f"{tokens_per_second:,.{0 if abs(tokens_per_second) >= 100 else 1}f}"
 
 
 def short_rate(tokens_per_second: float) -> str:
@@ -77,7 +75,7 @@ def short_rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second / 1000:.1f}k"
 
 
-def rate_interval(ends: tuple[float, float] | None) -> str:
+def rate_interval(ends: tuple[float | None, float | None] | None) -> str:
     """Return the ends of an interval of tokens/s: ``16,700–16,900``."""
     return DASH if ends is None else f"{rate(ends[0])}–{rate(ends[1])}"
 
@@ -175,13 +173,8 @@ def differing(config: TrialConfig, other: TrialConfig) -> dict[str, Any]:
 
     A 16-bit base has no double quantization to speak of.
     """
-    changed = config.changes_from(other)
-    knobs = {key: KNOBS[key] for key in changed}
-    return {
-        key: changed[key]
-        for key, knob in knobs.items()
-        if knob.applies is None or knob.applies(config)
-    }
+    changed, applies = config.changes_from(other), {key: KNOBS[key].applies for key in KNOBS}
+    return {key: changed[key] for key in changed if (of := applies[key]) is None or of(config)}
 
 
 def changes(config: TrialConfig, *, baseline: TrialConfig) -> str:

@@ -229,7 +229,7 @@ def verify(
         raise InputError(f"{what}: no such file")
     else:
         record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
-    asked = {"path": path, "steps": steps, "model": model}
+    asked: dict[str, Any] = {"path": path, "steps": steps, "model": model}
     with working(f"running {record.label} for {steps} steps") as part:
         found = run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
     say_result(found.to_json(), verification_text(found), as_json=as_json)
@@ -265,7 +265,7 @@ def merge(
             else:
                 part("models compared")(news["compared"], news["of"])
 
-        asked = {"output": output, "model": model, "dtype": dtype, "rows": rows}
+        asked: dict[str, Any] = {"output": output, "model": model, "dtype": dtype, "rows": rows}
         report = run_merge(adapter, **asked, on_news=tell)
     whole, compared = report["weights_replaced"], report["comparison"]
     tokenizer = f"that of the {report['tokenizer']}" if report["tokenizer"] else "none"

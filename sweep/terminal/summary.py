@@ -150,9 +150,9 @@ def _best_of(view: StudyView) -> str:
     measured, predicted = measured_of(view.winner), view.target_tokens_per_second
     speed = words.speed(measured)
     if predicted is not None and predicted.basis == "predicted":
-        low, high = predicted.low, predicted.high
-        ends = "" if low is None or high is None else f" {units.rate_interval((low, high))}"
-        speed = f"{units.rate(predicted.value)} tokens/s (predicted{ends})"
+        ends = (predicted.low, predicted.high)
+        within = "" if None in ends else f" {units.rate_interval(ends)}"
+        speed = f"{units.rate(predicted.value)} tokens/s (predicted{within})"
     parts = [words.value(o, measured) for o in view.objectives if o != "tokens_per_second"]
     return ", ".join([speed, *parts, "confirmed" if view.confirmed else "not confirmed"])
 
