@@ -2,5 +2,5 @@
 
 from sweep.namesakes import refuse_namesakes
 
-# Every process of ours comes by here first: the command, `python -m sweep.cli`, each child.
+# Every process of ours comes by here first: the command and each child.
 refuse_namesakes()

@@ -2,18 +2,7 @@
 
 import sys
 
-from sweep import stop_signals
-
-
-def _run() -> int:
-    """Run the command that was typed; what asks it to stop is heard while it is imported, too."""
-    try:
-        with stop_signals.heard():
-            from sweep.cli import main
-        return main()
-    except KeyboardInterrupt:
-        return stop_signals.INTERRUPTED
-
+from qlora_sweep import main  # type: ignore[import-untyped]
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(main())

@@ -525,5 +525,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the edge, or while it says that the command was interrupted.
         note("Interrupted.")
         return INTERRUPTED
-    finally:
-        stop_signals.ignore_at_exit()

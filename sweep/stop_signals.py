@@ -7,8 +7,6 @@ instead (`sweep.study.events`).
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import signal
 import sys
@@ -101,12 +99,3 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
             os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
-
-
-def ignore_at_exit() -> None:
-    """Ignore the signals while the interpreter ends: the exit code is decided by then."""
-    if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
-            atexit.register(signal.signal, number, signal.SIG_IGN)
-        # To look through a million objects once more takes seconds, and nothing is left to free.
-        atexit.register(gc.freeze)

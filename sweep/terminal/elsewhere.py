@@ -26,19 +26,7 @@ from storage.files import replace as put
 from storage.transfer import refuse_local, take_in
 from storage.urls import SqliteUrl, parse_url
 from sweep.data.tokenizers import find_tokenizer
-from sweep.launching import parcel, slurm
-from sweep.launching.remote import HOME, RemoteStudy
-from sweep.launching.rented import (
-    Cost,
-    Machine,
-    Provider,
-    Rental,
-    cost_of,
-    job_directory,
-    predicted,
-    providers,
-)
-from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
+from sweep.launching import parcel, remote, rented, slurm
 from sweep.paths import STORAGE, cache_directory, runs_directory, storage_url
 from sweep.planning.question import PlanRequest, Predictor, resolve_request
 from sweep.predict.memory.profile_store import TracingChildren
@@ -70,19 +58,20 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         InputError: something that was typed is not right; nothing was started.
         EnvironmentFault: the machine, or something on it, is not to be had.
     """
-    address, url = checked_address(where.address), storage_url(request.storage)
+    address, url = remote.checked_address(where.address), storage_url(request.storage)
     parse_url(url)
     sent, files = parcel.packed(request)
     assert sent.study is not None, "what is packed has a name"
     refuse_local(sent.study, host=address, url=url, home=runs_directory())
     if is_dry:
-        would = f"Would start or resume study {sent.study} on {address}, in {HOME}/{sent.study}."
+        place = f"{remote.HOME}/{sent.study}"
+        would = f"Would start or resume study {sent.study} on {address}, in {place}."
         lines = [would, *(f"Would go along: {name}" for name in files)]
         document = {"study": sent.study, "on": str(where), "files": list(files)}
         say_result(document, "\n".join(lines), as_json=request.as_json)
         return DONE
-    with Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
-        there = RemoteStudy(connection, sent.study, python=where.settings.get("python"))
+    with remote.Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
+        there = remote.RemoteStudy(connection, sent.study, python=where.settings.get("python"))
         # Before anything there is touched: what runs reads it.
         seen = there.look()
         is_running = seen["runs"]
@@ -100,14 +89,14 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
 
 
 def _followed(
-    there: RemoteStudy, name: str, address: str, *, url: str, interruption: Interruption
+    there: remote.RemoteStudy, name: str, address: str, *, url: str, interruption: Interruption
 ) -> int:
     """Follow a study to its end, keep it here, and return its exit code."""
     try:
         code, printed = there.follow(
             hear=note, requests=lambda: int(interruption.is_requested()), say=note_folded
         )
-    except ConnectionLostError as lost:
+    except remote.ConnectionLostError as lost:
         note_folded(f"{lost}. The study goes on there; the same command follows and fetches it.")
         return INTERRUPTED if interruption.is_requested() else ENVIRONMENT
     try:
@@ -124,7 +113,7 @@ def _followed(
     return code
 
 
-def _keep(there: RemoteStudy, name: str, address: str, *, url: str) -> None:
+def _keep(there: remote.RemoteStudy, name: str, address: str, *, url: str) -> None:
     home = runs_directory()
     with tempfile.TemporaryDirectory(prefix="sweep-fetched-") as directory:
         database, files, left_out = there.fetch(Path(directory))
@@ -266,7 +255,7 @@ def on_rented(
             raise InputError(f"{option} names what a rented machine cannot see: leave it out")
     study, space = request.named()
     machine = _machine(request, where, space)
-    provider = providers()[where.kind].of(machine)
+    provider = rented.providers()[where.kind].of(machine)
     # As it is read there.
     changes = {
         "study": study,
@@ -281,13 +270,13 @@ def on_rented(
         with working(f"asking {provider.title} for your account"):
             provider.require(machine.cloud)
     cost = _cost(request, where.settings, machine, provider, typed=space, predictor=predictor)
-    file = job_directory(runs_directory() / study) / provider.template
+    file = rented.job_directory(runs_directory() / study) / provider.template
     sent, files = parcel.packed(request, with_weights=True)
     own, secrets = file.with_name(REQUEST), tuple(parcel.hub_variables(request))
     with working("building the package"):
         wheel = parcel.write(file.parent)
     inputs = {REQUEST: own.absolute(), **files}
-    rental = Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
+    rental = rented.Rental(study, provider, machine, cost, volume, wheel, inputs, secrets)
     put(own, sent.model_dump_json().encode())
     put(file, rental.text().encode())
     command, results = rental.command("start", file), rental.command("results")
@@ -322,7 +311,7 @@ def on_rented(
     return DONE
 
 
-def _machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
+def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Machine:
     """Return the machine that is asked for; with the space's own GPU where none was typed.
 
     Raises:
@@ -339,18 +328,19 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> Machine:
     spot, cloud = where.settings.get("spot", "false"), where.settings.get("cloud")
     if spot not in ("true", "false"):
         raise InputError(f"--with spot must be true or false, got {spot}")
-    return Machine(find_gpu(space.gpu), int(devices), cloud and cloud.lower(), spot == "true")
+    cloud, gpu = cloud and cloud.lower(), find_gpu(space.gpu)
+    return rented.Machine(gpu, int(devices), cloud, spot == "true")
 
 
 def _cost(
     request: RunRequest,
     settings: Mapping[str, str],
-    machine: Machine,
-    provider: Provider,
+    machine: rented.Machine,
+    provider: rented.Provider,
     *,
     typed: SearchSpace,
     predictor: Predictor | None,
-) -> Cost:
+) -> rented.Cost:
     """Return what the study costs on a machine, at the price that is known or was typed."""
     gpu, price, prices = machine.gpu, settings.get("price"), settings.get("prices")
     asked = PlanRequest(
@@ -373,13 +363,13 @@ def _cost(
         )
         offer = provider.offer(machine, question.offers.get(gpu.name, ()))
         surveys = cache_directory() / "surveys"
-        course = predicted(question, machine, typed=typed, cache=surveys, progress=progress)
+        course = rented.predicted(question, machine, typed=typed, cache=surveys, progress=progress)
     if course.note is not None:
         note_folded(f"how long it takes is not predicted: {course.note}")
-    return cost_of(course, offer, provider, typed.max_dollars)
+    return rented.cost_of(course, offer, provider, typed.max_dollars)
 
 
-def cost_words(cost: Cost, machine: Machine) -> str:
+def cost_words(cost: rented.Cost, machine: rented.Machine) -> str:
     """Return what a rental costs: ``about $0.21 to $0.35: 11 min to 19 min of a10 at ...``."""
     many = f"{machine.gpus} x " if machine.gpus > 1 else ""
     gpu = f"{many}{machine.gpu.name}{' spot' if machine.is_spot else ''}"

@@ -19,8 +19,7 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.presets import preset_texts
 from storage.reading import read_study
 from sweep.cli import main
-from sweep.launching.remote import RemoteStudy
-from sweep.launching.ssh import Connection, ConnectionLostError, checked_address
+from sweep.launching.remote import Connection, ConnectionLostError, RemoteStudy, checked_address
 from sweep.launching.there import STAMP
 from tests.sweep.launching.ssh_server import Server, environment, skip_without_ssh
 
