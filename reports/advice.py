@@ -9,15 +9,8 @@ from reports.view import StudyView
 from search_spaces.config import KNOBS, SIZE_KEYS, canonical
 from search_spaces.dimensions import Choices
 from search_spaces.models import ModelSpec
+from storage import records
 from storage.ranking import measured_of
-from storage.records import (
-    OUT_OF_MEMORY,
-    RETRYABLE,
-    TrialRecord,
-    nearest_to_fitting,
-    need_of,
-    predicted_need,
-)
 
 _NEAREST_SHOWN = 2
 
@@ -29,12 +22,12 @@ def how_to_go_faster(view: StudyView) -> list[str]:
     """
     winner = view.winner
     found = _for_the_winner(view, winner) if winner else _why_nothing_fits(view)
-    failed = sum(record.verdict in RETRYABLE for record in view.snapshot.trials)
+    failed = sum(record.verdict in records.RETRYABLE for record in view.snapshot.trials)
     retryable = f"Unknown so far: {units.plural(failed, 'trial')} crashed, timed out or got lost."
     return [*found, *([retryable] if failed else [])]
 
 
-def _for_the_winner(view: StudyView, winner: TrialRecord) -> Iterator[str]:
+def _for_the_winner(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     ranking, space = view.ranking, view.ranking.definition.space
     if "tokens_per_second" in view.objectives:
         yield from _too_large(view, winner)
@@ -53,23 +46,23 @@ def _for_the_winner(view: StudyView, winner: TrialRecord) -> Iterator[str]:
         )
 
 
-def _named(record: TrialRecord, view: StudyView) -> str:
+def _named(record: records.TrialRecord, view: StudyView) -> str:
     baseline = view.ranking.definition.space.baseline_config()
     return f"trial {record.number} ({units.changes(record.config, baseline=baseline)})"
 
 
-def _excess(record: TrialRecord, view: StudyView) -> str:
-    need = need_of(record, budget_bytes=view.gpu.budget_bytes)
+def _excess(record: records.TrialRecord, view: StudyView) -> str:
+    need = records.need_of(record, budget_bytes=view.gpu.budget_bytes)
     assert need is not None, "only what did not fit exceeds the budget"
     return words.excess(need, budget_bytes=view.gpu.budget_bytes)
 
 
-def _too_large(view: StudyView, winner: TrialRecord) -> Iterator[str]:
+def _too_large(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     """Yield what more memory would buy, by expected speed; without any, what missed narrowly."""
     expected = [
         (record.prediction.tokens_per_second, record)
         for record in view.snapshot.records
-        if record.verdict in OUT_OF_MEMORY
+        if record.verdict in records.OUT_OF_MEMORY
         and record.prediction is not None
         and record.prediction.tokens_per_second is not None
         and view.ranking.compares(winner, record)
@@ -78,7 +71,9 @@ def _too_large(view: StudyView, winner: TrialRecord) -> Iterator[str]:
         yield from _nearest_to_fitting(view)
     best = measured_of(winner).tokens_per_second
     faster = [(rate, record) for rate, record in expected if rate > best]
-    nearest = sorted(faster, key=lambda pair: (predicted_need(pair[1]) or 0, pair[1].number))
+    nearest = sorted(
+        faster, key=lambda pair: (records.predicted_need(pair[1]) or 0, pair[1].number)
+    )
     host = f" on {view.gpu.emulated_on}" if view.gpu.emulated_on else ""
     for rate, record in nearest[:_NEAREST_SHOWN]:
         yield (
@@ -89,15 +84,15 @@ def _too_large(view: StudyView, winner: TrialRecord) -> Iterator[str]:
 
 def _nearest_to_fitting(view: StudyView) -> Iterator[str]:
     """Yield which came nearest, by prediction: which allocation happened to fail says nothing."""
-    unfit = [record for record in view.snapshot.records if record.verdict in OUT_OF_MEMORY]
-    if nearest := nearest_to_fitting(unfit)[:1]:
+    unfit = [record for record in view.snapshot.records if record.verdict in records.OUT_OF_MEMORY]
+    if nearest := records.nearest_to_fitting(unfit)[:1]:
         named, excess = _named(nearest[0], view), _excess(nearest[0], view)
         yield f"Predicted nearest to fitting: {named}; {excess}."
     elif unfit:
         yield f"{units.plural(len(unfit), 'trial')} did not fit; by how much is not known."
 
 
-def _edges(view: StudyView, winner: TrialRecord) -> Iterator[str]:
+def _edges(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     """Yield which size the space could offer more of; not where a larger one is none: it does not
     go into the effective batch that the space fixes, the model has no positions for it, or no row
     of the dataset is as long."""
@@ -133,7 +128,7 @@ def _why_nothing_fits(view: StudyView) -> Iterator[str]:
             f"({words.capacity(baseline.config)}, {units.shape(baseline.config)})."
         )
     yield from _nearest_to_fitting(view)
-    if any(record.verdict in OUT_OF_MEMORY for record in view.snapshot.records):
+    if any(record.verdict in records.OUT_OF_MEMORY for record in view.snapshot.records):
         yield (
             "Less memory: smaller micro-batches, shorter sequences, full checkpointing, no fp32 "
             "upcast, or a smaller model."

@@ -22,16 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, words_of
+from storage import files
 from storage.definition import StudyDefinition
-from storage.files import (
-    create,
-    make_directory,
-    open_append,
-    open_reading,
-    read_bytes,
-    replace,
-    writing,
-)
 from storage.records import Attempt, Lost, Outcome, TrialRecord, Verdict
 
 STUDY, SPOOL, REPORT = "study.json", "spool.jsonl", "report.html"
@@ -66,7 +58,7 @@ class StudyFile(BaseModel):
 def read_identity(directory: Path) -> StudyFile | None:
     """Return whose a study's directory is; None where nothing says so that can be read."""
     with suppress(OSError, ValueError):
-        return StudyFile.model_validate_json(read_bytes(directory / STUDY))
+        return StudyFile.model_validate_json(files.read_bytes(directory / STUDY))
     return None
 
 
@@ -100,15 +92,15 @@ def note_identity(directory: Path, ours: StudyFile) -> None:
         EnvironmentFault: it cannot be written; a healthy database does not need it.
     """
     path, data = directory / STUDY, json.dumps(ours.model_dump(mode="json")).encode()
-    with writing(path):
-        make_directory(directory)
+    with files.writing(path):
+        files.make_directory(directory)
         # Of two drivers at once one is first, and the other reads whose it is.
         with suppress(FileExistsError):
-            create(path, data)
+            files.create(path, data)
         if words := stranger_words(directory, ours.name, ours.identity, ours.database):
             raise InputError(words)
         if read_identity(directory) != ours:
-            replace(path, data)
+            files.replace(path, data)
 
 
 class SpoolLine(BaseModel):
@@ -143,7 +135,7 @@ class Spool:
         """
         entry = SpoolLine(study=self.study_id, record=record)
         line = json.dumps(entry.model_dump(mode="json")).encode() + b"\n"
-        with writing(self.path, "the result to "), open_append(self.path) as file:
+        with files.writing(self.path, "the result to "), files.open_append(self.path) as file:
             # A driver that lost its lease may still be writing here.
             fcntl.flock(file, fcntl.LOCK_EX)
             end = file.seek(0, os.SEEK_END)
@@ -189,7 +181,7 @@ def spooled_lines(path: Path) -> tuple[list[SpoolLine], tuple[str, ...]]:
     """
     known, unreadable = list[SpoolLine](), 0
     try:
-        with open_reading(path) as file:
+        with files.open_reading(path) as file:
             while line := file.readline(LINE_BYTES_MAX):
                 try:
                     known.append(SpoolLine.model_validate_json(line))
@@ -292,8 +284,8 @@ class OutcomeFile:
             EnvironmentFault: it cannot be written; the last one is then still there.
         """
         left = Left(attempt=attempt, config=config, outcome=outcome)
-        with writing(self.path, "the outcome to "):
-            replace(self.path, json.dumps(left.model_dump(mode="json")).encode())
+        with files.writing(self.path, "the outcome to "):
+            files.replace(self.path, json.dumps(left.model_dump(mode="json")).encode())
 
     def take(self, attempt: str, config: TrialConfig) -> Outcome | None:
         """Return the outcome of this very attempt; None where it, or its configuration, is another.
@@ -306,7 +298,7 @@ class OutcomeFile:
 
     def read(self) -> Left | None:
         """Return what was left last; None where nothing, or something else, has that name."""
-        with suppress(OSError), open_reading(self.path) as file:
+        with suppress(OSError), files.open_reading(self.path) as file:
             return _parsed(file.read(OUTCOME_BYTES_MAX + 1))
         return None
 
@@ -347,8 +339,8 @@ def keep_outcomes(directory: Path, found: Iterable[bytes]) -> None:
     kept = (data for data, left in read if left and left.attempt.study == ours.identity)
     for number, data in enumerate(kept):
         path = directory / f"outcome-{number}.json"
-        with writing(path, "the outcome to "):
-            replace(path, data)
+        with files.writing(path, "the outcome to "):
+            files.replace(path, data)
 
 
 def _parsed(data: bytes) -> Left | None:

@@ -17,27 +17,11 @@ from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, is_file_name
 from storage.files import checked_output, write_output
 from storage.reading import count_trials
+from sweep import paths
 from sweep.export import formats
-from sweep.paths import (
-    cache_directory,
-    comparison_path,
-    own_price_file,
-    report_path,
-    runs_directory,
-    storage_url,
-)
 from sweep.planning.evidence import with_memory_forecasts
 from sweep.study.recorded import recorded_study
-from sweep.terminal.console import (
-    STDOUT,
-    agreed,
-    note,
-    note_folded,
-    say,
-    say_as_is,
-    width_of,
-    working,
-)
+from sweep.terminal import console
 from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.listings import read, with_offer
 from sweep.terminal.options import amounts
@@ -50,22 +34,22 @@ def read_for_report(study: str, *, url: str) -> StudySnapshot:
     without tracing."""
     is_surface = study.endswith(".jsonl")
     snapshot = with_offer(recorded_study(study)) if is_surface else read(study, url=url)
-    return with_memory_forecasts(snapshot, cache_dir=cache_directory() / "memory")
+    return with_memory_forecasts(snapshot, cache_dir=paths.cache_directory() / "memory")
 
 
 def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     """Remove a study and its files, and print what is gone; a person is asked first."""
-    url = storage_url(storage)
+    url = paths.storage_url(storage)
     trials = units.plural(count_trials(study, url=url), "trial")
     question = f"Remove study '{study}' with {trials} and its files?"
-    if not agreed(question, command=f"rm {study}", is_sure=is_sure):
-        note("Nothing was removed.")
+    if not console.agreed(question, command=f"rm {study}", is_sure=is_sure):
+        console.note("Nothing was removed.")
         return DONE
     # Removing needs Optuna, whose import nobody else here waits for.
     from storage.transfer import remove_study
     from sweep.launching.rented import remove_jobs
 
-    home = runs_directory()
+    home = paths.runs_directory()
     removed = remove_study(study, url=url, home=home)
     # Where the directory is another study's, nothing of it was removed.
     jobs = remove_jobs(home / study) if removed.files else ()
@@ -73,7 +57,7 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     lines = [f"Removed study {study}: {trials}"]
     lines += [f"Removed {path}" for path in (*removed.files, *jobs)]
     lines += [f"Left {path}, which is not sweep's" for path in left]
-    say("\n".join(lines))
+    console.say("\n".join(lines))
     return DONE
 
 
@@ -99,7 +83,7 @@ def report(
     name = Path(name).stem if name.endswith(".jsonl") else name
     if output is None and studies and not is_file_name(name):
         raise InputError(f"study {quote(name)}: no file has such a name: add -o FILE")
-    snapshots = [read_for_report(study, url=storage_url(storage)) for study in studies]
+    snapshots = [read_for_report(study, url=paths.storage_url(storage)) for study in studies]
     is_one = len(studies) == 1 and not plans
     if figure is not None and not is_picture:
         raise InputError("--figure needs -o with a name that ends in .png or .svg")
@@ -110,15 +94,17 @@ def report(
     else:
         together = None if is_one else _compared(snapshots, plans, work=asked)
         page = render_comparison(together) if together else render(snapshots[0], work=asked)
-        if output == STDOUT:
-            say_as_is(page)
+        if output == console.STDOUT:
+            console.say_as_is(page)
             return DONE
         if path is not None:
             write_output(path, page.encode("utf-8", errors="replace"))
         else:
-            path = report_path(name) if is_one else comparison_path([name, *studies[1:]])
+            path = (
+                paths.report_path(name) if is_one else paths.comparison_path([name, *studies[1:]])
+            )
             write_page(page, path)
-    say(str(output or path))
+    console.say(str(output or path))
     return DONE
 
 
@@ -129,7 +115,7 @@ def _compared(
     studies = [snapshot.definition for snapshot in snapshots]
     models = [(study.model_fingerprint, ModelSpec.from_json(study.model)) for study in studies]
     found = [of_study(snapshot) for snapshot in snapshots]
-    offers = load_prices(own_price_file()) if plans else {}
+    offers = load_prices(paths.own_price_file()) if plans else {}
     for file in plans:
         document = parse_object(read_text(Path(file), label=file), where=file)
         found += of_plan(document, where=file, models=models, offers=offers)
@@ -148,7 +134,7 @@ def export(
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     endings = formats.endings_of(format)
     path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
-    snapshot = read(study, url=storage_url(storage))
+    snapshot = read(study, url=paths.storage_url(storage))
     export = formats.exported(snapshot, format=format, number=trial)
     lost = list(export.lost)
     if path is None and export.beside:
@@ -156,9 +142,9 @@ def export(
     if path is None and export.record:
         lost.append("`sweep verify` needs its record beside it, which -o FILE writes too.")
     for sentence in lost:
-        note_folded(f"{format}: {sentence}", indent=2)
+        console.note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
-        say_as_is(export.text.removesuffix("\n"))
+        console.say_as_is(export.text.removesuffix("\n"))
         return DONE
     if path.name in export.beside:
         raise InputError(f"--output: {path.name} is what this file imports: name it otherwise")
@@ -167,13 +153,13 @@ def export(
         checked_output(str(each), what=each.name, endings=(each.suffix,), is_forced=is_forced)
     for each, text in files.items():
         write_output(each, text.encode("utf-8"))
-        say(str(each))
+        console.say(str(each))
     return DONE
 
 
 def doctor() -> int:
     """Print a check-up of this machine."""
-    with working("checking this machine"):
+    with console.working("checking this machine"):
         findings = check(examine())
-    say(findings_text(findings, width=width_of(sys.stdout)))
+    console.say(findings_text(findings, width=console.width_of(sys.stdout)))
     return DONE if is_healthy(findings) else ENVIRONMENT

@@ -39,18 +39,9 @@ from sweep.study import recorded, session
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
 from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.targets import least_weight_bytes
-from sweep.terminal import many_models
+from sweep.terminal import console, many_models
 from sweep.terminal.board import Board, fixed_words, search_words
 from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
-from sweep.terminal.console import (
-    ReaderGoneError,
-    announce_if_slow,
-    note,
-    note_folded,
-    say_result,
-    width_of,
-    working,
-)
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import warn
 from sweep.terminal.live import watching
@@ -141,7 +132,7 @@ class RayGpus(LocalGpus):
 
     def _cluster(self) -> Cluster:
         if self._joined is None:
-            announce_if_slow("Asking the nodes of the Ray cluster ...")
+            console.announce_if_slow("Asking the nodes of the Ray cluster ...")
             self._joined = Cluster(self._stack.enter_context(joined(self._address)))
         return self._joined
 
@@ -238,7 +229,7 @@ def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]
         most = units.plural(space.trials, "trial")
         text = f"Would start or resume study {name} on {where}: {words}, at most {most}."
         document = {"study": name, "on": str(where), **about, "trials": space.trials}
-        say_result(document, text, as_json=request.as_json)
+        console.say_result(document, text, as_json=request.as_json)
     return DONE
 
 
@@ -292,7 +283,7 @@ def _driven_url(typed: str | None) -> str:
     parse_url(url)
     if typed is not None and redact(typed) != typed:
         shown = "the list of processes shows the password in --storage to every user"
-        note(f"note: {shown}; {STORAGE} stands in for the option and is not shown")
+        console.note(f"note: {shown}; {STORAGE} stands in for the option and is not shown")
     return url
 
 
@@ -336,16 +327,16 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
     All of it also where Ctrl-C is pressed on.
     """
     is_cut = reason is StopReason.INTERRUPTED
-    with undisturbed() if is_cut else nullcontext(), suppress(*[ReaderGoneError] * is_cut):
+    with undisturbed() if is_cut else nullcontext(), suppress(*[console.ReaderGoneError] * is_cut):
         if reason in _REASONS:
-            note(_REASONS[reason])
+            console.note(_REASONS[reason])
         snapshot, report, fault = reported(prepared.name, url=storage_url(storage))
         if not is_cut and (expected := stopped_words(snapshot)):
-            note_folded(expected)
+            console.note_folded(expected)
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
-        width = width_of(sys.stdout)
+        width = console.width_of(sys.stdout)
         screen = last_screen(snapshot, report=report, storage_option=option, width=width)
-        say_result(view_of(snapshot).document(), screen, as_json=as_json)
+        console.say_result(view_of(snapshot).document(), screen, as_json=as_json)
         if fault is not None:
             raise fault
         if not is_cut and (invalid := why_invalid(snapshot)) is not None:
@@ -360,7 +351,7 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
 def reported(study: str, *, url: str) -> tuple[StudySnapshot, Path | None, EnvironmentFault | None]:
     """Return a study and where its report was written, or why it was not: the results are printed
     all the same."""
-    with working("writing the report"):
+    with console.working("writing the report"):
         snapshot, path = read_for_report(study, url=url), report_path(study)
         try:
             write_page(render(snapshot), path)
@@ -376,14 +367,14 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     space, total = definition.space, definition.space.trials
     if study.was_resumed:
         done = study.ledger.trials_spent(since=study.ledger.next_number)
-        note(f"Resuming study {name}: {progress_words(done, total)}.")
+        console.note(f"Resuming study {name}: {progress_words(done, total)}.")
     else:
         most = "at most " if space.sampler == "guided" else ""
-        note(f"Starting study {name}: {most}{units.plural(total, 'trial')}.")
+        console.note(f"Starting study {name}: {most}{units.plural(total, 'trial')}.")
     known = Counter(record.carried.study for record in records if record.carried is not None)
     for other, count in known.items():
         trials = units.plural(count, "trial")
-        note_folded(f"Carried over from {other}: {trials}, measured there and not run again.")
+        console.note_folded(f"Carried over from {other}: {trials}, measured there, not run again.")
     # What holds for every trial, so that the trials' lines need not say it.
     emulation, baseline = emulation_note(definition.target), space.baseline_config()
     what = "" if space.holds(baseline) else ": a reference that the space does not hold, no answer"
@@ -391,7 +382,7 @@ def _watch(study: OpenStudy, interruption: Interruption) -> Iterator[Listener]:
     fixed = fixed_words(space)
     same = f"The same in every other trial, and changed over the baseline: {fixed}."
     for line in filter(None, (emulation, gains, same if fixed else "")):
-        note_folded(line)
+        console.note_folded(line)
     board = Board(name, definition, (*records, *study.confirmations()), clock=time.monotonic)
     with watching(board, is_stopping=interruption.is_requested, stream=sys.stderr) as listener:
         yield listener
@@ -409,7 +400,7 @@ def tune(
     *,
     url: str,
     watch: Watch = _watch,
-    tell: Callable[[str], None] = note_folded,
+    tell: Callable[[str], None] = console.note_folded,
     warn: Callable[[str], None] = warn,
     read: ReadTexts | None = None,
 ) -> tuple[Prepared, StopReason]:

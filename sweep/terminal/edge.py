@@ -15,13 +15,7 @@ from pathlib import Path
 
 import typer
 
-from search_spaces.errors import (
-    MORE_DESCRIPTORS,
-    EnvironmentFault,
-    InputError,
-    SweepError,
-    words_of,
-)
+from search_spaces import errors
 from search_spaces.redaction import learn_environment, shown
 from sweep import stop_signals
 from sweep.paths import crash_log_directory
@@ -32,8 +26,8 @@ OUR_ERROR = 4
 """Exit code of a mistake in sweep, which no other machine would mend."""
 _FULL = "free some space, or set SWEEP_HOME to another disk"
 _CURES = {
-    errno.EMFILE: MORE_DESCRIPTORS,
-    errno.ENFILE: MORE_DESCRIPTORS,
+    errno.EMFILE: errors.MORE_DESCRIPTORS,
+    errno.ENFILE: errors.MORE_DESCRIPTORS,
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
 }
@@ -50,18 +44,18 @@ def guarded(command: Callable[[], int | None]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         note("Interrupted.")
         return INTERRUPTED
-    except SweepError as error:
+    except errors.SweepError as error:
         return _refuse(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _refuse(_plainly(error), InputError.exit_code)
+        return _refuse(_plainly(error), errors.InputError.exit_code)
     except OSError as error:
         is_gone = error.errno == errno.ENOENT and error.filename is None
         gone = "the working directory was removed: change into one that exists"
         cure = gone if is_gone else _CURES.get(error.errno or 0)
-        words = words_of(error) + (f": {cure}" if cure else "")
-        return _refuse(words, EnvironmentFault.exit_code)
+        words = errors.words_of(error) + (f": {cure}" if cure else "")
+        return _refuse(words, errors.EnvironmentFault.exit_code)
     except MemoryError:
-        return _refuse("this machine's memory is used up", EnvironmentFault.exit_code)
+        return _refuse("this machine's memory is used up", errors.EnvironmentFault.exit_code)
     except Exception as error:  # noqa: BLE001 - the edge: what is left is a mistake of ours
         note(_report_crash(error))
         return OUR_ERROR
@@ -104,7 +98,7 @@ def _report_crash(error: Exception) -> str:
 
     text = shown("".join(traceback.format_exception(error)))
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{os.urandom(4).hex()}.log"
-    message = f"error: {words_of(error)}"
+    message = f"error: {errors.words_of(error)}"
     for directory in (crash_log_directory(), Path(tempfile.gettempdir())):
         try:
             files.make_directory(directory)

@@ -15,16 +15,8 @@ from search_spaces.documents import exists, read_json
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.records import Lost, OutOfMemory
 from sweep.export.record import read_record, record_of
-from sweep.finetuning import checkpoints
+from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning import output as directories
-from sweep.finetuning.protocol import (
-    Event,
-    Saved,
-    Started,
-    TrainingOutcome,
-    TrainingProgress,
-    TrainingResult,
-)
 from sweep.finetuning.results import TOGETHER, TrainedAdapter
 from sweep.finetuning.subject import next_smaller
 from sweep.finetuning.training import (
@@ -38,17 +30,7 @@ from sweep.merging.job import merge as run_merge
 from sweep.paths import storage_url
 from sweep.running.device_info import choose_cards, environment_with, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
-from sweep.terminal import options
-from sweep.terminal.console import (
-    folded,
-    note,
-    note_folded,
-    say_json,
-    say_result,
-    table,
-    width_of,
-    working,
-)
+from sweep.terminal import console, options
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
 from sweep.verifying.runs import Verification
@@ -107,17 +89,17 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
     output, summary = request.output, prepared.texts.summary
     if request.is_resumed and directories.is_done(output):
         checkpoints.remove(output)
-        note(f"{output} holds a training that is done: there is nothing left to do.")
+        console.note(f"{output} holds a training that is done: there is nothing left to do.")
         if as_json:
-            say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
+            console.say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
         return DONE
     examples, size = units.plural(summary.rows, "example"), units.size(prepared.job.config)
     dataset = f"{summary.source} ({examples}, {summary.tokens:,} tokens)"
     for text in (f"Training {prepared.subject.words} on {dataset}, {size}.", *prepared.notes):
-        note_folded(text)
+        console.note_folded(text)
     resume_from = checkpoints.newest(output, warn=warn) if request.is_resumed else None
     if request.is_resumed and resume_from is None:
-        note("No checkpoint had been written yet: it begins at the first step.")
+        console.note("No checkpoint had been written yet: it begins at the first step.")
     with nullcontext() if is_held else directories.held(output):
         if not is_held and not request.is_resumed:
             # Somebody may have begun there meanwhile.
@@ -127,9 +109,9 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         return _conclude(prepared, end, as_json=as_json)
 
 
-def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool) -> int:
+def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_json: bool) -> int:
     """Finish what came to its end, and say of anything else what it was and what to do."""
-    if isinstance(end, TrainingResult):
+    if isinstance(end, protocol.TrainingResult):
         trained = TrainedAdapter(
             prepared.job,
             end,
@@ -138,14 +120,14 @@ def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool
             environment_with(prepared.card),
         )
         document = directories.finish(trained, prepared.tokenizer)
-        say_result(document, _result_text(trained), as_json=as_json)
+        console.say_result(document, _result_text(trained), as_json=as_json)
         return DONE
     step = next(iter(checkpoints.steps_of(Path(prepared.job.output))), None)
     kept = "; there is no checkpoint yet"
     if step is not None:
         kept = f"; the checkpoint of step {step:,} is kept, --resume goes on from it"
     if isinstance(end, Lost):
-        note(f"Interrupted{kept}.")
+        console.note(f"Interrupted{kept}.")
         return INTERRUPTED
     if isinstance(end, OutOfMemory) and (
         smaller := next_smaller(prepared.job.config, prepared.forecaster, has_run_out=True)
@@ -155,7 +137,7 @@ def _conclude(prepared: PreparedTraining, end: TrainingOutcome, *, as_json: bool
 
 
 def _result_text(trained: TrainedAdapter) -> str:
-    result, found, width = trained.result, trained.comparison, width_of(sys.stdout)
+    result, found, width = trained.result, trained.comparison, console.width_of(sys.stdout)
     held = "" if result.eval_loss is None else f"; held out {result.eval_loss:.4f}"
     rows = (found.speed.row(), found.memory.row())
     words = found.words()
@@ -163,8 +145,8 @@ def _result_text(trained: TrainedAdapter) -> str:
         f"{units.plural(result.steps, 'step')}, {result.tokens:,} supervised tokens, in "
         f"{units.duration(result.seconds)}",
         f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average{held}",
-        table(("", "promised", "reached", "ratio"), rows, width=width),
-        *([] if words is None else [folded(words, width)]),
+        console.table(("", "promised", "reached", "ratio"), rows, width=width),
+        *([] if words is None else [console.folded(words, width)]),
     ]
     if result.rows_left_out:
         lines.append(f"{units.plural(result.rows_left_out, 'example')} had no supervised token.")
@@ -172,34 +154,34 @@ def _result_text(trained: TrainedAdapter) -> str:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Event], None]]:
+def _shown() -> Iterator[Callable[[protocol.Event], None]]:
     """Show a training on stderr: how far it is, and a line for what happens once."""
     steps = 0
-    with working("training") as part:
+    with console.working("training") as part:
 
-        def observe(event: Event) -> None:
+        def observe(event: protocol.Event) -> None:
             nonlocal steps
             match event:
-                case Started():
+                case protocol.Started():
                     steps = event.steps
-                    note(_started(event))
+                    console.note(_started(event))
                     if event.documents_apart is False:
-                        note(f"warning: {TOGETHER}")
-                case TrainingProgress(step=step, loss=float(loss)):
+                        console.note(f"warning: {TOGETHER}")
+                case protocol.TrainingProgress(step=step, loss=float(loss)):
                     rate, left = event.tokens_per_second, event.seconds_left
                     words = f"loss {loss:.4f}, {units.rate(rate)} tokens/s"
                     part(f"steps: {words}, {units.duration(left or 0.0)} left")(step, steps)
-                case Saved(step=step, eval_loss=loss, refusal=None):
+                case protocol.Saved(step=step, eval_loss=loss, refusal=None):
                     held_out = "" if loss is None else f", held-out loss {loss:.4f}"
-                    note(f"step {step:,}: checkpoint written{held_out}")
-                case Saved(step=step, refusal=reason):
+                    console.note(f"step {step:,}: checkpoint written{held_out}")
+                case protocol.Saved(step=step, refusal=reason):
                     why = f"as the disk does not take it ({reason}): the one before is kept"
-                    note(f"warning: step {step:,}: no checkpoint, {why}")
+                    console.note(f"warning: step {step:,}: no checkpoint, {why}")
 
         yield observe
 
 
-def _started(started: Started) -> str:
+def _started(started: protocol.Started) -> str:
     begun = f"from step {started.steps_done:,} " if started.steps_done else ""
     examples = units.plural(started.rows, "example")
     if started.texts_rows not in (None, started.rows):
@@ -230,9 +212,9 @@ def verify(
     else:
         record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
     asked: dict[str, Any] = {"path": path, "steps": steps, "model": model}
-    with working(f"running {record.label} for {steps} steps") as part:
+    with console.working(f"running {record.label} for {steps} steps") as part:
         found = run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
-    say_result(found.to_json(), verification_text(found), as_json=as_json)
+    console.say_result(found.to_json(), verification_text(found), as_json=as_json)
     return DONE if found.comparison.is_within else NOT_AS_RECORDED
 
 
@@ -257,7 +239,7 @@ def merge(
     """Merge an adapter into its base, and print what came of it and how near it is."""
     if dtype is not None and dtype not in _MERGED:
         raise InputError(f"--dtype: unknown type {quote(dtype)}{did_you_mean(dtype, _MERGED)}")
-    with working("reading the adapter and its base") as part:
+    with console.working("reading the adapter and its base") as part:
 
         def tell(news: Mapping[str, Any]) -> None:
             if "merged" in news:
@@ -271,7 +253,7 @@ def merge(
     tokenizer = f"that of the {report['tokenizer']}" if report["tokenizer"] else "none"
     replaced = f", {units.plural(whole, 'tensor')} replaced" if whole else ""
     if report["trained_on"] is not None:
-        note_folded(f"warning: the adapter names another base: {report['trained_on']}.")
+        console.note_folded(f"warning: the adapter names another base: {report['trained_on']}.")
     lines = [
         f"Merged {report['adapter']} into {report['base']}: {report['output']}",
         f"{units.plural(report['weights_merged'], 'weight')} merged{replaced}; "
@@ -284,10 +266,10 @@ def merge(
         lines.append(f"Not compared with base and adapter: {report['not_compared']}.")
     else:
         lines += comparison_lines(compared)
-    say_result(report, "\n".join(lines), as_json=as_json)
+    console.say_result(report, "\n".join(lines), as_json=as_json)
     if compared is None or compared["is_near"]:
         return DONE
-    note(
+    console.note(
         "error: the merged model's logits are further from base and adapter than rounding explains:"
         " is this the base that the adapter was trained on?"
     )

@@ -17,32 +17,16 @@ from search_spaces.costs import Bill, Range
 from search_spaces.errors import listed
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
+from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
 from sweep.planning.calibrating import Lessons
-from sweep.planning.candidates import (
-    BATCHES_MAX,
-    STANDARD,
-    certainty,
-    evenly_spaced,
-    speed_order,
-    speed_ratio,
-)
 from sweep.planning.plan import CardComparison, CardPlan, Use, few
 from sweep.planning.survey import Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.speed.predictor import NINE_IN_TEN
+from sweep.terminal import plan_details
 from sweep.terminal.drawing import Fact, facts, grid, section
-from sweep.terminal.plan_details import (
-    FIT_WORDS,
-    break_even_lines,
-    change_words,
-    details,
-    offers,
-    price_source,
-    settings,
-    work_words,
-)
 
 _DETAILS = ("details", "add --details for every size, rank, change, price and source")
 _LINES_SHOWN = 4
@@ -70,12 +54,12 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     else:
         bill = plan.bills[0] if plan.bills and shown.fit is not Fit.NO else None
         what, numbers = _what(shown.config), _numbers(shown, bill)
-        sentence = f"{what} {FIT_WORDS[shown.fit]} {where}: {numbers}"
+        sentence = f"{what} {plan_details.FIT_WORDS[shown.fit]} {where}: {numbers}"
         if plan.survey is not None:
             sentence = f"Recommended {where}: {what}: {numbers}"
         said += _facts(plan, shown, bill)
     said += [*_searched([plan]), *_next(plan), _DETAILS]
-    return Group(_answer(sentence, (), said), *(details(plan) if is_detailed else ()))
+    return Group(_answer(sentence, (), said), *(plan_details.details(plan) if is_detailed else ()))
 
 
 def several_gpus(
@@ -85,7 +69,9 @@ def several_gpus(
     own = {plan.gpu.name: plan.shown for plan in plans if plan.shown and plan.fits}
     chosen = own if comparison is None else comparison.chosen
     able = [plan for plan in plans if plan.gpu.name in chosen]
-    best = max(able, key=lambda plan: speed_order(chosen[plan.gpu.name]), default=plans[0])
+    best = max(
+        able, key=lambda plan: candidates.speed_order(chosen[plan.gpu.name]), default=plans[0]
+    )
     bills = None if comparison is None else comparison.bills
     bill = None if bills is None else bills.cheapest
     if comparison is not None:
@@ -121,7 +107,9 @@ def several_gpus(
     header = ("", ">tokens/s", ">between", ">size", ">peak", ">1M tokens", "")
     parts: list[RenderableType] = [_answer(sentence, [grid(header, rows)] if rows else (), said)]
     if is_detailed and bills is not None:
-        parts += section("Prices", offers(bills.bills), *break_even_lines(bills))
+        parts += section(
+            "Prices", plan_details.offers(bills.bills), *plan_details.break_even_lines(bills)
+        )
     for plan in plans if is_detailed else ():
         title = Text(f"\n== {plan.gpu.name}\n", style="bold")
         parts += [title, one_gpu(plan, is_detailed=True)]
@@ -204,20 +192,20 @@ def _why_not(plan: CardPlan) -> str:
 def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]:
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
-    yield "settings", _but(settings(shown.config))
+    yield "settings", _but(plan_details.settings(shown.config))
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config.seq_len)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
     if bill is not None:
         what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
-        yield "cost", f"{work_words(bill.workload)}: {what}"
+        yield "cost", f"{plan_details.work_words(bill.workload)}: {what}"
     elif not plan.bills and speed is not None:
         yield "cost", f"no price is known: {PRICE_OPTION} {plan.gpu.name}=DOLLARS an hour gives one"
     for use, label, most in ((Use.FASTER, "faster", 1), (Use.LEANER, "memory", 2)):
         useful = [change for change in few(plan.what_ifs) if change.use is use][:most]
         if useful:
-            yield label, " or ".join(map(change_words, useful))
+            yield label, " or ".join(map(plan_details.change_words, useful))
     if survey is not None:
         yield from _choices(survey, shown)
         yield from _numerics(plan, survey)
@@ -241,18 +229,18 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         why = "the nearest to the standard recipe's of those that fit"
         if len({capacity for capacity, _ in rivals}) == 1:
             why = f"the only one of {searched} searched that may fit"
-        elif survey.capacity == CapacityClass.of(STANDARD, survey.model):
+        elif survey.capacity == CapacityClass.of(candidates.STANDARD, survey.model):
             why = "the standard recipe's"
         length = best.config.seq_len
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
-        ends = [pick(others, key=speed_order) for pick in (min, max) if others]
+        ends = [pick(others, key=candidates.speed_order) for pick in (min, max) if others]
         told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
         rates = (f"; {name} is predicted at {speed} tokens/s" for name, speed in told.items())
         yield "capacity", f"{capacity(best.config)} is {why}{''.join(rates)}"
     other = survey.alternative
-    if other and other.memory and (times := speed_ratio(other, best)):
+    if other and other.memory and (times := candidates.speed_ratio(other, best)):
         peak, error = units.gib(other.peak_allocated_bytes), units.error(other.memory.uncertainty)
-        is_surer = certainty(other) > certainty(best)
+        is_surer = candidates.certainty(other) > candidates.certainty(best)
         label, surely = ("surer fit", "more surely") if is_surer else ("riskier", "less surely")
         change = units.changes(other.config, baseline=best.config)
         fits = f"its {peak} (within {error}) fit {surely}"
@@ -320,7 +308,7 @@ def _next(plan: CardPlan) -> Iterator[Fact]:
 
 def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
     """Yield the settings that the GPUs have in common, and what each has of its own."""
-    words = {gpu: settings(forecast.config) for gpu, forecast in chosen.items()}
+    words = {gpu: plan_details.settings(forecast.config) for gpu, forecast in chosen.items()}
     first, *others = words.values()
     common = [word for word in first if all(word in other for other in others)]
     yield "settings", _but(common)
@@ -332,7 +320,7 @@ def _settings_facts(chosen: Mapping[str, Forecast]) -> Iterator[Fact]:
 def _compared(comparison: CardComparison) -> Iterator[Fact]:
     """Yield which GPU is the cheapest and which the fastest, as far as that is known."""
     size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
-    yield "compared", f"{work_words(comparison.workload)}, {size} a step"
+    yield "compared", f"{plan_details.work_words(comparison.workload)}, {size} a step"
     costs = comparison.bills
     if costs is None:
         yield "cheapest", f"no price is known: give one with {PRICE_OPTION} a10=0.75"
@@ -383,7 +371,7 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     """Return the longest sequences on each GPU, by micro-batch."""
-    most = BATCHES_MAX if is_detailed else max(3, _LINES_SHOWN // len(answers))
+    most = candidates.BATCHES_MAX if is_detailed else max(3, _LINES_SHOWN // len(answers))
     parts: list[RenderableType] = []
     for answer in answers:
         best = answer.best
@@ -394,7 +382,7 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
             numbers = _numbers(best.forecast, None)
             sentence = f"The longest sequences that surely fit for {where}: {what}: {numbers}"
         parts.append(Text(f"{sentence}\n", style="bold"))
-        shown = evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
+        shown = candidates.evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
         rows = [
             (
                 f"{row.micro_batch_size:,}",
@@ -436,8 +424,8 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         what = f"{_what(best.forecast.config)}: {_numbers(best.forecast, best.bill)}"
         which = f"{_offer_words(best.bill)}, {_why(tied, by='cost')}"
         sentence = f"Recommended for {model}: {which}: {what}"
-        said.append(("settings", _but(settings(best.forecast.config))))
-    work = "a training" if answer.workload is None else work_words(answer.workload)
+        said.append(("settings", _but(plan_details.settings(best.forecast.config))))
+    work = "a training" if answer.workload is None else plan_details.work_words(answer.workload)
     limit = answer.deadline_seconds
     by = "" if limit is None else f" within {units.duration(limit)}"
     said.append(("the job", f"{work}{by}; on every GPU {_in_words(answer.held)}"))
@@ -449,7 +437,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         said.append(("smallest", f"{_offer_words(least.bill)}, {cost}"))
     if is_detailed:
         said += [(card.gpu.name, f"{card.outcome.value}: {_why_unable(card)}") for card in others]
-        said += [("price", price_source(card.bill.offer)) for card in answer.able[:1]]
+        said += [("price", plan_details.price_source(card.bill.offer)) for card in answer.able[:1]]
     else:
         more = len(answer.able) - len(shown)
         words = [f"{more} more do it"] if more else []
@@ -461,7 +449,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
         if best is not None:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
-    table = [offers([card.bill for card in shown]), Text("")] if shown else []
+    table = [plan_details.offers([card.bill for card in shown]), Text("")] if shown else []
     return _answer(sentence, table, said)
 
 

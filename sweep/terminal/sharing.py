@@ -16,16 +16,7 @@ from storage.contributions import Contribution, contribution_of, read_contributi
 from storage.files import checked_output, write_output
 from storage.reading import read_study
 from sweep.paths import runs_directory, storage_url
-from sweep.terminal.console import (
-    agreed,
-    note,
-    note_folded,
-    say_as_is,
-    say_result,
-    table,
-    width_of,
-    working,
-)
+from sweep.terminal import console
 
 DONE = 0
 
@@ -53,16 +44,16 @@ def contribute(
     document = {"file": name, "digest": found.digest, "trials": trials, "header": header}
     if is_dry:
         text = f"{words}\n\n{found.text.rstrip()}"
-        say_result(document | {"written": False, "rows": rows}, text, as_json=as_json)
+        console.say_result(document | {"written": False, "rows": rows}, text, as_json=as_json)
     elif path is None:
-        say_as_is(found.text.rstrip())
+        console.say_as_is(found.text.rstrip())
     else:
-        note_folded(words)
-        if agreed(f"Write it to {name}?", command=f"contribute {study}", is_sure=is_sure):
+        console.note_folded(words)
+        if console.agreed(f"Write it to {name}?", command=f"contribute {study}", is_sure=is_sure):
             write_output(path, found.text.encode())
-            say_result(document | {"written": True}, name, as_json=as_json)
+            console.say_result(document | {"written": True}, name, as_json=as_json)
         else:
-            note("Nothing was written.")
+            console.note("Nothing was written.")
     return DONE
 
 
@@ -90,7 +81,10 @@ def calibrate(
         raise InputError("--catalogue: name the files, or their folder, that it is made of")
     kept = [] if is_shipped else known.kept()
     told, before, after = list[dict[str, Any]](), dict[str, Any](), dict[str, Any]()
-    with closing(TracingChildren(outlive=True)) as children, working("checking") as progress:
+    with (
+        closing(TracingChildren(outlive=True)) as children,
+        console.working("checking") as progress,
+    ):
         predict = predictor or tracing(children)
         if forgotten is not None:
             gpu = next((one.surface.gpu for one in kept if one.digest == forgotten), None)
@@ -108,7 +102,7 @@ def calibrate(
                 traced = progress("structures traced")
                 known.check(found, predictor=memory, shipped=shipped, on_progress=traced)
             except InputError as error:
-                note_folded(f"refused: {error}", indent=2)
+                console.note_folded(f"refused: {error}", indent=2)
                 told.append({"file": str(file), "digest": None, "refused": str(error)})
                 continue
             if gpu not in before and not is_shipped:
@@ -124,11 +118,11 @@ def calibrate(
     if path is not None and not is_vain:
         write_output(path, json.dumps(evidence).encode())
     if is_shipped and path is None:
-        say_as_is(json.dumps(evidence))
+        console.say_as_is(json.dumps(evidence))
     else:
         gpus = {gpu: entry["files"] for gpu, entry in evidence["gpus"].items()}
         document = {"files": told, "gpus": gpus, "before": before, "after": after}
-        say_result(document, _text(document), as_json=as_json)
+        console.say_result(document, _text(document), as_json=as_json)
     return InputError.exit_code if is_vain else DONE
 
 
@@ -178,7 +172,7 @@ def _text(document: Mapping[str, Any]) -> str:
     ]
     header = ("GPU", "digest", "model", "date", "trials", "measured/predicted s", "")
     nothing = "Nothing is kept: `sweep calibrate FILE` keeps what others measured."
-    lines = [table(header, rows, width=width_of(sys.stdout)) if rows else nothing]
+    lines = [console.table(header, rows, width=console.width_of(sys.stdout)) if rows else nothing]
     for gpu in document["before"]:
         for when in ("before", "after"):
             if (speed := document[when][gpu]) is not None:
