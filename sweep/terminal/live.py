@@ -22,16 +22,8 @@ from storage.definition import StudySnapshot
 from storage.records import Errand, Phase, Purpose, TrialRecord
 from sweep.predict.forecast import TRACED
 from sweep.study import events
+from sweep.terminal import console
 from sweep.terminal.board import Board, Running
-from sweep.terminal.console import (
-    Rhythm,
-    Synchronized,
-    cancel_announced,
-    folded,
-    note_folded,
-    progress_words,
-    ticking,
-)
 from sweep.terminal.drawing import Shown, facts
 from sweep.terminal.summary import status_text
 
@@ -70,13 +62,13 @@ def watching(
         is_stopping: whether somebody asked to stop.
         stream: where to; a terminal that can be drawn on gets the live panel.
     """
-    cancel_announced()
-    console = Console(file=cast(TextIO, Synchronized(stream)), highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
-        yield from _drawn(board, is_stopping=is_stopping, console=console)
+    console.cancel_announced()
+    screen = Console(file=cast(TextIO, console.Synchronized(stream)), highlight=False)
+    if screen.is_terminal and not screen.is_dumb_terminal:
+        yield from _drawn(board, is_stopping=is_stopping, screen=screen)
         return
     lines = PlainLines(board, is_stopping=is_stopping)
-    with ticking(lines.tick, seconds=_TICK_SECONDS):
+    with console.ticking(lines.tick, seconds=_TICK_SECONDS):
         yield lines.listen
 
 
@@ -86,7 +78,7 @@ class PlainLines:
     def __init__(self, board: Board, *, is_stopping: Callable[[], bool]) -> None:
         self._board = board
         self._is_stopping = is_stopping
-        self._rhythm = Rhythm(board.clock)
+        self._rhythm = console.Rhythm(board.clock)
 
     def listen(self, event: events.Event) -> None:
         """Take in an event, and say what is worth a line."""
@@ -111,11 +103,11 @@ class PlainLines:
             self._say(f"... {now}")
 
     def _say(self, line: str) -> None:
-        note_folded(f"{datetime.now():%H:%M:%S} {line}", indent=2)
+        console.note_folded(f"{datetime.now():%H:%M:%S} {line}", indent=2)
 
 
 def _drawn(
-    board: Board, *, is_stopping: Callable[[], bool], console: Console
+    board: Board, *, is_stopping: Callable[[], bool], screen: Console
 ) -> Iterator[events.Listener]:
     def render() -> RenderableType:
         with board.lock:
@@ -127,12 +119,12 @@ def _drawn(
         with board.lock:
             line = _taken(board, event, is_redrawn=True)
         if line:
-            console.print(Text(folded(line, console.width - 1, indent=2)))
+            screen.print(Text(console.folded(line, screen.width - 1, indent=2)))
         if not isinstance(event, events.TrialProgress):
             live.refresh()
 
     # Drawn when something happened and once a second: more is flicker and traffic over ssh.
-    with Live(get_renderable=render, console=console, refresh_per_second=1, transient=True) as live:
+    with Live(get_renderable=render, console=screen, refresh_per_second=1, transient=True) as live:
         yield listen
 
 
@@ -157,7 +149,7 @@ def _taken(board: Board, event: events.Event, *, is_redrawn: bool) -> str:
         case events.SpaceTraced(done=done, of=of) if (
             not is_redrawn and 4 * done // of > 4 * (done - 1) // of
         ):
-            return progress_words(TRACED, done, of)
+            return console.progress_words(TRACED, done, of)
         case events.TrialStarted(number=number) if not is_redrawn and is_first:
             return f"trial {number} starts the worker and builds the model"
         case _:
@@ -230,7 +222,9 @@ def now_lines(board: Board) -> list[str]:
         what = ", ".join(f"trial {number}" for number in board.running) or "the study"
         return [f"stopping {what}, {seconds}"]
     if board.tracing is not None:
-        return [f"{progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"]
+        return [
+            f"{console.progress_words(TRACED, board.tracing.done, board.tracing.of)}, {seconds}"
+        ]
     if not board.running:
         return [f"choosing the next configuration, {seconds}"]
     return [_running_line(board, running) for running in board.running.values()]
@@ -294,9 +288,9 @@ def follow(
         clock: seconds; only differences count.
         sleep: waits between two looks.
     """
-    console, told = Console(file=cast(TextIO, Synchronized(stream)), highlight=False), -1
-    is_drawn = console.is_terminal and not console.is_dumb_terminal
-    drawn = Live(console=console, auto_refresh=False, transient=True)
+    screen, told = Console(file=cast(TextIO, console.Synchronized(stream)), highlight=False), -1
+    is_drawn = screen.is_terminal and not screen.is_dumb_terminal
+    drawn = Live(console=screen, auto_refresh=False, transient=True)
     with drawn if is_drawn else nullcontext() as live:
         while True:
             before, snapshot = clock(), read()
@@ -304,9 +298,9 @@ def follow(
                 return
             done = len(snapshot.records) + len(snapshot.confirmations)
             if live is not None:
-                text = Text(status_text(snapshot, width=console.width))
+                text = Text(status_text(snapshot, width=screen.width))
                 live.update(Shown(text), refresh=True)
             elif done != told:
-                note_folded(status_text(snapshot))
+                console.note_folded(status_text(snapshot))
             told = done
             sleep(max(_LOOK_SECONDS, (clock() - before) / _SHARE_READING))
