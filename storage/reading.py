@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -34,25 +34,17 @@ def read_study(name: str, *, url: str, home: Path) -> StudySnapshot:
         InputError: there is no such study, or no database yet, or it cannot be read.
         EnvironmentFault: the database is not to be had.
     """
-    (study,) = _read(url, home, name)
+    (study,) = list_studies(url, home, name)
     if isinstance(study, UnreadableStudy):
         raise refusal(study)
     return study
-
-
-def list_studies(url: str, home: Path) -> list[StudySnapshot | UnreadableStudy]:
-    """Return every study, oldest first. Raises as `read_study` does, but for studies that cannot be
-    read: those are in the list."""
-    return _read(url, home)
 
 
 def count_trials(name: str, *, url: str) -> int:
     """Return how many trials a study has, whatever wrote it. Raises as `read_study`."""
     database = parse_url(url)
     with _opened(database) as opened:
-        storage = _required(opened, database)
-        if name not in (known := _studies(storage)):
-            raise _unknown(name, database, known)
+        storage, _ = _required(opened, database, name)
         return len(storage.trials_of(name))
 
 
@@ -102,11 +94,8 @@ def changed_versions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     before, after = (
         {key: run.get(key) for key in machine} | dict(run.get("versions", {})) for run in (old, new)
     )
-    return [
-        f"{key} {before[key]} -> {after[key]}"
-        for key in after
-        if key in before and before[key] != after[key]
-    ]
+    changed = (key for key in after if key in before and before[key] != after[key])
+    return [f"{key} {before[key]} -> {after[key]}" for key in changed]
 
 
 def refusal(study: UnreadableStudy) -> InputError:
@@ -133,33 +122,36 @@ def _opened(url: DatabaseUrl) -> Iterator[Storage | None]:
 
 def _studies(storage: Storage) -> dict[str, dict[str, Any]]:
     """Return the attributes of each of sweep's studies, by name, oldest first."""
-    studies = storage.get_all_studies()
+    # Of all studies, where one alone is shown.
+    studies = Storage.get_all_studies(storage)
     return {s.study_name: s.user_attrs for s in studies if "definition" in s.user_attrs}
 
 
-def _required(storage: S | None, url: DatabaseUrl) -> S:
+def _required(
+    storage: S | None, url: DatabaseUrl, name: str | None
+) -> tuple[S, dict[str, dict[str, Any]]]:
+    """Return a storage and its studies. Raises `InputError` where the study of a name is none."""
     if storage is None:
         raise InputError(f"no studies yet at {url}: run `sweep run` first")
-    return storage
+    studies = _studies(storage)
+    if name is not None and name not in studies:
+        meant = did_you_mean(name, studies, lists="sweep status")
+        raise InputError(f"no study {quote(name)} in {url}{meant}")
+    return storage, studies
 
 
-def _unknown(name: str, url: DatabaseUrl, known: Iterable[str]) -> InputError:
-    meant = did_you_mean(name, known, lists="sweep status")
-    return InputError(f"no study {quote(name)} in {url}{meant}")
-
-
-def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot | UnreadableStudy]:
-    """Return the study of a name, or all of them, oldest first."""
+def list_studies(
+    url: str, home: Path, name: str | None = None
+) -> list[StudySnapshot | UnreadableStudy]:
+    """Return every study, or that of a name, oldest first. Raises as `read_study` does, but for
+    studies that cannot be read: those are in the list."""
     database, lost = parse_url(url), ""
     if name is not None and is_file_name(name):
         lost = directory.stranger_words(home / name, name, None, str(database))
     with _opened(database) as opened:
         if lost and (opened is None or name not in _studies(opened)):
             raise InputError(lost)
-        storage = _required(opened, database)
-        studies = _studies(storage)
-        if name is not None and name not in studies:
-            raise _unknown(name, database, studies)
+        storage, studies = _required(opened, database, name)
         stored = {
             study: codec.read_stored(study, attributes, storage.trials_of(study))
             for study, attributes in studies.items()
@@ -184,9 +176,8 @@ def _read(url: str, home: Path, name: str | None = None) -> list[StudySnapshot |
             warnings += [whose] if whose else []
             if holder is None:
                 spool = directory.Spool(home / study / directory.SPOOL, known.identity)
-                warnings += directory.spool_words(
-                    spool, study=study, known=its.records, running=its.running
-                )
+                about = {"known": its.records, "running": its.running}
+                warnings += directory.spool_words(spool, study=study, **about)
         found.append(
             StudySnapshot(
                 name=study,
@@ -216,7 +207,7 @@ def shown_storage(name: str, *, url: str) -> Iterator[BaseStorage]:
         EnvironmentFault: the database is not to be had.
     """
     database = parse_url(url)
-    storage = _required(open_for_reading(database, kind=_Shown), database)
+    storage, _ = _required(open_for_reading(database, kind=_Shown), database, name)
     storage.name = name
     try:
         yield storage
