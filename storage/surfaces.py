@@ -205,8 +205,9 @@ def surface_lines(
     definition, name = snapshot.definition, f"study '{snapshot.name}'"
     texts, target = definition.texts, definition.target
     if texts is not None:
-        dataset = f"its trials trained on {texts.source}, whose lengths decide what is fast"
-        raise InputError(f"{name}: {dataset}; a study without a dataset makes a surface")
+        full = f"{name}: a surface is of full rows"
+        trained = f"its trials trained on {texts.source}, whose lengths decide what is fast"
+        raise InputError(f"{full}, and {trained}; a study without texts makes one")
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     card = gpu_catalogue().get(target.gpu)
