@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from reports import sentences, units, words
 from reports.advice import how_to_go_faster
@@ -96,16 +95,7 @@ def environment_rows(snapshot: StudySnapshot) -> list[tuple[str, str]]:
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
         "driver time": units.duration(snapshot.wall_seconds),
     }
-    return [*known.items(), *_flat(snapshot.environment)]
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested mappings under their own names, as text."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value)
-        elif isinstance(value, list | tuple):
-            yield key.replace("_", " "), ", ".join(map(str, value))
-        else:
-            shown = str(value).lower() if isinstance(value, bool) else str(value)
-            yield key.replace("_", " "), units.DASH if value is None else shown
+    environment = dict(snapshot.environment)
+    environment |= environment.pop("versions", {})
+    told = {key: units.DASH if value is None else str(value) for key, value in environment.items()}
+    return [*known.items(), *((key.replace("_", " "), value) for key, value in told.items())]

@@ -93,7 +93,9 @@ class RunRequest(BaseModel):
     space: str
     """A preset or a YAML file."""
     overrides: dict[str, Any] = {}
-    """Keys of the space with what was typed instead; None leaves the space's value."""
+    """Keys of the space with what was typed instead; None leaves the space's value. Under
+    ``confirm`` false, or some keys of the section, which they switch on; under ``data`` some keys
+    of the section."""
     held: dict[str, Any] = {}
     """Settings that are fixed, while the rest of the space is searched."""
     study: str | None = None

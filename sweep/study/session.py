@@ -38,7 +38,14 @@ from sweep.predict.memory.predictor import (
     one_of_each_kind,
 )
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.request import checked_name, default_study_name, held_in, overridden, with_confirm
+from sweep.request import (
+    RunRequest,
+    checked_name,
+    default_study_name,
+    held_in,
+    overridden,
+    with_confirm,
+)
 from sweep.running.device_info import Card, ChosenCard, environment_with, teams_of
 from sweep.running.ray_nodes import Cluster
 from sweep.running.runner import Lane, Lanes, Runner
@@ -134,11 +141,8 @@ class Prepared:
 
 
 def prepare(
-    space_name: str,
+    request: RunRequest,
     *,
-    overrides: Mapping[str, Any],
-    held: Mapping[str, Any] | None = None,
-    study: str | None,
     card: Callable[[], Card | None],
     read_texts: ReadTexts = prepare_texts,
     stored: Callable[[str], StudyDefinition | None] = lambda _: None,
@@ -147,13 +151,8 @@ def prepare(
     """Resolve what a run is about, before anything is opened or started.
 
     Args:
-        space_name: a preset or a YAML file.
-        overrides: keys of the space with what was typed instead; None leaves the space's value.
-            Under ``confirm`` false, or some keys of the section, which is switched on by them;
-            under ``data`` some keys of the section.
-        held: settings that were typed: fixed, while the rest of the space is searched.
-        study: its name; None derives one from the space and the overrides.
-        GPU: reads the GPU in this machine.
+        request: what was typed; without a study's name one is derived from the rest.
+        card: reads the GPU in this machine.
         read_texts: reads and tokenizes texts, or finds what did so before.
         stored: reads the definition of the study of that name; None where there is none. A study
             of texts goes on with them where nobody names any.
@@ -163,8 +162,9 @@ def prepare(
         InputError: something that was typed, written or named is not right.
         EnvironmentFault: the GPU, or the network for a hub id, is not to be had.
     """
-    known, held = None if study is None else stored(study), held or {}
-    space, changed = overridden(space_name, overrides, known)
+    study, held = request.study, request.held
+    known = None if study is None else stored(study)
+    space, changed = overridden(request.space, request.overrides, known)
     space = narrowed(space)
     rest = with_fixed(space, held) if held else space
     refuse_without_texts(rest if isinstance(rest, SearchSpace) else space)
@@ -183,9 +183,9 @@ def prepare(
         else:
             texts = read_texts(TextsRequest.of(space.data, model))
     if texts is not None:
-        is_preset = preset_name(space_name) is not None
+        is_preset = preset_name(request.space) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held)
-    space, changed = held_in(offered.space, held, changed, typed=space_name)
+    space, changed = held_in(offered.space, held, changed, typed=request.space)
     notes = offered.notes
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.
@@ -214,7 +214,7 @@ def prepare_again(
         stored: its definition.
         confirm: keys of the space's section with what was typed instead.
         max_dollars: what it may cost in all; None leaves the space's limit.
-        GPU: reads the GPU in this machine.
+        card: reads the GPU in this machine.
         read_texts: as for `prepare`.
 
     Raises:

@@ -265,14 +265,7 @@ def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadText
         return None
 
     return prepare(
-        request.space,
-        overrides=request.overrides,
-        held=request.held,
-        study=request.study,
-        card=place.first,
-        read_texts=read,
-        stored=stored,
-        narrowed=place.narrowed,
+        request, card=place.first, read_texts=read, stored=stored, narrowed=place.narrowed
     )
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from storage.study import OpenStudy
+from sweep.request import RunRequest
 from sweep.running.device_info import read_card
 from sweep.study import events
 from sweep.study.events import Event, Interruption, Listener
@@ -46,7 +47,7 @@ def first_trial(space: str, home: str) -> dict[str, float]:
         see("opened")
         yield listen
 
-    study = prepare(space, overrides={"trials": 1, "confirm": None}, study=None, card=read_card)
+    study = prepare(RunRequest(space=space, overrides={"trials": 1}), card=read_card)
     drive(study, storage=f"sqlite:///{home}/sweep.db", watch=watch, warn=print)
     return seen
 

@@ -26,6 +26,7 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
+from sweep.request import RunRequest
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Lane, Lanes
 from sweep.study import session
@@ -410,7 +411,8 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
     def after_an_hour_on(host: str) -> tuple[StopReason, int]:
         overrides = {"max_dollars": 2 * cheapest["a10"], "trials": 2, "confirm": False}
         card, runner = a_card(host), ReplayRunner(otherwise=train)
-        what = prepare(small_a10(tmp_path), overrides=overrides, study=host, card=lambda: card)
+        request = RunRequest(space=small_a10(tmp_path), overrides=overrides, study=host)
+        what = prepare(request, card=lambda: card)
         url = f"sqlite:///{tmp_path}/runs/sweep.db"
         reason = run(what, url, watch=after_an_hour, new_runner=lambda _: runner)
         return reason, len(runner.ran)
@@ -421,7 +423,8 @@ def test_money_is_of_the_gpu_that_is_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_measuring_a_winner_again_may_cost_can_be_raised() -> None:
     card = a_card("a10")
-    stored = prepare("a10", overrides={"max_dollars": 1.0}, study="paid", card=lambda: card)
+    request = RunRequest(space="a10", overrides={"max_dollars": 1.0}, study="paid")
+    stored = prepare(request, card=lambda: card)
     for typed, dollars in ((None, 1.0), (2.0, 2.0)):
         asked = {"confirm": {}, "max_dollars": typed, "card": lambda: card}
         assert prepare_again("paid", stored.definition, **asked).space.max_dollars == dollars

@@ -28,6 +28,7 @@ from sweep.predict.memory.prediction import WholeMemory
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.speed.predictor import StepTimes
+from sweep.request import RunRequest
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.replay import ReplayRunner
 from sweep.running.runner import Observer, Runner, keep_going
@@ -60,7 +61,8 @@ def prepared(
     space: str = "cpu-demo", *, study: Any = None, held: Any = None, **typed: Any
 ) -> Prepared:
     card = a_card("h200")
-    return prepare(space, overrides=typed, held=held, study=study, card=lambda: card)
+    request = RunRequest(space=space, overrides=typed, held=held or {}, study=study)
+    return prepare(request, card=lambda: card)
 
 
 def small_a10(home: Path) -> str:
@@ -247,7 +249,7 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
     def read() -> None:
         raise AssertionError("the GPU was read")
 
-    prepare("cpu-demo", overrides={}, study=None, card=read)
+    prepare(RunRequest(space="cpu-demo"), card=read)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from storage.records import Measured, Outcome, OutOfMemory
 from sweep.data.rows import split
 from sweep.data.texts import texts_directory
 from sweep.predict.memory.profiles import Untraceable
+from sweep.request import RunRequest
 from sweep.running.replay import ReplayRunner
 from sweep.study import session
 from sweep.study.session import Prepared, prepare, prepare_again
@@ -48,11 +49,9 @@ def prepared(
 ) -> Prepared:
     """Prepare a study, or go on with it where a database is named under ``url``."""
     url = typed.pop("url", None)
+    overrides = {"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed
     return prepare(
-        space,
-        overrides={"data": {"texts": "mine.jsonl"}, "confirm": False, "trials": 4} | typed,
-        study=study,
-        held=held,
+        RunRequest(space=space, overrides=overrides, study=study, held=held or {}),
         card=lambda: None,
         read_texts=reader,
         stored=lambda name: read(url, name).definition if url else None,
