@@ -60,7 +60,7 @@ class SurfaceRow(BaseModel):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.config.packing != "none":
-            packing = f"config packing {self.config.packing} is of a dataset"
+            packing = f"config packing {self.config.packing} is of texts"
             raise ContradictionError(f"{packing}, and a surface of full rows: leave the line out")
         for key in self.needed:
             if self.verdict == "fits" and getattr(self, key) is None:

@@ -105,8 +105,8 @@ def _refuse_loss(name: str, *, url: str, there: str, home: Path, files: Mapping[
         known |= {(r.number, r.attempt_id) for r in worth}
     if lost := here - fetched:
         raise InputError(
-            f"study '{name}' has results here ({len(lost)}) that the machine it was fetched from "
-            "lacks: nothing was replaced; resume it here, or under another --study there"
+            f"study '{name}' has results here ({len(lost)}) that are not on the machine it was "
+            "fetched from: nothing was replaced; resume it here, or under another --study there"
         )
 
 

@@ -72,8 +72,8 @@ def parse_url(url: str) -> DatabaseUrl:
         raise InputError(f"storage '{guarded}': unknown database '{scheme}'; {known}")
     path = rest.removeprefix("/")
     if path == rest or "?" in path or "\0" in path or path in ("", ":memory:"):
-        form = "three slashes and a path without options, as in 'sqlite:///runs/sweep.db'"
-        raise InputError(f"storage '{guarded}': {form}")
+        form = "three slashes and the path of a file, without options"
+        raise InputError(f"storage '{guarded}': {form}, as in 'sqlite:///runs/sweep.db'")
     return SqliteUrl(home_expanded(path).resolve())
 
 

@@ -100,7 +100,7 @@ def test_a_study_gives_back_every_kind_of_record_exactly_as_told(url: str, home:
         assert study.records() == told
         assert not study.was_resumed
         constraints = [trial.constraints for trial in study.study.trials]
-        with pytest.raises(ValueError, match="trial 99"):
+        with pytest.raises(AssertionError):
             study.tell(study.ask(DISTRIBUTIONS), a_record(99))
     assert {tuple(constraint) for constraint in constraints} == {("fit",)}
     feasible = [

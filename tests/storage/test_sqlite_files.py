@@ -68,7 +68,7 @@ def test_a_database_that_cannot_be_one_is_a_fault_at_once_that_names_it(
             with pytest.raises(EnvironmentFault, match=words):
                 action(f"sqlite:///{home}/{name}", home)
     for place in (path, Path("/proc")):
-        with pytest.raises(EnvironmentFault, match="cannot create database"):
+        with pytest.raises(EnvironmentFault, match="cannot write the database"):
             open_it(f"sqlite:///{place}/runs/sweep.db", tmp_path)
 
 

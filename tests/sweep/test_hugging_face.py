@@ -162,7 +162,11 @@ LABELS = [7] * 16 + [-100] * 16
     ("labels", "promised", "words"),
     [
         (LABELS, 16.0, [r"16\.0 tokens/s \(1 of the promise\)"]),
-        (LABELS, 32.0, [r"16\.0 tokens/s \(0\.5 of what", r".*tokens/s 50\.0 % below the record"]),
+        (
+            LABELS,
+            32.0,
+            [r"16\.0 tokens/s \(0\.5 of the promise", r".*tokens/s 50\.0 % below the record"],
+        ),
         (None, 16.0, ["no tokens/s, as batches have no labels"]),
     ],
 )
