@@ -18,18 +18,8 @@ import plotly.graph_objects as go
 
 from reports import units
 from reports.figures import MARKS, PageFigure, Section, framed, whiskers
+from search_spaces import costs
 from search_spaces.config import Method, TrialConfig, parse_config, targets_in_words
-from search_spaces.costs import (
-    SHORTEST_SHARE,
-    AskedWork,
-    Bill,
-    OfferComparison,
-    Range,
-    checkpoint_bytes,
-    compare_offers,
-    ratio,
-    ties,
-)
 from search_spaces.errors import InputError, words_of
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec, shipped_models
@@ -40,7 +30,7 @@ from storage.records import TrialRecord
 
 JOB_TOKENS = 10_000_000.0
 """What is priced until a reader says otherwise."""
-_usd: Callable[[Bill], float] = attrgetter("usd")
+_usd: Callable[[costs.Bill], float] = attrgetter("usd")
 
 
 class Ground(NamedTuple):
@@ -60,7 +50,7 @@ class Option:
 
     ground: Ground
     config: TrialConfig
-    speed: Range
+    speed: costs.Range
     """Supervised tokens/s."""
     has_interval: bool
     basis: str
@@ -92,9 +82,9 @@ class Entry:
 
     candidate: Candidate
     option: Option
-    seconds: Range
+    seconds: costs.Range
     """Of training alone."""
-    bill: Bill | None
+    bill: costs.Bill | None
     """None where no price is known."""
 
 
@@ -105,7 +95,7 @@ class Group:
     ground: Ground
     entries: tuple[Entry, ...]
     """The cheapest first; those without a price last, the fastest of them first."""
-    costs: OfferComparison | None
+    offered: costs.OfferComparison | None
     """None where fewer than two prices are known."""
 
 
@@ -114,7 +104,7 @@ class Comparison:
     """Several GPUs beside each other."""
 
     candidates: tuple[Candidate, ...]
-    work: AskedWork
+    work: costs.AskedWork
     groups: tuple[Group, ...]
     """Of at least two GPUs, the one with the most GPUs first."""
     alone: tuple[Entry, ...]
@@ -159,15 +149,15 @@ def of_study(snapshot: StudySnapshot) -> Candidate:
         source=f"study {snapshot.name}{ran}",
         budget_bytes=target.budget_bytes,
         offer=snapshot.offer,
-        model_bytes=checkpoint_bytes(model),
+        model_bytes=costs.checkpoint_bytes(model),
         options=tuple(options),
     )
 
 
-def _speed(value: float, low: float | None, high: float | None) -> tuple[Range, bool]:
+def _speed(value: float, low: float | None, high: float | None) -> tuple[costs.Range, bool]:
     """Return a speed with its ends, and whether they are known: else they are far."""
-    ends = low or SHORTEST_SHARE * value, high or value / SHORTEST_SHARE
-    return Range(value, *ends), bool(low and high)
+    ends = low or costs.SHORTEST_SHARE * value, high or value / costs.SHORTEST_SHARE
+    return costs.Range(value, *ends), bool(low and high)
 
 
 def of_plan(
@@ -232,7 +222,7 @@ def _of_plan(
         source=f"plan {where}",
         budget_bytes=int(gpu["budget_bytes"]),
         offer=None if bill is None else _offer(bill, offers.get(gpu["name"], ())),
-        model_bytes=0.0 if model is None else checkpoint_bytes(model),
+        model_bytes=0.0 if model is None else costs.checkpoint_bytes(model),
         options=tuple(options.values()),
     )
 
@@ -249,7 +239,7 @@ def _offer(bill: Mapping[str, Any], offers: Sequence[Offer]) -> Offer:
     return next(alike, own)
 
 
-def compare(candidates: Sequence[Candidate], *, work: AskedWork) -> Comparison:
+def compare(candidates: Sequence[Candidate], *, work: costs.AskedWork) -> Comparison:
     """Return what can be told of several GPUs.
 
     Raises:
@@ -265,20 +255,22 @@ def compare(candidates: Sequence[Candidate], *, work: AskedWork) -> Comparison:
         for at, one in enumerate(candidates)
     )
     grounds = dict.fromkeys(option.ground for one in named for option in one.options)
-    asked = work if work.is_asked else AskedWork(tokens=JOB_TOKENS)
+    asked = work if work.is_asked else costs.AskedWork(tokens=JOB_TOKENS)
     found = [(ground, _entries(named, ground, asked)) for ground in grounds]
     groups = []
     for ground, entries in found:
         bills = [entry.bill for entry in entries if entry.bill is not None]
         if len(entries) > 1:
-            costs = compare_offers(bills) if len(bills) > 1 else None
-            groups.append(Group(ground, entries, costs))
+            offered = costs.compare_offers(bills) if len(bills) > 1 else None
+            groups.append(Group(ground, entries, offered))
     groups.sort(key=lambda group: -len(group.entries))
     alone = tuple(entries[0] for _, entries in found if len(entries) == 1)
     return Comparison(named, work, tuple(groups), alone)
 
 
-def _entries(candidates: Sequence[Candidate], ground: Ground, work: AskedWork) -> tuple[Entry, ...]:
+def _entries(
+    candidates: Sequence[Candidate], ground: Ground, work: costs.AskedWork
+) -> tuple[Entry, ...]:
     options = (
         (one, next((o for o in one.options if o.ground == ground), None)) for one in candidates
     )
@@ -287,27 +279,27 @@ def _entries(candidates: Sequence[Candidate], ground: Ground, work: AskedWork) -
     return tuple(entries)
 
 
-def _entry(candidate: Candidate, option: Option, work: AskedWork) -> Entry:
+def _entry(candidate: Candidate, option: Option, work: costs.AskedWork) -> Entry:
     config, speed, offer = option.config, option.speed, candidate.offer
     amount = work.workload(
         config,
         tokens_per_sample=option.tokens_per_sample,
         download_bytes=candidate.model_bytes,
     )
-    seconds = Range(*(amount.tokens / rate for rate in (speed.value, speed.high, speed.low)))
+    seconds = costs.Range(*(amount.tokens / rate for rate in (speed.value, speed.high, speed.low)))
     step, *ends = (time / amount.steps for time in seconds)
     gpus = config.data_parallel
-    bill = None if offer is None else Bill(amount, offer, step, (ends[0], ends[1]), gpus=gpus)
+    bill = None if offer is None else costs.Bill(amount, offer, step, (ends[0], ends[1]), gpus=gpus)
     return Entry(candidate, option, seconds, bill)
 
 
-def training_words(snapshot: StudySnapshot, record: TrialRecord, work: AskedWork) -> str:
+def training_words(snapshot: StudySnapshot, record: TrialRecord, work: costs.AskedWork) -> str:
     """Return what a training as a trial ran takes and costs; empty where its speed is unknown."""
     known = of_study(snapshot)
     option = next((option for option in known.options if option.number == record.number), None)
     if option is None:
         return ""
-    entry = _entry(known, option, work if work.is_asked else AskedWork(tokens=JOB_TOKENS))
+    entry = _entry(known, option, work if work.is_asked else costs.AskedWork(tokens=JOB_TOKENS))
     bill, took, cost = entry.bill, units.duration(entry.seconds.value), ""
     if option.has_interval:
         took = _range(entry.seconds, units.duration)
@@ -340,7 +332,7 @@ def comparison_words(comparison: Comparison) -> Section:
     )
 
 
-def _work(work: AskedWork) -> str:
+def _work(work: costs.AskedWork) -> str:
     times = f"{work.epochs:g} epochs of " if work.epochs not in (None, 1) else ""
     if work.dataset_samples is not None:
         return f"{times}{work.dataset_samples:,.0f} sequences of full length"
@@ -358,20 +350,20 @@ def _ground(option: Option) -> str:
 def _verdicts(group: Group) -> Iterator[str]:
     """Yield who is the cheapest and who the fastest, as far as that is sure, and break-evens."""
     named = {id(entry.bill): entry.candidate.label for entry in group.entries}
-    if (costs := group.costs) is not None:
-        words = {named[id(b)]: _range(b.range_of(_usd), units.usd) for b in costs.bills}
-        dearer = [bill for bill in costs.bills if bill not in costs.perhaps_cheapest]
-        behind = [(named[id(bill)], ratio(bill, costs.cheapest)) for bill in dearer]
+    if (offered := group.offered) is not None:
+        words = {named[id(b)]: _range(b.range_of(_usd), units.usd) for b in offered.bills}
+        dearer = [bill for bill in offered.bills if bill not in offered.perhaps_cheapest]
+        behind = [(named[id(bill)], costs.ratio(bill, offered.cheapest)) for bill in dearer]
         yield _leader("Cheapest", words, behind)
     if unpriced := [entry.candidate.label for entry in group.entries if entry.bill is None]:
         yield f"No price is known of {', '.join(unpriced)}: write one into runs/prices.yaml."
     ranked = sorted(group.entries, key=lambda entry: entry.seconds.value)
     words = {e.candidate.label: _range(e.seconds, units.duration) for e in ranked}
-    tied = ties(ranked, lambda one, other: one.seconds.over(other.seconds))
+    tied = costs.ties(ranked, lambda one, other: one.seconds.over(other.seconds))
     slower = [entry for entry in ranked if entry not in tied]
     times = [(e.candidate.label, e.seconds.over(ranked[0].seconds)) for e in slower]
     yield _leader("Fastest", words, times)
-    for point in costs.break_evens if costs else ():
+    for point in offered.break_evens if offered else ():
         amount, *ends = (units.count(round(float(f"{n:.2g}"))) for n in point.samples)
         yield (
             f"{named[id(point.below)]} is cheaper below about {amount} sequences (between "
@@ -379,7 +371,7 @@ def _verdicts(group: Group) -> Iterator[str]:
         )
 
 
-def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, Range]]) -> str:
+def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, costs.Range]]) -> str:
     """Return who leads, or that no one does for sure.
 
     Args:
@@ -397,7 +389,7 @@ def _leader(what: str, words: Mapping[str, str], behind: Sequence[tuple[str, Ran
     return f"{what}: {tied[0]}; {others}."
 
 
-def _range(known: Range, words: Callable[[float], str]) -> str:
+def _range(known: costs.Range, words: Callable[[float], str]) -> str:
     return f"{words(known.value)} ({words(known.low)} to {words(known.high)})"
 
 

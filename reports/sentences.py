@@ -13,12 +13,7 @@ from reports.view import Epoch, StudyView
 from search_spaces.config import CAPACITY_KEYS, SIZE_KEYS, TrialConfig, canonical, targets_in_words
 from storage.confirmations import FEW_ROWS, is_told_apart
 from storage.definition import StudySnapshot
-from storage.ranking import (
-    CLAIMED_RANK,
-    Ranking,
-    claimed_pair,
-    measured_of,
-)
+from storage.ranking import CLAIMED_RANK, Ranking, claimed_pair, measured_of
 from storage.records import RETRYABLE, Measurement, QualityReport, TrialRecord
 
 

@@ -30,12 +30,7 @@ from sweep.finetuning.results import compared
 from sweep.running.device_info import environment_with, read_card
 from sweep.training.adapters import compile_each, recompute, with_adapters
 from sweep.training.device import open_device
-from sweep.training.model import (
-    build_base,
-    decoder_layers,
-    loading_arguments,
-    name_quantizer,
-)
+from sweep.training.model import build_base, decoder_layers, loading_arguments, name_quantizer
 
 _NOT_LOADED = ("compute_dtype", "upcast_fp32", "checkpoint_fraction", "compile", "sharding")
 """Settings that `from_pretrained`, `get_peft_model` and `Trainer` lose as TRL does."""

@@ -19,12 +19,7 @@ from sweep.finetuning import checkpoints, protocol
 from sweep.finetuning import output as directories
 from sweep.finetuning.results import TOGETHER, TrainedAdapter
 from sweep.finetuning.subject import next_smaller
-from sweep.finetuning.training import (
-    PreparedTraining,
-    TrainingRequest,
-    fault_of,
-    prepare_training,
-)
+from sweep.finetuning.training import PreparedTraining, TrainingRequest, fault_of, prepare_training
 from sweep.finetuning.training import train as run_training
 from sweep.merging.job import merge as run_merge
 from sweep.paths import storage_url

@@ -70,7 +70,7 @@ def test_the_cheapest_and_the_fastest_are_told_where_the_speeds_are_surely_apart
     assert cheapest.startswith("Cheapest: slow $0.347 ($0.344 to $0.351); fast takes 2.0x as much")
     assert fastest.startswith("Fastest: fast 20 min 50 s")
     free = _compared(_study("priced", 4_000.0), _study("free", 8_000.0, usd=None))
-    assert free.groups[0].costs is None
+    assert free.groups[0].offered is None
     unpriced, fastest = _verdicts(free)
     assert unpriced.startswith("No price is known of free")
     assert fastest.startswith("Fastest: free")
