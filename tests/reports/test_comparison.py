@@ -112,7 +112,7 @@ def test_a_break_even_is_where_the_bills_cross_and_none_is_told_inside_the_uncer
             _study("long run", 16_000.0, usd=2.0, **starts, **width),
         )
 
-    costs = known().groups[0].costs
+    costs = known().groups[0].offered
     assert costs is not None
     (point,) = costs.break_evens
     ahead, dear, cheap = 2.0 * 360 / 3600, 1.0 / 3600 / 4_000, 2.0 / 3600 / 16_000
