@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reports import sentences, units, words
@@ -95,7 +95,7 @@ def environment_rows(snapshot: StudySnapshot) -> list[tuple[str, str]]:
         "search space": f"{space.name} (sampler {space.sampler}, seed {space.seed})",
         "driver time": units.duration(snapshot.wall_seconds),
     }
-    environment = dict(snapshot.environment)
-    environment |= environment.pop("versions", {})
-    told = {key: units.DASH if value is None else str(value) for key, value in environment.items()}
-    return [*known.items(), *((key.replace("_", " "), value) for key, value in told.items())]
+    for key, value in snapshot.environment.items():
+        of_key = value if isinstance(value, Mapping) else {key.replace("_", " "): value}
+        known |= {name: units.DASH if its is None else str(its) for name, its in of_key.items()}
+    return list(known.items())
