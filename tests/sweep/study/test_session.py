@@ -152,7 +152,8 @@ def test_a_stand_in_spends_one_trial_on_the_class_that_cannot_win(
     the fastest with 16 bits, and nothing for surprises of that class, which cannot win by them."""
     monkeypatch.setattr(session, "TracingPredictor", Shipped)
     held, card = {"lora_rank": 16, "target_modules": "attention"}, a_card("h100-80gb")
-    what = prepare("a10", overrides={"seed": seed}, held=held, study=None, card=lambda: card)
+    request = RunRequest(space="a10", overrides={"seed": seed}, held=held)
+    what = prepare(request, card=lambda: card)
     known: dict[str, Any] = {"model": what.model, "gpu": find_gpu("h100-80gb")}
     memory, luck = Shipped(what.model, cache_dir=runs_directory()), random.Random(seed)
 
