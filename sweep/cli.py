@@ -91,12 +91,11 @@ def _shown(*examples: str) -> str:
 
 
 @app.callback(invoke_without_command=True)
-def front_door(version: opt.Version = False) -> int:
+def front_door(version: opt.Version = False) -> None:
     """Name a GPU, get the fastest QLoRA configuration that fits it, and proof."""
     if version:
         say_version()
         raise typer.Exit
-    return 0
 
 
 @app.command(

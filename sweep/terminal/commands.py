@@ -11,7 +11,7 @@ from reports.comparison import Comparison, compare, of_plan, of_study
 from reports.page import render, render_comparison, write_page
 from search_spaces.costs import AskedWork
 from search_spaces.documents import parse_object, read_text
-from search_spaces.errors import InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.models import ModelSpec
 from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, is_file_name
@@ -26,8 +26,6 @@ from sweep.terminal.doctor import check, examine, findings_text, is_healthy
 from sweep.terminal.listings import read, with_offer
 from sweep.terminal.options import amounts
 
-DONE, NOTHING_FITS, ENVIRONMENT = 0, 1, 3
-
 
 def read_for_report(study: str, *, url: str) -> StudySnapshot:
     """Return a study, or a surface, with its prices, its speeds, and what is known of memory
@@ -37,14 +35,14 @@ def read_for_report(study: str, *, url: str) -> StudySnapshot:
     return with_memory_forecasts(snapshot, cache_dir=paths.cache_directory() / "memory")
 
 
-def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
+def remove(study: str, *, storage: str | None, is_sure: bool) -> None:
     """Remove a study and its files, and print what is gone; a person is asked first."""
     url = paths.storage_url(storage)
     trials = units.plural(count_trials(study, url=url), "trial")
     question = f"Remove study '{study}' with {trials} and its files?"
     if not console.agreed(question, command=f"rm {study}", is_sure=is_sure):
         console.note("Nothing was removed.")
-        return DONE
+        return
     # Removing needs Optuna, whose import nobody else here waits for.
     from storage.transfer import remove_study
     from sweep.launching.rented import remove_jobs
@@ -58,7 +56,6 @@ def remove(study: str, *, storage: str | None, is_sure: bool) -> int:
     lines += [f"Removed {path}" for path in (*removed.files, *jobs)]
     lines += [f"Left {path}, which is not sweep's" for path in left]
     console.say("\n".join(lines))
-    return DONE
 
 
 def report(
@@ -69,7 +66,7 @@ def report(
     storage: str | None,
     output: str | None,
     is_forced: bool,
-) -> int:
+) -> None:
     """Print the report of a study, or of several GPUs, or write it and print where it is."""
     studies = [name for name in named or () if not name.endswith(".json")]
     plans = [name for name in named or () if name.endswith(".json")]
@@ -96,7 +93,7 @@ def report(
         page = render_comparison(together) if together else render(snapshots[0], work=asked)
         if output == console.STDOUT:
             console.say_as_is(page)
-            return DONE
+            return
         if path is not None:
             write_output(path, page.encode("utf-8", errors="replace"))
         else:
@@ -105,7 +102,6 @@ def report(
             )
             write_page(page, path)
     console.say(str(output or path))
-    return DONE
 
 
 def _compared(
@@ -130,7 +126,7 @@ def export(
     storage: str | None,
     output: str | None,
     is_forced: bool,
-) -> int:
+) -> None:
     """Print a study's winner or a trial of it as a recipe, or write it and print where it is."""
     endings = formats.endings_of(format)
     path = checked_output(output, what=f"format {format}", endings=endings, is_forced=is_forced)
@@ -145,7 +141,7 @@ def export(
         console.note_folded(f"{format}: {sentence}", indent=2)
     if path is None:
         console.say_as_is(export.text.removesuffix("\n"))
-        return DONE
+        return
     if path.name in export.beside:
         raise InputError(f"--output: {path.name} is what this file imports: name it otherwise")
     files = export.files(path)
@@ -154,7 +150,6 @@ def export(
     for each, text in files.items():
         write_output(each, text.encode("utf-8"))
         console.say(str(each))
-    return DONE
 
 
 def doctor() -> int:
@@ -162,4 +157,4 @@ def doctor() -> int:
     with console.working("checking this machine"):
         findings = check(examine())
     console.say(findings_text(findings, width=console.width_of(sys.stdout)))
-    return DONE if is_healthy(findings) else ENVIRONMENT
+    return 0 if is_healthy(findings) else EnvironmentFault.exit_code

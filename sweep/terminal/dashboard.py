@@ -16,12 +16,11 @@ from storage.reading import count_trials, shown_storage
 from sweep.paths import storage_url
 from sweep.terminal.console import note, say
 
-DONE = 0
 LOOPBACK = "127.0.0.1"
 _NAMES = frozenset({LOOPBACK, "localhost"})
 
 
-def dashboard(study: str, *, storage: str | None, port: int, is_opened: bool) -> int:
+def dashboard(study: str, *, storage: str | None, port: int, is_opened: bool) -> None:
     """Serve a study until somebody interrupts; print where it is.
 
     Raises:
@@ -59,7 +58,6 @@ def dashboard(study: str, *, storage: str | None, port: int, is_opened: bool) ->
             except KeyboardInterrupt:
                 note("")
                 server.shutdown()
-    return DONE
 
 
 def only_to_look_at(application: WSGIApplication) -> WSGIApplication:

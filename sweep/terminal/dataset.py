@@ -55,7 +55,7 @@ def prepared(request: TextsRequest, *, progress: Progress | None = None) -> Prep
     return texts
 
 
-def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_json: bool) -> int:
+def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_json: bool) -> None:
     """Print what a dataset holds, how long its examples are, and which lengths to search."""
     how = options.settings({}, settings, only=["micro_batch_size"], also=options.DATA_SETTINGS)
     batch = how[0].get("micro_batch_size", MICRO_BATCH_SIZE)
@@ -98,7 +98,6 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
         folded(explanation, width, indent=2),
     ]
     say_result(document, "\n\n".join(parts), as_json=as_json)
-    return 0
 
 
 def _wastes(

@@ -17,6 +17,7 @@ from reports.sentences import facts, headline
 from reports.view import StudyView, view_of
 from reports.words import verdict_words
 from search_spaces.documents import parse_object, read_text
+from search_spaces.errors import NothingFits
 from search_spaces.loading import load_space
 from storage.ranking import measured_of
 from storage.surfaces import read_surface
@@ -25,7 +26,6 @@ from sweep.request import RunRequest, Where
 from sweep.sampling.encoding import identity
 from sweep.study.events import StopReason
 from sweep.terminal import driving
-from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import folded, note, say, width_of
 from sweep.terminal.edge import guarded
 
@@ -46,7 +46,7 @@ def demonstrate(surface: str, replay: str) -> int:
         "Next: `sweep plan a10` (no GPU needed), or `sweep run a10` on a GPU.",
     ]
     say("\n".join(folded(line, width_of(sys.stdout), indent=2) for line in lines))
-    return NOTHING_FITS if live.winner is None else DONE
+    return NothingFits.exit_code if live.winner is None else 0
 
 
 def _study(request: RunRequest, on: str | None) -> StudyView:

@@ -17,7 +17,7 @@ from reports.sentences import stopped_words
 from reports.view import view_of
 from reports.words import emulation_note
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, quote
+from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
 from search_spaces.loading import load_space
 from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
@@ -41,7 +41,7 @@ from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal import console, many_models
 from sweep.terminal.board import Board, fixed_words, search_words
-from sweep.terminal.commands import DONE, NOTHING_FITS, read_for_report
+from sweep.terminal.commands import read_for_report
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import warn
 from sweep.terminal.live import watching
@@ -211,7 +211,8 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
     """Start or resume a study, or one for each of several models; write its report; print the
     winner, or the document of `best`."""
     if is_dry:
-        return _say_what_would_run(request, where, models)
+        _say_what_would_run(request, where, models)
+        return 0
     url = _driven_url(request.storage)
     if len(models) > 1:
         return _run_models(request, models, url=url)
@@ -219,7 +220,7 @@ def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry
     return _conclude(prepared, reason, storage=request.storage, as_json=request.as_json)
 
 
-def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]) -> int:
+def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]) -> None:
     if request.devices is not None:
         gpus.check_spelling(request.devices)
     for one in request.of_models(models):
@@ -230,7 +231,6 @@ def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]
         text = f"Would start or resume study {name} on {where}: {words}, at most {most}."
         document = {"study": name, "on": str(where), **about, "trials": space.trials}
         console.say_result(document, text, as_json=request.as_json)
-    return DONE
 
 
 def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
@@ -337,7 +337,7 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
             why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
             raise InputError(f"space '{prepared.space.name}': {why}")
         if not is_cut:
-            return DONE if has_fit(snapshot) else NOTHING_FITS
+            return 0 if has_fit(snapshot) else NothingFits.exit_code
     return INTERRUPTED
 
 

@@ -24,6 +24,9 @@ from sweep.terminal.console import ReaderGoneError, note, note_folded
 
 OUR_ERROR = 4
 """Exit code of a mistake in sweep, which no other machine would mend."""
+_EXPECTED = (errors.EnvironmentFault, errors.InputError, errors.NothingFits)
+WORST_FIRST = (INTERRUPTED, OUR_ERROR, *(error.exit_code for error in _EXPECTED), 0)
+"""What a command ends with."""
 _FULL = "free some space, or set SWEEP_HOME to another disk"
 _CURES = {
     errno.EMFILE: errors.MORE_DESCRIPTORS,

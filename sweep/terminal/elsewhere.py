@@ -16,7 +16,7 @@ from pathlib import Path
 from reports import units
 from search_spaces.costs import SECONDS_PER_HOUR
 from search_spaces.documents import home_expanded
-from search_spaces.errors import EnvironmentFault, InputError, NothingFits, quote
+from search_spaces.errors import EnvironmentFault, InputError, quote
 from search_spaces.gpus import find_gpu
 from search_spaces.models import load_model_spec
 from search_spaces.prices import PRICE_OPTION
@@ -34,14 +34,11 @@ from sweep.request import REQUEST, RunRequest, Where
 from sweep.running.device_info import check_spelling
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
-from sweep.terminal.commands import DONE, ENVIRONMENT
 from sweep.terminal.console import confirmed, note, note_folded, say_as_is, say_result, working
 from sweep.terminal.dataset import prepared
-from sweep.terminal.edge import OUR_ERROR
+from sweep.terminal.edge import WORST_FIRST
 from sweep.terminal.plan import stored_study, tracing
 
-_CODES = (DONE, NothingFits.exit_code, InputError.exit_code, ENVIRONMENT, OUR_ERROR, INTERRUPTED)
-"""What `sweep run` ends with."""
 _INPUTS = "inputs"
 """Directory on the machine that is reached by ssh, below the study's."""
 
@@ -69,7 +66,7 @@ def on_ssh(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         lines = [would, *(f"Would go along: {name}" for name in files)]
         document = {"study": sent.study, "on": str(where), "files": list(files)}
         say_result(document, "\n".join(lines), as_json=request.as_json)
-        return DONE
+        return 0
     with remote.Connection(address) as connection, tempfile.TemporaryDirectory() as directory:
         there = remote.RemoteStudy(connection, sent.study, python=where.settings.get("python"))
         # Before anything there is touched: what runs reads it.
@@ -98,18 +95,18 @@ def _followed(
         )
     except remote.ConnectionLostError as lost:
         note_folded(f"{lost}. The study goes on there; the same command follows and fetches it.")
-        return INTERRUPTED if interruption.is_requested() else ENVIRONMENT
+        return INTERRUPTED if interruption.is_requested() else EnvironmentFault.exit_code
     try:
         _keep(there, name, address, url=url)
     finally:
         # What came of it is worth knowing where it cannot be kept here, too.
         if printed:
             say_as_is(printed.removesuffix("\n"))
-    if code not in _CODES:
+    if code not in WORST_FIRST:
         # Killed there, say.
         how = "an unknown result" if code is None else f"exit code {code}"
         note_folded(f"Study {name} ended on {address}, with {how}; the same command resumes it.")
-        return ENVIRONMENT
+        return EnvironmentFault.exit_code
     return code
 
 
@@ -170,12 +167,12 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
     if is_dry:
         note(f"Not submitted. SLURM writes its log only where this is there: {files}")
         say_result({**about, "script": script}, script, as_json=request.as_json)
-        return DONE
+        return 0
     number = slurm.submit(script, files / "slurm.sh")
     note(f"Its log: {files}/slurm-{number}.log. How it stands: sweep status {name} --watch")
     words = f"Submitted study {name} as job {number}."
     say_result({**about, "job": number}, words, as_json=request.as_json)
-    return DONE
+    return 0
 
 
 def _allocation(where: Where, *, devices: str | None, least: int) -> slurm.Allocation:
@@ -308,7 +305,7 @@ def on_rented(
     text = "" if is_started else f"{wrote}{command}\n"
     text += f"What came of it, once it has begun:\n  {results}"
     say_result(document, text, as_json=request.as_json)
-    return DONE
+    return 0
 
 
 def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Machine:

@@ -31,7 +31,7 @@ from sweep.terminal.listings import read, warn
 from sweep.verifying.runs import Verification
 from sweep.verifying.runs import verify as run_verify
 
-DONE, NOT_AS_RECORDED, NOT_NEAR = 0, 1, 1
+NOT_AS_RECORDED, NOT_NEAR = 1, 1
 _RUNS = {
     "training": "our training",
     "script": "the exported script (transformers' Trainer)",
@@ -87,7 +87,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         console.note(f"{output} holds a training that is done: there is nothing left to do.")
         if as_json:
             console.say_json(read_json(output / directories.TRAINING, label=directories.TRAINING))
-        return DONE
+        return 0
     examples, size = units.plural(summary.rows, "example"), units.size(prepared.job.config)
     dataset = f"{summary.source} ({examples}, {summary.tokens:,} tokens)"
     for text in (f"Training {prepared.subject.words} on {dataset}, {size}.", *prepared.notes):
@@ -116,7 +116,7 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
         )
         document = directories.finish(trained, prepared.tokenizer)
         console.say_result(document, _result_text(trained), as_json=as_json)
-        return DONE
+        return 0
     step = next(iter(checkpoints.steps_of(Path(prepared.job.output))), None)
     kept = "; there is no checkpoint yet"
     if step is not None:
@@ -210,7 +210,7 @@ def verify(
     with console.working(f"running {record.label} for {steps} steps") as part:
         found = run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
     console.say_result(found.to_json(), verification_text(found), as_json=as_json)
-    return DONE if found.comparison.is_within else NOT_AS_RECORDED
+    return 0 if found.comparison.is_within else NOT_AS_RECORDED
 
 
 def verification_text(found: Verification) -> str:
@@ -263,7 +263,7 @@ def merge(
         lines += comparison_lines(compared)
     console.say_result(report, "\n".join(lines), as_json=as_json)
     if compared is None or compared["is_near"]:
-        return DONE
+        return 0
     console.note(
         "error: the merged model's logits are further from base and adapter than rounding explains:"
         " is this the base that the adapter was trained on?"

@@ -10,7 +10,7 @@ from typing import Any
 
 from reports import units
 from reports.view import view_of
-from search_spaces.errors import InputError
+from search_spaces.errors import InputError, NothingFits
 from search_spaces.gpus import gpu_catalogue
 from search_spaces.linears import parameters
 from search_spaces.loading import shipped_presets
@@ -22,7 +22,6 @@ from sweep.paths import own_price_file, runs_directory, storage_url
 from sweep.terminal.console import note, say_result, table, width_of
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 
-DONE, NOTHING_FITS = 0, 1
 Rows = Sequence[Sequence[str]]
 
 
@@ -61,10 +60,10 @@ def best(study: str, *, storage: str | None, as_json: bool) -> int:
     snapshot = read(study, url=storage_url(storage))
     text = best_text(snapshot, width=width_of(sys.stdout))
     say_result(view_of(snapshot).document(), text, as_json=as_json)
-    return DONE if has_fit(snapshot) else NOTHING_FITS
+    return 0 if has_fit(snapshot) else NothingFits.exit_code
 
 
-def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> int:
+def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> None:
     """Print what ran, what is running and the best so far, of one study or of all."""
     url, width = storage_url(storage), width_of(sys.stdout)
     if study is None:
@@ -76,7 +75,7 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
         ]
         document = {"studies": [_study_line(study) for study in studies]}
         say_result(document, studies_text(studies, width=width), as_json=as_json)
-        return DONE
+        return
     if watch:
         from sweep.terminal.live import follow
 
@@ -85,7 +84,6 @@ def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool
             follow(lambda: read(study, url=url), stream=sys.stderr)
     snapshot = read(study, url=url)
     say_result(status_document(snapshot), status_text(snapshot, width=width), as_json=as_json)
-    return DONE
 
 
 def _study_line(study: StudySnapshot | UnreadableStudy) -> dict[str, Any]:
@@ -156,12 +154,11 @@ def status_document(snapshot: StudySnapshot) -> dict[str, Any]:
     }
 
 
-def _list(document: Mapping[str, Any], header: Sequence[str], rows: Rows, *, as_json: bool) -> int:
+def _list(document: Mapping[str, Any], header: Sequence[str], rows: Rows, *, as_json: bool) -> None:
     say_result(document, table(header, rows, width=width_of(sys.stdout)), as_json=as_json)
-    return DONE
 
 
-def presets(*, as_json: bool) -> int:
+def presets(*, as_json: bool) -> None:
     """Print the shipped search spaces."""
     known = shipped_presets()
     same = {"name", "description", "gpu", "model", "fixed"}
@@ -175,10 +172,10 @@ def presets(*, as_json: bool) -> int:
     ]
     header = ("preset", "gpu", "model", "configurations", "what")
     rows = [(p.name, p.gpu, p.model, units.count(p.size()), p.description) for p in known]
-    return _list({"presets": documents}, header, rows, as_json=as_json)
+    _list({"presets": documents}, header, rows, as_json=as_json)
 
 
-def gpus(*, as_json: bool) -> int:
+def gpus(*, as_json: bool) -> None:
     """Print the GPUs of the catalogue, and which of them is here; rates are by compute dtype."""
     from sweep.predict.speed.predictor import within
     from sweep.running.device_info import read_card
@@ -212,10 +209,9 @@ def gpus(*, as_json: bool) -> int:
     _list(whole, (*header, "measured", "speed within"), rows, as_json=as_json)
     if not as_json:
         note("No NVIDIA GPU here." if here is None else f"Here: {here}.")
-    return DONE
 
 
-def models(*, as_json: bool) -> int:
+def models(*, as_json: bool) -> None:
     """Print the shipped architectures; what is not known of one is null."""
     documents: list[dict[str, Any]] = [
         {
@@ -240,4 +236,3 @@ def models(*, as_json: bool) -> int:
     _list({"models": documents}, header, rows, as_json=as_json)
     if not as_json:
         note("A directory with a config.json or a hub id (org/name) is a model as well.")
-    return DONE

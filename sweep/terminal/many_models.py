@@ -27,9 +27,8 @@ from sweep.paths import runs_directory, storage_url
 from sweep.request import REQUEST, RunRequest
 from sweep.stop_signals import INTERRUPTED
 from sweep.study.events import Interruption
-from sweep.terminal.commands import DONE, NOTHING_FITS
 from sweep.terminal.console import note, say, say_json, width_of
-from sweep.terminal.edge import OUR_ERROR
+from sweep.terminal.edge import WORST_FIRST
 from sweep.terminal.summary import studies_text
 
 PROGRAM = (sys.executable, "-P", "-m", "sweep")
@@ -42,7 +41,6 @@ _TURN_SECONDS = 0.2
 _END_SECONDS = 30.0
 """That drivers get to stop in which nobody waits for any more."""
 _FAULT = EnvironmentFault.exit_code
-_WORST_FIRST = (INTERRUPTED, OUR_ERROR, _FAULT, InputError.exit_code, NOTHING_FITS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def run(
         note("Interrupted; the same command resumes the study.")
         return INTERRUPTED
     codes = {end.code for end in ended}
-    return next((code for code in _WORST_FIRST if code in codes), DONE)
+    return next((code for code in WORST_FIRST if code in codes), 0)
 
 
 class _Drivers:
@@ -169,8 +167,7 @@ class _Drivers:
             document = None
             with suppress(ValueError):
                 document = json.loads(answer.read())
-            is_known = code in (DONE, *_WORST_FIRST)
-            return Ended(code if is_known else _FAULT, document)
+            return Ended(code if code in WORST_FIRST else _FAULT, document)
 
     def stop(self) -> None:
         """Ask each driver to stop, once, and begin none any more."""

@@ -50,8 +50,6 @@ from sweep.terminal.plan_details import configurations
 if TYPE_CHECKING:
     from sweep.running.device_info import Card
 
-DONE, NOTHING_FITS = 0, 1
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -104,7 +102,7 @@ def plan(request: PlanRequest, **seams: Any) -> int:
     else:
         is_terminal, width = sys.stdout.isatty(), shutil.get_terminal_size().columns
         say_as_is(rendered(found.view, is_terminal=is_terminal, width=width))
-    return DONE if found.fits else NOTHING_FITS
+    return 0 if found.fits else NothingFits.exit_code
 
 
 def answer(

@@ -44,7 +44,7 @@ def replay(
     seeds: int,
     budget_gib: float | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Let samplers search a surface, and print how many trials each needs.
 
     Raises:
@@ -87,7 +87,6 @@ def replay(
         f"Median (95th percentile):\n{table(header, rows, width=width_of(sys.stdout))}"
     )
     say_result(document, text, as_json=as_json)
-    return 0
 
 
 def _nothing_fits(surface: Surface, budget_bytes: int) -> str:

@@ -18,8 +18,6 @@ from storage.reading import read_study
 from sweep.paths import runs_directory, storage_url
 from sweep.terminal import console
 
-DONE = 0
-
 
 def contribute(
     study: str,
@@ -29,7 +27,7 @@ def contribute(
     is_sure: bool,
     storage: str | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Show what a study contributes, and write it once a person agrees."""
     found = contribution_of(read_study(study, url=storage_url(storage), home=runs_directory()))
     name = output or f"contribution-{found.surface.gpu}-{found.digest}.jsonl"
@@ -54,7 +52,6 @@ def contribute(
             console.say_result(document | {"written": True}, name, as_json=as_json)
         else:
             console.note("Nothing was written.")
-    return DONE
 
 
 def calibrate(
@@ -123,7 +120,7 @@ def calibrate(
         gpus = {gpu: entry["files"] for gpu, entry in evidence["gpus"].items()}
         document = {"files": told, "gpus": gpus, "before": before, "after": after}
         console.say_result(document, _text(document), as_json=as_json)
-    return InputError.exit_code if is_vain else DONE
+    return InputError.exit_code if is_vain else 0
 
 
 def _read(path: Path) -> Contribution:

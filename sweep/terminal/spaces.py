@@ -12,16 +12,13 @@ from storage.files import checked_output, write_output
 from sweep.running.device_info import read_card
 from sweep.terminal.console import note, say, say_as_is
 
-DONE = 0
 
-
-def schema() -> int:
+def schema() -> None:
     """Print the JSON Schema of a space file."""
     say_as_is(schema_text().removesuffix("\n"))
-    return DONE
 
 
-def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: bool) -> int:
+def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: bool) -> None:
     """Print a space to start from, or write it and print what to type next."""
     path = checked_output(
         output,
@@ -35,13 +32,12 @@ def init(*, gpu: str | None, model: str | None, output: str | None, is_forced: b
     text = starting_text(card, model)
     if path is None:
         say_as_is(text.removesuffix("\n"))
-        return DONE
+        return
     write_output(path, text.encode())
     typed = shlex.quote(str(path))
     # What is predicted is a GPU's memory and speed; a CPU is measured.
     planned = "" if card == "cpu" else f"sweep plan {typed}, or "
     say(f"Wrote {path}; next: {planned}sweep run {typed}")
-    return DONE
 
 
 def _card_here() -> str:
