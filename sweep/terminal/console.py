@@ -18,7 +18,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -252,23 +252,6 @@ def _folded_line(line: str, width: int, indent: int) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     ).replace("\N{NO-BREAK SPACE}", " ")
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
-    """Return rows under a header in aligned columns, whose cells but the first are folded where
-    they do not go into ``width`` columns; None for no limit."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for number, title in enumerate(header):
-        drawn.add_column(Text(title), overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        drawn.add_row(*(Text(shown(cell)) for cell in row))
-    out = io.StringIO()
-    Console(file=out, width=width or 10_000, color_system=None).print(drawn)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def progress_words(what: str, done: int, of: int) -> str:

@@ -29,7 +29,8 @@ from sweep.data.rows import on_completions
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
-from sweep.terminal.console import folded, note_folded, say_result, table, width_of, working
+from sweep.terminal.console import folded, note_folded, say_result, width_of, working
+from sweep.terminal.drawing import table
 
 _KINDS: Mapping[TextsKind, str] = {
     "text": "one text each",

@@ -32,14 +32,9 @@ class Shown:
             yield segment if control else Segment(shown(text), style)
 
 
-def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = None) -> str:
-    """Return content as text: coloured and as wide as the terminal, or plain."""
-    console = Console(
-        file=io.StringIO(),
-        force_terminal=is_terminal,
-        width=width if is_terminal else PLAIN_WIDTH,
-        highlight=False,
-    )
+def rendered(content: RenderableType, *, is_terminal: bool, width: int = PLAIN_WIDTH) -> str:
+    """Return content as text of so many columns: coloured for a terminal, or plain."""
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=width, highlight=False)
     with console.capture() as captured:
         # A command to copy may be wider than the terminal.
         console.print(Shown(content), crop=False)
@@ -48,15 +43,26 @@ def rendered(content: RenderableType, *, is_terminal: bool, width: int | None = 
 
 def grid(headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """Return a borderless table; a header that begins with ``>`` is that of a column of numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for header in headers:
         is_number = header.startswith(">")
-        # Where it is narrow, words are folded and numbers are not.
-        justify = "right" if is_number else "left"
-        table.add_column(header.removeprefix(">"), justify=justify, no_wrap=is_number)  # type: ignore[arg-type]
+        # Where it is narrow, words are folded; numbers and what a row is of are not.
+        drawn.add_column(
+            header.removeprefix(">"),
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=is_number or not drawn.columns,
+        )
     for row in rows:
-        table.add_row(*row)
-    return table
+        drawn.add_row(*row)
+    return drawn
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> str:
+    """Return a grid as plain text of so many columns; None for no limit."""
+    # Shown before it is folded: a secret that goes on in the next line would not be known any more.
+    cells = ([Text(shown(cell)) for cell in row] for row in rows)
+    return rendered(grid(header, cells), is_terminal=False, width=width or 10_000)
 
 
 def facts(rows: Iterable[Fact]) -> Table:

@@ -25,7 +25,7 @@ from sweep.merging.job import merge as run_merge
 from sweep.paths import storage_url
 from sweep.running.device_info import choose_cards, environment_with, read_card, read_cards
 from sweep.stop_signals import INTERRUPTED
-from sweep.terminal import console, options
+from sweep.terminal import console, drawing, options
 from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import read, warn
 from sweep.verifying.runs import Verification
@@ -140,7 +140,7 @@ def _result_text(trained: TrainedAdapter) -> str:
         f"{units.plural(result.steps, 'step')}, {result.tokens:,} supervised tokens, in "
         f"{units.duration(result.seconds)}",
         f"loss {result.final_train_loss:.4f} at the end, {result.train_loss:.4f} on average{held}",
-        console.table(("", "promised", "reached", "ratio"), rows, width=width),
+        drawing.table(("", "promised", "reached", "ratio"), rows, width=width),
         *([] if words is None else [console.folded(words, width)]),
     ]
     if result.rows_left_out:

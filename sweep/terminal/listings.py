@@ -19,7 +19,8 @@ from search_spaces.prices import load_prices
 from storage.definition import StudySnapshot, UnreadableStudy
 from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
-from sweep.terminal.console import note, say_result, table, width_of
+from sweep.terminal.console import note, say_result, width_of
+from sweep.terminal.drawing import table
 from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
 
 Rows = Sequence[Sequence[str]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -42,9 +41,9 @@ from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, 
 from sweep.predict.memory.predictor import MemoryPredictor, TracingPredictor
 from sweep.predict.memory.profile_store import Tracer, TracingChildren
 from sweep.terminal import plan_screen
-from sweep.terminal.console import note, say_as_is, working
+from sweep.terminal.console import note, say_as_is, width_of, working
 from sweep.terminal.dataset import prepared
-from sweep.terminal.drawing import rendered
+from sweep.terminal.drawing import PLAIN_WIDTH, rendered
 from sweep.terminal.plan_details import configurations
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ def plan(request: PlanRequest, **seams: Any) -> int:
     if request.as_json:
         say_as_is("\n".join(json.dumps(redacted(d), allow_nan=False) for d in found.documents))
     else:
-        is_terminal, width = sys.stdout.isatty(), shutil.get_terminal_size().columns
-        say_as_is(rendered(found.view, is_terminal=is_terminal, width=width))
+        width = width_of(sys.stdout)
+        say_as_is(rendered(found.view, is_terminal=width is not None, width=width or PLAIN_WIDTH))
     return 0 if found.fits else NothingFits.exit_code
 
 

@@ -22,7 +22,8 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.processes import process_pool
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
-from sweep.terminal.console import note, say_result, table, width_of, working
+from sweep.terminal.console import note, say_result, width_of, working
+from sweep.terminal.drawing import table
 from sweep.terminal.listings import warn
 
 ALONE_SECONDS = 5.0

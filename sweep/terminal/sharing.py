@@ -16,7 +16,7 @@ from storage.contributions import Contribution, contribution_of, read_contributi
 from storage.files import checked_output, write_output
 from storage.reading import read_study
 from sweep.paths import runs_directory, storage_url
-from sweep.terminal import console
+from sweep.terminal import console, drawing
 
 
 def contribute(
@@ -169,7 +169,7 @@ def _text(document: Mapping[str, Any]) -> str:
     ]
     header = ("GPU", "digest", "model", "date", "trials", "measured/predicted s", "")
     nothing = "Nothing is kept: `sweep calibrate FILE` keeps what others measured."
-    lines = [console.table(header, rows, width=console.width_of(sys.stdout)) if rows else nothing]
+    lines = [drawing.table(header, rows, width=console.width_of(sys.stdout)) if rows else nothing]
     for gpu in document["before"]:
         for when in ("before", "after"):
             if (speed := document[when][gpu]) is not None:

@@ -13,7 +13,8 @@ from search_spaces.errors import quote
 from storage.definition import StudySnapshot, UnreadableStudy
 from storage.ranking import measured_of, rank_study
 from storage.records import Invalid, Purpose
-from sweep.terminal.console import folded, table
+from sweep.terminal.console import folded
+from sweep.terminal.drawing import table
 
 _ADVICE_SHOWN = 3
 _CLASSES_SHOWN = 3

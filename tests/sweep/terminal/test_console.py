@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 
 from sweep.terminal import console
-from sweep.terminal.console import Rhythm, announce_if_slow, folded, note, table, width_of, working
+from sweep.terminal.console import Rhythm, announce_if_slow, folded, note, width_of, working
+from sweep.terminal.drawing import table
 from tests.sweep.terminal.screen import Screen
 
 COMMAND = "  sweep export a10 --format script --storage sqlite:///somewhere.db"

@@ -22,8 +22,8 @@ from search_spaces.errors import EnvironmentFault, InputError, quote, words_of
 from storage.reading import read_study
 from storage.records import Crashed, TrialRecord
 from sweep.cli import guarded
-from sweep.terminal.console import Guarded, Synchronized, folded, note, say, say_json, table
-from sweep.terminal.drawing import Shown, rendered
+from sweep.terminal.console import Guarded, Synchronized, folded, note, say, say_json
+from sweep.terminal.drawing import Shown, rendered, table
 from tests.reports.synthetic import fits, record, snapshot
 from tests.storage.builders import open_it, run_one
 from tests.sweep.typed import Sweep
