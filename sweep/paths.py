@@ -43,17 +43,12 @@ def storage_url(typed: str | None) -> str:
         return typed
     named = os.environ.get(STORAGE)
     if not named:
-        return default_storage()
+        return f"sqlite:///{runs_directory() / 'sweep.db'}"
     try:
         require_directory(named, made=runs_directory())
     except InputError as error:
         raise InputError(f"{STORAGE}: {error}") from error
     return named
-
-
-def default_storage() -> str:
-    """Return the URL of the database that is used where none is named."""
-    return f"sqlite:///{runs_directory() / 'sweep.db'}"
 
 
 def report_path(study: str) -> Path:
