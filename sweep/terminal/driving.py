@@ -46,7 +46,7 @@ from sweep.terminal.dataset import prepared as read_texts
 from sweep.terminal.listings import warn
 from sweep.terminal.live import watching
 from sweep.terminal.options import seconds
-from sweep.terminal.summary import has_fit, last_screen, why_invalid
+from sweep.terminal.summary import last_screen, why_invalid
 
 STEPS_WITHOUT_END = 1_000_000
 _REASONS = {
@@ -327,9 +327,9 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
         if not is_cut and (expected := stopped_words(snapshot)):
             console.note_folded(expected)
         option = f" --storage {shlex.quote(redact(storage))}" if storage else ""
-        width = console.width_of(sys.stdout)
+        width, view = console.width_of(sys.stdout), view_of(snapshot)
         screen = last_screen(snapshot, report=report, storage_option=option, width=width)
-        console.say_result(view_of(snapshot).document(), screen, as_json=as_json)
+        console.say_result(view.document(), screen, as_json=as_json)
         if fault is not None:
             raise fault
         if not is_cut and (invalid := why_invalid(snapshot)) is not None:
@@ -337,7 +337,7 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
             why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
             raise InputError(f"space '{prepared.space.name}': {why}")
         if not is_cut:
-            return 0 if has_fit(snapshot) else NothingFits.exit_code
+            return 0 if view.winner else NothingFits.exit_code
     return INTERRUPTED
 
 

@@ -21,7 +21,7 @@ from storage.reading import list_studies, read_study
 from sweep.paths import own_price_file, runs_directory, storage_url
 from sweep.terminal.console import note, say_result, width_of
 from sweep.terminal.drawing import table
-from sweep.terminal.summary import best_text, has_fit, status_text, studies_text
+from sweep.terminal.summary import best_text, status_text, studies_text
 
 Rows = Sequence[Sequence[str]]
 
@@ -59,9 +59,9 @@ def _on_target(snapshot: StudySnapshot) -> StudySnapshot:
 def best(study: str, *, storage: str | None, as_json: bool) -> int:
     """Print the winner of a study."""
     snapshot = read(study, url=storage_url(storage))
-    text = best_text(snapshot, width=width_of(sys.stdout))
-    say_result(view_of(snapshot).document(), text, as_json=as_json)
-    return 0 if has_fit(snapshot) else NothingFits.exit_code
+    text, view = best_text(snapshot, width=width_of(sys.stdout)), view_of(snapshot)
+    say_result(view.document(), text, as_json=as_json)
+    return 0 if view.winner else NothingFits.exit_code
 
 
 def status(study: str | None, *, storage: str | None, as_json: bool, watch: bool) -> None:

@@ -11,7 +11,7 @@ from reports.view import StudyView, view_of
 from search_spaces import redaction
 from search_spaces.errors import quote
 from storage.definition import StudySnapshot, UnreadableStudy
-from storage.ranking import measured_of, rank_study
+from storage.ranking import measured_of
 from storage.records import Invalid, Purpose
 from sweep.terminal.console import folded
 from sweep.terminal.drawing import table
@@ -156,11 +156,6 @@ def _best_of(view: StudyView) -> str:
         speed = f"{units.rate(predicted.value)} tokens/s (predicted{within})"
     parts = [words.value(o, measured) for o in view.objectives if o != "tokens_per_second"]
     return ", ".join([speed, *parts, "confirmed" if view.confirmed else "not confirmed"])
-
-
-def has_fit(snapshot: StudySnapshot) -> bool:
-    """Whether anything of the space was measured to fit."""
-    return rank_study(snapshot).winner is not None
 
 
 def why_invalid(snapshot: StudySnapshot) -> Invalid | None:

@@ -24,7 +24,6 @@ from sweep.export.record import record_of
 from sweep.terminal.live import follow
 from sweep.terminal.summary import (
     best_text,
-    has_fit,
     last_screen,
     status_text,
     why_invalid,
@@ -100,7 +99,7 @@ def test_every_command_says_it_in_the_same_words_on_one_screen(width: int) -> No
 
 def test_where_nothing_fits_that_is_what_is_said_with_what_it_would_take() -> None:
     snapshot = a_snapshot(a_record(TrialConfig(), OutOfMemory(stage="load")))
-    assert not has_fit(snapshot)
+    assert view_of(snapshot).winner is None
     for text in screens(snapshot)[:2]:
         assert "Nothing that was tried was measured to fit in" in text
         assert "  Less memory: " in text
@@ -138,7 +137,7 @@ def test_where_only_a_baseline_outside_the_space_fits_there_is_nothing_to_export
     config = ran_out.config.model_copy(update={"lora_rank": 64})
     large = ran_out.model_copy(update={"config": config})
     snapshot = with_space(a_snapshot(baseline, large), **values)
-    assert not has_fit(snapshot)
+    assert view_of(snapshot).winner is None
     assert "a space that holds what it sets has an answer" in best_text(snapshot)
     with pytest.raises(NothingFits, match="has nothing to export"):
         record_of(snapshot)
