@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, Protocol
@@ -225,10 +225,11 @@ class Forecasts:
     def _memory(self) -> WholeMemory:
         return self.forecaster.whole_memory(self.configs, on_progress=self.progress(TRACED))
 
-    def replay(self, progress: Progress) -> None:
-        """Replay all steps, on all processors, where each is going to be looked at."""
+    def replay(self, progress: Progress) -> Iterator[int]:
+        """Replay all steps, on all processors, where each is going to be looked at; yield the rows,
+        each as soon as it is."""
         near = [row for row, fit in enumerate(self._quick_fits()) if fit is None]
-        self._memory.replay(near, on_progress=progress("steps replayed"))
+        return self._memory.replay(near, on_progress=progress("steps replayed"))
 
     @property
     def refused(self) -> Mapping[int, InputError]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from search_spaces.config import TrialConfig
+from search_spaces.costs import Bill
 from search_spaces.errors import InputError, NothingFits
 from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
@@ -315,19 +316,21 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
     known = forecaster.forecast([config for _, config in lines], progress=progress)
-    known.replay(progress)
     forecasts = [known[at] for at in range(len(lines))]
     for (where, _), forecast in zip(lines, forecasts, strict=True):
         if forecast.broken is not None and forecast.broken.rule == UNBUILDABLE:
             raise InputError(f"{where}: {forecast.broken.reason}")
-    work = question.request.work
-    bills = [bill_offers(forecast, work=work, offers=offers) for forecast in forecasts]
+    bills: dict[int, tuple[Bill, ...]] = {}
+    found: dict[int, Mapping[str, Any]] = {}
+    for at in known.replay(progress):
+        one = forecasts[at]
+        bills[at] = of = bill_offers(one, work=question.request.work, offers=offers)
+        if question.request.as_json:
+            epoch = documents.epoch_document(one, of)
+            found[at] = documents.forecast_document(one, bills=of) | epoch
     return _said(
         question,
-        lambda: [
-            documents.forecast_document(one, bills=of) | documents.epoch_document(one, of)
-            for one, of in zip(forecasts, bills, strict=True)
-        ],
-        lambda: configurations(forecasts, [next(iter(of), None) for of in bills]),
+        lambda: [found[at] for at in range(len(lines))],
+        lambda: configurations(forecasts, [next(iter(bills[at]), None) for at in sorted(bills)]),
         fits=any(forecast.fits for forecast in forecasts),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -305,8 +305,11 @@ class WholeMemory:
             uncapped=uncapped,
         )
 
-    def replay(self, near: Collection[int] = (), *, on_progress: OnProgress = tell_nobody) -> None:
-        """Replay every step whose reserved peak takes that, on all processors.
+    def replay(
+        self, near: Collection[int] = (), *, on_progress: OnProgress = tell_nobody
+    ) -> Iterator[int]:
+        """Replay every step whose reserved peak takes that, on all processors; yield each row as
+        soon as it needs no more replay.
 
         Where all of them are going to be looked at; one by one they are replayed when they are.
 
@@ -314,15 +317,22 @@ class WholeMemory:
             near: rows of which only a replay tells whether they fit.
             on_progress: told how many have been replayed, of how many.
         """
-        rows = [r for r, step in self.steps.items() if not step.config.expandable_segments]
-        missing = [row for row in rows if row not in self._replays]
+        missing = [
+            row
+            for row, step in self.steps.items()
+            if not step.config.expandable_segments and row not in self._replays
+        ]
+        yield from sorted(set(range(len(self._configs))).difference(missing))
         is_near = set(near)
-        found = replay_all(
+        replays = replay_all(
             [self.steps[row] for row in missing],
             near=[at for at, row in enumerate(missing) if row in is_near],
             on_progress=on_progress,
         )
-        self._replays.update(zip(missing, found, strict=True))
+        for rows, found in replays:
+            for row in map(missing.__getitem__, rows):
+                self._replays[row] = found
+                yield row
 
     def _uncapped(self, row: int) -> Uncapped:
         if row not in self._replays:

@@ -493,27 +493,29 @@ def replay_all(
     *,
     near: Collection[int] = (),
     on_progress: OnProgress = tell_nobody,
-) -> list[Uncapped]:
-    """Return what each step comes to without a limit.
+) -> Iterator[tuple[Sequence[int], Uncapped]]:
+    """Yield what steps come to without a limit as soon as they are replayed, with the rows of all
+    that come to the same.
 
     Args:
         steps: of any structures, and of any sizes.
         near: which of them limits are going to be asked about.
         on_progress: told how many different ones have been replayed, of how many.
     """
-    alike = [_alike(step) for step in steps]
-    distinct = dict(zip(alike, steps, strict=True))
-    is_near = {alike[row] for row in near}
+    alike: dict[tuple[tuple[int, ...], Hashable], list[int]] = defaultdict(list)
+    for row, step in enumerate(steps):
+        alike[_alike(step)].append(row)
     # Neighbours are of one structure, so that a process is sent few profiles at a time, and of as
     # many tokens, so that it finds what they ask for alike.
-    keys = sorted(distinct, key=lambda key: (key[0], distinct[key].config.tokens_per_micro_batch))
-    results: list[Uncapped] = []
-    on_progress(0, len(keys))
-    for more in _in_parts([(distinct[key], key in is_near) for key in keys]):
-        results += more
-        on_progress(len(results), len(keys))
-    known = dict(zip(keys, results, strict=True))
-    return [known[key] for key in alike]
+    ordered = sorted(
+        alike.items(), key=lambda one: (one[0][0], steps[one[1][0]].config.tokens_per_micro_batch)
+    )
+    rows, is_near, done = [rows for _, rows in ordered], set(near), 0
+    on_progress(done, len(rows))
+    for found in _in_parts([(steps[of[0]], not is_near.isdisjoint(of)) for of in rows]):
+        yield from zip(rows[done : done + len(found)], found, strict=True)
+        done += len(found)
+        on_progress(done, len(rows))
 
 
 def _structure(step: Step) -> tuple[tuple[int, ...], *tuple[Hashable, ...]]:

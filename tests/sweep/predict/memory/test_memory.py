@@ -36,7 +36,13 @@ from sweep.predict.memory.profiles import (
     Symbols,
     Untraceable,
 )
-from sweep.predict.memory.replay import Step, replay_all, replay_uncapped, runs_under
+from sweep.predict.memory.replay import (
+    Step,
+    Uncapped,
+    replay_all,
+    replay_uncapped,
+    runs_under,
+)
 from tests.sweep.predict.memory.imagined_profile import (
     ADAPTER_ELEMENTS,
     KIB,
@@ -473,6 +479,11 @@ def steps(tmp_path: Path) -> list[Step]:
     return steps_of(imagined(tmp_path), mixed_configs(60))
 
 
+def replayed(steps: list[Step], **asked: Any) -> list[Uncapped]:
+    found = {row: one for rows, one in replay_all(steps, **asked) for row in rows}
+    return [found[row] for row in range(len(steps))]
+
+
 @pytest.mark.parametrize("worth_processes", [1, 10_000])
 def test_each_of_many_steps_comes_to_what_it_comes_to_alone(
     steps: list[Step], worth_processes: int, monkeypatch: pytest.MonkeyPatch
@@ -481,7 +492,7 @@ def test_each_of_many_steps_comes_to_what_it_comes_to_alone(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     told: list[tuple[int, int]] = []
     # Equal ones are replayed once, and the large requests of others that ask for as large ones.
-    found = replay_all([*steps, *steps], on_progress=lambda done, of: told.append((done, of)))
+    found = replayed([*steps, *steps], on_progress=lambda done, of: told.append((done, of)))
     assert found == [replay_uncapped(step) for step in steps] * 2
     assert told[0] == (0, len(steps))
     assert told[-1] == (len(steps), len(steps))
@@ -494,7 +505,7 @@ def test_what_a_step_comes_to_without_a_limit_decides_most_limits(tmp_path: Path
         {"micro_batch_size": 8, "seq_len": 256},
     ]
     steps = steps_of(imagined(tmp_path), [c for size in sizes for c in mixed_configs(25, **size)])
-    found = replay_all(steps, near=range(len(steps)))
+    found = replayed(steps, near=range(len(steps)))
     alone = [replay_uncapped(step, is_near=True) for step in steps]
     assert found == alone
     assert [uncapped[:3] for uncapped in found] == [replay_uncapped(step)[:3] for step in steps]
