@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from search_spaces.config import TrialConfig
@@ -72,14 +72,6 @@ class ImaginedWhole(WholeMemory):
     def prediction(self, row: int) -> MemoryPrediction:
         self.shown.append(row)
         return super().prediction(row)
-
-    def replay(
-        self,
-        near: Collection[int] = (),
-        *,
-        on_progress: Callable[[int, int], None] = lambda done, of: None,
-    ) -> None:
-        on_progress(0, 0)
 
 
 class ImaginedPredictor(MemoryPredictor):
