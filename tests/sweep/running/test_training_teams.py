@@ -130,7 +130,7 @@ def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_togethe
     shared, alone = (
         measured(run(runner, config)).peak_allocated_bytes for config in (SHARED, ALONE)
     )
-    budget, others = (shared + alone) // 2, ranks()
+    budget = (shared + alone) // 2
     with a_cpu_runner(tmp_path / "worker.log", model=DEEP, budget_bytes=budget) as capped:
         for config, verdict in ((TOGETHER, OutOfMemory), (ALONE, OutOfMemory), (SHARED, Measured)):
             outcome = run(capped, config)
@@ -139,8 +139,6 @@ def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_togethe
                 # wrapper of the model apart. A study tries a crash again too.
                 outcome = run(capped, config)
             assert isinstance(outcome, verdict), outcome
-        assert len(ranks()) > len(others)
-    assert ranks() == others, "none outlives its runner"
     assert isinstance(outcome, Measured)
     assert outcome.measurement.peak_allocated_bytes <= budget
 
@@ -164,19 +162,22 @@ def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next
     assert killed[0] not in [number for _, number in ranks()]
 
 
-def test_a_rank_that_dies_idle_is_no_trials_verdict_and_is_replaced_alone(
-    runner: SupervisedRunner,
+def test_a_rank_that_dies_idle_is_no_trials_verdict_and_replaced_alone_and_none_outlives_its_runner(
+    tmp_path: Path,
 ) -> None:
-    three = TOGETHER.model_copy(update={"data_parallel": 3})
-    begun = run(runner, three)
-    # Of three ranks on a busy machine gloo once in a while ends one by SIGSEGV as they meet.
-    again = run(runner, three) if isinstance(begun, Crashed) else begun
-    assert measured(again).cards == 3
-    (_, dead), (_, alive) = ranks()
-    kill_idle(dead)
-    assert measured(run(runner, three)).cards == 3
-    assert [rank for rank, _ in ranks()] == [1, 2]
-    assert ranks()[1] == (2, alive)
+    three, others = TOGETHER.model_copy(update={"data_parallel": 3}), ranks()
+    with a_cpu_runner(tmp_path / "worker.log", model=DEEP) as runner:
+        begun = run(runner, three)
+        # Of three ranks on a busy machine gloo once in a while ends one by SIGSEGV as they meet.
+        again = run(runner, three) if isinstance(begun, Crashed) else begun
+        assert measured(again).cards == 3
+        (_, dead), (_, alive) = (found for found in ranks() if found not in others)
+        kill_idle(dead)
+        assert measured(run(runner, three)).cards == 3
+        now = [found for found in ranks() if found not in others]
+        assert [rank for rank, _ in now] == [1, 2]
+        assert now[1] == (2, alive)
+    assert ranks() == others
 
 
 def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: SupervisedRunner) -> None:
