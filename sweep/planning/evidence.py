@@ -6,7 +6,6 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
@@ -22,9 +21,6 @@ from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import StepTimes, within
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 def evidence_from(
