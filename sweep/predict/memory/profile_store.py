@@ -37,7 +37,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 TRACED_BY = (
     *(f"search_spaces/{name}.py" for name in ("config", "documents", "linears", "models")),
     *(f"sweep/predict/memory/{name}" for name in ("allocator.py", "profiles.py", "tracing")),
-    *(f"sweep/training/{name}.py" for name in ("adapters", "eight_bit", "model")),
+    *(f"sweep/training/{name}.py" for name in ("adapters", "eight_bit", "model", "preference")),
 )
 """Modules and directories whose code the tracing child runs; a profile is of no use once any of it
 changes."""
