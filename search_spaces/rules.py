@@ -53,6 +53,16 @@ INT8_ROWS = 16
 """`torch._int_mm` takes more rows than these."""
 
 
+CHANGES_LOGITS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+"""What configs call what happens to logits behind the head."""
+
+
 @dataclass(frozen=True)
 class Violation:
     """A configuration that cannot be run as it says, and why."""
@@ -268,11 +278,14 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.is_sharded:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:
-        yield "pairs", _not_of_pairs(config)
+        yield "pairs", _not_of_pairs(config, setting.model)
 
 
-def _not_of_pairs(config: TrialConfig) -> str | None:
+def _not_of_pairs(config: TrialConfig, model: ModelSpec) -> str | None:
     """Return what training on pairs does not go with."""
+    for key in CHANGES_LOGITS:
+        if model.config.get(key) not in (None, 1.0):
+            return f"method dpo takes logits as the head makes them, and {model.name} has {key}"
     if config.packing == "packed":
         return "each completion of a pair has a row of its own: use packing none or grouped"
     if config.is_sharded:

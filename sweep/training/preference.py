@@ -18,19 +18,10 @@ from peft import PeftModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from search_spaces.config import LOGITS_AT_ONCE, TrialConfig
-from search_spaces.errors import InputError
 from sweep.data.rows import IGNORED
 
 REFERENCE = "reference"
 """Of a micro-batch, the reference's log-probability of each row's completion."""
-UNKNOWN_HEADS = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
-"""What configs call what happens to logits behind the head."""
 
 Scores = torch.Tensor
 """One number for each pair."""
@@ -90,20 +81,11 @@ class Preference(torch.nn.Module):
     Args:
         model: the policy; with its adapters off, the reference.
         config: which loss, and where the reference's log-probabilities come from.
-
-    Raises:
-        InputError: the architecture does something to its logits that is not known here.
     """
 
     def __init__(self, model: PeftModel, config: TrialConfig) -> None:
         super().__init__()
         self.model, self.config = model, config
-        text = model.get_base_model().config.get_text_config()
-        known = [name for name in UNKNOWN_HEADS if getattr(text, name, None) not in (None, 1.0)]
-        if known:
-            raise InputError(
-                f"method dpo: {known[0]} of model type '{text.model_type}' is not known to it"
-            )
         self.newest: Pairs | None = None
         """The newest micro-batch, without gradients."""
         self.loss: torch.Tensor | None = None

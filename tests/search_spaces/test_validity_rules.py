@@ -130,6 +130,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     "packing-needs-texts": [({"packing": "grouped"}, MISTRAL, None, "yours with --data")],
     "pairs": [
         ({"method": "dpo", **FSDP}, MISTRAL, AMPERE, "sharding none"),
+        ({"method": "dpo"}, of_type("gemma2", final_logit_softcapping=30.0), AMPERE, "softcapping"),
     ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),
