@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
-from importlib.metadata import distributions
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,13 @@ def test_ci_tests_versions_that_are_allowed() -> None:
         assert name not in OWN_TOOLS or is_exact, name
 
 
-def test_all_that_is_installed_is_pinned() -> None:
-    installed = {canonicalize_name(one.name) for one in distributions()}
-    own = {"qlora-sweep", "pip", "setuptools"}
-    # Torch's builds for GPUs bring what they need.
-    missing = installed - own - pins("constraints.txt").keys() - {"triton"}
-    assert {name for name in missing if not name.startswith(("nvidia-", "cuda-"))} == set()
+@pytest.mark.parametrize("requirement", requirements(), ids=lambda one: one.name)
+def test_what_is_installed_here_is_allowed(requirement: Requirement) -> None:
+    try:
+        installed = version(requirement.name)
+    except ModuleNotFoundError:
+        pytest.skip(f"{requirement.name} is not installed")
+    assert requirement.specifier.contains(installed, prereleases=True)
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
@@ -95,12 +97,59 @@ def test_every_package_that_is_imported_is_declared() -> None:
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     modules.add(node.module.partition(".")[0])
     # Triton is a part of torch where that is built for GPUs, and not asked for elsewhere.
-    outside = modules - packages - set(sys.stdlib_module_names) - {"triton"}
+    outside = modules - packages - {"qlora_sweep"} - set(sys.stdlib_module_names) - {"triton"}
     missing = {canonicalize_name(named.get(m, m)) for m in outside} - lower_bounds().keys()
     assert missing == set()
 
 
-# What is missing says how to get it.
+# An extra installs under the tested pins, and what is missing without it says how to get it.
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+UNPINNED = {"triton"}
+"""Torch's build for a GPU says which."""
+
+
+def brought(lines: list[str], seen: set[str] | None = None) -> Iterator[Requirement]:
+    """Yield everything that these requirements install, one after another's requirements.
+
+    Raises:
+        PackageNotFoundError: one of them is not installed here.
+    """
+    seen = set() if seen is None else seen
+    for line in lines:
+        requirement = Requirement(line)
+        extras = sorted(requirement.extras) or [""]
+        if not any(_applies(requirement, extra) for extra in ("", *extras)):
+            continue
+        yield requirement
+        key = f"{canonicalize_name(requirement.name)}{extras}"
+        if key in seen:
+            continue
+        seen.add(key)
+        needed = distribution(requirement.name).requires or []
+        wanted = [one for one in needed if any(_applies(Requirement(one), e) for e in extras)]
+        yield from brought([one.split(";")[0] for one in wanted], seen)
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_what_an_extra_brings_is_pinned_at_a_version_that_everything_allows(extra: str) -> None:
+    pinned = pins("constraints.txt")
+    lines = [line for line in EXTRAS[extra] if not line.startswith(PROJECT["name"])]
+    try:
+        requirements = list(brought(lines))
+    except PackageNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed")
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if name in UNPINNED:
+            continue
+        assert name in pinned, f"{name}, which {extra} brings, is not in constraints.txt"
+        assert requirement.specifier.contains(str(pinned[name]), prereleases=True), requirement
 
 
 def test_a_database_without_its_driver_names_the_extra(
