@@ -123,6 +123,6 @@ def test_fifty_drivers_at_one_server_lose_and_double_nothing(
         told = {(r.number, r.measurement.tokens_per_second) for r in study.records if r.measurement}
         heard = (line.split()[1:] for line in said if line.startswith("told"))
         assert told == {(int(number), float(speed)) for number, speed in heard}
-        kept = Spool(tmp_path / name / "spool.jsonl", study.known.identity).read().records
+        kept = Spool(tmp_path / name / "spool.jsonl", study.identity).read().records
         assert kept == study.records
         assert (study.running, study.warnings, study.holder) == ((), (), None)
