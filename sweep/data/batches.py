@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,21 +143,25 @@ def trial_batches(
     chosen = representative(whole, micro_steps=micro_steps or config.accumulation_steps)
     collate = Collator(config)
 
-    def made(places: Iterable[int]) -> list[dict[str, Any]]:
-        samples = [indices[whole.rows.of(place)] for place in places]
-        if config.is_on_pairs:
-            samples = [sample[at : at + 1] for at in (0, 1) for sample in samples]
-        return [row_of(rows, sample, config) for sample in samples]
+    def made(places: Iterable[int]) -> list[list[dict[str, Any]]]:
+        samples = (indices[whole.rows.of(place)] for place in places)
+        each = config.rows_per_sample
+        return [[row_of(rows, row, config) for row in np.split(one, each)] for one in samples]
 
-    longest = list(map(int, whole.largest_rows))
+    longest = made(map(int, whole.largest_rows))
     return TrialBatches(
         texts=texts,
         epoch=whole,
-        largest=[collate(made(longest[turn:] + longest[:turn])) for turn in range(_ALIKE)],
-        round=[collate(made(whole.rows_of(index))) for index in chosen],
+        largest=[collate(by_member(longest[at:] + longest[:at])) for at in range(_ALIKE)],
+        round=[collate(by_member(made(whole.rows_of(index)))) for index in chosen],
         loss_tokens=int(whole.loss[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
     )
+
+
+def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
+    """Return the rows of samples as a micro-batch has them: of pairs all that were chosen first."""
+    return list(chain.from_iterable(zip(*samples, strict=True)))
 
 
 def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:

@@ -597,12 +597,17 @@ def example_of(fields: Mapping[str, Any], kind: str, *, text_column: str | None 
     if not any(turn["role"] == "assistant" for turn in completion):
         name = kind if kind in fields else "completion"
         raise Broken(f"{name}: no turn of the assistant")
+    return Example(prompt, completion, *_for_template(fields))
+
+
+def _for_template(fields: Mapping[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return what a row has for its chat template: tools, and options."""
     tools, options = (_decoded(fields.get(name)) for name in ("tools", "chat_template_kwargs"))
     if not isinstance(tools, list | None):
         raise Broken(f"tools must be a list, got {_quoted(tools)}")
     if not isinstance(options, dict | None):
         raise Broken(f"chat_template_kwargs must map keys to values, got {_quoted(options)}")
-    return Example(prompt, completion, tools or None, options or {})
+    return tools or None, options or {}
 
 
 def pair_of(fields: Mapping[str, Any]) -> tuple[Example, Example]:
@@ -619,7 +624,7 @@ def pair_of(fields: Mapping[str, Any]) -> tuple[Example, Example]:
             raise Broken("prompt is text, and chosen are turns that do not begin with it")
         prompt = None
     if prompt is None:
-        shared = _common_turns(chosen, rejected) if are_turns else _common(chosen, rejected)
+        shared = _common(chosen, rejected)
         end = min(shared, len(chosen) - 1, len(rejected) - 1)
         if end == shared and not are_turns and chosen[:end].endswith(" "):
             end -= 1
@@ -630,15 +635,8 @@ def pair_of(fields: Mapping[str, Any]) -> tuple[Example, Example]:
         raise Broken("chosen and rejected are the same")
     if are_turns and not prompt:
         raise Broken("chosen and rejected have no turn in common, and there is no prompt")
-    tools = _decoded(fields.get("tools"))
-    options = _decoded(fields.get("chat_template_kwargs")) or {}
-    rest = tools or None, options
-    return Example(prompt, chosen, *rest), Example(prompt, rejected, *rest)
-
-
-def _common_turns(left: Sequence[Any], right: Sequence[Any]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+    told = _for_template(fields)
+    return Example(prompt, chosen, *told), Example(prompt, rejected, *told)
 
 
 def _text(fields: Mapping[str, Any], column: str) -> str:
@@ -1006,9 +1004,10 @@ def _mask_of(row: Rendered, encoding: Any) -> NDArray[np.int8]:
 
 
 def _common(left: Any, right: Any) -> int:
-    """Return how much two texts, or the tokens of two, have in common from their beginning."""
+    """Return how much two texts, the tokens or the turns of two, have in common from their
+    beginning."""
     shorter = min(len(left), len(right))
-    if isinstance(left, str):
+    if isinstance(left, str | list):
         left, right = np.array([*left]), np.array([*right])
     others = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(others[0]) if len(others) else shorter

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from sweep.data.batches import by_member
 from sweep.finetuning.protocol import TrainingJob
 from sweep.training.preference import REFERENCE
 from sweep.training.step import random_rows, stacked
@@ -85,16 +86,19 @@ class Paired(Dataset[Any]):
         return len(self.rows) // 2
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        known = {} if self.reference is None else {REFERENCE: self.reference}
-        rows = (2 * index, 2 * index + 1)
-        return tuple({**self.rows[row], **{k: v[row] for k, v in known.items()}} for row in rows)
+        members = (2 * index, 2 * index + 1)
+        rows = tuple(self.rows[row] for row in members)
+        if self.reference is None:
+            return rows
+        known = self.reference[list(members)]
+        return tuple({**row, REFERENCE: one} for row, one in zip(rows, known, strict=True))
 
 
 def of_pairs(collate: Collate) -> Collate:
     """Return what makes a micro-batch of pairs: all chosen rows, then all rejected ones."""
 
     def collated(pairs: list[Any]) -> dict[str, torch.Tensor]:
-        rows = [pair[member] for member in (0, 1) for pair in pairs]
+        rows = by_member(pairs)
         known = [row[REFERENCE] for row in rows if REFERENCE in row]
         return {**collate(rows), **({REFERENCE: torch.stack(known)} if known else {})}
 
