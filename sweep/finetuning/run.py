@@ -161,7 +161,6 @@ class Training(TrainerCallback):
         self._phase: records.Phase = "start"
         self._step = 0
         self._losses: list[torch.Tensor] = []
-        self._wins = 0
         self._counted: deque[tuple[int, int]] = deque()
         """Of each micro-batch that is made and in no step that ended, the tokens that count and
         all that are computed."""
@@ -375,7 +374,7 @@ class Training(TrainerCallback):
             return
         eval_loss = None
         if self._rows.held_out is not None and evaluates:
-            eval_loss, _ = self._held_out_loss(EVALUATED_ON_THE_WAY)
+            eval_loss, *_ = self._held_out_loss(EVALUATED_ON_THE_WAY)
             steps.evaluations.append((step, eval_loss))
         steps.note_peak(self._device.memory())
         steps.checkpoints += 1
@@ -412,10 +411,9 @@ class Training(TrainerCallback):
         rows.reference = torch.cat(found, dim=1).T.flatten().contiguous()
         save_file({REFERENCE: rows.reference}, path)
 
-    def _held_out_loss(self, count: int) -> tuple[float, int]:
-        """Return the loss over the first held-out examples, the mean over their tokens, and how
-        many those are; of pairs the mean over pairs, and how many of those the policy prefers as it
-        should is in ``_wins``.
+    def _held_out_loss(self, count: int) -> tuple[float, int, int]:
+        """Return the loss over the first held-out examples, the mean over their tokens or over
+        pairs; how many those are; and in how many pairs the chosen completion gained more.
 
         Nothing random in the training changes by it. A compiled layer runs as it is written:
         evaluated examples have shapes of their own.
@@ -427,8 +425,7 @@ class Training(TrainerCallback):
         size, collate = config.micro_batch_size, rows.collate_held_out
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
         told = {} if config.kernels == "hf" else {"skip_logits": True}
-        device, total, tokens = self._device.torch_device, 0.0, 0
-        self._wins = 0
+        device, total, tokens, wins = self._device.torch_device, 0.0, 0, 0
         with (
             torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
             torch.compiler.set_stance("force_eager"),
@@ -441,22 +438,22 @@ class Training(TrainerCallback):
                     carrying = len(batch["labels"]) // 2
                     loss = trainer.compute_loss(trainer.model, on_device)
                     assert trainer.pairs.newest is not None
-                    self._wins += int((trainer.pairs.newest.margins(config) > 0).sum())
+                    wins += int((trainer.pairs.newest.margins(config) > 0).sum())
                 else:
                     with trainer.compute_loss_context_manager():
                         loss = trainer.model_wrapped(**on_device, **told).loss
                 total, tokens = total + float(loss) * carrying, tokens + carrying
                 self._tell()
-        return total / tokens, tokens
+        return total / tokens, tokens, wins
 
     def _finish(self) -> TrainingOutcome:
         """Evaluate all that is held out, and return what the training came to."""
         steps, job, rows = self._course.steps, self._job, self._setup["rows"]
         if job.keeps_checkpoints and self._saved != self._steps:
             return worker.crashed("measure", OSError("the disk does not take the last checkpoint"))
-        loss, tokens = None, 0
+        loss, tokens, wins = None, 0, 0
         if self._rows.held_out is not None:
-            loss, tokens = self._held_out_loss(len(self._rows.held_out))
+            loss, tokens, wins = self._held_out_loss(len(self._rows.held_out))
         steps.note_peak(self._device.memory())
         whole, further = divmod(self._steps, self._steps_per_epoch)
         saved = checkpoints.path_of(self._output, self._steps)
@@ -466,7 +463,7 @@ class Training(TrainerCallback):
             eval_loss=loss,
             eval_tokens=0 if job.config.is_on_pairs else tokens,
             eval_pairs=tokens if job.config.is_on_pairs else 0,
-            eval_wins=self._wins,
+            eval_wins=wins,
             packed_rows=rows if job.config.packing == "packed" else None,
             # An epoch's last step may have fewer examples.
             epochs=whole + further * job.config.samples_per_step / rows,
