@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from sweep.data.epoch import (
     representative,
     too_few,
 )
-from sweep.data.rows import IGNORED, INPUT, MASK, SEQ_LENGTHS, Collator, split
+from sweep.data.rows import IGNORED, INPUT, MASK, SEQ_LENGTHS, Collator, by_member, split
 from sweep.data.texts import LENGTHS, LOSS_LENGTHS, TOKENS
 
 if TYPE_CHECKING:
@@ -157,11 +157,6 @@ def trial_batches(
         loss_tokens=int(whole.loss[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
     )
-
-
-def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
-    """Return the rows of samples as a micro-batch has them: of pairs all that were chosen first."""
-    return list(chain.from_iterable(zip(*samples, strict=True)))
 
 
 def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:

@@ -1164,7 +1164,8 @@ def tokenized(
     completions_only: bool | None = None,
     text_column: str | None = None,
 ) -> tuple[Any, list[tuple[Place, Broken]]]:
-    """Return a dataset's rows as tokens, with the columns `INPUT` and `MASK`, and its broken rows.
+    """Return a dataset's rows as tokens, with the columns `INPUT` and `MASK`, and its broken rows;
+    a pair as two rows, where ``preference`` is asked for.
 
     Raises:
         RowsError: the dataset cannot be read, or no row of it can be trained on.
@@ -1172,8 +1173,9 @@ def tokenized(
     from datasets import Dataset
 
     source = Source(name)
-    first, _, kind = first_rows(source, name, format=kind, text_column=text_column)
-    if kind == PREFERENCE:
+    asked = kind
+    first, _, kind = first_rows(source, name, format=asked, text_column=text_column)
+    if kind == PREFERENCE != asked:
         raise RowsError(f"{name}: its rows are pairs of completions, and this trains on texts")
     only = on_completions(kind, completions_only)
     encoder = Encoder(tokenizer, kind, completions_only=only, text_column=text_column)
@@ -1181,7 +1183,7 @@ def tokenized(
     broken: list[tuple[Place, Broken]] = []
     for place, row in encoded(chain(first, source), encoder):
         if isinstance(row, Tokens):
-            kept.append(row)
+            kept.extend(row.members)
         else:
             broken.append((place, row))
     if not kept:
@@ -1237,6 +1239,11 @@ def training_rows(data: Any, lengths: ArrayLike, kept: Any, settings: Any) -> An
         ).with_format("numpy")
     cut = np.minimum(lengths, settings.seq_len)
     return data.add_column(LENGTH, cut).select(kept).with_format("numpy")
+
+
+def by_member(samples: Iterable[Sequence[Any]]) -> list[Any]:
+    """Return the rows of samples as a micro-batch has them: of pairs all that were chosen first."""
+    return list(chain.from_iterable(zip(*samples, strict=True)))
 
 
 def is_flattened(settings: Any) -> bool:

@@ -14,7 +14,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from search_spaces.config import EIGHT_BIT, TORCH_DTYPES, allocator_settings
+from search_spaces.config import (
+    EIGHT_BIT,
+    LOGITS_AT_ONCE,
+    TORCH_DTYPES,
+    allocator_settings,
+)
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.definition import StudySnapshot
 from storage.files import WRITTEN_BY
@@ -25,8 +30,21 @@ from sweep.export.rows import DATA_FILE, dataset_options
 
 SURFACE = "surface"
 """The format of all of a study's trials; the others are of one."""
-_ROWS, _KERNELS = "rows.py", "eight_bit.py"
-"""What lies beside a script: it reads examples, and stores and computes in 8 bits."""
+_ROWS, _KERNELS, _PAIRS = "rows.py", "eight_bit.py", "preference.py"
+"""What lies beside a script: it reads examples, stores and computes in 8 bits, trains on pairs."""
+_ALONE = {
+    "from search_spaces.config import LOGITS_AT_ONCE": f"LOGITS_AT_ONCE = {LOGITS_AT_ONCE}",
+    "from sweep.data.rows import": "from rows import",
+}
+"""What is said otherwise in a file that lies there."""
+_ANY_PAIRS = {
+    "source": None,
+    "tokenizer": None,
+    "seed": 0,
+    "eval_fraction": 0.0,
+    "summary": {"kind": "preference", "text_column": None, "completions_only": True},
+}
+"""How a script of a study on random pairs reads those that it is given."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +166,16 @@ def lora_options(record: Record) -> dict[str, Any]:
 
 def _script(record: Record) -> Export:
     """Return a training script, which trains what was measured by transformers' `Trainer`."""
-    config, texts = record.config, record.texts
+    config = record.config
+    texts = record.texts or (_ANY_PAIRS if config.is_on_pairs else None)
     copied = {_ROWS: "sweep.data"}
     if {config.compute_dtype, config.quantization} & set(EIGHT_BIT):
         copied[_KERNELS] = "sweep.training"
+    told_of_rows = {key: getattr(config, key) for key in ("packing", "attention", "compile")}
+    if config.is_on_pairs:
+        copied[_PAIRS] = "sweep.training"
+        keys = ("is_on_pairs", "loss_type", "dpo_beta")
+        told_of_rows |= {key: getattr(config, key) for key in keys}
     sharding = trainers.unsupported(record, "trl").get("sharding")
     lost = (sharding.replace("the file", "the script"),) if sharding else ()
     is_whole = config.quantized_count(record.layers) == record.layers
@@ -160,6 +184,8 @@ def _script(record: Record) -> Export:
         record=record,
         config=config,
         texts=texts,
+        told_of_rows=told_of_rows,
+        grouped_pairs=config.is_on_pairs and config.packing == "grouped",
         beside=list(copied),
         gpus=config.data_parallel,
         lora=lora_options(record),
@@ -171,12 +197,16 @@ def _script(record: Record) -> Export:
         needs=("" if config.kernels == "hf" else ", liger-kernel") + (", trl" if texts else ""),
         training=trainers.spelled(record, "script"),
     )
-    needed = {
-        name: f"# {WRITTEN_BY}, for the scripts beside it.\n"
-        + (files(package) / name).read_text(encoding="utf-8")
-        for name, package in copied.items()
-    }
+    needed = {name: _alone(name, package) for name, package in copied.items()}
     return Export(text, lost, needed, _beside(record, lost))
+
+
+def _alone(name: str, package: str) -> str:
+    """Return a module of ours as a file that lies beside a script."""
+    text = (files(package) / name).read_text(encoding="utf-8")
+    for ours, alone in _ALONE.items():
+        text = text.replace(ours, alone)
+    return f"# {WRITTEN_BY}, for the scripts beside it.\n{text}"
 
 
 def _beside(record: Record, lost: tuple[str, ...]) -> str:
@@ -276,7 +306,7 @@ def _literal(value: object) -> str:
 
 
 _JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
-_OF_PAIRS = ("json", "yaml", "peft", "trl")
+_OF_PAIRS = ("script", "json", "yaml", "peft", "trl")
 """Formats in which a configuration that trains on pairs can be had."""
 _FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
     "script": (_script, _PYTHON),

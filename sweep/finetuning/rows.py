@@ -6,7 +6,7 @@ How an example becomes a row is `sweep.data.batches`' rule, for trials and train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.batches import by_member
+from sweep.data.rows import INPUT, split
 from sweep.finetuning.protocol import TrainingJob
-from sweep.training.preference import REFERENCE
+from sweep.training.preference import Collate, Paired, of_pairs
 from sweep.training.step import random_rows, stacked
-
-Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -73,38 +71,6 @@ class Ordered(Dataset[Any]):
         return self.rows[int(self._order[index])]
 
 
-@dataclass(eq=False)
-class Paired(Dataset[Any]):
-    """Prepared rows of which two are a pair; an item is both, the chosen one first."""
-
-    rows: Any
-    reference: torch.Tensor | None = None
-    """The reference's log-probability of each row's completion, fp32; None where it is asked in
-    each step."""
-
-    def __len__(self) -> int:
-        return len(self.rows) // 2
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        members = (2 * index, 2 * index + 1)
-        rows = tuple(self.rows[row] for row in members)
-        if self.reference is None:
-            return rows
-        known = self.reference[list(members)]
-        return tuple({**row, REFERENCE: one} for row, one in zip(rows, known, strict=True))
-
-
-def of_pairs(collate: Collate) -> Collate:
-    """Return what makes a micro-batch of pairs: all chosen rows, then all rejected ones."""
-
-    def collated(pairs: list[Any]) -> dict[str, torch.Tensor]:
-        rows = by_member(pairs)
-        known = [row[REFERENCE] for row in rows if REFERENCE in row]
-        return {**collate(rows), **({REFERENCE: torch.stack(known)} if known else {})}
-
-    return collated
-
-
 @dataclass(frozen=True)
 class Rows:
     """What a training trains on and what it holds out."""
@@ -126,15 +92,17 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     """
     config = job.config
     if job.texts is None:
-        if config.is_on_pairs:
-            raise InputError("pairs are trained on from a dataset alone")
-        count = (job.max_steps or 1) * config.samples_per_step
+        count = (job.max_steps or 1) * config.samples_per_step * config.rows_per_sample
         random = random_rows(config, model, seed=job.seed)
+        if config.is_on_pairs:
+            pairs = Paired([{INPUT: random[index % len(random)]} for index in range(count)])
+            collate = of_pairs(lambda rows: stacked([row[INPUT] for row in rows]))
+            return Rows(Ordered(pairs, config.samples_per_step, job.seed), collate)
         repeated: Any = Subset(random, [index % len(random) for index in range(count)])  # type: ignore[arg-type]
         return Rows(Ordered(repeated, config.samples_per_step, job.seed), stacked)
     # Only texts need `datasets`, which takes a second to import.
     from sweep.data.batches import loss_left, training_rows
-    from sweep.data.rows import LENGTH, Collator, split
+    from sweep.data.rows import LENGTH, Collator
 
     directory = Path(job.texts)
     _, loss = loss_left(directory, config.seq_len)
@@ -152,7 +120,7 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     # At once: a column gives its rows one by one, which takes seconds of a hundred thousand.
     widths = training[LENGTH][:] if LENGTH in training.column_names else None
     is_grouped = config.packing == "grouped"
-    collate: Collate = Collator(config)
+    collate = Collator(config)
     collate_alone: Collate = Collator(alone)
     if config.is_on_pairs:
         widths = np.asarray(widths).reshape(-1, each).max(1).tolist()

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -401,14 +401,15 @@ class Training(TrainerCallback):
         if path.exists() and len(known := load_file(path)[REFERENCE]) == 2 * len(rows):
             rows.reference = known
             return
-        found = []
         size, collate = self._job.config.micro_batch_size, self._rows.collate
-        for batch in DataLoader(rows, batch_size=size, collate_fn=collate):
-            with self._trainer.accelerator.autocast():
-                on_device = {k: v.to(self._device.torch_device) for k, v in batch.items()}
-                found.append(pairs.reference(on_device).cpu().reshape(2, -1))
-            self._tell()
-        rows.reference = torch.cat(found, dim=1).T.flatten().contiguous()
+
+        def batches() -> Iterator[dict[str, torch.Tensor]]:
+            for batch in DataLoader(rows, batch_size=size, collate_fn=collate):
+                yield {k: v.to(self._device.torch_device) for k, v in batch.items()}
+                self._tell()
+
+        with self._trainer.accelerator.autocast():
+            rows.reference = pairs.references_of(batches())
         save_file({REFERENCE: rows.reference}, path)
 
     def _held_out_loss(self, count: int) -> tuple[float, int, int]:

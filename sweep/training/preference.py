@@ -9,20 +9,25 @@ it needs no memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from peft import PeftModel
+from torch.utils.data import Dataset
 from transformers.modeling_outputs import CausalLMOutput
 
-from search_spaces.config import LOGITS_AT_ONCE, TrialConfig
-from sweep.data.rows import IGNORED
+from search_spaces.config import LOGITS_AT_ONCE
+from sweep.data.rows import IGNORED, by_member
 
 REFERENCE = "reference"
 """Of a micro-batch, the reference's log-probability of each row's completion."""
 
+Settings = Any
+"""A configuration: loss_type, dpo_beta."""
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 Scores = torch.Tensor
 """One number for each pair."""
 
@@ -37,14 +42,14 @@ class Pairs(NamedTuple):
     tokens: torch.Tensor
     """Of each completion."""
 
-    def losses(self, config: TrialConfig) -> Scores:
+    def losses(self, config: Settings) -> Scores:
         """Return the loss of each pair."""
         chosen, rejected = (self.policy - self.reference).chunk(2)
         of_chosen, of_rejected = self.tokens.clamp(min=1).chunk(2)
         loss = PAIR_LOSSES[config.loss_type]
         return loss(chosen, rejected, of_chosen, of_rejected, config.dpo_beta)
 
-    def margins(self, config: TrialConfig) -> Scores:
+    def margins(self, config: Settings) -> Scores:
         """Return beta times how much more the policy prefers each chosen completion to the
         rejected one than the reference does."""
         chosen, rejected = (self.policy - self.reference).chunk(2)
@@ -83,7 +88,7 @@ class Preference(torch.nn.Module):
         config: which loss, and where the reference's log-probabilities come from.
     """
 
-    def __init__(self, model: PeftModel, config: TrialConfig) -> None:
+    def __init__(self, model: PeftModel, config: Settings) -> None:
         super().__init__()
         self.model, self.config = model, config
         self.newest: Pairs | None = None
@@ -110,6 +115,11 @@ class Preference(torch.nn.Module):
         """Return the reference's log-probability of each row's completion, fp32, shape (rows,)."""
         with self.model.disable_adapter():
             return self._log_probabilities(batch)
+
+    def references_of(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the same of all micro-batches in the order of `Paired`'s rows, on the host."""
+        found = [self.reference(batch).cpu().reshape(2, -1) for batch in batches]
+        return torch.cat(found, dim=1).T.flatten().contiguous()
 
     def _log_probabilities(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-probability of each row's completion, fp32, shape (rows,)."""
@@ -178,6 +188,38 @@ def _autocast(tensor: torch.Tensor) -> torch.autocast:
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=is_on)
 
 
-def trained(model: PeftModel, config: TrialConfig) -> torch.nn.Module:
+def trained(model: PeftModel, config: Settings) -> torch.nn.Module:
     """Return what a step calls: the model itself, or its loss on pairs."""
     return Preference(model, config) if config.is_on_pairs else model
+
+
+@dataclass(eq=False)
+class Paired(Dataset[Any]):
+    """Prepared rows of which two are a pair; an item is both, the chosen one first."""
+
+    rows: Any
+    reference: torch.Tensor | None = None
+    """The reference's log-probability of each row's completion, fp32; None where it is asked in
+    each step."""
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        members = (2 * index, 2 * index + 1)
+        rows = tuple(self.rows[row] for row in members)
+        if self.reference is None:
+            return rows
+        known = self.reference[list(members)]
+        return tuple({**row, REFERENCE: one} for row, one in zip(rows, known, strict=True))
+
+
+def of_pairs(collate: Collate) -> Collate:
+    """Return what makes a micro-batch of pairs: all chosen rows, then all rejected ones."""
+
+    def collated(pairs: list[Any]) -> dict[str, torch.Tensor]:
+        rows = by_member(pairs)
+        known = [row[REFERENCE] for row in rows if REFERENCE in row]
+        return {**collate(rows), **({REFERENCE: torch.stack(known)} if known else {})}
+
+    return collated

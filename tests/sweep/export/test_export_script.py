@@ -174,16 +174,18 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(
     assert all(resumed[name].equal(tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.parametrize("options", [(), ("--max-steps", "2")])
 def test_what_is_resumed_at_its_end_keeps_its_adapter(
-    script_of: Script, run: Callable[..., Any], tmp_path: Path
+    options: tuple[str, ...], script_of: Script, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     written_texts(tmp_path / "data.jsonl", "text")
     script = script_of(a_study(tiny_config(), model=TINY))
-    run(script)
-    kept = tmp_path / "out" / "adapter_model.safetensors"
-    kept.unlink()
-    assert run(script, "--resume")["steps"] == 0
-    assert kept.exists()
+    run(script, *options)
+    trained = adapter(tmp_path / "out")
+    (tmp_path / "out" / "adapter_model.safetensors").unlink()
+    assert run(script, "--resume", *options)["steps"] == 0
+    kept = adapter(tmp_path / "out")
+    assert all(kept[name].equal(tensor) for name, tensor in trained.items())
 
 
 def test_a_script_measured_on_a_cpu_computes_on_one_thread_as_workers_do(

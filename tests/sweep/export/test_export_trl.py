@@ -103,9 +103,9 @@ def test_trl_trains_on_pairs_by_a_file(
     assert trainer.train().global_step == 2
 
 
-@pytest.mark.parametrize("format", ["script", "axolotl", "llama-factory", "unsloth"])
+@pytest.mark.parametrize("format", ["axolotl", "llama-factory", "unsloth"])
 def test_what_does_not_train_on_pairs_yet_says_so(format: str) -> None:
-    with pytest.raises(InputError, match="there are json, yaml, peft, trl, and `sweep train`"):
+    with pytest.raises(InputError, match="there are script, json, yaml, peft, trl, and `sweep"):
         export(a_study(TrialConfig(method="dpo")), format=format)
 
 

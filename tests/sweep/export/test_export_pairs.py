@@ -1,0 +1,114 @@
+"""A study on pairs as a script with `preference.py` beside it, and as other trainers' files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from search_spaces.models import ModelSpec
+from storage.definition import StudySnapshot
+from sweep.export.formats import exported
+from sweep.training import preference
+from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.training.tiny import TINY, tiny_config
+
+Script = Callable[[StudySnapshot], ModuleType]
+
+PAIRS = [
+    {"prompt": f"Where is {n}? ", "chosen": f"In the hall {n}." * (1 + n % 4), "rejected": "No."}
+    for n in range(40)
+]
+
+
+def on_pairs(model: ModelSpec, source: Path | None = None, **knobs: Any) -> StudySnapshot:
+    """Return a study of one configuration on pairs: of a file, or random ones."""
+    columns = ("prompt", "chosen", "rejected")
+    said: dict[str, Any] = {"source": str(source), "columns": columns, "completions_only": True}
+    texts = None if source is None else some_texts("preference", **said)
+    return a_study(tiny_config(method="dpo", seq_len=64, **knobs), model=model, texts=texts)
+
+
+def written_pairs(path: Path) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in PAIRS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(
+    script_of: Script, tmp_path: Path, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Run the script of a study in this process; return what it says that it reached."""
+    monkeypatch.setitem(sys.modules, "preference", preference)
+
+    def ran(study: StudySnapshot, *options: str) -> Any:
+        metrics, output = tmp_path / "metrics.json", tmp_path / "out"
+        given = {"model": model.path, "output": output, "metrics": metrics}
+        typed = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        monkeypatch.setattr("sys.argv", ["train.py", *typed, *options])
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        script_of(study).main()
+        return json.loads(metrics.read_text())
+
+    return ran
+
+
+def test_what_trains_on_pairs_is_beside_the_script_and_needs_nothing_of_ours() -> None:
+    found = exported(on_pairs(TINY), format="script")
+    assert sorted(found.beside) == ["preference.py", "rows.py"]
+    for text in (found.text, *found.beside.values()):
+        nodes = ast.walk(ast.parse(text))
+        names = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not any(name.startswith(("search_spaces", "storage", "sweep")) for name in names)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"reference": "precomputed", "effective_batch_size": 4, "lora_dropout": 0.1},
+        {"packing": "grouped", "loss_type": "ipo", "dpo_beta": 0.5, "compile": True},
+    ],
+    ids=str,
+)
+def test_a_script_trains_on_pairs_and_says_what_it_reached(
+    knobs: dict[str, Any],
+    run: Callable[..., Any],
+    model: ModelSpec,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study = on_pairs(model, written_pairs(tmp_path / "data.jsonl"), **knobs)
+    reached = run(study, "--max-steps", "2", "--learning-rate", "1e-3")
+    assert reached["steps"] == 2
+    first = 1.0 if knobs.get("loss_type") == "ipo" else math.log(2)
+    assert reached["train_loss"] == pytest.approx(first, rel=0.2), "the policy is the reference"
+    assert (reached["eval_pairs"], reached["eval_wins"] in (0, 1, 2)) == (2, True)
+    assert "chosen completion gained more" in capsys.readouterr().out
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_both_references_train_the_same_adapter(
+    run: Callable[..., Any], model: ModelSpec, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    source = written_pairs(tmp_path / "data.jsonl")
+    kept = tmp_path / "out" / "adapter_model.safetensors"
+    losses, adapters = [], []
+    for each in ("adapter_off", "precomputed"):
+        study = on_pairs(model, source, reference=each)
+        losses.append(run(study, "--max-steps", "3", "--learning-rate", "1e-3")["train_loss"])
+        adapters.append(load_file(kept))
+        kept.unlink()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(tensor, adapters[1][name], rtol=0, atol=2e-4)
