@@ -194,6 +194,7 @@ def run(
         "sweep plan --gpu a10 --gpu l4 --cheapest --within 6h --work samples=10000",
         "sweep plan --gpu a10 --gpu l4 --rank 64 --price a10=0.75",
         "sweep plan a10 --calibrate",
+        "sweep plan --gpu rtx-3090 --devices 2",
     )
 )
 def plan(
@@ -208,6 +209,7 @@ def plan(
     cheapest: opt.Cheapest = False,
     within: opt.Within = None,
     calibrate: opt.Calibrate = False,
+    devices: opt.Together = None,
     price: opt.Price = None,
     study: opt.From = None,
     storage: opt.Storage = None,
@@ -255,6 +257,7 @@ def plan(
         is_cheapest=cheapest,
         is_calibrating=calibrate,
         within_seconds=opt.seconds("--within", within),
+        devices=devices,
         study=study,
         storage=storage,
         as_json=as_json,

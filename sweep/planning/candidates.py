@@ -45,8 +45,9 @@ WORTH_SPEED = 0.005
 WELL_PREDICTED = 0.05
 """A peak whose prediction may be further off than this (compiled layers') is less than sure."""
 
-_UNLIKE = attrgetter("packing", "data_parallel", "sharding")
-"""Where two configurations differ in these, `ratio_spread` does not hold all of their doubt."""
+_TOGETHER = attrgetter("data_parallel", "sharding")
+"""Where two configurations differ in these, each has its own doubt of what GPUs wait for each
+other."""
 
 
 @dataclass(frozen=True)
@@ -240,15 +241,19 @@ def speed_ratio(one: Forecast, other: Forecast) -> Range | None:
 
     On one GPU what is predicted of both is compared, unless both were measured: a measurement over
     a prediction would tell more of the prediction. What both are off by in common cancels there.
-    The errors of two GPUs are taken as independent, as are those of packing and of several GPUs.
+    The errors of two GPUs are taken as independent, as are those of packing, and of what several
+    GPUs wait for each other in one way and in another.
     """
     of, own, others = one.forecaster, one.speed, other.speed
     is_one_gpu = of.gpu == other.forecaster.gpu
     if is_one_gpu and own and others and not (one.measured and other.measured):
         apart = math.hypot(own.log_spread, others.log_spread)
-        if _UNLIKE(one.config) == _UNLIKE(other.config):
+        configs = one.config, other.config
+        if configs[0].packing == configs[1].packing:
             shared = ratio_spread(one.log_slopes, other.log_slopes, gpu=of.gpu)
-            owns = () if one.config == other.config else (one.own_spread, other.own_spread)
+            owns = [] if configs[0] == configs[1] else [one.own_spread, other.own_spread]
+            if _TOGETHER(configs[0]) != _TOGETHER(configs[1]):
+                owns += [of.gpu.speed.shared for config in configs if config.data_parallel > 1]
             apart = min(apart, math.hypot(shared, *owns))
         times = own.tokens_per_second / others.tokens_per_second
         return Range(times, *within(times, apart))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
@@ -14,6 +14,7 @@ from sweep.planning.survey import ShapeTable, Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.peaks import PARTS
 from sweep.predict.memory.predictor import Fit
+from sweep.predict.speed.steps import LINK_SHARES, link_of
 
 MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds", "tokens_per_second")
 
@@ -249,6 +250,26 @@ def comparison_document(
         },
         "comparison": None if comparison is None or costs is None else _costs(comparison, costs),
     }
+
+
+def ways_document(
+    plans: Sequence[CardPlan], comparison: CardComparison | None, refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the plans of what a host's GPUs can do, and the same training's speeds in each way.
+
+    ``interconnect`` is what they send each other through, and the share of it that is counted on.
+    """
+    document, link = comparison_document(plans, comparison), link_of(plans[0].gpu)
+    del document["comparison"]
+    document["plans"] = [
+        {"way": plan.way, **of} for plan, of in zip(plans, document["plans"], strict=True)
+    ]
+    if comparison is not None:
+        chosen = document["recommended"]
+        chosen["way"] = chosen.pop("gpu")
+        document["speeds"] |= _of(comparison, "effective_batch_size", "seq_len")
+    known = {**_of(link, "kind", "bytes_per_second"), "share": LINK_SHARES[link.kind]}
+    return {**document, "interconnect": known, "not_possible": dict(refused)}
 
 
 def _configurations(comparison: CardComparison) -> dict[str, Any]:

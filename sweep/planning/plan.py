@@ -141,11 +141,18 @@ class CardPlan:
     what_ifs: tuple[WhatIf, ...] = ()
     """Single changes of the shown configuration, the most useful first."""
     asked: Asked = NOT_ASKED
+    way: str = ""
+    """How many of the GPU train together, and how, where that is asked."""
 
     @property
     def gpu(self) -> GpuSpec:
         """The GPU that is asked about."""
         return self.forecaster.gpu
+
+    @property
+    def name(self) -> str:
+        """What it is called beside other plans."""
+        return self.way or self.gpu.name
 
     @property
     def fits(self) -> bool:
@@ -316,10 +323,11 @@ def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> La
 
 @dataclass(frozen=True)
 class CardComparison:
-    """The same training on several GPUs: as many tokens, in steps of one effective batch."""
+    """The same training on several GPUs, or in several ways: as many tokens, in steps of one
+    effective batch."""
 
     chosen: Mapping[str, Forecast]
-    """The configuration of each GPU, by its name."""
+    """The configuration of each, by `CardPlan.name`."""
     workload: Workload
     """What each of them does."""
     bills: OfferComparison | None
@@ -328,8 +336,12 @@ class CardComparison:
     @property
     def perhaps_fastest(self) -> tuple[str, ...]:
         """The GPUs that may be the fastest, by what is predicted; one where that is sure."""
-        ranked = sorted(self.chosen.values(), key=speed_order, reverse=True)
-        return tuple(forecast.forecaster.gpu.name for forecast in ties(ranked, speed_ratio))
+        ranked = sorted(self.chosen, key=lambda name: speed_order(self.chosen[name]), reverse=True)
+        return ties(ranked, self.times)
+
+    def times(self, name: str, other: str) -> Range | None:
+        """Return how many times as fast as another one is."""
+        return speed_ratio(self.chosen[name], self.chosen[other])
 
     @property
     def perhaps_best(self) -> tuple[str, ...]:
@@ -382,9 +394,9 @@ def compare_cards(
 
 def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     """Return the forecast of each GPU that can do the same training."""
-    surveys = {plan.gpu.name: plan.survey for plan in able if plan.survey is not None}
+    surveys = {plan.name: plan.survey for plan in able if plan.survey is not None}
     if len(surveys) < len(able):
-        return {plan.gpu.name: plan.shown for plan in able if plan.shown is not None}
+        return {plan.name: plan.shown for plan in able if plan.shown is not None}
     first, *others = (survey.fastest_by_class for survey in surveys.values())
     common = set(first).intersection(*others)
     # Of the class nearest to the standard one, the length that is fastest on the first GPU.

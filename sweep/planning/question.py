@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -76,6 +76,8 @@ class PlanRequest:
     """Whether the trials are asked for that would narrow the answer's interval."""
     within_seconds: float | None = None
     """The deadline of that job."""
+    devices: int | None = None
+    """GPUs of one host, of which is asked whether one, all or shards train fastest."""
     study: str | None = None
     storage: str | None = None
     as_json: bool = False
@@ -132,6 +134,20 @@ class Question:
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
+
+    def ways(self, gpu: GpuSpec) -> Iterator[tuple[str, Question]]:
+        """Yield what a host's GPUs can do, by its name: one alone, all of them, or shards."""
+        space, count = self._space_of(gpu)[0], self.request.devices or 1
+        for name, gpus, sharding in (
+            ("one GPU", 1, "none"),
+            (f"{count} x DDP", count, "none"),
+            (f"{count} x FSDP", count, "fsdp"),
+        ):
+            held = {"data_parallel": gpus, "sharding": sharding}
+            # What a space says itself is not asked for: without it the survey is the space's own.
+            held = {key: of for key, of in held.items() if set(space.values_of(key)) != {of}}
+            request = replace(self.request, configuration={**self.request.configuration, **held})
+            yield name, replace(self, request=request)
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""
@@ -225,6 +241,8 @@ def resolve_request(
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
+    if request.devices and len(gpus) > 1:
+        raise InputError(f"--devices is of one GPU's host, got {len(gpus)} GPUs: name one")
     of_first = space or own_space(gpus[0].name, request.model)[0]
     model = load_model_spec(request.model or of_first.model)
     choice = typed_texts(None if space is None else space.data, request.data)
@@ -275,11 +293,15 @@ def _check(request: PlanRequest) -> None:
         "--longest": request.is_longest,
         "--cheapest": request.is_cheapest,
         "--calibrate": request.is_calibrating,
+        "--devices": request.devices is not None,
         "--exact": request.is_calibrating and request.is_exact,
     }
     given = [option for option, is_typed in typed.items() if is_typed]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} are different questions: keep one")
+    ways = request.configuration.keys() & {"data_parallel", "sharding"}
+    if request.devices is not None and ways:
+        raise InputError(f"--devices compares values of {min(ways)}: leave that out")
     if request.configuration and request.from_file is not None:
         key = next(iter(request.configuration))
         raise InputError(f"{key} and --from-file are both given: keep one")

@@ -188,6 +188,10 @@ Within = Annotated[str | None, Option(help="Deadline of --cheapest: 6h, 90m.")]
 Calibrate = Annotated[
     bool, Option("--calibrate", help="Ask for trials that narrow the speed's interval.")
 ]
+Together = Annotated[
+    int | None,
+    Option("--devices", min=2, max=64, help="Of so many GPUs: is one, DDP or FSDP the fastest?"),
+]
 Price = Annotated[
     list[str] | None,
     Option(metavar="GPU=DOLLARS|FILE", help="Dollars an hour, a10=0.75, or a file; repeatable."),

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -169,38 +169,19 @@ def _answered(question: Question, progress: Progress) -> Answer:
         return _longest(question, progress)
     if request.is_cheapest:
         return _cheapest(question, progress)
+    if request.devices is not None:
+        return _ways(question, progress)
     return _of_each_gpu(question, progress)
 
 
 def _of_each_gpu(question: Question, progress: Progress) -> Answer:
     """Return the plan of each GPU, and their comparison."""
     request = question.request
-
-    def surveyed(space: SearchSpace, forecaster: Forecaster) -> Survey:
-        return survey(space, forecaster, directory=cache_directory() / "surveys", progress=progress)
-
-    def planned(gpu: GpuSpec) -> CardPlan:
-        about, forecaster = question.about(gpu), question.forecaster(gpu)
-        is_one = isinstance(about, TrialConfig)
-        return plan_card(
-            forecaster.forecast([about], progress=progress)[0]
-            if isinstance(about, TrialConfig)
-            else surveyed(about, forecaster),
-            work=request.work,
-            offers=question.offers.get(gpu.name, ()),
-            asked=NOT_ASKED if is_one else question.asked(gpu),
-            progress=progress,
-        )
-
     if request.is_calibrating:
-        return _calibrating(question, surveyed)
-
-    def look(forecaster: Forecaster, about: SearchSpace | TrialConfig) -> Forecast | None:
-        if isinstance(about, TrialConfig):
-            return forecaster.expect(about)
-        return surveyed(about, forecaster).recommended
-
-    plans, is_detailed = [planned(gpu) for gpu in question.gpus], request.is_detailed
+        return _calibrating(question, partial(_surveyed, progress=progress))
+    look = partial(_look, progress=progress)
+    plans = [_planned(question, gpu, progress) for gpu in question.gpus]
+    is_detailed = request.is_detailed
     fits = any(plan.fits for plan in plans)
     if len(plans) == 1:
         return _said(
@@ -215,6 +196,62 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
         lambda: [documents.comparison_document(plans, comparison)],
         lambda: plan_screen.several_gpus(plans, comparison, is_detailed=is_detailed),
         fits=fits,
+    )
+
+
+def _surveyed(space: SearchSpace, forecaster: Forecaster, *, progress: Progress) -> Survey:
+    return survey(space, forecaster, directory=cache_directory() / "surveys", progress=progress)
+
+
+def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> CardPlan:
+    about, forecaster = question.about(gpu), question.forecaster(gpu)
+    is_one = isinstance(about, TrialConfig)
+    return plan_card(
+        forecaster.forecast([about], progress=progress)[0]
+        if isinstance(about, TrialConfig)
+        else _surveyed(about, forecaster, progress=progress),
+        work=question.request.work,
+        offers=question.offers.get(gpu.name, ()),
+        asked=NOT_ASKED if is_one else question.asked(gpu),
+        progress=progress,
+    )
+
+
+def _look(
+    forecaster: Forecaster, about: SearchSpace | TrialConfig, *, progress: Progress
+) -> Forecast | None:
+    if isinstance(about, TrialConfig):
+        return forecaster.expect(about)
+    return _surveyed(about, forecaster, progress=progress).recommended
+
+
+def _ways(question: Question, progress: Progress) -> Answer:
+    """Return what one GPU of a host, all of them and shards come to.
+
+    Raises:
+        InputError: none of it is possible.
+    """
+    (gpu,), plans, refused = question.gpus, [], {}
+    for way, asked in question.ways(gpu):
+        try:
+            plans.append(replace(_planned(asked, gpu, progress), way=way))
+        except InputError as error:
+            refused[way] = str(error)
+    if not plans:
+        raise InputError(next(iter(refused.values())))
+    look = partial(_look, progress=progress)
+    comparison = compare_cards(plans, work=question.request.work, offers={}, look=look)
+    return _said(
+        question,
+        lambda: [documents.ways_document(plans, comparison, refused)],
+        lambda: plan_screen.ways(
+            plans,
+            comparison,
+            refused,
+            devices=question.request.devices or 1,
+            is_detailed=question.request.is_detailed,
+        ),
+        fits=any(plan.fits for plan in plans),
     )
 
 

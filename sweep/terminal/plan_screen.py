@@ -15,6 +15,7 @@ from reports.words import capacity, cut_in_words
 from search_spaces.config import CAPACITY_KEYS, TrialConfig
 from search_spaces.costs import Bill, Range
 from search_spaces.errors import listed
+from search_spaces.gpus import Interconnect
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
 from sweep.planning import candidates
@@ -25,6 +26,7 @@ from sweep.planning.survey import Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.speed.predictor import NINE_IN_TEN
+from sweep.predict.speed.steps import LINK_SHARES, link_of
 from sweep.terminal import plan_details
 from sweep.terminal.drawing import Fact, facts, grid, section
 
@@ -93,19 +95,8 @@ def several_gpus(
     rows = []
     for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
         cost = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
-        rows.append(
-            (
-                gpu,
-                units.rate(forecast.tokens_per_second),
-                units.rate_interval(forecast.tokens_per_second_range),
-                units.size(forecast.config),
-                units.gib(forecast.peak_allocated_bytes),
-                _per_million(cost) if cost else units.DASH,
-                "" if forecast.fit is Fit.YES else "may not fit",
-            )
-        )
-    header = ("", ">tokens/s", ">between", ">size", ">peak", ">1M tokens", "")
-    parts: list[RenderableType] = [_answer(sentence, [grid(header, rows)] if rows else (), said)]
+        rows.append(_row(gpu, forecast, cost))
+    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
     if is_detailed and bills is not None:
         parts += section(
             "Prices", plan_details.offers(bills.bills), *plan_details.break_even_lines(bills)
@@ -114,6 +105,73 @@ def several_gpus(
         title = Text(f"\n== {plan.gpu.name}\n", style="bold")
         parts += [title, one_gpu(plan, is_detailed=True)]
     return Group(*parts)
+
+
+def ways(
+    plans: Sequence[CardPlan],
+    comparison: CardComparison | None,
+    refused: Mapping[str, str],
+    *,
+    devices: int,
+    is_detailed: bool,
+) -> RenderableType:
+    """Return what one GPU of a host, all of them and shards come to, and which is the fastest."""
+    able = {plan.name: plan for plan in plans if plan.fits}
+    shown = {name: plan.shown for name, plan in able.items() if plan.shown is not None}
+    where = f"for {plans[0].forecaster.model.name} on {devices} x {plans[0].gpu.name}"
+    sentence, best, said = f"Nothing fits {where}", plans[0], list[Fact]()
+    if shown:
+        tied = tuple(able)[:1] if comparison is None else comparison.perhaps_fastest
+        why = "which alone has room" if comparison is None else _why(tied, by="speed")
+        best, chosen = able[tied[0]], shown[tied[0]]
+        what = f"{_what(chosen.config)}: {_numbers(chosen, next(iter(best.bills), None))}"
+        sentence = f"Recommended {where}: {tied[0]}, {why}: {what}"
+        said += _settings_facts(shown)
+    if comparison is not None and best.survey is not None:
+        said.append(("same batch", _at_one_batch(comparison)))
+    said += [(plan.name, _why_not(plan)) for plan in plans if plan.name not in able]
+    said += [*refused.items(), ("link", _link_words(link_of(best.gpu)))]
+    said += [*_searched(plans), *_next(best), _DETAILS]
+    rows = [_row(name, of, next(iter(able[name].bills), None)) for name, of in shown.items()]
+    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
+    for plan in plans if is_detailed else ():
+        title = Text(f"\n== {plan.name}\n", style="bold")
+        parts += [title, one_gpu(plan, is_detailed=True)]
+    return Group(*parts)
+
+
+def _at_one_batch(comparison: CardComparison) -> str:
+    """Return how fast each way is in steps of one size, beside the first."""
+    (first, alone), *others = comparison.chosen.items()
+    words = [f"{first} {units.rate(alone.tokens_per_second)} tokens/s"]
+    for name, forecast in others:
+        times = comparison.times(name, first)
+        ratio = f", {_times(times)} as fast" if times else ""
+        words.append(f"{name} {units.rate(forecast.tokens_per_second)}{ratio}")
+    size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
+    return f"{size} a step: {'; '.join(words)}"
+
+
+def _link_words(link: Interconnect) -> str:
+    name, rate = {"nvlink": "NVLink", "pcie": "PCIe"}[link.kind], link.bytes_per_second / 1e9
+    known = "steps of several GPUs were measured between two H200 through NVLink alone"
+    share = units.percent(LINK_SHARES[link.kind])
+    return f"{name}, {rate:.1f} GB/s each way, of which {share} is counted on; {known}"
+
+
+_HEADER = ("", ">tokens/s", ">between", ">size", ">peak", ">1M tokens", "")
+
+
+def _row(name: str, forecast: Forecast, bill: Bill | None) -> tuple[str, ...]:
+    return (
+        name,
+        units.rate(forecast.tokens_per_second),
+        units.rate_interval(forecast.tokens_per_second_range),
+        units.size(forecast.config),
+        units.gib(forecast.peak_allocated_bytes),
+        _per_million(bill) if bill else units.DASH,
+        "" if forecast.fit is Fit.YES else "may not fit",
+    )
 
 
 def _what(config: TrialConfig) -> str:

@@ -250,6 +250,11 @@ def _seconds(
     return compute, moved, (launches * gpu.launch_seconds).T.copy()
 
 
+def link_of(gpu: GpuSpec) -> Interconnect:
+    """Return what a host's GPUs of this kind are taken to send each other through."""
+    return gpu.interconnect or UNKNOWN_LINK
+
+
 def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
     """Return how long each configuration's step waits for what GPUs send each other.
 
@@ -262,7 +267,7 @@ def _waiting_seconds(layout: Layout, gpu: GpuSpec, *, backward: Sizes) -> Sizes:
         backward: seconds of a micro-batch's backward pass.
     """
     gpus = layout.gpus
-    link = gpu.interconnect or UNKNOWN_LINK
+    link = link_of(gpu)
     rate = link.bytes_per_second * LINK_SHARES[link.kind]
     sent = 2.0 * (gpus - 1.0) / gpus * layout.adapter_parameters * layout.trained
     buckets = np.ceil(np.maximum(sent, 1.0) / BUCKET_BYTES)

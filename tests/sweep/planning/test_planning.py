@@ -612,6 +612,18 @@ def test_one_gpus_configurations_are_ordered_by_what_their_errors_have_not_in_co
     assert not is_faster(other, slow)
 
 
+def test_gpus_together_are_as_sure_as_one_but_for_what_they_wait_for_each_other() -> None:
+    forecaster = a_forecaster()
+    alone, two, four = (
+        forecaster.expect(TrialConfig(data_parallel=gpus, micro_batch_size=8)) for gpus in (1, 2, 4)
+    )
+    waits, owns = forecaster.gpu.speed.shared, (alone.own_spread, two.own_spread)
+    for more, fewer, doubts in ((two, alone, (waits,)), (four, two, (waits, waits))):
+        times = more.tokens_per_second / fewer.tokens_per_second
+        ends = within(times, math.hypot(*doubts, *owns))
+        assert speed_ratio(more, fewer) == pytest.approx((times, *ends), rel=0.01)
+
+
 # Documents
 
 

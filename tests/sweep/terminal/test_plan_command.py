@@ -349,6 +349,43 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
 
 
+# Several GPUs of one host
+
+SHARDABLE = {"optimizer": "adamw_torch_fused", "upcast_fp32": False, "compute_dtype": "bf16"}
+
+
+def test_one_gpu_all_of_a_host_and_shards_are_beside_each_other_at_one_batch(ask: Asked) -> None:
+    asked = {"space": ask.space(SMALL), "devices": 2, "configuration": SHARDABLE}
+    document = ask.document(**asked)
+    ways = {plan["way"]: plan["recommended"]["config"] for plan in document["plans"]}
+    assert list(ways) == ["one GPU", "2 x DDP", "2 x FSDP"]
+    spread = [(config["data_parallel"], config["sharding"]) for config in ways.values()]
+    assert spread == [(1, "none"), (2, "none"), (2, "fsdp")]
+    speeds = document["speeds"]
+    effective = [one["config"]["effective_batch_size"] for one in speeds["configurations"].values()]
+    assert set(effective) <= {None, speeds["effective_batch_size"]}
+    assert speeds["perhaps_fastest"] == ["2 x DDP", "2 x FSDP"]
+    assert document["recommended"]["way"] == "2 x DDP"
+    link = {"kind": "pcie", "bytes_per_second": 3.151e10, "share": 0.5}
+    assert document["interconnect"] == link
+    shown = " ".join(ask.shown(**asked).split())
+    assert shown.startswith("Recommended for mistral-7b-v0.3 on 2 x a10: 2 x DDP, chosen by its ")
+    assert "same batch 16 x 512 a step: one GPU" in shown
+    assert "--set data_parallel=2` measures it" in shown
+
+
+def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> None:
+    asked = {"space": ask.space(SMALL), "devices": 2, "configuration": {"method": "dpo"}}
+    document = ask.document(**asked)
+    assert [plan["way"] for plan in document["plans"]] == ["one GPU", "2 x DDP"]
+    assert "use sharding none" in document["not_possible"]["2 x FSDP"]
+    assert "use sharding none" in " ".join(ask.shown(**asked).split())
+    with pytest.raises(InputError, match="--devices compares values of data_parallel"):
+        ask.shown(space="a10", devices=2, configuration={"data_parallel": 2})
+    with pytest.raises(InputError, match="name one"):
+        ask.shown(gpus=("a10", "l4"), devices=2)
+
+
 # The questions backwards
 
 
