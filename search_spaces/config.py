@@ -39,7 +39,7 @@ Kernels = Literal["hf", "fused-loss", "liger"]
 Attention = Literal["sdpa", "flash_attention_2", "eager"]
 Packing = Literal["none", "packed", "grouped"]
 OptimizerName = Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch_fused"]
-Method = Literal["sft", "dpo"]
+Method = Literal["sft", "dpo", "grpo"]
 PairLoss = Literal[
     "sigmoid",
     "sigmoid_norm",
@@ -195,13 +195,14 @@ class TrialConfig(BaseModel):
         Method,
         Knob(
             "method",
-            {"sft": "supervised", ...: "DPO"},
-            applies=lambda config: config.is_on_pairs,
+            {"sft": "supervised", "grpo": "GRPO", ...: "DPO"},
+            applies=lambda config: config.is_on_completions,
             traced=_same,
         ),
     ] = "sft"
-    """What is trained on: texts (``sft``), or pairs of a chosen and a rejected completion
-    (``dpo``). All configurations of a study have the same."""
+    """What is trained on: texts (``sft``), pairs of a chosen and a rejected completion (``dpo``),
+    or completions that the model generates (``grpo``, which is only planned). All configurations of
+    a study have the same."""
 
     loss_type: Annotated[
         PairLoss,
@@ -393,7 +394,7 @@ class TrialConfig(BaseModel):
             {"hf": "standard kernels", "liger": "Liger kernels", ...: "{} kernels"},
             # On pairs logits are never held.
             resolved=lambda config: (
-                "hf" if config.is_on_pairs and config.kernels != "liger" else config.kernels
+                "hf" if config.is_on_completions and config.kernels != "liger" else config.kernels
             ),
             lean_first=("liger", "fused-loss"),
             shapes_base=True,
@@ -402,7 +403,7 @@ class TrialConfig(BaseModel):
         ),
     ] = "hf"
     """Layer kernels: transformers' own, only Liger's fused loss, or all of Liger's. Under ``dpo``
-    the loss never holds the logits, so that the first two are the same."""
+    and ``grpo`` the loss never holds the logits, so that the first two are the same."""
 
     attention: Annotated[
         Attention,
@@ -504,6 +505,11 @@ class TrialConfig(BaseModel):
     def is_on_pairs(self) -> bool:
         """Whether it trains on pairs of completions."""
         return self.method == "dpo"
+
+    @property
+    def is_on_completions(self) -> bool:
+        """Whether its loss is of completions' log-probabilities, without logits as a whole."""
+        return self.method != "sft"
 
     @property
     def rows_per_sample(self) -> int:
@@ -621,7 +627,8 @@ KNOBS: Mapping[str, Knob] = {
 _RESOLVED = {key: knob.resolved for key, knob in KNOBS.items() if knob.resolved is not None}
 
 NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
-    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False}
+    ("sharding", "fsdp"): {"optimizer": "adamw_torch_fused", "upcast_fp32": False},
+    ("method", "grpo"): {"upcast_fp32": False},
 }
 """What a setting's value needs of others: who asks for it and says nothing of them means these."""
 

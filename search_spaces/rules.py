@@ -7,11 +7,12 @@ trains float16 adapters) needs no rule: a configuration has only one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from search_spaces.config import EIGHT_BIT, TrialConfig
+from search_spaces.config import EIGHT_BIT, KNOBS, TrialConfig
 from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
     known_linear_modules,
@@ -47,6 +48,17 @@ TURING = (7, 5)
 VOLTA = (7, 0)
 EIGHT_BIT_SINCE = {"fp8": (8, 9), "int8": TURING}
 """Compute capability from which matrix units multiply the type."""
+_OF_GRPO: Mapping[str, tuple[Any, ...]] = {
+    "compute_dtype": ("bf16", "fp16", "fp32"),
+    "quantization": ("nf4", "fp4", "none"),
+    "quantized_fraction": (1.0,),
+    "checkpoint_fraction": (0.0, 1.0),
+    "upcast_fp32": (False,),
+    "compile": (False,),
+    "packing": ("none",),
+    "sharding": ("none",),
+}
+"""Values that TRL's GRPOTrainer takes; layers it compiles none by itself."""
 EIGHT_BIT_MULTIPLE = 16
 """Both widths of a matrix are multiples of it (cuBLASLt: 16 bytes)."""
 INT8_ROWS = 16
@@ -279,6 +291,18 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:
         yield "pairs", _not_of_pairs(config, setting.model)
+    if config.method == "grpo":
+        yield "grpo", _not_of_grpo(config)
+
+
+def _not_of_grpo(config: TrialConfig) -> str | None:
+    """Return what TRL's GRPOTrainer, which alone would train it, does not do."""
+    for key, values in _OF_GRPO.items():
+        if getattr(config, key) not in values:
+            phrase = KNOBS[key].phrase(getattr(config, key))
+            known = " or ".join(json.dumps(value).strip('"') for value in values)
+            return f"method grpo is for TRL, which has no {phrase}: use {key} {known}"
+    return None
 
 
 def _not_of_pairs(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -232,11 +232,11 @@ def plan(
     first and those of --gpu are all asked about, and compared.
     """
     from search_spaces.costs import AskedWork
-    from sweep.planning.question import PlanRequest
+    from sweep.planning.question import Grpo, PlanRequest
     from sweep.terminal import plan as command
 
     known = ("train_steps", "samples", "tokens", "dataset_samples", "epochs")
-    also = (*opt.DATA_SETTINGS, "numerics")
+    also = (*opt.DATA_SETTINGS, "numerics", *Grpo.model_fields)
     configuration, of_space = opt.settings(context.params, settings, also=also)
     files = [each for each in price or () if "=" not in each]
     if len(files) > 1:
@@ -258,6 +258,7 @@ def plan(
         is_calibrating=calibrate,
         within_seconds=opt.seconds("--within", within),
         devices=devices,
+        grpo={key: of_space[key] for key in Grpo.model_fields if key in of_space},
         study=study,
         storage=storage,
         as_json=as_json,

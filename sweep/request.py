@@ -25,7 +25,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import NAME_MAX, check_name, is_file_name
-from sweep.data.choice import typed_texts
+from sweep.data.choice import refuse_planned_alone, typed_texts
 from sweep.data.rows import is_on_hub
 from sweep.data.texts import TextsRequest, look_at
 from sweep.paths import RESERVED, runs_directory
@@ -255,6 +255,7 @@ def held_in(
     Raises:
         InputError: a value that a configuration does not take, or nothing left free.
     """
+    refuse_planned_alone(held.get("method") or space.values_of("method")[0])
     if not held:
         return space, changed
     rest = with_fixed(space, held)

@@ -121,6 +121,7 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
     Raises:
         InputError: says which method the dataset is for.
     """
+    refuse_planned_alone(method)
     are_pairs, source = texts.summary.kind == PREFERENCE, texts.summary.source
     if are_pairs and method != "dpo":
         raise InputError(
@@ -132,6 +133,20 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
         has_pairs = {"chosen", "rejected"} <= set(texts.summary.columns)
         cure = "columns chosen and rejected, as texts or as turns, with or without prompt"
         raise InputError(f"{read}: {'--set data.format=preference' if has_pairs else cure}")
+
+
+def refuse_planned_alone(method: str) -> None:
+    """Refuse a method that nothing here trains by.
+
+    Raises:
+        InputError: says what does.
+    """
+    if method == "grpo":
+        raise InputError(
+            "method grpo is planned, and neither tried nor trained: nothing here generates "
+            "completions. `sweep plan --method grpo`, without a dataset, says what the training "
+            "step of TRL's GRPOTrainer needs"
+        )
 
 
 def _lengths(texts: PreparedTexts, model: ModelSpec) -> tuple[Length, ...]:

@@ -60,6 +60,8 @@ class Asked:
     """Settings that were typed: they are fixed, and the rest of the space is searched."""
     run_command: str = ""
     """What to type to measure on the GPU what is searched here."""
+    grpo: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `GRPOConfig`, under method grpo."""
 
 
 NOT_ASKED = Asked()

@@ -69,9 +69,10 @@ no advice about a GPU."""
 def bill_offers(
     forecast: Forecast, *, work: AskedWork, offers: Sequence[Offer]
 ) -> tuple[Bill, ...]:
-    """Return the work's bills, the cheapest first; none where the speed is unknown."""
+    """Return the work's bills, the cheapest first; none where the speed is unknown, or where what
+    generation takes is."""
     step, ends = forecast.step_seconds, forecast.step_seconds_range
-    if step is None:
+    if step is None or forecast.config.method == "grpo":
         return ()
     workload = workload_of(forecast, work)
     bills = [Bill(workload, o, step, ends, gpus=forecast.config.data_parallel) for o in offers]

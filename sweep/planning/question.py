@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from search_spaces.config import TrialConfig, as_options, parse_config
+from pydantic import Field, StrictInt
+
+from search_spaces.config import Number, TrialConfig, as_options, parse_config
 from search_spaces.costs import AskedWork
-from search_spaces.documents import parse_object, read_text
+from search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
@@ -35,6 +37,8 @@ from sweep.predict.on_texts import ShapesOnTexts
 if TYPE_CHECKING:
     from sweep.running.device_info import Card
 
+PROMPTS = 4
+"""In a step of GRPO where nothing is said, with all their completions."""
 STDIN = "-"
 """Name of standard input."""
 
@@ -45,6 +49,17 @@ StudyReader = Callable[[str, str | None], StudySnapshot]
 
 Handed in, as it needs Optuna, which takes longer to import than most plans take to make.
 """
+
+
+class Grpo(Strict):
+    """Settings of TRL's `GRPOConfig` that are none of a configuration, with its defaults."""
+
+    num_generations: Annotated[StrictInt, Field(ge=2)] = 8
+    """Completions of each prompt."""
+    beta: Annotated[Number, Field(ge=0)] = 0.0
+    """Above 0 a reference is asked too, before the step and with nothing kept."""
+    max_completion_length: Annotated[StrictInt, Field(ge=1)] | None = None
+    """Tokens; half of a sequence where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,8 @@ class PlanRequest:
     """Whether the trials are asked for that would narrow the answer's interval."""
     within_seconds: float | None = None
     """The deadline of that job."""
+    grpo: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `GRPOConfig` that are none of a configuration."""
     devices: int | None = None
     """GPUs of one host, of which is asked whether one, all or shards train fastest."""
     study: str | None = None
@@ -113,9 +130,25 @@ class Question:
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self.request.configuration
+        if self.is_grpo:
+            prompts = PROMPTS * self.grpo["num_generations"]
+            is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
+            return {**({"effective_batch_size": prompts} if is_free else {}), **typed}
         if not self.request.is_cheapest:
             return typed
         return job(typed, fixed={} if self.space is None else self.space.fixed)
+
+    @property
+    def is_grpo(self) -> bool:
+        """Whether GRPO's training step is asked about."""
+        of_space = () if self.space is None else self.space.values_of("method")
+        return self.request.configuration.get("method", *of_space) == "grpo"
+
+    @property
+    def grpo(self) -> Mapping[str, Any]:
+        """Settings of `GRPOConfig`, under method grpo."""
+        names = Document("", names={key: f"--set {key}" for key in self.request.grpo})
+        return validate(Grpo, dict(self.request.grpo), names).model_dump() if self.is_grpo else {}
 
     def about(self, gpu: GpuSpec) -> SearchSpace | TrialConfig:
         """Return what is asked of a GPU: a space, or one configuration.
@@ -164,8 +197,9 @@ class Question:
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a GPU, for the answer to say."""
         if self.request.is_exact:
-            return Asked(held=self.held)
-        return Asked(self._space_of(gpu)[1], self.held, run_command=self._run_command(gpu))
+            return Asked(held=self.held, grpo=self.grpo)
+        kind, command = self._space_of(gpu)[1], self._run_command(gpu)
+        return Asked(kind, self.held, run_command=command, grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""
@@ -252,7 +286,7 @@ def resolve_request(
         shapes = ShapesOnTexts(StudyEpochs.of(texts, choice, seed=of_first.seed))
     if space is not None:
         space = space.model_copy(update={"data": choice})
-    return Question(
+    question = Question(
         texts=texts,
         shapes=shapes,
         request=request,
@@ -265,6 +299,17 @@ def resolve_request(
         predictor=predictor,
         read_study=read_study,
     )
+    _check_grpo(question)
+    return question
+
+
+def _check_grpo(question: Question) -> None:
+    request, alone = question.request, "the memory of one GPU's training step is planned"
+    is_more = request.is_cheapest or request.is_calibrating or request.devices is not None
+    if question.is_grpo and (is_more or len(question.gpus) > 1):
+        raise InputError(f"method grpo: {alone}, no cost and no trial: ask of one GPU alone")
+    if request.grpo and not question.is_grpo:
+        raise InputError(f"--set {min(request.grpo)} is of GRPO: add --method grpo")
 
 
 def _cards(

@@ -141,7 +141,7 @@ Set = Annotated[
         help="Any setting, as compile=true or data.tokenizer=demo; repeatable (docs/settings.md).",
     ),
 ]
-Method = Annotated[str | None, Option(help="sft on texts, or dpo on pairs.")]
+Method = Annotated[str | None, Option(help="sft on texts, dpo on pairs; grpo in a plan.")]
 Rank = Annotated[int | None, Option("--rank", "--lora-rank", help="Rank of the adapters.")]
 TargetModules = Annotated[str | None, Option(help="qv, attention, all-linear, or names.")]
 MicroBatch = Annotated[int | None, Option(help="Sequences in one pass of one GPU.")]

@@ -23,11 +23,12 @@ from search_spaces.rules import Setting
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
+from sweep.export.grpo import grpo_config
 from sweep.paths import cache_directory, runs_directory, storage_url
 from sweep.planning import documents
 from sweep.planning.backwards import Cheapest, longest_rows, on_card, ranked
 from sweep.planning.calibrating import lessons, lessons_document
-from sweep.planning.candidates import NOT_ASKED
+from sweep.planning.candidates import Asked
 from sweep.planning.plan import CardPlan, bill_offers, compare_cards, plan_card
 from sweep.planning.question import (
     PlanRequest,
@@ -186,7 +187,7 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
     if len(plans) == 1:
         return _said(
             question,
-            lambda: [documents.card_document(plans[0])],
+            lambda: [documents.card_document(plans[0]) | _for_trl(plans[0])],
             lambda: plan_screen.one_gpu(plans[0], is_detailed=is_detailed),
             fits=fits,
         )
@@ -197,6 +198,14 @@ def _of_each_gpu(question: Question, progress: Progress) -> Answer:
         lambda: plan_screen.several_gpus(plans, comparison, is_detailed=is_detailed),
         fits=fits,
     )
+
+
+def _for_trl(plan: CardPlan) -> dict[str, Any]:
+    """Return what GRPO's trainer is told, and what is missing; nothing under other methods."""
+    if not plan.asked.grpo or plan.shown is None:
+        return {}
+    notes = [*plan.notes, f"generation {plan_screen.GENERATION}"]
+    return {"grpo_config": grpo_config(plan.shown.config, plan.asked.grpo), "notes": notes}
 
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster, *, progress: Progress) -> Survey:
@@ -212,7 +221,7 @@ def _planned(question: Question, gpu: GpuSpec, progress: Progress) -> CardPlan:
         else _surveyed(about, forecaster, progress=progress),
         work=question.request.work,
         offers=question.offers.get(gpu.name, ()),
-        asked=NOT_ASKED if is_one else question.asked(gpu),
+        asked=Asked(grpo=question.grpo) if is_one else question.asked(gpu),
         progress=progress,
     )
 

@@ -18,6 +18,7 @@ from search_spaces.errors import listed
 from search_spaces.gpus import Interconnect
 from search_spaces.linears import CapacityClass
 from search_spaces.prices import PRICE_OPTION
+from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
 from sweep.planning.calibrating import Lessons
@@ -31,6 +32,7 @@ from sweep.terminal import plan_details
 from sweep.terminal.drawing import Fact, facts, grid, section
 
 _DETAILS = ("details", "add --details for every size, rank, change, price and source")
+GENERATION = "is not in these numbers: neither its time nor its memory (the KV cache, or vLLM's)"
 _LINES_SHOWN = 4
 """Micro-batches of all GPUs, or GPUs, that one screen has room for."""
 _SPACE_WORDS = {
@@ -49,6 +51,8 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
     """Return the plan of one GPU: the recommendation, what decides, and what to do next."""
     shown, model, gpu = plan.shown, plan.forecaster.model.name, plan.gpu.name
     where, said = f"for {model} on the {gpu}", list[Fact]()
+    if plan.asked.grpo:
+        where = f"for GRPO's training step alone, of {model} on the {gpu}"
     if shown is None:
         sentence = f"Nothing fits {where}: {_too_small(plan)}"
     elif shown.broken is not None:
@@ -255,7 +259,11 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config.seq_len)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
-    if bill is not None:
+    if plan.asked.grpo:
+        yield "generation", GENERATION
+        settings = grpo_config(shown.config, plan.asked.grpo)
+        yield "for TRL", f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+    elif bill is not None:
         what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"
         yield "cost", f"{plan_details.work_words(bill.workload)}: {what}"
     elif not plan.bills and speed is not None:
@@ -358,7 +366,7 @@ def _next(plan: CardPlan) -> Iterator[Fact]:
     if plan.shown is None:
         model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"
-    elif plan.survey is not None:
+    elif plan.survey is not None and not plan.asked.grpo:
         seconds = plan.survey.study_seconds()
         took = f" ({' to '.join(map(units.duration, seconds))})" if seconds else ""
         yield "next", f"`{plan.asked.run_command}` measures it{took}"

@@ -105,7 +105,7 @@ class Preference(torch.nn.Module):
             self.references += 1
             reference = self.reference(batch)
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
-        pairs = Pairs(self._log_probabilities(batch), reference, tokens)
+        pairs = Pairs(log_probabilities(self.model, batch).sum(1), reference, tokens)
         loss = pairs.losses(self.config).mean()
         self.newest, self.loss = pairs._replace(policy=pairs.policy.detach()), loss.detach()
         return CausalLMOutput(loss=loss)
@@ -114,23 +114,25 @@ class Preference(torch.nn.Module):
     def reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the reference's log-probability of each row's completion, fp32, shape (rows,)."""
         with self.model.disable_adapter():
-            return self._log_probabilities(batch)
+            return log_probabilities(self.model, batch).sum(1)
 
     def references_of(self, batches: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Return the same of all micro-batches in the order of `Paired`'s rows, on the host."""
         found = [self.reference(batch).cpu().reshape(2, -1) for batch in batches]
         return torch.cat(found, dim=1).T.flatten().contiguous()
 
-    def _log_probabilities(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the log-probability of each row's completion, fp32, shape (rows,)."""
-        base: Any = self.model.get_base_model()
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
-        labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        found = _LogProbabilities.apply(
-            hidden.flatten(0, 1), labels.flatten(), base.get_output_embeddings()
-        )
-        return found.view_as(labels).sum(1)
+
+def log_probabilities(model: PeftModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each next token, fp32, shape (rows, tokens); 0 where none
+    carries loss."""
+    base: Any = model.get_base_model()
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    found = _LogProbabilities.apply(
+        hidden.flatten(0, 1), labels.flatten(), base.get_output_embeddings()
+    )
+    return torch.as_tensor(found.view_as(labels))
 
 
 class _LogProbabilities(torch.autograd.Function):

@@ -31,6 +31,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
 from sweep import cli, entry_point
+from sweep.planning.question import Grpo
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import Where
 from sweep.terminal import options
@@ -111,7 +112,7 @@ def test_every_command_is_one(block: Block, commands: dict[str, Any]) -> None:
     for program, *arguments in block.commands:
         if program == "sweep" and arguments[0] in commands:
             context = commands[arguments[0]].make_context(arguments[0], arguments[1:])
-            known = (*options.SPACE_SETTINGS, "data.eval_fraction")
+            known = (*options.SPACE_SETTINGS, *Grpo.model_fields, "data.eval_fraction")
             options.settings({}, context.params.get("settings"), also=known)
             on, given = context.params.get("on"), context.params.get("place_settings")
             Where.parse(on, options.pairs("--with", given, bare=True))

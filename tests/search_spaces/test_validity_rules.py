@@ -50,6 +50,7 @@ QWEN3_30B = of_type(
 )
 
 TURING, AMPERE, PASCAL, HOPPER = (7, 5), (8, 0), (6, 0), (9, 0)
+GRPO = {"method": "grpo", "upcast_fp32": False}
 FSDP = {
     "data_parallel": 2,
     "sharding": "fsdp",
@@ -131,6 +132,12 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     "pairs": [
         ({"method": "dpo", **FSDP}, MISTRAL, AMPERE, "sharding none"),
         ({"method": "dpo"}, of_type("gemma2", final_logit_softcapping=30.0), AMPERE, "softcapping"),
+    ],
+    "grpo": [
+        ({"method": "grpo"}, MISTRAL, AMPERE, "use upcast_fp32 false"),
+        ({**GRPO, "compute_dtype": "int8"}, MISTRAL, AMPERE, "use compute_dtype bf16 or fp16"),
+        ({**GRPO, "checkpoint_fraction": 0.5}, MISTRAL, AMPERE, "no 50 % checkpointed"),
+        ({**GRPO, "compile": True}, MISTRAL, AMPERE, "use compile false"),
     ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),

@@ -53,8 +53,8 @@ SHARDED = Uncertainty(allocated=0.02, reserved=0.15)
 """Of a model that two GPUs share, in NF4: of seven rows of Mistral-7B and Llama-3.1-70B, 0.7 % and
 6.1 % at worst. What is gathered when is derived from FSDP2's code."""
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
-"""The same of more GPUs, of other quantization, and where the head is the embedding; and of pairs
-of completions, of which a CPU alone was asked (0 to 4 % more): derived, and measured nowhere."""
+"""The same of more GPUs, of other quantization, and where the head is the embedding; and of
+completions, of whose pairs a CPU alone was asked (0 to 4 % more): derived, and measured nowhere."""
 CAPPED = 0.015
 """How far the least cap that a step runs under may be from the replay's, where its peak is known.
 
@@ -90,7 +90,7 @@ def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncer
     if config.is_sharded:
         is_like_others = config.data_parallel == 2 and config.quantization == "nf4"
         return SHARDED if is_like_others and not is_unseen else UNSEEN
-    if config.is_on_pairs:
+    if config.is_on_completions:
         return UNSEEN
     if not config.compile:
         return EAGER

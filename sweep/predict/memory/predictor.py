@@ -300,7 +300,7 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
     tokens = config.tokens_per_micro_batch
     chunks = -(-model.vocab_size // model.hidden_size)
     chunk = 1 << (-(-tokens // chunks) - 1).bit_length()
-    if config.is_on_pairs:
+    if config.is_on_completions:
         chunk = max(1, LOGITS_AT_ONCE // model.vocab_size)
     return {
         "b": config.micro_batch_size,

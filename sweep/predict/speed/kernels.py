@@ -115,7 +115,7 @@ class Layout:
         self.is_eager_attention = self.are(lambda config: config.attention == "eager")
         self.is_masked = self.are(lambda c: c.packing == "packed" and c.attention == "sdpa")
         """Whether sdpa has to go by a mask that keeps packed examples apart."""
-        self.is_on_pairs = self.are(lambda config: config.is_on_pairs)
+        self.is_on_completions = self.are(lambda config: config.is_on_completions)
         """Whether the head works on a chunk of tokens at a time, in three passes."""
         self.has_dropout = self.are(lambda config: config.lora_dropout > 0)
         """Whether adapters drop part of their input."""

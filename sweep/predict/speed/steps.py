@@ -372,16 +372,16 @@ def _ends(layout: Layout) -> Work:
     loss = _fused_loss(layout) * is_fused + _written_loss(layout) * ~is_fused
     ends = np.zeros((len(TERMS), 3, len(layout.configs)))
     product = kernels.product(layout, layout.hidden, layout.model.vocab_size)
-    ends[TERMS.index("matmul")] = product * (2 + layout.is_on_pairs + layout.references)
+    ends[TERMS.index("matmul")] = product * (2 + layout.is_on_completions + layout.references)
     ends[TERMS.index("elementwise")] = (
         forward + backward + embedding + (forward + embedding / 2) * layout.references
     )
-    is_on_pairs = layout.is_on_pairs
-    ends[TERMS.index("loss")] = loss * ~is_on_pairs + _loss_of_pairs(layout) * is_on_pairs
+    in_chunks = layout.is_on_completions
+    ends[TERMS.index("loss")] = loss * ~in_chunks + _loss_in_chunks(layout) * in_chunks
     return ends
 
 
-def _loss_of_pairs(layout: Layout) -> Work:
+def _loss_in_chunks(layout: Layout) -> Work:
     """Logits by chunks: once forward, once more going back, and once for each reference."""
     logits = layout.tokens * layout.model.vocab_size
     cast = (layout.compute + FP32_BYTES) * (layout.compute != FP32_BYTES)

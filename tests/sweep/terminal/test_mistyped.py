@@ -60,6 +60,7 @@ run a101                                                          | did you mean
 run cpu-demo --model demoo                                        | did you mean 'demo'?
 run cpu-demo --gpu a101                                           | did you mean 'a10'?
 run cpu-demo --rank 0                                             | must be at least 1, got 0
+run cpu-demo --method grpo                                        | grpo is planned, and neither
 run cpu-demo --sampler tpi                                        | --sampler must be one of
 run cpu-demo --data broken.jsonl                                  | line 1: not JSON
 run cpu-demo --storage sqlite:///no/such/x.db                     | there is no directory

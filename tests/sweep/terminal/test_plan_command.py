@@ -386,6 +386,55 @@ def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> N
         ask.shown(gpus=("a10", "l4"), devices=2)
 
 
+# GRPO
+
+GRPO = {"method": "grpo", "upcast_fp32": False}
+
+
+def test_grpos_training_step_is_planned_alone_and_says_what_is_missing(ask: Asked) -> None:
+    asked: dict[str, Any] = {
+        "space": ask.space(SMALL + "fixed: {checkpoint_fraction: 0.0}\n"),
+        "configuration": {"method": "grpo"},
+        "grpo": {"num_generations": 4, "beta": 0.04},
+    }
+    document = ask.document(**asked)
+    found = document["grpo_config"]
+    assert (found["num_generations"], found["beta"], found["max_completion_length"]) == (
+        4,
+        0.04,
+        256,
+    )
+    assert document["recommended"]["config"]["upcast_fp32"] is False
+    assert document["recommended"]["config"]["effective_batch_size"] == 16
+    assert (document["bills"], document["recommended"]["cost"]) == ([], None)
+    assert any("generation is not in these numbers" in note for note in document["notes"])
+    shown = " ".join(ask.shown(**asked).split())
+    assert shown.startswith("Recommended for GRPO's training step alone, of mistral-7b-v0.3")
+    assert "generation is not in these numbers" in shown
+    assert "GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, " in shown
+    assert "sweep run" not in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ({"grpo": {"num_generations": 1}}, "--set num_generations must be at least 2, got 1"),
+        ({"grpo": {"max_completion_length": 600}}, "must go into seq_len, got 600 and 512"),
+        ({"is_cheapest": True}, "no cost and no trial"),
+        ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
+        (
+            {"configuration": {**GRPO, "effective_batch_size": 12}},
+            "effective_batch_size must be a multiple of num_generations, got 12 and 8",
+        ),
+    ],
+)
+def test_what_grpo_cannot_be_asked_is_refused(
+    ask: Asked, typed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ask.shown(**{"space": "a10", "configuration": GRPO, "is_exact": True, **typed})
+
+
 # The questions backwards
 
 

@@ -103,8 +103,8 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
         raise
     except Exception as error:
         raise InputError(f"it cannot be built: {_line(error)}") from error
-    # On pairs the head is called chunk by chunk, whatever the kernels.
-    fuses_loss = config.kernels != "hf" and not config.is_on_pairs
+    # On completions the head is called chunk by chunk, whatever the kernels.
+    fuses_loss = config.kernels != "hf" and not config.is_on_completions
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
     # prediction says that it is less certain.
     fuses_layers = config.kernels == "liger" or config.compile

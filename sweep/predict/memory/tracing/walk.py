@@ -285,7 +285,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     if is_packed:
         found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
     # One chunk stands for all of them.
-    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_pairs
+    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_completions
     with ledger, _boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
         rows = symbols.b * config.rows_per_sample
@@ -298,7 +298,11 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
             batch[preference.REFERENCE] = torch.empty(rows, device="meta")
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
         with cuda.region():
-            output = preference.trained(target.model, config)(**batch)
+            output = (
+                _policy_loss(target.model, batch)
+                if config.method == "grpo"
+                else preference.trained(target.model, config)(**batch)
+            )
         if is_autocast:
             output = {name: _widened(value) for name, value in output.items()}
         loss = output["loss"]
@@ -308,6 +312,13 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     trained = [p.grad for p in target.model.parameters() if p.grad is not None]
     gradients = {ledger.live[_key(gradient)] for gradient in trained}
     return Walk(ledger, gradients, cuda.tells_halves_apart)
+
+
+def _policy_loss(model: PeftModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return GRPO's loss of completions, a row each, as TRL has it by default."""
+    found = preference.log_probabilities(model, batch)
+    ratios = torch.exp(found - found.detach())
+    return {"loss": -torch.min(ratios, ratios.clamp(0.8, 1.2)).mean()}
 
 
 def _widened(value: Any) -> Any:

@@ -174,6 +174,18 @@ def test_the_fused_loss_spares_the_logits_of_any_model(predictor: Any, kind: str
     assert fused.breakdown["loss"] < logits
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_completions_need_what_as_many_rows_of_pairs_do(predictor: Any, fraction: float) -> None:
+    """As large a vocabulary as would show where logits were there as a whole."""
+    shared = {"upcast_fp32": False, "checkpoint_fraction": fraction}
+    of = predictor(model("qwen3", vocab_size=50_000))
+    pairs = of.predict(TrialConfig(method="dpo", micro_batch_size=4, **shared))
+    completions = of.predict(TrialConfig(method="grpo", micro_batch_size=8, **shared))
+    ratio = completions.peak_allocated_bytes / pairs.peak_allocated_bytes
+    assert ratio == pytest.approx(1.0, rel=0.01)
+    assert completions.uncertainty == pairs.uncertainty
+
+
 def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChildren) -> None:
     structure = Structure.of(TrialConfig(), is_checkpointed=True)
     with pytest.raises(InputError):

@@ -1,0 +1,47 @@
+"""What TRL's `GRPOTrainer` (1.16) is told of a configuration whose training step was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from search_spaces.config import TrialConfig, liger_kernels
+from search_spaces.errors import InputError
+
+
+def grpo_config(config: TrialConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `GRPOConfig` that decide the step's memory.
+
+    Args:
+        config: what was planned.
+        settings: ``num_generations``, ``beta`` and ``max_completion_length``; where that is None,
+            half of a sequence is the prompt's.
+
+    Raises:
+        InputError: some prompt would not have all its completions in one step, or a completion is
+            longer than a sequence.
+    """
+    generations, longest = settings["num_generations"], settings["max_completion_length"]
+    if config.samples_per_step % generations:
+        got = f"{config.samples_per_step} and {generations}"
+        raise InputError(f"effective_batch_size must be a multiple of num_generations, got {got}")
+    if (longest or 1) > config.seq_len:
+        got = f"{longest} and {config.seq_len}"
+        raise InputError(f"max_completion_length must go into seq_len, got {got}")
+    # Its own head makes log-probabilities in chunks, and it refuses Liger's.
+    liger = {**(liger_kernels("liger") or {}), "fused_linear_cross_entropy": False}
+    is_recomputed = config.checkpoint_fraction > 0
+    return {
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "num_generations": generations,
+        "max_completion_length": longest or max(1, config.seq_len // 2),
+        "beta": settings["beta"],
+        "gradient_checkpointing": is_recomputed,
+        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if is_recomputed else {}),
+        "bf16": config.compute_dtype == "bf16",
+        "fp16": config.compute_dtype == "fp16",
+        "optim": config.optimizer,
+        "use_liger_kernel": config.kernels == "liger",
+        **({"liger_kernel_config": liger} if config.kernels == "liger" else {}),
+    }
