@@ -532,6 +532,11 @@ class TrialConfig(BaseModel):
         return self.samples_per_step // (self.micro_batch_size * self.data_parallel)
 
     @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches per optimizer step, of all GPUs together."""
+        return self.samples_per_step // self.micro_batch_size
+
+    @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens in one forward pass of one GPU."""
         return self.micro_batch_size * self.rows_per_sample * self.seq_len

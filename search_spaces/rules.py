@@ -284,9 +284,6 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.packing != "none" and not setting.has_texts:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
-    if config.data_parallel > 1 and setting.has_texts:
-        alone = "several GPUs are measured on full-length random sequences alone"
-        yield "data-parallel-on-texts", f"{alone}: use data_parallel 1, or leave the dataset out"
     if config.is_sharded:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:

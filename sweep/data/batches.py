@@ -91,11 +91,12 @@ class TrialBatches:
     largest: list[Batch]
     """Micro-batches of the epoch's longest rows: none is larger in any order."""
     round: list[Batch]
-    """Micro-batches in equal shares of the epoch by size: a whole number of optimizer steps."""
+    """One rank's share of micro-batches in equal shares of the epoch by size: a whole number of
+    optimizer steps."""
     loss_tokens: int
-    """Of the round, those that carry loss."""
+    """Of all ranks' rounds, those that carry loss."""
     padded_tokens: int
-    """Of the round, as computed."""
+    """Of all ranks' rounds, as computed."""
 
     @property
     def is_as_its_epoch(self) -> bool:
@@ -112,27 +113,34 @@ class TrialBatches:
         if self.is_as_its_epoch:
             return 1.0
         whole = self.epoch
-        return whole.padded_tokens / whole.micro_batches / (self.padded_tokens / len(self.round))
+        count = len(self.round) * whole.config.data_parallel
+        return whole.padded_tokens / whole.micro_batches / (self.padded_tokens / count)
 
     @property
     def loss_tokens_per_step(self) -> float:
         """Tokens that carry loss in a whole optimizer step: a mean of the round, or where that is
         not as its epoch, of the epoch."""
-        whole, each = self.epoch, self.loss_tokens / len(self.round)
+        whole, config = self.epoch, self.epoch.config
+        each = self.loss_tokens / (len(self.round) * config.data_parallel)
         if not self.is_as_its_epoch:
             each = whole.loss_tokens / whole.micro_batches
-        return each * whole.config.accumulation_steps
+        return each * config.micro_batches_per_step
 
 
 def trial_batches(
-    texts: Texts, config: TrialConfig, *, micro_steps: int | None = None
+    texts: Texts, config: TrialConfig, *, micro_steps: int | None = None, rank: int = 0
 ) -> TrialBatches:
     """Return the micro-batches of a trial on prepared texts.
+
+    Each of the round has the weight with which its mean loss counts, so that the loss of an
+    optimizer step is the mean over its supervised tokens, of all ranks together; pairs count alike.
 
     Args:
         texts: what it trains on.
         config: what trains on them.
-        micro_steps: micro-batches of an optimizer step; None for as many as the configuration says.
+        micro_steps: micro-batches of an optimizer step, of each rank; None for as many as the
+            configuration says.
+        rank: of those that train together.
 
     Raises:
         InputError: the texts make no micro-batch of this size.
@@ -140,7 +148,12 @@ def trial_batches(
     rows = open_tokens(texts.directory).with_format("numpy")
     indices, _ = split(len(rows), texts.eval_fraction, texts.seed, config.rows_per_sample)
     whole = trained_epoch(texts, config)
-    chosen = representative(whole, micro_steps=micro_steps or config.accumulation_steps)
+    micro_steps = micro_steps or config.accumulation_steps
+    chosen, ranks = representative(whole, micro_steps=micro_steps), config.data_parallel
+    if ranks > 1 and config.packing != "grouped":
+        # Ranks wait for one another, and only where rows are grouped for what is of their size.
+        chosen.sort()
+    weights = _weights(whole.loss[chosen], of_step=micro_steps * ranks)
     collate = Collator(config)
 
     def made(places: Iterable[int]) -> list[list[dict[str, Any]]]:
@@ -148,15 +161,26 @@ def trial_batches(
         each = config.rows_per_sample
         return [[row_of(rows, row, config) for row in np.split(one, each)] for one in samples]
 
+    def weighed(index: int, weight: float) -> Batch:
+        batch = collate(by_member(made(whole.rows_of(index))))
+        return batch if config.is_on_pairs else {**batch, WEIGHT: weight}
+
     longest = made(map(int, whole.largest_rows))
     return TrialBatches(
         texts=texts,
         epoch=whole,
         largest=[collate(by_member(longest[at:] + longest[:at])) for at in range(_ALIKE)],
-        round=[collate(by_member(made(whole.rows_of(index)))) for index in chosen],
+        round=list(map(weighed, chosen[rank::ranks], weights[rank::ranks])),
         loss_tokens=int(whole.loss[chosen].sum()),
         padded_tokens=int(whole.padded[chosen].sum()),
     )
+
+
+def _weights(tokens: Integers, *, of_step: int) -> list[float]:
+    """Return how much the mean loss of each micro-batch counts, by its supervised tokens among
+    those of its optimizer step."""
+    steps = tokens.reshape(-1, of_step)
+    return (steps * of_step / steps.sum(1, keepdims=True)).ravel().tolist()
 
 
 def trained_epoch(texts: Texts, config: TrialConfig) -> Epoch:
@@ -244,7 +268,8 @@ def in_parts(batch: Batch, count: int, rows_per_sample: int = 1) -> list[Batch]:
 
 
 class Lesson:
-    """The micro-batches of a training on so many supervised tokens, in whole optimizer steps.
+    """One rank's micro-batches of a training on so many supervised tokens, in whole optimizer
+    steps.
 
     Each has the weight with which its mean loss counts: by its supervised tokens, as Trainer counts
     them over an accumulation.
@@ -253,27 +278,30 @@ class Lesson:
         InputError: no text carries loss.
     """
 
-    def __init__(self, texts: Texts, config: TrialConfig, *, tokens: int, seed: int) -> None:
+    def __init__(
+        self, texts: Texts, config: TrialConfig, *, tokens: int, seed: int, rank: int = 0
+    ) -> None:
         lengths, loss = loss_left(texts.directory, config.seq_len)
         self.config = config
         self.rows = _rows(texts, config, lengths, loss, tokens=tokens, seed=seed)
         """Numbers of the texts in each row."""
         of_rows = np.array([loss[row].sum() for row in self.rows], dtype=np.int64)
         self.tokens = of_rows.reshape(-1, config.micro_batch_size).sum(1)
-        """Supervised tokens of each micro-batch."""
+        """Supervised tokens of each micro-batch, of all ranks."""
+        self._weights = _weights(self.tokens, of_step=config.micro_batches_per_step)
+        self._places = range(rank, len(self.tokens), config.data_parallel)
         self._tokenized = open_tokens(texts.directory).with_format("numpy")
         self._collate = Collator(config)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._places)
 
     def __getitem__(self, index: int) -> Batch:
         """Return a micro-batch."""
-        size, steps = self.config.micro_batch_size, self.config.accumulation_steps
-        rows = self.rows[index * size : (index + 1) * size]
+        place, size = self._places[index], self.config.micro_batch_size
+        rows = self.rows[place * size : (place + 1) * size]
         batch = self._collate([row_of(self._tokenized, row, self.config) for row in rows])
-        of_step = self.tokens[index - index % steps :][:steps]
-        return {**batch, WEIGHT: int(self.tokens[index]) * steps / int(of_step.sum())}
+        return {**batch, WEIGHT: self._weights[place]}
 
 
 def _rows(

@@ -211,7 +211,7 @@ class Epoch:
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the epoch; the last may have fewer micro-batches."""
-        return -(-self.micro_batches // self.config.accumulation_steps)
+        return -(-self.micro_batches // self.config.micro_batches_per_step)
 
     def rows_of(self, micro_batch: int) -> range:
         """Return the rows of a micro-batch, by their place in the epoch's order."""
@@ -276,8 +276,9 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
 
 
 def too_few(rows: int, config: TrialConfig) -> str | None:
-    """Return why so many rows that carry loss make no micro-batch; None where they do."""
-    if rows >= config.micro_batch_size:
+    """Return why so many rows that carry loss make no micro-batch of each GPU; None where they
+    do."""
+    if rows >= config.micro_batch_size * config.data_parallel:
         return None
     if rows == 0:
         return (
@@ -286,9 +287,10 @@ def too_few(rows: int, config: TrialConfig) -> str | None:
         )
     row = "row" if rows == 1 else "rows"
     kind = f"packed {row}" if config.packing == "packed" else f"{row} to train on"
+    gpus = f" on each of {config.data_parallel} GPUs" if config.data_parallel > 1 else ""
     return (
-        f"micro_batch_size is {config.micro_batch_size} and the texts make {rows:,} {kind} at "
-        f"seq_len {config.seq_len}: take a smaller micro_batch_size"
+        f"micro_batch_size is {config.micro_batch_size}{gpus} and the texts make {rows:,} {kind} "
+        f"at seq_len {config.seq_len}: take a smaller micro_batch_size"
     )
 
 
@@ -375,7 +377,8 @@ _ROUNDS = 8
 
 
 def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
-    """Return the micro-batches of a round: one of each stratum, a whole number of optimizer steps.
+    """Return the micro-batches of a round by size: one of each stratum, a whole number of optimizer
+    steps, and so many for each rank.
 
     They are chosen together, so that computed tokens, attention's work and loss-carrying tokens
     come to the epoch's mean: where one is too large another makes up for it. In an epoch with fewer
@@ -383,7 +386,7 @@ def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
 
     Args:
         epoch: whose micro-batches they are; one with fewer rows is none of them.
-        micro_steps: micro-batches of an optimizer step.
+        micro_steps: micro-batches of an optimizer step, of each rank.
     """
     config, count = epoch.config, STRATA
     whole = len(epoch.rows) // config.micro_batch_size
@@ -398,7 +401,7 @@ def representative(epoch: Epoch, *, micro_steps: int) -> list[int]:
         is_near = np.abs(relative - 1.0).max(axis=1).min() <= _NEAR
         is_mixed = 0 < np.count_nonzero(epoch.masked[:whole]) < whole
         count = 1 if is_near else STRATA_MAX if is_mixed else STRATA
-    count = -(-count // micro_steps) * micro_steps
+    count = -(-count // micro_steps) * micro_steps * config.data_parallel
     # Equal shares, of one at least; what is on an edge is in both.
     edges = np.linspace(0, whole, count + 1)
     firsts = np.minimum(edges[:-1].astype(int), whole - 1)

@@ -50,7 +50,7 @@ class ShapeOnTexts:
         full_width = max(1, round(width))
         # The mean width is no whole number; a step's time goes with its tokens over half of one.
         seconds = width / full_width
-        epoch_seconds = seconds * mean.micro_batches / config.accumulation_steps
+        epoch_seconds = seconds * mean.micro_batches / config.micro_batches_per_step
         return cls(
             largest={
                 "seq_len": -(-largest.largest.tokens // rows),

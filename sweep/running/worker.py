@@ -246,8 +246,8 @@ class Worker:
             self._resident.card.remember()
         self.phase = "attach"
         before = self._resident.device.allocated_bytes()
-        outcome: Outcome | None = self._known_speed(request)
-        retire, is_apart = None, False
+        outcome: Outcome | None = team.gathered(self._known_speed(request))[0]
+        is_apart = False
         if outcome is None:
             if request.faithfulness is not None:
                 self._resident.compared[config] = request.faithfulness
@@ -261,10 +261,12 @@ class Worker:
                 report=self._report,
             )
             outcome, is_apart = trial.run(), trial.is_apart
-            retire = "other ranks go on in the step" if is_apart else self._others.end()
-        if request.quality is not None and isinstance(outcome, Measured):
-            self._speeds[_speed_key(request)] = config.learning_rate, outcome
-            outcome = self._with_quality(outcome, config, request.quality)
+        if request.quality is not None and not is_apart:
+            outcome = team.gathered(outcome)[0]
+            if isinstance(outcome, Measured):
+                self._speeds[_speed_key(request)] = config.learning_rate, outcome
+                outcome, is_apart = self._with_quality(outcome, config, request.quality)
+        retire = "other ranks go on in the step" if is_apart else self._others.end()
         return outcome, retire or self._resident.leak(config, before), is_apart
 
     def _known_speed(self, request: TrialRequest) -> Measured | None:
@@ -280,12 +282,16 @@ class Worker:
 
     def _with_quality(
         self, outcome: Measured, config: TrialConfig, asked: QualityCommand
-    ) -> Outcome:
-        """Train a configuration that fits once more, for what it learns of the texts."""
+    ) -> tuple[Outcome, bool]:
+        """Train a configuration that fits once more, for what it learns of the texts; return its
+        outcome, and whether other ranks go on with it."""
+        if self._texts is None:
+            return outcome, False
+        if config.is_sharded:
+            # It served the trial alone.
+            self._resident.hold(config)
         base = self._resident.base
         assert base is not None, "what was measured has a base"
-        if self._texts is None:
-            return outcome
         quality = Quality(
             base,
             config,
@@ -298,14 +304,14 @@ class Worker:
         try:
             learned = quality.run()
         except InputError as error:
-            return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH])
+            return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH]), False
         if isinstance(learned, Diverged | OutOfMemory):
-            return learned
+            return learned, quality.is_apart
         if learned is None:
             # It trains well, and what it learned is not known.
             flags = (*flags, NO_ROOM_TO_EVALUATE)
         changes = {"quality": learned, "flags": flags}
-        return Measured(measurement=outcome.measurement.model_copy(update=changes))
+        return Measured(measurement=outcome.measurement.model_copy(update=changes)), False
 
     def _report(self, progress: Progress) -> bool:
         """Tell how far the trial is; return whether it is to stop."""

@@ -22,6 +22,7 @@ from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop
+from sweep.training.team import gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
@@ -36,6 +37,7 @@ class Quality:
 
     Attributes:
         report: called now and then.
+        is_apart: whether it ended where other ranks go on, for good.
     """
 
     base: BaseModel
@@ -44,6 +46,7 @@ class Quality:
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None
+    is_apart: bool = False
     _loop: TrainingLoop | None = None
     _steps: int = 0
     _told: float = field(default_factory=time.perf_counter)
@@ -66,6 +69,7 @@ class Quality:
             if not self.device.ran_out(error):
                 raise
             outcome = out_of_memory(error, self.device, self._loop, doing=_DOING)
+            self.is_apart = world_size() > 1
         finally:
             # A caught exception keeps its frames alive, and they the tensors, until here.
             self._loop = None
@@ -74,7 +78,8 @@ class Quality:
 
     def _learn(self, attachment: Attached) -> QualityReport | Diverged | None:
         begun, asked = time.perf_counter(), self.question
-        lesson = Lesson(self.texts, self.config, tokens=asked.tokens, seed=asked.seed)
+        budget = {"tokens": asked.tokens, "seed": asked.seed}
+        lesson = Lesson(self.texts, self.config, **budget, rank=rank())
         steps = len(lesson) // self.config.accumulation_steps
         schedule = (SCHEDULE_WARMUP_STEPS, steps)
         self._loop = loop = TrainingLoop(
@@ -82,7 +87,8 @@ class Quality:
         )
         losses: list[float] = []
         for step in range(steps):
-            losses.append(float(loop.step(on_micro_step=self._beat)))
+            of_ranks = gathered(float(loop.step(on_micro_step=self._beat)))
+            losses.append(sum(of_ranks) / len(of_ranks))
             self._steps = step + 1
             self._tell()
             if not math.isfinite(losses[-1]):

@@ -201,9 +201,15 @@ class TrainingLoop:
         with self._precision():
             return float(self.trained(**batch).loss)
 
-    def as_trained(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model computes as it does in a step: its precision."""
-        return self._accelerator.autocast()
+    @contextlib.contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """Let the model, and each part of it, compute as it does in a step."""
+        with self._accelerator.autocast():
+            if self._is_sharded:
+                self.trained.unshard()
+            yield
+            if self._is_sharded:
+                self.trained.reshard()
 
     def next_batch(self) -> Batch:
         """Return the micro-batch that is next, on the device."""

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import bitsandbytes as bnb
 import torch
@@ -48,6 +48,7 @@ number in bf16 comes out as one and the same: wrong weights without a word (bits
 seen on a GPU here). Tensors of several types, as fp32 adapters beside bf16, it copies as bytes.
 """
 _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+T = TypeVar("T")
 _control: dist.ProcessGroup | None = None
 """Of the same ranks, for what they agree on: no device waits for it. None for a single process."""
 
@@ -130,12 +131,12 @@ def agreed(value: bool) -> bool:
     return bool(flag)
 
 
-def gathered(look: Look) -> list[Look]:
-    """Return what each rank shows, once all of them do."""
-    looks = [look] * look.size
+def gathered(value: T) -> list[T]:
+    """Return what each rank has for it, once all of them do."""
+    values = [value] * world_size()
     if _control is not None:
-        dist.all_gather_object(looks, look, group=_control)
-    return looks
+        dist.all_gather_object(values, value, group=_control)
+    return values
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:

@@ -272,7 +272,8 @@ class Trial:
             Ended: they cannot be trained on.
         """
         try:
-            made = trial_batches(texts, self.config, micro_steps=self._micro_steps)
+            steps = self._micro_steps
+            made = trial_batches(texts, self.config, micro_steps=steps, rank=rank())
         except InputError as error:
             raise Ended(Invalid(rule=ROWS_OF_TEXTS, detail=str(error))) from None
         tokens = (batch["input_ids"].max() for batch in (*made.largest, *made.round))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -201,12 +202,9 @@ def test_what_can_run_is_let_through(
     assert broken(values, model, gpu) is None
 
 
-def test_a_dataset_may_be_packed_in_any_way_on_one_gpu() -> None:
-    for packing in ("none", "grouped", "packed"):
-        assert broken({"packing": packing}, has_texts=True) is None
-    found = broken({"data_parallel": 2}, has_texts=True)
-    assert found is not None
-    assert found.rule == "data-parallel-on-texts"
+def test_a_dataset_may_be_packed_in_any_way_on_any_number_of_gpus() -> None:
+    for packing, gpus in product(("none", "grouped", "packed"), (1, 2)):
+        assert broken({"packing": packing, "data_parallel": gpus}, has_texts=True) is None
 
 
 def test_an_unknown_gpu_is_not_held_against_a_configuration() -> None:

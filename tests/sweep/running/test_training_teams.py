@@ -16,8 +16,9 @@ from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.sweep.running.teams import a_cpu_runner, measured
+from tests.sweep.training.tiny import TINY
 from tests.sweep.training.two_processes import told_by_two
 
 pytestmark = pytest.mark.usefixtures("our_own_code")
@@ -50,6 +51,16 @@ TOGETHER = ALONE.model_copy(update={"data_parallel": 2})
 SHARED = TOGETHER.model_copy(update={"sharding": "fsdp"})
 PAIRS = TOGETHER.model_copy(update={"method": "dpo", "reference": "precomputed"})
 A_GRADIENT_BYTES = 4
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+    from tests.sweep.data.prepared import prepared
+
+    directory = tmp_path_factory.mktemp("texts")
+    prepared(directory, [4 + row * 7 % 25 for row in range(60)])
+    (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
+    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +133,31 @@ def test_a_soak_of_two_cards_evaluates_and_saves(
     soak = measured(run(runner, config, is_soak=True)).soak
     assert soak is not None
     assert soak.checkpoint_bytes > 0
+
+
+def test_two_cards_train_on_texts_and_learn_what_one_does(
+    texts: TextsSettings, tmp_path: Path
+) -> None:
+    quality = QualityCommand(tokens=150, eval_seq_len=32, eval_tokens=60)
+    packed = SHARED.model_copy(update={"packing": "packed"})
+    accumulating = ALONE.model_copy(update={"effective_batch_size": 2})
+    with a_cpu_runner(tmp_path / "worker.log", model=TINY, texts=texts) as runner:
+        found = [
+            measured(run(runner, config, quality=quality))
+            for config in (TOGETHER, packed, accumulating)
+        ]
+    together, shared, alone = found
+    assert [one.cards for one in found] == [2, 2, 1]
+    for one in found:
+        assert one.loss_tokens_per_step == pytest.approx(one.tokens_per_second * one.step_seconds)
+        assert one.quality is not None
+    assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
+    assert shared.documents_apart
+    assert together.quality is not None
+    assert alone.quality is not None
+    for key in ("train_tokens", "train_loss", "eval_loss"):
+        both = (getattr(one.quality, key) for one in (together, alone))
+        assert next(both) == pytest.approx(next(both), rel=1e-3)
 
 
 def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_together(

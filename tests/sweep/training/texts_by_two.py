@@ -1,0 +1,84 @@
+"""One of two processes that train on texts, or on pairs, together: prints the loss of each step,
+and what the adapters came to.
+
+Run as ``python -m tests.sweep.training.texts_by_two RANK FILE DEVICE``, where FILE is in a
+directory of prepared texts and of prepared pairs.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from search_spaces.config import TrialConfig
+from sweep.data.batches import Lesson, Texts, trial_batches
+from sweep.training.adapters import attached
+from sweep.training.model import build_base
+from sweep.training.step import TrainingLoop
+from sweep.training.team import join, leave, rank, world_size
+from tests.sweep.training.tiny import TINY
+
+STEPS = 4
+KINDS = ("none", "grouped", "packed", "dpo")
+
+
+def config_of(kind: str, ranks: int) -> TrialConfig:
+    """Return a configuration whose optimizer step is of four micro-batches, on all ranks."""
+    is_on_pairs = kind == "dpo"
+    return TrialConfig(
+        method="dpo" if is_on_pairs else "sft",
+        packing="none" if is_on_pairs else kind,
+        attention="eager",
+        micro_batch_size=2,
+        effective_batch_size=8,
+        data_parallel=ranks,
+        seq_len=32,
+        learning_rate=1e-2,
+        compute_dtype="fp32",
+        quantization="none",
+        optimizer="adamw_torch_fused",
+    )
+
+
+def told_by(kind: str, directory: Path, device: torch.device, *, is_lesson: bool) -> list[float]:
+    """Return the mean loss of each step over all ranks, and the mean size of the adapters' own."""
+    config = config_of(kind, world_size())
+    texts = Texts(directory / ("pairs" if kind == "dpo" else "texts"), eval_fraction=0.0, seed=0)
+    base = build_base(config, spec=TINY, weights="random", device=device, seed=0)
+    torch.manual_seed(0)
+    with attached(base, config) as attachment:
+        # What one rank trains on is put together from what two do: rounds differ in length.
+        of_two = [trial_batches(texts, config_of(kind, 2), rank=rank) for rank in range(2)]
+        mine = slice(rank(), None, world_size())
+        every = list(chain(*zip(*(made.round for made in of_two), strict=True)))
+        batches = [of_two[0].largest, every[mine]]
+        if is_lesson:
+            lesson = Lesson(texts, config, tokens=900, seed=3, rank=rank())
+            batches = [[lesson[index] for index in range(len(lesson))]]
+        loop = TrainingLoop(attachment, config, seed=0, batches=batches)
+        loop.leave_largest()
+        found = [loop.step() for _ in range(STEPS)]
+        size = sum(float(p.detach().abs().sum()) for p in attachment.trainable_parameters())
+    base.close()
+    losses = torch.tensor([float(loss) for loss in found])
+    if world_size() > 1:
+        torch.distributed.all_reduce(losses)
+    return [*(losses / world_size()).tolist(), size]
+
+
+def main(number: int, meeting: Path, kind: str) -> None:
+    device = torch.device(kind, number if kind == "cuda" else None)  # type: ignore[call-overload]
+    if kind == "cuda":
+        torch.cuda.set_device(number)
+    join(number, 2, meeting=meeting, device=device)
+    told = [told_by(kind, meeting.parent, device, is_lesson=False) for kind in KINDS]
+    told.append(told_by("none", meeting.parent, device, is_lesson=True))
+    print(*(number for numbers in told for number in numbers))
+    leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
