@@ -152,10 +152,11 @@ def quality_of(document: Document) -> Section | None:
         return None
     quality = measured_of(judged[0]).quality
     assert quality is not None, "a judged trial has a loss"
+    of_tokens = f"{quality.eval_tokens:,} tokens of " if quality.eval_wins is None else ""
     how = (
         f"Every trial that fits and is at least half as fast as the fastest trained on "
         f"{quality.train_tokens:,} supervised tokens, in the same order. The loss is the "
-        f"mean over {quality.eval_tokens:,} tokens of {held_out(quality)}, cut at "
+        f"mean over {of_tokens}{held_out(quality)}, cut at "
         f"{quality.eval_seq_len:,} each. A loss that these do not tell from the lowest (paired "
         "bootstrap, 95 %) counts as the lowest. The few that the choice is between were trained "
         "with several seeds; their interval is Student's, at 95 %, of the mean over those."

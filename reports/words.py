@@ -127,7 +127,17 @@ def loss(measured: Measurement) -> str:
 
 def held_out(quality: QualityReport) -> str:
     """Return what a loss is of: ``120 held-out examples``."""
-    return f"{quality.eval_rows:,} held-out examples" if quality.eval_rows else "held-out examples"
+    kind = "held-out examples" if quality.eval_wins is None else "held-out pairs"
+    return f"{quality.eval_rows:,} {kind}" if quality.eval_rows else kind
+
+
+def reward_accuracy(quality: QualityReport) -> str:
+    """Return in what share of held-out pairs the chosen completion gained more; empty of texts."""
+    if quality.eval_wins is None or quality.reward_accuracy_ci95 is None:
+        return ""
+    share, (low, high) = quality.eval_wins / quality.eval_rows, quality.reward_accuracy_ci95
+    within = f"{units.percent(low)} to {units.percent(high)}"
+    return f", the chosen completion gained more in {units.percent(share)} ({within})"
 
 
 def interval(measured: Measurement) -> str:

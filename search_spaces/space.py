@@ -276,8 +276,10 @@ class SearchSpace(Strict):
             yield message, "dimensions", "method"
         if self.baseline.get("method", self.values_of("method")[0]) not in self.values_of("method"):
             yield "the baseline has the space's method: leave it out", "baseline", "method"
-        if "eval_loss" in self.objectives and self.values_of("method")[0] == "dpo":
-            yield "eval_loss is of texts: with method dpo leave it out", "objectives"
+        for key in ("loss_type", "dpo_beta") if "eval_loss" in self.objectives else ():
+            if key in self.dimensions:
+                message = f"eval_loss is of one {key}, or losses do not compare: fix it"
+                yield message, "dimensions", key
         if len(set(self.objectives)) < len(self.objectives):
             yield f"objectives lists one twice, got {', '.join(self.objectives)}", "objectives"
         if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:

@@ -29,6 +29,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -376,6 +377,15 @@ FEW_ROWS = 50
 _RESAMPLES = 2000
 
 
+def binomial_ci95(wins: float, count: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share, of which so many were found among so many."""
+    share, z = wins / count, NormalDist().inv_cdf(0.975)
+    shrunk = 1 + z * z / count
+    middle = (share + z * z / (2 * count)) / shrunk
+    half = z / shrunk * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return middle - half, middle + half
+
+
 def loss_difference(one: QualityReport, other: QualityReport) -> tuple[float, float] | None:
     """Return the 95 % interval of how much larger one held-out loss is than another: by a paired
     bootstrap over the blocks of held-out examples, the same draws each time. None where they are
@@ -427,6 +437,8 @@ def pooled_qualities(
         if len(runs) == 1:
             return runs[0]
         mean, half = statistics.fmean(losses), spread.half(losses)
+        won = [run.eval_wins for run in runs if run.eval_wins is not None]
+        wins, rows = statistics.fmean(won) if won else None, runs[0].eval_rows
         return runs[0].model_copy(
             update={
                 "eval_loss": mean,
@@ -434,6 +446,8 @@ def pooled_qualities(
                     (statistics.fmean(loss for loss, _ in blocks), blocks[0][1])
                     for blocks in zip(*(run.eval_blocks or () for run in runs), strict=False)
                 ),
+                "eval_wins": wins,
+                "reward_accuracy_ci95": None if wins is None else binomial_ci95(wins, rows),
                 "train_loss": statistics.fmean(run.train_loss for run in runs),
                 "seconds": sum(run.seconds for run in runs),
                 "seeds": tuple(run.seed for run in runs),

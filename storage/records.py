@@ -87,14 +87,20 @@ class QualityReport(_Frozen):
     """What a configuration learned of a study's texts, from fresh adapters on the same base."""
 
     eval_loss: float
-    """Mean loss of the held-out tokens that carry loss, in nats; each text by itself."""
+    """Mean loss of the held-out tokens that carry loss, in nats, each text by itself; of pairs the
+    mean over pairs."""
     eval_tokens: int
     """Held-out tokens that carry loss and were looked at."""
     eval_rows: int = 0
-    """Held-out examples that were looked at."""
+    """Held-out examples, or pairs, that were looked at."""
+    eval_wins: float | None = None
+    """In how many of the pairs the chosen completion gained more; null where none are."""
+    reward_accuracy_ci95: tuple[float, float] | None = None
+    """Wilson's 95 % interval of the share of pairs that are such; null where none are."""
     eval_blocks: tuple[tuple[float, int], ...] | None = None
-    """Mean loss and supervised tokens of each block of them, the same ones for every configuration:
-    they tell how sure a difference of two losses is. Null outside a study's storage."""
+    """Mean loss and supervised tokens, or pairs, of each block of them, the same ones for every
+    configuration: they tell how sure a difference of two losses is. Null outside a study's storage.
+    """
     eval_seq_len: int
     """Tokens to which the held-out texts were cut, whatever the configuration trains at."""
     train_tokens: int

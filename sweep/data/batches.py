@@ -271,8 +271,8 @@ class Lesson:
     """One rank's micro-batches of a training on so many supervised tokens, in whole optimizer
     steps.
 
-    Each has the weight with which its mean loss counts: by its supervised tokens, as Trainer counts
-    them over an accumulation.
+    Each of texts has the weight with which its mean loss counts: by its supervised tokens, as
+    Trainer counts them over an accumulation.
 
     Raises:
         InputError: no text carries loss.
@@ -281,10 +281,10 @@ class Lesson:
     def __init__(
         self, texts: Texts, config: TrialConfig, *, tokens: int, seed: int, rank: int = 0
     ) -> None:
-        lengths, loss = loss_left(texts.directory, config.seq_len)
+        lengths, loss = _of_samples(texts, config)
         self.config = config
         self.rows = _rows(texts, config, lengths, loss, tokens=tokens, seed=seed)
-        """Numbers of the texts in each row."""
+        """Numbers of the texts in each row, or of the pair."""
         of_rows = np.array([loss[row].sum() for row in self.rows], dtype=np.int64)
         self.tokens = of_rows.reshape(-1, config.micro_batch_size).sum(1)
         """Supervised tokens of each micro-batch, of all ranks."""
@@ -299,9 +299,32 @@ class Lesson:
     def __getitem__(self, index: int) -> Batch:
         """Return a micro-batch."""
         place, size = self._places[index], self.config.micro_batch_size
-        rows = self.rows[place * size : (place + 1) * size]
-        batch = self._collate([row_of(self._tokenized, row, self.config) for row in rows])
-        return {**batch, WEIGHT: self._weights[place]}
+        samples = self.rows[place * size : (place + 1) * size]
+        batch = _collated(self._tokenized, samples, self.config, self._collate)
+        return batch if self.config.is_on_pairs else {**batch, WEIGHT: self._weights[place]}
+
+
+def _of_samples(texts: Texts, config: TrialConfig) -> tuple[Integers, Integers]:
+    """Return the tokens of each text and those left that carry loss; of a pair the longer row's,
+    and both rows' together, or none where one has none."""
+    lengths, loss = loss_left(texts.directory, config.seq_len)
+    if (each := config.rows_per_sample) == 1:
+        return lengths, loss
+    lengths, loss = (counts.reshape(-1, each) for counts in (lengths, loss))
+    return lengths.max(1), np.where((loss == 0).any(1), 0, loss.sum(1))
+
+
+def _collated(
+    rows: Dataset, samples: Iterable[Any], config: TrialConfig, collate: Collator
+) -> Batch:
+    """Return a micro-batch of the texts of these numbers, each sample's in a row, or of pairs."""
+    each = config.rows_per_sample
+    return collate(
+        by_member(
+            [row_of(rows, np.atleast_1d(sample) * each + i, config) for i in range(each)]
+            for sample in samples
+        )
+    )
 
 
 def _rows(
@@ -327,7 +350,8 @@ def _rows(
                 have += int(loss[number])
     chosen = np.array(numbers, dtype=np.int64)
     if config.packing == "grouped":
-        whole = epoch(lengths[chosen], loss[chosen], config, seed=seed)
+        of_texts = config.model_copy(update={"method": "sft"})
+        whole = epoch(lengths[chosen], loss[chosen], of_texts, seed=seed)
         return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
     if not is_packed:
         return list(chosen[:, None])
@@ -354,7 +378,7 @@ def held_out_batches(
     Raises:
         InputError: there is none with a token that carries loss.
     """
-    lengths, loss = loss_left(texts.directory, config.seq_len)
+    lengths, loss = _of_samples(texts, config)
     _, held = split(len(loss), texts.eval_fraction, texts.seed)
     order = np.random.default_rng(texts.seed).permutation(held)
     order = order[loss[order] > 0]
@@ -365,8 +389,9 @@ def held_out_batches(
     chosen = order[: np.searchsorted(np.cumsum(loss[order]), tokens) + 1]
     kept = np.minimum(lengths, config.seq_len).astype(np.int64)
     rows, collate = open_tokens(texts.directory).with_format("numpy"), Collator(config)
+    tokens_at_once //= config.rows_per_sample
     for number, block in enumerate(np.array_split(chosen, min(BLOCKS_MAX, len(chosen)))):
         left = iter(block[np.lexsort((block, -kept[block]))].tolist())
         while (first := next(left, None)) is not None:
             numbers = [first, *islice(left, max(0, tokens_at_once // int(kept[first]) - 1))]
-            yield number, collate([row_of(rows, np.array([one]), config) for one in numbers])
+            yield number, _collated(rows, numbers, config, collate)

@@ -104,11 +104,8 @@ def exported(snapshot: StudySnapshot, *, format: str, number: int | None = None)
             raise InputError("--trial: a surface is of all trials; leave it out")
         return Export(surface_text(snapshot))
     record = record_of(snapshot, number=number).model_copy(update={"format": format})
-    if record.config.is_on_pairs and format not in _OF_PAIRS:
-        raise InputError(
-            f"--format {format}: what trains on pairs (method dpo) is not written yet; there are "
-            f"{', '.join(_OF_PAIRS)}, and `sweep train` trains it"
-        )
+    for why in trainers.unsupported(record, format, section="refused").values():
+        raise InputError(f"--format {format}: {why}")
     return _FORMATS[format][0](record)
 
 
@@ -306,8 +303,6 @@ def _literal(value: object) -> str:
 
 
 _JSON, _YAML, _PYTHON = (".json",), (".yaml", ".yml"), (".py",)
-_OF_PAIRS = ("script", "json", "yaml", "peft", "trl")
-"""Formats in which a configuration that trains on pairs can be had."""
 _FORMATS: dict[str, tuple[Callable[[Record], Export], tuple[str, ...]]] = {
     "script": (_script, _PYTHON),
     "json": (lambda record: Export(record.to_json()), _JSON),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from search_spaces.config import (
     MAX_GRAD_NORM,
@@ -144,6 +144,9 @@ def cases_of(record: Record) -> dict[str, str]:
         "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
         "upcast_fp32": str(config.upcast_fp32),
         "method": config.method,
+        "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",
+        "reference": config.reference,
+        "lora_dropout": "of pairs" if config.is_on_pairs and config.lora_dropout else "",
         "kernels": kernels,
         "attention": config.attention,
         "compile": str(config.compile),
@@ -169,10 +172,12 @@ def lost(record: Record, trainer: Trainer) -> tuple[str, ...]:
     return (*unsupported(record, trainer).values(), *lost_rows(record, trainer))
 
 
-def unsupported(record: Record, trainer: Trainer) -> dict[str, str]:
-    """Return that of the configuration, by its settings."""
+def unsupported(
+    record: Record, trainer: str, *, section: Literal["unsupported", "refused"] = "unsupported"
+) -> dict[str, str]:
+    """Return that of the configuration, by its settings; ``refused``: why there is no file."""
     found, cases = {}, cases_of(record)
-    for key, known in table("trainers")["unsupported"].items():
+    for key, known in table("trainers")[section].items():
         sentences = known.get(cases[key], {})
         if sentence := sentences.get(trainer, sentences.get("others")):
             found[key] = sentence.format(config=record.config, whole_alpha=_whole_alpha(record))

@@ -4,8 +4,6 @@ messages: rows counted, held-out losses, checkpoints, and how it ended.
 
 from __future__ import annotations
 
-import math
-from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -13,6 +11,7 @@ from pydantic import Field, TypeAdapter
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from storage import records
+from storage.confirmations import binomial_ci95
 from sweep.running.wire import ChildSettings, Message, Progress, Ready, Unusable
 
 REFERENCE = "reference.safetensors"
@@ -148,11 +147,7 @@ class TrainingResult(Setup):
     @property
     def reward_accuracy_ci95(self) -> tuple[float, float]:
         """The share of held-out pairs that all there are would win, at 95 % (Wilson's interval)."""
-        count, z = self.eval_pairs, NormalDist().inv_cdf(0.975)
-        share, shrunk = self.eval_wins / count, 1 + z * z / count
-        middle = (share + z * z / (2 * count)) / shrunk
-        half = z / shrunk * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-        return middle - half, middle + half
+        return binomial_ci95(self.eval_wins, self.eval_pairs)
 
 
 TrainingOutcome = Annotated[

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
+from storage.confirmations import binomial_ci95
 from storage.records import Diverged, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
 from sweep.training.adapters import Attached, attached, eager
@@ -29,6 +31,25 @@ _EVALUATED_AT_ONCE = 4096
 are held."""
 _BEAT_SECONDS = 2.0
 _DOING = "training for its quality: "
+
+
+class _Judged(NamedTuple):
+    """What held-out texts or pairs come to."""
+
+    loss: float = 0.0
+    """Sum of the mean losses, each times its weight."""
+    weight: int = 0
+    """Supervised tokens, or pairs."""
+    tokens: int = 0
+    """Supervised ones."""
+    rows: int = 0
+    """Texts, or pairs."""
+    wins: int = 0
+    """Pairs of which the chosen completion gained more."""
+
+    def plus(self, other: _Judged) -> _Judged:
+        """Return what both come to."""
+        return _Judged._make(map(sum, zip(self, other, strict=True)))
 
 
 @dataclass
@@ -83,7 +104,12 @@ class Quality:
         steps = len(lesson) // self.config.accumulation_steps
         schedule = (SCHEDULE_WARMUP_STEPS, steps)
         self._loop = loop = TrainingLoop(
-            attachment, self.config, seed=asked.seed, batches=[lesson], schedule=schedule
+            attachment,
+            self.config,
+            seed=asked.seed,
+            batches=[lesson],
+            schedule=schedule,
+            on_stage=lambda _: self._beat(),
         )
         losses: list[float] = []
         for step in range(steps):
@@ -96,16 +122,18 @@ class Quality:
         evaluated = self._evaluate(attachment, loop)
         if evaluated is None:
             return None
-        eval_rows, blocks = evaluated
-        eval_tokens = sum(tokens for _, tokens in blocks)
-        eval_loss = sum(loss * tokens for loss, tokens in blocks) / eval_tokens
+        total, blocks = evaluated
+        is_on_pairs = self.config.is_on_pairs
+        eval_loss = total.loss / total.weight
         if not math.isfinite(eval_loss):
             return Diverged(step=steps, detail=f"held-out texts: loss {eval_loss}")
         tokens = lesson.tokens.reshape(steps, -1).sum(1)
         return QualityReport(
             eval_loss=eval_loss,
-            eval_tokens=eval_tokens,
-            eval_rows=eval_rows,
+            eval_tokens=total.tokens,
+            eval_rows=total.rows,
+            eval_wins=total.wins if is_on_pairs else None,
+            reward_accuracy_ci95=binomial_ci95(total.wins, total.rows) if is_on_pairs else None,
             eval_blocks=blocks,
             eval_seq_len=asked.eval_seq_len,
             train_tokens=int(tokens.sum()),
@@ -117,45 +145,50 @@ class Quality:
 
     def _evaluate(
         self, attachment: Attached, loop: TrainingLoop
-    ) -> tuple[int, tuple[tuple[float, int], ...]] | None:
-        """Return how many held-out texts there are, and the mean loss and the supervised tokens of
-        each block of them."""
+    ) -> tuple[_Judged, tuple[tuple[float, int], ...]] | None:
+        """Return what all held-out texts come to, and the mean loss and the weight of each block of
+        them."""
         asked, changes = self.question, {"packing": "none", "compile": False}
         plain = self.config.model_copy(update={**changes, "seq_len": asked.eval_seq_len})
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
-        rows, counts = 0, Counter[int]()
-        totals: dict[int, float] = defaultdict(float)
+        total, blocks = _Judged(), defaultdict[int, _Judged](_Judged)
         with eager(attachment.layers), loop.evaluating():
             for block, batch in batches:
-                loss, tokens = self._loss(loop, batch), loss_tokens(batch)
-                if loss is None:
+                found = self._judged(loop, batch)
+                if found is None:
                     return None
-                rows += len(batch["input_ids"])
-                totals[block] += loss * tokens
-                counts[block] += tokens
+                total, blocks[block] = total.plus(found), blocks[block].plus(found)
                 self._beat()
-        return rows, tuple((totals[block] / counts[block], counts[block]) for block in counts)
+        return total, tuple((one.loss / one.weight, one.weight) for one in blocks.values())
 
-    def _loss(self, loop: TrainingLoop, batch: Batch) -> float | None:
-        """Return a micro-batch's mean loss, of its halves where there is no room for all of it;
-        None where there is none for a single text."""
-        device, rows = self.base.model.device, len(batch["input_ids"])
+    def _judged(self, loop: TrainingLoop, batch: Batch) -> _Judged | None:
+        """Return what a micro-batch comes to, of its halves where there is no room for all of it;
+        None where there is none for a single text or pair."""
+        device, each = self.base.model.device, self.config.rows_per_sample
+        rows, tokens = len(batch["input_ids"]) // each, loss_tokens(batch)
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
-        told = {} if self.config.kernels == "hf" else {"skip_logits": True}
+        told = {} if self.config.kernels == "hf" or each > 1 else {"skip_logits": True}
         try:
-            return loop.loss_of({**{key: v.to(device) for key, v in batch.items()}, **told})
+            loss = loop.loss_of({**{key: v.to(device) for key, v in batch.items()}, **told})
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
+        else:
+            if each == 1:
+                return _Judged(loss * tokens, tokens, tokens, rows)
+            wins = int((loop.trained.newest.margins(self.config) > 0).sum())
+            return _Judged(loss * rows, rows, tokens, rows, wins)
         self.device.release()
-        total = 0.0
-        for half in in_parts(batch, 2):
-            loss = None if rows == 1 else self._loss(loop, half)
-            if loss is None:
+        if rows == 1:
+            return None
+        total = _Judged()
+        for half in in_parts(batch, 2, each):
+            found = self._judged(loop, half)
+            if found is None:
                 return None
-            total += loss * loss_tokens(half)
-        return total / loss_tokens(batch)
+            total = total.plus(found)
+        return total
 
     def _beat(self) -> None:
         """Give a sign of life, where the last one was some time ago."""

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import statistics
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,19 @@ def write_random_weights(spec: Any, directory: Path, *, tokenizer: Path) -> None
 
 
 def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
-    """Train some steps as ``trl sft --config FILE`` does, and return what was reached."""
+    """Train some steps as ``trl METHOD --config FILE`` does, and return what was reached."""
     import torch
     import trl
     import yaml
-    from trl.scripts import sft
 
     from sweep.hugging_face import StepClock
 
+    method, is_dpo = import_module(f"trl.scripts.{typed.method}"), typed.method == "dpo"
+    columns = ["prompt", "chosen", "rejected"] if is_dpo else ["text"]
     options = {
         **yaml.safe_load(Path(typed.file).read_text(encoding="utf-8")),
         "model_name_or_path": typed.model,
-        "datasets": [{"path": "json", "data_files": typed.data, "columns": ["text"]}],
+        "datasets": [{"path": "json", "data_files": typed.data, "columns": columns}],
         "output_dir": typed.output,
         "max_steps": typed.max_steps,
         "save_strategy": "no",
@@ -90,16 +92,17 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
     }
     path = Path(typed.output).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
-    clock, trained, own = StepClock(), [], trl.SFTTrainer
+    name = "DPOTrainer" if is_dpo else "SFTTrainer"
+    clock, trained, own = StepClock(), [], getattr(trl, name)
 
     def with_clock(*args: Any, **kwargs: Any) -> Any:
         trained.append(own(*args, **kwargs, callbacks=[clock]))
         trained[0].save_model = lambda *_, **__: None
         return trained[0]
 
-    trl.SFTTrainer = with_clock
-    sft.main(
-        *sft.make_parser().parse_args_and_config(
+    setattr(trl, name, with_clock)
+    method.main(
+        *method.make_parser().parse_args_and_config(
             ["--config", str(path)], fail_with_unknown_args=True
         )
     )
@@ -119,7 +122,7 @@ def main() -> None:
     bind_to_parent(os.getppid())
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
-    for name in ("--model", "--data", "--output", "--metrics"):
+    for name in ("--model", "--data", "--output", "--metrics", "--method"):
         parser.add_argument(name)
     for name in ("--max-steps", "--tokens-per-step"):
         parser.add_argument(name, type=int)

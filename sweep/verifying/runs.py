@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from reports import units
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TORCH_DTYPES, allocator_settings
+from search_spaces.config import TORCH_DTYPES, TrialConfig, allocator_settings
 from search_spaces.errors import EnvironmentFault, InputError, NothingFits
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.space import Weights
@@ -215,8 +215,6 @@ def _run_export(
 ) -> Reached:
     """Run an exported file as it is, on texts that are made for it, or the study's own."""
     texts, is_trl, metrics = record.texts, record.kind == "trl", place / "metrics.json"
-    if is_trl and record.config.is_on_pairs:
-        raise InputError(f"{record.label} trains on pairs, which are verified as a study alone")
     if texts is not None and is_trl:
         raise InputError(
             f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
@@ -232,8 +230,7 @@ def _run_export(
     tokens = steps * record.config.tokens_per_step
     data = place / "texts.jsonl"
     if texts is None:
-        drawn, count = random.Random(0), int(min(tokens, _TEXT_TOKENS_MAX) / _TEXT_TOKENS) + 1
-        rows = ({"text": " ".join(drawn.choices(_WORDS, k=_WORDS_A_TEXT))} for _ in range(count))
+        rows = _made_pairs(record.config, steps) if record.config.is_on_pairs else _made(tokens)
         data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     else:
         data, tokens = Path(texts.summary.source).resolve(), tokens + texts.summary.tokens
@@ -244,6 +241,7 @@ def _run_export(
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
         *(("--tokens-per-step", str(record.config.tokens_per_step)) if is_trl else ()),
+        *(("--method", record.config.method) if is_trl else ()),
     ]
     # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second
@@ -255,6 +253,22 @@ def _run_export(
             f"{record.label}: the script ended and left no figures of what it reached: export it "
             "again"
         ) from error
+
+
+def _made(tokens: int) -> Iterator[dict[str, str]]:
+    """Yield texts of so many tokens."""
+    drawn, count = random.Random(0), int(min(tokens, _TEXT_TOKENS_MAX) / _TEXT_TOKENS) + 1
+    for _ in range(count):
+        yield {"text": " ".join(drawn.choices(_WORDS, k=_WORDS_A_TEXT))}
+
+
+def _made_pairs(config: TrialConfig, steps: int) -> Iterator[dict[str, str]]:
+    """Yield the pairs of so many steps, so long that each row is cut, and full."""
+    drawn, words = random.Random(0), config.seq_len * _WORDS_A_TEXT // _TEXT_TOKENS
+    most = _TEXT_TOKENS_MAX // config.seq_len + config.samples_per_step
+    for _ in range(min(steps * config.samples_per_step, most)):
+        chosen, rejected = (" ".join(drawn.choices(_WORDS, k=words)) for _ in range(2))
+        yield {"prompt": _WORDS[0], "chosen": f" yes {chosen}", "rejected": f" no {rejected}"}
 
 
 def _run(record: Record, command: list[str], *, seconds: float, what: str) -> None:

@@ -28,7 +28,7 @@ transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 from axolotl.cli.args import TrainerCliArgs  # noqa: E402
 from axolotl.cli.config import load_cfg  # noqa: E402
-from axolotl.common.datasets import load_datasets  # noqa: E402
+from axolotl.common.datasets import load_datasets, load_preference_datasets  # noqa: E402
 from axolotl.integrations.liger.args import LigerArgs  # noqa: E402
 from axolotl.train import train  # noqa: E402
 from axolotl.utils.schemas.config import AxolotlInputConfig  # noqa: E402
@@ -59,7 +59,8 @@ def two_steps(file: str) -> dict[str, Any]:
         places = {"output_dir": directory, "dataset_prepared_path": f"{directory}/prepared"}
         cfg = load_cfg(file, **places, max_steps=2, dataset_num_proc=0)
         kept = kept_of(written, cfg)
-        data = load_datasets(cfg=cfg, cli_args=TrainerCliArgs())
+        load = load_preference_datasets if cfg.rl else load_datasets
+        data = load(cfg=cfg, cli_args=TrainerCliArgs())
         _, _, trainer = train(cfg=cfg, dataset_meta=data)
         return {
             "adapter": json.loads(Path(directory, "adapter_config.json").read_text()),

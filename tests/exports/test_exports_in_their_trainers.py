@@ -79,6 +79,15 @@ PLAIN: tuple[dict[str, Any], ...] = (
     },
 )
 """On full random rows."""
+ON_PAIRS: dict[str, dict[str, Any]] = {
+    "given": {"lora_dropout": 0.1, "upcast_fp32": False, "effective_batch_size": 4},
+    "known": {"reference": "precomputed", "packing": "grouped"},
+    "turns": {"dpo_beta": 0.3},
+    "random": {},
+}
+"""On pairs of texts, the same with the reference known before, of turns, and on random ones."""
+TURNS = "turns.yaml"
+"""LLaMA-Factory reads none as they are; its file says so."""
 READ = ("array.json", "cells.csv", "texts.parquet", "tabs")
 REFUSED = "cells.tsv"
 """Of axolotl, which sees one column in it, and of LLaMA-Factory; their files say so."""
@@ -100,6 +109,34 @@ def studies_of(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
         config = tiny_config(seq_len=128, packing=packing)
         found[name] = a_study(config, model=model, texts=summary)
     return found
+
+
+def studies_on_pairs(directory: Path, model: ModelSpec) -> dict[str, StudySnapshot]:
+    """Return a study of each kind of pairs."""
+    found = {}
+    for name, knobs in ON_PAIRS.items():
+        config = tiny_config(seq_len=128, method="dpo", **knobs)
+        source = directory / f"{name}.jsonl"
+        if name == "random":
+            source = directory / "data.jsonl"
+        rows = [a_pair(index, has_turns=name == "turns") for index in range(60)]
+        source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        said: dict[str, Any] = {"source": str(source), "completions_only": True}
+        said["columns"] = ("prompt", "chosen", "rejected")
+        texts = None if name == "random" else some_texts("preference", **said)
+        found[f"{name}.yaml"] = a_study(config, model=model, texts=texts)
+    return found
+
+
+def a_pair(index: int, *, has_turns: bool) -> dict[str, Any]:
+    """Return a row of a pair: texts, or turns of which the prompt is what both begin with."""
+    pair = {"prompt": f"Where is {index}? ", "chosen": "In the hall. " * (1 + index % 3)}
+    pair["rejected"] = f"No {index}."
+    if not has_turns:
+        return pair
+    asked = {"role": "user", "content": pair["prompt"]}
+    turns = {key: {"role": "assistant", "content": pair[key]} for key in ("chosen", "rejected")}
+    return {key: [asked, turn] for key, turn in turns.items()}
 
 
 def written_as(path: Path, kind: str) -> Path:
@@ -136,6 +173,25 @@ def test_every_file_trains_two_steps_in_its_trainer(
     assert {row["steps"] for row in found.values()} == {2}
     assert all(5.0 < row["loss"] < 7.0 for row in found.values()), "of random weights: ln 512"
     # axolotl tells what it made of each option.
+    assert [row["changed"] for row in found.values() if row.get("changed")] == []
+    for name, row in found.items():
+        assert_adapters(row, studies[name])
+
+
+@pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
+def test_every_file_on_pairs_trains_two_steps_in_its_trainer(
+    format: str, model: ModelSpec, tmp_path: Path
+) -> None:
+    studies = studies_on_pairs(tmp_path, model)
+    for name, study in studies.items():
+        (tmp_path / name).write_text(export(study, format=format), encoding="utf-8")
+    found = {row["file"]: row for row in in_trainer(format, *studies, cwd=tmp_path)}
+    if format == "llama-factory":
+        assert "error" in found.pop(TURNS)
+    assert [row["error"] for row in found.values() if "error" in row] == []
+    assert {row["steps"] for row in found.values()} == {2}
+    losses = [row["loss"] for row in found.values()]
+    assert all(0.6 < loss < 0.8 for loss in losses), "the policy is the reference: ln 2"
     assert [row["changed"] for row in found.values() if row.get("changed")] == []
     for name, row in found.items():
         assert_adapters(row, studies[name])

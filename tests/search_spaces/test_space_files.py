@@ -133,7 +133,10 @@ BETWEEN = [
     ("  lora_dropout: {low: 0.1, high: 0.2, step: 0.1, log: true}", "above 0, got step 0.1"),
     ("  method: [sft, dpo]", "line 4: speeds of one method say nothing of another's"),
     ("fixed:\n  method: dpo\nbaseline:\n  method: sft", "baseline has the space's method"),
-    ("fixed:\n  method: dpo\nobjectives: [eval_loss]", "with method dpo leave it out"),
+    (
+        "  dpo_beta: [0.1, 0.3]\nfixed:\n  method: dpo\nobjectives: [eval_loss]",
+        "eval_loss is of one dpo_beta",
+    ),
     ("fixed:\n  micro_batch_size: 4", "line 5: 'micro_batch_size' is fixed and also a dimension"),
     ("baseline: {micro_batch_size: 4, effective_batch_size: 6}", "line 4: baseline: effective_ba"),
     (

@@ -108,7 +108,7 @@ def unknown_keys(text: str, *, format: str) -> set[str]:
     pairs = [(values.get(part, {}), known) for part, known in parts]
     if format == "axolotl":
         (dataset,) = values["datasets"]
-        kind, mappings = dataset["type"], dataset.get("message_property_mappings", {})
+        kind, mappings = dataset.get("type"), dataset.get("message_property_mappings", {})
         pairs += [(values, AXOLOTL["config"] + AXOLOTL["liger"]), (dataset, AXOLOTL["dataset"])]
         pairs += [(kind if isinstance(kind, dict) else {}, AXOLOTL["dataset.type"])]
         pairs += [(mappings, ["role", "content"])]
@@ -135,9 +135,19 @@ def studies() -> Iterator[Any]:
             yield a_study(TrialConfig(packing=packing), texts=texts)  # type: ignore[arg-type]
 
 
+def studies_on_pairs() -> Iterator[Any]:
+    """Yield a study of each kind of what trains on pairs, on a dataset and on random ones."""
+    texts = some_texts("preference", completions_only=True)
+    plain = BASE.model_copy(update={"method": "dpo"})
+    yield a_study(plain)
+    for changes in ({"packing": "grouped"}, {"kernels": "liger"}, {"lora_dropout": 0.1}):
+        changed = {**changes, "reference": "precomputed"}
+        yield a_study(plain.model_copy(update=changed), texts=texts)
+
+
 @pytest.mark.parametrize("format", ["axolotl", "llama-factory"])
 def test_every_key_is_one_that_the_trainer_knows(format: Any) -> None:
-    for study in studies():
+    for study in (*studies(), *studies_on_pairs()):
         assert unknown_keys(export(study, format=format), format=format) == set()
     schema = AXOLOTL if format == "axolotl" else LLAMA_FACTORY
     assert schema["version"] == trainers()[format]["versions"]
@@ -159,8 +169,10 @@ def test_no_setting_is_dropped_without_a_word(format: str) -> None:
         assert written != export(a_study(BASE, texts=texts), format=format), key
     assert OTHER.keys() | OF_PAIRS.keys() | {"method"} == set(CONFIG_KEYS)
     on_pairs = BASE.model_copy(update={"method": "dpo"})
-    for key, value in OF_PAIRS.items() if format in ("json", "yaml", "trl") else ():
+    for key, value in OF_PAIRS.items() if format not in ("peft", "unsloth") else ():
         changed = on_pairs.model_copy(update={key: value})
+        if (format, key) == ("llama-factory", "loss_type"):
+            continue
         assert export(a_study(changed), format=format) != export(a_study(on_pairs), format=format)
 
 
@@ -208,6 +220,9 @@ def test_a_setting_is_what_was_measured_or_the_nearest_that_a_trainer_has(
         ("llama-factory", {"upcast_fp32": True}, "it puts the norms in fp32"),
         ("llama-factory", {"sharding": "fsdp", "data_parallel": 2}, "NPROC_PER_NODE=2 llama"),
         ("script", {"sharding": "fsdp"}, "the script does not ask for it"),
+        ("llama-factory", {"method": "dpo"}, "it may not fit"),
+        ("llama-factory", {"method": "dpo", "reference": "precomputed"}, "asks the reference"),
+        ("axolotl", {"method": "dpo", "lora_dropout": 0.1}, "trains without dropout"),
         ("trl", {}, "keeps them in bf16"),
         ("trl", {"quantization": "none"}, "kernels hf"),
         ("unsloth", EIGHT_BITS, "for the gradient it decodes the weights"),
@@ -230,8 +245,7 @@ def test_every_limit_of_a_trainer_is_one_of_some_configuration() -> None:
     found = [BASE.model_copy(update=each) for each in more]
     records = [record_of(study) for study in studies()]
     records += [record_of(a_study(config, texts=some_texts())) for config in found]
-    paired = BASE.model_copy(update={"method": "dpo", "packing": "grouped"})
-    records.append(record_of(a_study(paired, texts=some_texts("preference"))))
+    records += [record_of(study) for study in studies_on_pairs()]
     met = {pair for record in records for pair in cases_of(record).items()}
     assert told - met == set()
     for record in records:

@@ -103,10 +103,15 @@ def test_trl_trains_on_pairs_by_a_file(
     assert trainer.train().global_step == 2
 
 
-@pytest.mark.parametrize("format", ["axolotl", "llama-factory", "unsloth"])
-def test_what_does_not_train_on_pairs_yet_says_so(format: str) -> None:
-    with pytest.raises(InputError, match="there are script, json, yaml, peft, trl, and `sweep"):
-        export(a_study(TrialConfig(method="dpo")), format=format)
+@pytest.mark.parametrize(
+    ("format", "loss_type", "words"),
+    [("unsloth", "sigmoid", "no test has tried"), ("llama-factory", "ipo", "trains the sigmoid")],
+)
+def test_what_would_train_on_pairs_otherwise_is_refused(
+    format: str, loss_type: Any, words: str
+) -> None:
+    with pytest.raises(InputError, match=f"--format {format}: .*{words}.*use format script"):
+        export(a_study(TrialConfig(method="dpo", loss_type=loss_type)), format=format)
 
 
 @pytest.mark.parametrize("targets", [("up_proj",), ("c.proj",), "qv"])

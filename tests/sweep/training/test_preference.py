@@ -12,9 +12,23 @@ import pytest
 
 from search_spaces.config import PairLoss, TrialConfig
 from search_spaces.models import load_model_spec
+from storage.records import QualityReport
+from sweep.data.batches import Texts
 from sweep.predict.memory.predictor import CpuMemory
+from sweep.training.messages import QualityCommand
+from sweep.training.preference import Preference
+from sweep.training.quality import Quality
 from tests.sweep.data.prepared import prepared_pairs
-from tests.sweep.training.tiny import BRIEF, TINY, measured, outcome_of, tiny_config, tiny_loop
+from tests.sweep.training.devices import Full
+from tests.sweep.training.tiny import (
+    BRIEF,
+    TINY,
+    measured,
+    outcome_of,
+    tiny_base,
+    tiny_config,
+    tiny_loop,
+)
 
 PAIRS: tuple[dict[str, list[int]], ...] = (
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9, 10, 2], "rejected_ids": [11, 2]},
@@ -137,7 +151,7 @@ def test_a_step_on_pairs_is_trls(trls_trainer: Any, loss_type: str, reference: s
 def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
     tmp_path: Path, knobs: dict[str, Any]
 ) -> None:
-    from sweep.data.batches import Texts, trial_batches
+    from sweep.data.batches import trial_batches
 
     texts = Texts(prepared_pairs(tmp_path, count=40), eval_fraction=0.1, seed=0)
     config = on_pairs(**{"micro_batch_size": 4, "seq_len": 12, **knobs})
@@ -158,8 +172,42 @@ def test_a_trial_on_a_dataset_of_pairs_trains_on_whole_ones(
     assert found.padding_waste == pytest.approx(made.epoch.waste)
 
 
+@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
+def test_what_pairs_teach_shows_in_the_loss_and_the_wins_of_those_held_out(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = Texts(prepared_pairs(tmp_path, count=60), eval_fraction=0.2, seed=0)
+    knobs = {"learning_rate": 1e-2, "target_modules": "all-linear", "packing": "grouped"}
+    config = on_pairs(reference=reference, micro_batch_size=4, seq_len=16, **knobs)
+    with tiny_base(config) as base:
+
+        def learned(tokens: int) -> QualityReport:
+            asked = QualityCommand(tokens=tokens, seed=3, eval_seq_len=16, eval_tokens=10_000)
+            found = Quality(base, config, texts, asked, Full()).run()
+            assert isinstance(found, QualityReport), found
+            return found
+
+        little, much = learned(30), learned(2000)
+        real = Preference.forward
+
+        def small(self: Preference, **batch: Any) -> Any:
+            if not self.training and len(batch["labels"]) > 4:
+                raise RuntimeError("not enough memory")
+            return real(self, **batch)
+
+        monkeypatch.setattr(Preference, "forward", small)
+        parts = learned(2000)
+    assert little.steps == 1
+    assert little.train_loss == pytest.approx(math.log(2), rel=1e-3), "policy and reference agree"
+    assert much.eval_loss < 0.5 * little.eval_loss
+    assert (much.eval_rows, much.eval_wins, sum(n for _, n in much.eval_blocks or ())) == (12,) * 3
+    assert much.reward_accuracy_ci95 == pytest.approx((0.757, 1.0), abs=1e-3), "Wilson's"
+    assert (parts.eval_rows, parts.eval_wins, parts.eval_tokens) == (12, 12, much.eval_tokens)
+    assert parts.eval_loss == pytest.approx(much.eval_loss, rel=1e-2)
+
+
 def test_pairs_that_are_cut_before_they_differ_are_left_out(tmp_path: Path) -> None:
-    from sweep.data.batches import Texts, trained_epoch
+    from sweep.data.batches import trained_epoch
     from sweep.data.epoch import DIFFERENCES
 
     directory = prepared_pairs(tmp_path, count=10)

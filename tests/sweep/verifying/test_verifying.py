@@ -87,13 +87,37 @@ def test_a_script_in_8_bits_is_run_as_it_was_measured(
     tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = TrialConfig(micro_batch_size=2, seq_len=32, compute_dtype="fp8", quantization="fp8")
+    verified(exported_to(tmp_path / "train.py", config, format="script"), capsys)
+
+
+def exported_to(path: Path, config: TrialConfig, *, format: str) -> str:
+    """Export a study of one configuration that a CPU measured, and return the file."""
     study = a_study(config, model=DEMO)
     target = study.definition.target.model_copy(update={"device": "cpu", "gpu": "cpu"})
     study = replace(study, definition=study.definition.model_copy(update={"target": target}))
-    path = tmp_path / "train.py"
-    for each, text in exported(study, format="script").files(path).items():
+    for each, text in exported(study, format=format).files(path).items():
         each.write_text(text, encoding="utf-8")
-    verified(str(path), capsys)
+    return str(path)
+
+
+ON_PAIRS = TrialConfig(method="dpo", micro_batch_size=2, seq_len=32, reference="precomputed")
+
+
+@pytest.mark.parametrize("reference", ["adapter_off", "precomputed"])
+def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path, reference: str) -> None:
+    config = ON_PAIRS.model_copy(update={"reference": reference})
+    found = verify(on_cpu("json", config=config), steps=8)
+    assert found.steps == 8
+    assert found.comparison.memory.reached is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "format"), [("train.py", "script"), ("dpo.yaml", "trl")])
+def test_an_export_on_random_pairs_is_run_as_it_is(
+    name: str, format: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = verified(exported_to(tmp_path / name, ON_PAIRS, format=format), capsys)
+    assert document["run"] == format
 
 
 FIGURES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text"
