@@ -23,7 +23,7 @@ from storage.records import Measurement
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import TrainingArguments
-    from trl import SFTConfig
+    from trl import DPOConfig, SFTConfig
 
     from sweep.data.texts import PreparedTexts, TextsRequest
     from sweep.export.record import Record
@@ -110,8 +110,9 @@ class Winner:
 
         return training_arguments(self.record, **changes)
 
-    def trl_args(self, **changes: Any) -> SFTConfig:
-        """Return the arguments of `trl.SFTTrainer`; ``changes`` replace or add some."""
+    def trl_args(self, **changes: Any) -> SFTConfig | DPOConfig:
+        """Return the arguments of `trl.SFTTrainer`, on pairs of `trl.DPOTrainer`; ``changes``
+        replace or add some."""
         from sweep.hugging_face import trl_args
 
         return trl_args(self.record, **changes)

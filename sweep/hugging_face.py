@@ -67,10 +67,11 @@ def training_arguments(record: Record, **changes: Any) -> TrainingArguments:
 
 def trl_args(record: Record, **changes: Any) -> Any:
     """See `sweep.api.Winner.trl_args`."""
-    from trl import SFTConfig
+    from trl import DPOConfig, SFTConfig
 
-    _warn("SFTTrainer", record, {*KNOBS} - {*_LOST_IN_FILES})
-    return _arguments(SFTConfig, record, changes)
+    kind: Any = DPOConfig if record.config.is_on_pairs else SFTConfig
+    _warn(kind.__name__.replace("Config", "Trainer"), record, {*KNOBS} - {*_LOST_IN_FILES})
+    return _arguments(kind, record, changes)
 
 
 def _arguments(kind: Any, record: Record, changes: dict[str, Any]) -> Any:
@@ -198,7 +199,9 @@ class ThroughputCallback(StepClock):
             )
 
     def _count(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:
-        if model.training and (labels := inputs.get("labels")) is not None:
+        # A reference's pass, which has no gradients, trains on nothing.
+        is_trained = model.training and torch.is_grad_enabled()
+        if is_trained and (labels := inputs.get("labels")) is not None:
             self._tokens[-1] = self._tokens[-1] + (labels[..., self._first :] != IGNORED).sum()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

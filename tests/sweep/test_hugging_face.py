@@ -127,6 +127,32 @@ def test_trl_is_told_what_its_file_says_and_trains(weights: str, tmp_path: Path)
     assert said.tokens_per_second
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_trl_trains_on_pairs_and_the_reference_counts_no_tokens(
+    weights: str, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    recipe = a_recipe(tiny_config(method="dpo", loss_type="ipo", seq_len=64))
+    arguments = ours.trl_args(recipe, output_dir=str(tmp_path), max_steps=2)
+    assert (type(arguments), arguments.loss_type) == (DPOConfig, ["ipo"])
+    kwargs = ours.model_kwargs(recipe)
+    pair = {"prompt": "the quick ", "chosen": "brown fox", "rejected": "lazy dog"}
+    trainer = DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(weights, **kwargs),
+        args=arguments,
+        peft_config=ours.peft_config(recipe),
+        train_dataset=Dataset.from_list([pair] * 8),
+        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
+        callbacks=[said := ours.ThroughputCallback(recipe, lambda _: None)],
+    )
+    assert trainer.train().global_step == 2
+    supervised = next(iter(trainer.get_train_dataloader()))["completion_mask"].sum()
+    assert said.tokens_per_second is not None
+    assert said.tokens_per_second * said.seconds()[1] == pytest.approx(int(supervised))
+
+
 def test_what_cannot_be_loaded_as_measured_is_refused_or_said(weights: str) -> None:
     sharded = tiny_config(data_parallel=2, sharding="fsdp")
     with pytest.raises(InputError, match="sharding fsdp"):
