@@ -32,6 +32,9 @@ SIZE_MAX = 10**7
 SECONDS_MAX = 10.0
 """How long the hub may take to answer."""
 
+PART_OF = "part_of"
+"""Key of a decoder's config that names the type of the model that it is stored with."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -58,8 +61,31 @@ _MULTIMODAL = {
     "qwen4_exp": "qwen4_exp_text",
 }
 """Types whose sizes at the top level transformers 5.17 would not even read, and their decoders."""
-_PUBLISHED = dict.fromkeys(("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"), "with a vision tower")
-_PUBLISHED["gpt-oss-20b"] = "in MXFP4"
+_ON_TEXTS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "qwen2"),
+    "qwen3_vl_text": "qwen3",
+}
+"""Decoders that on texts, where all positions of a token are equal, are others."""
+_LEFT_OUT = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+    },
+    "llama": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11_008,
+    },
+}
+"""Sizes that published text configs leave to the defaults of transformers' classes."""
+_PUBLISHED = dict.fromkeys(
+    ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+    "with a vision tower: to train its text decoder download it and name the directory",
+)
+_PUBLISHED["gpt-oss-20b"] = "in MXFP4, which is not trained here"
 """Shipped decoders whose hub ids hold something else."""
 
 
@@ -80,6 +106,11 @@ class ModelSpec:
     def model_type(self) -> str:
         """transformers' name of the architecture (``mistral``); empty where the config has none."""
         return str(self.config.get("model_type", ""))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is the text decoder of a checkpoint that holds more, as a vision tower."""
+        return PART_OF in self.config
 
     @property
     def hidden_layers(self) -> int:
@@ -114,6 +145,7 @@ class ModelSpec:
     def fingerprint(self) -> str:
         """Hex digest of the config, blind to key order and to what does not shape the model."""
         ignored = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
+        ignored.add(PART_OF)
         shaped = {key: value for key, value in self.config.items() if key not in ignored}
         return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -246,8 +278,8 @@ def load_model_spec(name: str, *, fetch: Callable[[str], Path] = fetch_config) -
         shipped = _hub_ids().get(name.lower())
         if shipped in _PUBLISHED:
             raise InputError(
-                f"{label} is published {_PUBLISHED[shipped]}, which is not trained here: "
-                f"its text decoder ships as '{shipped}', an architecture without weights"
+                f"{label} is published {_PUBLISHED[shipped]}; its text decoder ships as "
+                f"'{shipped}', an architecture without weights"
             )
         if shipped is not None:
             # The same whether or not the hub is reached; pretrained weights are fetched by the id.
@@ -315,6 +347,7 @@ def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
         InputError: it is no text decoder's, or a size is missing or contradicts another; the
             message begins with ``label``.
     """
+    config = _decoder(config)
     _check_kind(config, label=label)
     for key, words in _OTHER_WORDS.items():
         own = next((word for word in words if word in config), None)
@@ -322,6 +355,24 @@ def checked_config(config: dict[str, Any], *, label: str) -> dict[str, Any]:
             config = {key: config[own], **config}
     _check_sizes(config, label=label)
     return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _decoder(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a vision-language model's text decoder; another's as it is."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    own = text.get("model_type") or _MULTIMODAL.get(str(kind))
+    if text and own and (kind in _MULTIMODAL or "num_hidden_layers" not in config):
+        shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**_LEFT_OUT.get(str(own), {}), **text, **shared, "model_type": own, PART_OF: kind}
+    if (own := _ON_TEXTS.get(str(config.get("model_type")))) is None:
+        return config
+    config = {PART_OF: kind, **config, "model_type": own}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), dict):
+            kept = {k: v for k, v in rope.items() if "mrope" not in (k[:5], v)}
+            config[key] = kept or None
+    return config
 
 
 def _check_kind(config: dict[str, Any], *, label: str) -> None:

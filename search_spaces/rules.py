@@ -245,9 +245,12 @@ def _of_model(config: TrialConfig, setting: Setting) -> Asked:
         yield "seq-len-without-loss", reason
     yield MISNAMED, misnamed_targets(config, model)
     if config.is_quantized and (left := unquantized(model)) is not None:
-        most = f"quantization {config.quantization} would leave most of model type '{kind}' in 16"
-        why = f"bits, as it replaces linear layers only: {left}. Use quantization none, or a model"
-        yield "quantization-leaves-weights", f"{most} {why} without such weights"
+        most = (
+            f"quantization {config.quantization} would leave most of model type '{kind}' in 16 bits"
+        )
+        why = f"transformers 5.17 has bitsandbytes 0.50 quantize linear layers alone: {left}"
+        cure = "Use quantization none, or a model without such weights"
+        yield "quantization-leaves-weights", f"{most}, as {why}. {cure}"
     if config.is_quantized and not config.quantized_count(layers):
         held = f"holds none of {layers} layers in {config.weight_bits} bits: use quantization none"
         share = f"quantized_fraction {config.quantized_fraction:g}"

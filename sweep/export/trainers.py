@@ -19,6 +19,7 @@ from search_spaces.config import (
     canonical,
     liger_kernels,
 )
+from search_spaces.models import PART_OF
 from sweep.export.record import Record, Trainer
 from sweep.export.rows import dataset_options, filled, lost_rows, table
 
@@ -143,6 +144,7 @@ def cases_of(record: Record) -> dict[str, str]:
         "adapter_dtype": f"{config.adapter_dtype} on {'16-bit' if bits == '16' else 'quantized'}",
         "checkpoint_fraction": parts if 0 < recomputed < layers else "all or none",
         "upcast_fp32": str(config.upcast_fp32),
+        "model": "part" if PART_OF in record.model.config else "whole",
         "method": config.method,
         "loss_type": "sigmoid" if canonical(config).loss_type == "sigmoid" else "not sigmoid",
         "reference": config.reference,

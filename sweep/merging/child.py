@@ -205,8 +205,11 @@ class Merge:
         }
 
     def _found(self, target: str) -> str:
-        """Return the base's name of a tensor; a decoder alone is stored without the outer name."""
-        for name in (target, target.partition(".")[2]):
+        """Return the base's name of a tensor; a decoder alone is stored without the outer name, one
+        beside a vision tower with one more."""
+        inner = target.partition(".")[2]
+        beside = (f"language_model.{target}", f"model.language_model.{inner}")
+        for name in (target, inner, *beside):
             if name in self._tensors:
                 return name
         hint = did_you_mean(target, list(self._tensors))
@@ -308,18 +311,17 @@ def compare(models: Models, *, rows: int, say: Say = lambda _: None) -> dict[str
     as_trained = _trained_as(models.adapter)
     is_looked_at = models.is_cheap and as_trained.is_quantized
     looks = 3 if is_looked_at else 2
-    config = read_json(models.merged / "config.json", label="config.json")
-    config = config.get("text_config", config)
-    length = min(_ROW_TOKENS, config.get("max_position_embeddings") or _ROW_TOKENS)
+    spec = load_model_spec(str(models.merged))
+    length = min(_ROW_TOKENS, spec.max_positions or _ROW_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config["vocab_size"], (rows, length), generator=generator)
+    tokens = torch.randint(0, spec.vocab_size, (rows, length), generator=generator)
     say({"compared": 0, "of": looks})
     without, reference = models.logits(tokens, _PLAIN)
     say({"compared": 1, "of": looks})
     (found,) = models.logits(tokens)
     say({"compared": 2, "of": looks})
     difference, spread = _difference(found, reference), float(reference.std())
-    compared = {
+    compared: dict[str, Any] = {
         "rows": rows,
         "tokens_per_row": length,
         "device": models.device,

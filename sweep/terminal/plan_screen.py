@@ -16,7 +16,7 @@ from search_spaces.config import CAPACITY_KEYS, TrialConfig
 from search_spaces.costs import Bill, Range
 from search_spaces.errors import listed
 from search_spaces.gpus import Interconnect
-from search_spaces.linears import CapacityClass
+from search_spaces.linears import CapacityClass, unquantized
 from search_spaces.prices import PRICE_OPTION
 from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
@@ -238,8 +238,9 @@ def _too_small(plan: CardPlan) -> str:
     if least is None:
         what = "every configuration is forbidden for this model and GPU"
         return ": ".join([what, *plan.obstacles])
-    budget = units.gib(plan.forecaster.budget_bytes)
-    return f"the smallest configuration needs {units.gib(least)}, and the budget is {budget}"
+    budget, left = units.gib(plan.forecaster.budget_bytes), unquantized(plan.forecaster.model)
+    why = f", of which no quantization saves any: {left}" if left else ""
+    return f"the smallest configuration needs {units.gib(least)}{why}, and the budget is {budget}"
 
 
 def _why_not(plan: CardPlan) -> str:

@@ -241,6 +241,29 @@ def _storage_dtype(config: TrialConfig) -> torch.dtype:
     return compute_type(config) if config.is_sharded else torch.uint8
 
 
+_DECODER_KEYS = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+}
+"""What tensors of a text decoder are called among others, and alone."""
+
+
+def _load_part(name: str, spec: ModelSpec, arguments: dict[str, Any]) -> PreTrainedModel:
+    """Return the text decoder of a checkpoint that holds more."""
+    model, found = AutoModelForCausalLM.from_pretrained(
+        name,
+        config=AutoConfig.for_model(**spec.config),
+        key_mapping=_DECODER_KEYS,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **arguments,
+    )
+    for missing in sorted(found["missing_keys"]):
+        raise InputError(f"model '{spec.name}': its text decoder's '{missing}' is not in it")
+    return model
+
+
 def load_pretrained(
     config: TrialConfig, *, spec: ModelSpec, device: torch.device
 ) -> PreTrainedModel:
@@ -250,7 +273,10 @@ def load_pretrained(
         # What is rounded to 8 bits goes to the device layer by layer.
         arguments["device_map"] = {"": "cpu"}
     name = str(spec.path) if spec.path is not None else spec.name
-    model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
+    if spec.is_part:
+        model = _load_part(name, spec, arguments)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, **arguments, trust_remote_code=False)
     if config.weight_bits == 8:
         to_8_bits(model, config.quantization, left=get_keys_to_not_convert(model), device=device)
     return model

@@ -68,6 +68,35 @@ def test_a_config_may_call_its_sizes_by_its_own_words(
     assert (spec.hidden_layers, spec.hidden_size, spec.max_positions) == (3, 64, 128)
 
 
+GEMMA = {"hidden_size": 2560, "num_hidden_layers": 34, "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"model_type": "mistral3", "text_config": {**GOOD, "model_type": "mistral"}}, "mistral"),
+        (
+            {"model_type": "qwen3_vl", "text_config": {**GOOD, "model_type": "qwen3_vl_text"}},
+            "qwen3",
+        ),
+        # Written before transformers nested it.
+        ({**GOOD, "model_type": "qwen2_5_vl", "vision_config": {"depth": 1}}, "qwen2"),
+        # Its other sizes are those of transformers' class.
+        ({"model_type": "gemma3", "text_config": GEMMA}, "gemma3_text"),
+    ],
+)
+def test_a_vision_language_models_decoder_is_a_model(
+    tmp_path: Path, config: dict[str, Any], kind: str
+) -> None:
+    spec = load_model_spec(write_config(tmp_path, config))
+    sizes = config.get("text_config", config)
+    assert (spec.model_type, spec.is_part) == (kind, True)
+    assert (spec.hidden_layers, spec.hidden_size) == tuple(
+        sizes[key] for key in ("num_hidden_layers", "hidden_size")
+    )
+    assert not load_model_spec(write_config(tmp_path, GOOD)).is_part
+
+
 def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Path) -> None:
     spec = load_model_spec(write_config(tmp_path, {**GOOD, "transformers_version": "4.1"}))
     same = load_model_spec(write_config(tmp_path, dict(reversed(GOOD.items()))))
@@ -86,10 +115,7 @@ def test_the_fingerprint_is_blind_to_what_does_not_shape_the_model(tmp_path: Pat
         ({**GOOD, "is_encoder_decoder": True}, "only decoder models"),
         ({"model_type": "gpt2", "n_embd": 12}, "num_hidden_layers is missing"),
         ({**GOOD, "num_hidden_layers": 0, "n_layer": 4}, "num_hidden_layers must be a whole"),
-        (
-            {"model_type": "llava", "text_config": {**GOOD, "model_type": "mistral"}},
-            "write its text_config (model_type 'mistral') to a config.json of its own",
-        ),
+        ({"model_type": "llava", "text_config": dict(GOOD, model_type=None)}, "a multimodal model"),
         # Sizes at the top level of such a config are read by nobody.
         ({**GOOD, "model_type": "qwen3_5"}, "write its text_config (model_type 'qwen3_5_text')"),
         ({**GOOD, "hidden_size": "64"}, "hidden_size must be a whole number from 1 to 10,000,000"),

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from search_spaces.config import CONFIG_KEYS, TrialConfig
-from search_spaces.models import ModelSpec
+from search_spaces.errors import InputError
+from search_spaces.models import PART_OF, ModelSpec
 from sweep.export.formats import exported, format_names
 from sweep.export.record import record_of
 from sweep.export.trainers import cases_of, trainers, unsupported
@@ -338,3 +339,11 @@ def test_peft_loads_the_configuration_of_the_adapters(tmp_path: Path) -> None:
     assert (loaded.r, loaded.lora_alpha, loaded.lora_dropout) == (8, 24.5, 0.1)
     assert set(loaded.target_modules) == {"q_proj", "v_proj"}
     assert loaded.auto_mapping["provenance"]["study"] == "a10-mistral"
+
+
+def test_a_decoder_that_is_stored_with_others_is_no_other_trainers() -> None:
+    part = replace(MODEL, config={**MODEL.config, PART_OF: "qwen3_vl"})
+    study = a_study(BASE, model=part)
+    with pytest.raises(InputError, match="there are json, yaml and peft"):
+        exported(study, format="trl")
+    assert json.loads(exported(study, format="json").text)["model"]["config"][PART_OF] == "qwen3_vl"

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from search_spaces.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, identity_of
+from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.models import load_model_spec
 from sweep.cli import main
 from sweep.merging.job import merge
 from sweep.terminal import finishing
 from tests.sweep.merging.made import make_adapter, make_base
+from tests.sweep.vision_language import make_checkpoint
 
 DEMO = dict(load_model_spec("demo").config)
 GPT2 = dict.fromkeys(("n_embd", "n_positions"), 64) | dict.fromkeys(("n_layer", "n_head"), 2)
@@ -127,6 +129,36 @@ def test_each_tensor_is_what_peft_would_make_of_it(
 
     assert {p.name for p in base.glob("model*")} == {p.name for p in merged.glob("model*")}
     assert_as_peft(adapter, base, merged)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_the_decoders_adapter_is_merged_into_the_whole_vision_language_model(
+    kind: str, tmp_path: Path
+) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from sweep.training.model import load_pretrained
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    make_checkpoint(base, kind)
+    exact = TrialConfig(quantization="none", compute_dtype="fp32")
+    spec = load_model_spec(str(base))
+    decoder = load_pretrained(exact, spec=spec, device=torch.device("cpu"))
+    peft = get_peft_model(decoder, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    peft.save_pretrained(adapter, save_embedding_layers=False)
+    merged = merged_here(adapter, base, tmp_path / "merged")
+    before, after = tensors_in(base), tensors_in(merged)
+    assert before.keys() == after.keys()
+    changed = {n for n in before if not torch.equal(before[n].bfloat16(), after[n].bfloat16())}
+    assert {name.rpartition("language_model.")[2] for name in changed} == {
+        f"{'model.' * (kind == 'gemma3')}layers.{layer}.{module}.weight"
+        for layer in range(2)
+        for module in ("self_attn.q_proj", "mlp.down_proj")
+    }
 
 
 def test_a_32_bit_base_becomes_16_bit_and_a_16_bit_one_keeps_what_it_holds_wide(

@@ -11,7 +11,7 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from search_spaces.linears import unquantized
-from search_spaces.models import ModelSpec
+from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import WITHOUT_SDPA, Violation, violation
 from storage.records import Ineffective, Measured
 from tests.lazy import lazily
@@ -23,10 +23,41 @@ from tests.sweep.training.tiny import (
     tiny_base,
     tiny_config,
 )
+from tests.sweep.vision_language import CONFIGS, make_checkpoint
 
 torch = lazily("torch")
 families = lazily("tests.families")
 models = lazily("sweep.training.model")
+
+
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_the_decoder_of_a_vision_language_checkpoint_reads_as_the_whole_model_does(
+    kind: str, tmp_path: Path
+) -> None:
+    whole, spec = make_checkpoint(tmp_path, kind), load_model_spec(str(tmp_path))
+    rows = torch.arange(3, 50)[None]
+    exact = tiny_config(quantization="none", compute_dtype="fp32", attention="eager")
+    with tiny_base(exact, spec=spec, weights="pretrained") as base, torch.no_grad():
+        found = base.model.eval()(input_ids=rows).logits
+        torch.testing.assert_close(found, whole(input_ids=rows).logits)
+    with tiny_base(tiny_config(), spec=spec, weights="pretrained") as base:
+        assert base.quantized_share == 1.0
+
+
+def test_a_vision_language_checkpoint_that_lacks_a_tensor_of_its_decoder_is_refused(
+    tmp_path: Path,
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(tmp_path, "llava")
+    file = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(file).items() if "layers.1.mlp.up" not in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with (
+        pytest.raises(InputError, match=r"'model.layers.1.mlp.up_proj.weight' is not in it"),
+        tiny_base(tiny_config(), spec=load_model_spec(str(tmp_path)), weights="pretrained"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
