@@ -326,10 +326,6 @@ def _unsharded(config: TrialConfig) -> str | None:
     if config.optimizer != "adamw_torch_fused":
         share = f"bitsandbytes' {config.optimizer} cannot update a share of a tensor"
         return f"{share} (it has no operators for DTensor): use optimizer adamw_torch_fused"
-    if config.compile:
-        return (
-            "a layer that is gathered when it is called is more than one graph: use compile false"
-        )
     if config.compute_dtype != "bf16":
         return f"sharding fsdp is tried in bf16 alone, not {config.compute_dtype}: use bf16"
     if config.quantization in EIGHT_BIT:

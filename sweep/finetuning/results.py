@@ -193,6 +193,8 @@ class TrainedAdapter:
         is_same = known is not None and known is match_product(reached)
         if not is_same and record.device.casefold() != reached.casefold():
             return f"promised on another device, {record.device}"
+        if record.config.data_parallel != self.job.config.data_parallel:
+            return f"promised on {units.plural(record.config.data_parallel, 'GPU')}"
         if record.texts is None:
             return (
                 "promised on full sequences of random tokens, where every token counts; a "

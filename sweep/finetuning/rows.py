@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
-from sweep.data.rows import INPUT, split
+from sweep.data.rows import INPUT, MASK, split
 from sweep.finetuning.protocol import TrainingJob
 from sweep.training.preference import Collate, Paired, of_pairs
 from sweep.training.step import random_rows, stacked
@@ -40,6 +40,8 @@ class Ordered(Dataset[Any]):
         seed: of all epochs' orders.
         widths: tokens of each row; None where all are alike.
         is_grouped: whether micro-batches hold rows of like length.
+        multiple: of rows, up to which an epoch is filled with one that carries no loss: all ranks
+            have as many micro-batches, and their loss is that of the epoch's rows.
     """
 
     rows: Any
@@ -47,6 +49,7 @@ class Ordered(Dataset[Any]):
     seed: int
     widths: Sequence[int] | None = None
     is_grouped: bool = False
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         self.set_epoch(0)
@@ -54,21 +57,25 @@ class Ordered(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; accelerate calls it."""
         generator = torch.Generator().manual_seed((self.seed << 16) + epoch)
-        order = torch.randperm(len(self), generator=generator).numpy()
+        count = len(self.rows)
+        order = torch.randperm(count, generator=generator).numpy()
         if self.widths is not None and self.is_grouped:
             generator.manual_seed((self.seed << 16) + epoch)
             widths, size = list(self.widths), self.batch_size
             order = np.asarray(get_length_grouped_indices(widths, size, generator=generator))
-        for first in {0, min(self.batch_size, len(self) - 1)} if self.widths is not None else ():
+        for first in {0, min(self.batch_size, count - 1)} if self.widths is not None else ():
             widest = first + int(np.argmax(np.asarray(self.widths)[order[first:]]))
             order[[first, widest]] = order[[widest, first]]
         self._order = order
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return -(-len(self.rows) // self.multiple) * self.multiple
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[int(self._order[index])]
+        if index < len(self.rows):
+            return self.rows[int(self._order[index])]
+        shortest = self.rows[0 if self.widths is None else int(np.argmin(self.widths))]
+        return {**shortest, MASK: [0] * len(shortest[MASK])}
 
 
 @dataclass(frozen=True)
@@ -112,22 +119,30 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     left_out = int(np.count_nonzero((loss[trained].reshape(-1, each) == 0).any(1)))
     # Evaluated are single examples, however few there are.
     alone = config.model_copy(
-        update={"micro_batch_size": 1, "effective_batch_size": None, "packing": "none"}
+        update={
+            "micro_batch_size": 1,
+            "effective_batch_size": None,
+            "packing": "none",
+            "data_parallel": 1,
+        }
     )
     held_out: Any = None
     if np.any(loss[held] > 0):
         held_out = training_rows(directory, alone, indices=held, seed=job.seed)
     # At once: a column gives its rows one by one, which takes seconds of a hundred thousand.
     widths = training[LENGTH][:] if LENGTH in training.column_names else None
-    is_grouped = config.packing == "grouped"
+    is_grouped, multiple = config.packing == "grouped", 1
     collate = Collator(config)
     collate_alone: Collate = Collator(alone)
     if config.is_on_pairs:
         widths = np.asarray(widths).reshape(-1, each).max(1).tolist()
         training, held_out = Paired(training), held_out and Paired(held_out)
         collate, collate_alone = of_pairs(collate), of_pairs(collate_alone)
+    elif config.data_parallel > 1:
+        # The last pairs of an epoch are joined by its first, as accelerate does it.
+        multiple = config.micro_batch_size * config.data_parallel
     return Rows(
-        training=Ordered(training, config.samples_per_step, job.seed, widths, is_grouped),
+        training=Ordered(training, config.samples_per_step, job.seed, widths, is_grouped, multiple),
         collate=collate,
         held_out=held_out,
         collate_held_out=collate_alone,

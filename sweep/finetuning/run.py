@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import resource
 import threading
 import time
@@ -20,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
-from peft import set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Subset
@@ -37,12 +39,15 @@ from sweep.finetuning.course import Course, Steps
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome
 from sweep.finetuning.rows import is_keeping_apart, rows_of
 from sweep.running import worker
+from sweep.running.ranks import Ranks
+from sweep.running.wire import Finished
+from sweep.training import team
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
-from sweep.training.preference import REFERENCE, Preference
-from sweep.training.step import evaluating, make_optimizer
+from sweep.training.preference import REFERENCE, Preference, trained
+from sweep.training.step import BUCKETS, evaluating, keep_from_others, make_optimizer
 
 OBSERVED_STEPS = 2
 """The first makes the optimizer's state, the second has it from the start; the widest rows are in
@@ -93,20 +98,30 @@ def arguments(job: TrainingJob) -> TrainingArguments:
     )
 
 
+def random_states() -> dict[str, Any]:
+    """Return this process's random state, as Trainer keeps one of several processes."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
 class AdapterTrainer(Trainer):
     """Trainer on attached adapters."""
 
+    adapters: PeftModel
+    """What trains; the model itself, or within what works out its loss on pairs."""
     on_loss: Callable[[torch.Tensor], None]
     """Is given each micro-batch's share of the step's loss, on the device."""
-    pairs: Preference | None = None
-    """What trains on pairs; None on texts."""
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the mean loss of a micro-batch; of pairs by what was put on the model."""
-        if self.pairs is None:
-            return super().compute_loss(model, inputs, *args, **options)
-        with self.accelerator.autocast():
-            return self.pairs(**inputs).loss
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        """Have gradients sent as in a trial."""
+        return {**super()._build_accelerator_args(**options), "kwargs_handlers": [BUCKETS]}
+
+    def store_flos(self) -> None:
+        """Count none: all ranks would have to."""
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """Queue one micro-batch; its loss stays on the device."""
@@ -117,17 +132,40 @@ class AdapterTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter alone."""
         # PEFT would otherwise ask the hub whether the vocabulary is still the base's.
-        self.model.save_pretrained(output_dir or self.args.output_dir, save_embedding_layers=False)
+        directory = output_dir or self.args.output_dir
+        self.adapters.save_pretrained(directory, save_embedding_layers=False)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write every rank's, as they have gathered them."""
+        if team.world_size() == 1:
+            super()._save_rng_state(output_dir)
+            return
+        for number, states in enumerate(self._random_states):
+            torch.save(states, Path(output_dir) / f"rng_state_{number}.pth")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Put a checkpoint's adapter into the one that is attached, in the type that it has: PEFT's
         `load_adapter`, which Trainer calls, makes bf16 adapters fp32."""
         adapter = load_file(Path(resume_from_checkpoint) / ADAPTER)
-        set_peft_model_state_dict(self.model, adapter)
+        set_peft_model_state_dict(self.adapters, adapter)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load them by way of the host, where several ranks train too; a CPU's ranks can do no
+        other."""
+        if checkpoint is not None:
+            for part, name in ((self.optimizer, "optimizer"), (self.lr_scheduler, "scheduler")):
+                path = Path(checkpoint) / f"{name}.pt"
+                part.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def save_checkpoint(self, output: Path, steps: Steps) -> str | None:
-        """Write a whole checkpoint of this step; return why the disk does not take it, None where
-        it does. Trainer's own way to save would end the training there."""
+        """Write a whole checkpoint of this step, on rank 0 for all; return why the disk does not
+        take it, None where it does."""
+        self._random_states = team.gathered(random_states())
+        refusal = self._write_checkpoint(output, steps) if team.rank() == 0 else None
+        return team.gathered(refusal)[0]
+
+    def _write_checkpoint(self, output: Path, steps: Steps) -> str | None:
+        """Write one; Trainer's own way to save would end the training where the disk is full."""
         try:
             with checkpoints.being_written(output, step=self.state.global_step) as directory:
                 self.args.output_dir = str(directory.parent)
@@ -148,11 +186,16 @@ class Training(TrainerCallback):
     Args:
         job: the training.
         send: tells whoever started it.
-        rank: 0, as it trains on one GPU.
+        rank: of those that train together; the first starts the others, and tells for all.
     """
 
     def __init__(self, job: TrainingJob, *, send: Callable[[Any], object], rank: int = 0) -> None:
-        self._job, self._send, self._output = job, send, Path(job.output)
+        self._job, self._output, self._rank = job, Path(job.output), rank
+        self._end_with = send
+        self._send = send if rank == 0 else lambda _: None
+        self._others = Ranks(job, beat=lambda: self._enter(self._phase), on_failure=self._fail)
+        self._is_apart = False
+        """Whether it ended where other ranks go on, for good."""
         self._device: Device = open_device(job.device)
         self._observing = contextlib.ExitStack()
         self._end: TrainingOutcome | None = None
@@ -179,13 +222,31 @@ class Training(TrainerCallback):
     def serve(self, commands: IO[bytes]) -> None:
         """Train, and say how it ended; whatever is commanded meanwhile is to stop."""
         worker.listen(commands, lambda _: self.stop.set())
-        self._send(protocol.TrainingFinished(outcome=self.run()))
+        outcome: Any = self.run()
+        if self._rank == 0:
+            self._send(protocol.TrainingFinished(outcome=outcome))
+            return
+        if not self._is_apart:
+            # What all come to the first one says.
+            outcome = records.INTERRUPTED
+        end = {"outcome": outcome, "is_apart": self._is_apart}
+        self._end_with(Finished(run_id="", config=self._job.config, **end))
+
+    def _fail(self, outcome: records.Outcome) -> None:
+        """Say what befell another rank, and be gone: the thread that trains may wait for that rank,
+        where nothing wakes it."""
+        ended: Any = outcome
+        self._send(protocol.TrainingFinished(outcome=ended))
+        worker.leave_process()
 
     def run(self) -> TrainingOutcome:
         """Train, and return how it ended."""
-        job, device = self._job, self._device
+        job, device, size = self._job, self._device, self._job.config.data_parallel
         try:
             self._enter("build")
+            meeting = job.meeting
+            if size > 1 and self._rank == 0:
+                meeting = self._others.start(size, "sweep.finetuning")
             base = build_base(
                 job.config,
                 spec=job.spec,
@@ -195,6 +256,9 @@ class Training(TrainerCallback):
             )
             device.release()
             device.reset_peak()
+            if size > 1:
+                self._others.await_ready()
+                team.join(self._rank, size, meeting=Path(meeting), device=device.torch_device)
             # Adapters of a seed are the same whatever building the base drew.
             torch.manual_seed(job.seed)
             self._enter("attach")
@@ -206,6 +270,8 @@ class Training(TrainerCallback):
             return records.Ineffective(knob=error.knob, detail=str(error))
         except Exception as error:  # noqa: BLE001 - it is this training's end
             traceback.print_exc()
+            self._is_apart = size > 1
+            self._others.hear_out()
             if device.ran_out(error):
                 found = out_of_memory(error, device, None, doing=f"{_DOING[self._phase]}: ")
                 return found.model_copy(update={"step": self._step})
@@ -213,11 +279,13 @@ class Training(TrainerCallback):
                 detail = f"does not run here: {words_of(error)}"
                 return records.Ineffective(knob=knob, detail=detail)
             return worker.crashed(self._phase, error)
+        finally:
+            team.leave()
 
     def _train(self, attachment: Attached) -> TrainingOutcome:
         """Train all that is left on attached adapters, and return how it ended."""
         job, model = self._job, attachment.model
-        self._trained = trained = attachment.trainable_parameters()
+        self._trained = attachment.trainable_parameters()
         self._rows = rows_of(job, model)
         steps = Steps()
         if job.resume_from is not None:
@@ -226,22 +294,27 @@ class Training(TrainerCallback):
         self._course = Course(self._device, steps, compilation=attachment.compilation)
         self._step = self._first = self._saved = steps.done
         name_quantizer(model)
+        whole = trained(model, job.config)
+        self._pairs = whole if isinstance(whole, Preference) else None
+        if self._rank:
+            # Each drops elements of its own.
+            torch.manual_seed(job.seed + self._rank)
+        keep_from_others(whole)
         self._trainer = trainer = AdapterTrainer(
-            model=model,
+            model=whole,
             args=arguments(job),
             data_collator=self._counting,
             train_dataset=self._rows.training,
-            optimizers=(make_optimizer(job.config, trained), None),
+            optimizers=(make_optimizer(job.config, self._trained), None),
             callbacks=[self],
         )
-        trainer.on_loss = self._add_loss
-        if job.config.is_on_pairs:
-            trainer.pairs = Preference(model, job.config)
+        trainer.adapters, trainer.on_loss = model, self._add_loss
+        if self._pairs is not None:
             # A mean over pairs is not one over tokens, which Trainer would divide by.
             trainer.model_accepts_loss_kwargs = False
             if job.config.reference == "precomputed":
-                self._refer(trainer.pairs)
-        count = len(self._rows.training)
+                self._refer(self._pairs)
+        count = len(self._rows.training.rows)
         self._steps_per_epoch = -(-count // job.config.samples_per_step)
         self._steps = job.max_steps or math.ceil(job.epochs * self._steps_per_epoch)
         self._setup: dict[str, Any] = {
@@ -251,7 +324,7 @@ class Training(TrainerCallback):
             "texts_rows": self._rows.texts,
             "rows_held_out": 0 if self._rows.held_out is None else len(self._rows.held_out),
             "rows_left_out": self._rows.left_out,
-            "trainable_parameters": sum(p.numel() for p in trained),
+            "trainable_parameters": sum(p.numel() for p in self._trained),
         }
         if job.texts is not None:
             with trainer.accelerator.autocast():
@@ -286,19 +359,23 @@ class Training(TrainerCallback):
         """Queue the step's figures, and do what is due."""
         course, step = self._course, state.global_step
         counts = [self._counted.popleft() for _ in self._losses]
-        tokens, computed = (sum(column) for column in zip(*counts, strict=True))
-        loss, self._losses = sum(self._losses[1:], self._losses[0]), []
+        loss, self._losses = team.mean(sum(self._losses[1:], self._losses[0])), []
+        # Of all ranks; when to stop and to pause is the first one's to say.
+        asks = self.stop.is_set(), self._is_due(step) or course.fault_step is not None
+        said = team.gathered((*map(sum, zip(*counts, strict=True)), *asks))
+        tokens, computed = (sum(column) for column in list(zip(*said, strict=True))[:2])
+        is_asked, is_due = said[0][2:]
         course.end_step(loss, tokens=tokens, computed=computed, learning_rate=self._rate)
         self._step = step
         if step in (self._first + OBSERVED_STEPS, self._steps):
             self._stop_observing()
         self._tell()
-        is_last, is_asked = step >= self._steps, self.stop.is_set()
-        if self._end is None and (is_last or is_asked or self._is_due(step)):
+        is_last = step >= self._steps
+        if self._end is None and (is_last or is_asked or is_due):
             self._pause(evaluates=not (is_last or is_asked))
-        if self._end is None and course.fault_step is not None:
-            words = f"loss {course.steps.losses[course.fault_step - 1]}"
-            self._end = records.Diverged(step=course.fault_step, detail=words)
+            if self._end is None and course.fault_step is not None:
+                words = f"loss {course.steps.losses[course.fault_step - 1]}"
+                self._end = records.Diverged(step=course.fault_step, detail=words)
         if self._end is None and is_asked and not is_last:
             self._end = records.INTERRUPTED
         control.should_training_stop = control.should_training_stop or self._end is not None
@@ -348,9 +425,14 @@ class Training(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
         self._course.begin_stretch()
         if (budget := self._job.budget_bytes) is not None and self._end is None:
-            peak = self._device.memory().peak_allocated_bytes
+            memories = team.gathered(self._device.memory())
+            peak = max(memory.peak_allocated_bytes for memory in memories)
             over = records.over_budget(peak, budget_bytes=budget, stage="forward")
             self._end = over and over.model_copy(update={"step": self._step})
+
+    def _note_peak(self) -> None:
+        for memory in team.gathered(self._device.memory()):
+            self._course.steps.note_peak(memory)
 
     def _is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written now."""
@@ -376,7 +458,7 @@ class Training(TrainerCallback):
         if self._rows.held_out is not None and evaluates:
             eval_loss, *_ = self._held_out_loss(EVALUATED_ON_THE_WAY)
             steps.evaluations.append((step, eval_loss))
-        steps.note_peak(self._device.memory())
+        self._note_peak()
         steps.checkpoints += 1
         refusal = self._trainer.save_checkpoint(self._output, steps)
         if refusal is not None and step >= self._steps:
@@ -398,23 +480,31 @@ class Training(TrainerCallback):
         """Work out the reference's log-probabilities of all that is trained on, or read what an
         earlier run of this training worked out."""
         path, rows = self._output / protocol.REFERENCE, self._rows.training.rows
-        if path.exists() and len(known := load_file(path)[REFERENCE]) == 2 * len(rows):
-            rows.reference = known
+        is_known = path.exists() and len(load_file(path)[REFERENCE]) == 2 * len(rows)
+        if team.agreed(is_known):
+            rows.reference = load_file(path)[REFERENCE]
             return
         size, collate = self._job.config.micro_batch_size, self._rows.collate
+        ranks, whole = team.world_size(), torch.empty(len(rows), 2)
+        share = Subset(rows, range(self._rank, len(rows), ranks))
 
         def batches() -> Iterator[dict[str, torch.Tensor]]:
-            for batch in DataLoader(rows, batch_size=size, collate_fn=collate):
+            for batch in DataLoader(share, batch_size=size, collate_fn=collate):
                 yield {k: v.to(self._device.torch_device) for k, v in batch.items()}
                 self._tell()
 
         with self._trainer.accelerator.autocast():
-            rows.reference = pairs.references_of(batches())
-        save_file({REFERENCE: rows.reference}, path)
+            found = pairs.references_of(batches())
+        for number, of_rank in enumerate(team.gathered(found)):
+            whole[number::ranks] = of_rank.view(-1, 2)
+        rows.reference = whole.flatten()
+        if self._rank == 0:
+            save_file({REFERENCE: rows.reference}, path)
 
     def _held_out_loss(self, count: int) -> tuple[float, int, int]:
-        """Return the loss over the first held-out examples, the mean over their tokens or over
-        pairs; how many those are; and in how many pairs the chosen completion gained more.
+        """Return the loss over the first held-out examples, of which each rank takes a share: the
+        mean over their tokens or over pairs; how many those are; and in how many pairs the chosen
+        completion gained more.
 
         Nothing random in the training changes by it. A compiled layer runs as it is written:
         evaluated examples have shapes of their own.
@@ -422,7 +512,8 @@ class Training(TrainerCallback):
         self._enter("quality")
         rows, config, trainer = self._rows, self._job.config, self._trainer
         assert rows.held_out is not None
-        chosen = Subset(rows.held_out, range(min(count, len(rows.held_out))))
+        share = range(self._rank, min(count, len(rows.held_out)), team.world_size())
+        chosen = Subset(rows.held_out, share)
         size, collate = config.micro_batch_size, rows.collate_held_out
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
         told = {} if config.kernels == "hf" else {"skip_logits": True}
@@ -435,17 +526,17 @@ class Training(TrainerCallback):
             for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
                 carrying = loss_tokens(batch)
                 on_device = {key: value.to(device) for key, value in batch.items()}
-                if trainer.pairs is not None:
-                    carrying = len(batch["labels"]) // 2
-                    loss = trainer.compute_loss(trainer.model, on_device)
-                    assert trainer.pairs.newest is not None
-                    wins += int((trainer.pairs.newest.margins(config) > 0).sum())
-                else:
-                    with trainer.compute_loss_context_manager():
-                        loss = trainer.model_wrapped(**on_device, **told).loss
+                if self._pairs is not None:
+                    carrying, told = len(batch["labels"]) // 2, {}
+                with trainer.compute_loss_context_manager():
+                    loss = trainer.model_wrapped(**on_device, **told).loss
+                if self._pairs is not None and self._pairs.newest is not None:
+                    wins += int((self._pairs.newest.margins(config) > 0).sum())
                 total, tokens = total + float(loss) * carrying, tokens + carrying
                 self._tell()
-        return total / tokens, tokens, wins
+        every = team.gathered((total, tokens, wins))
+        totals, counts, won = zip(*every, strict=True)
+        return sum(totals) / sum(counts), sum(counts), sum(won)
 
     def _finish(self) -> TrainingOutcome:
         """Evaluate all that is held out, and return what the training came to."""
@@ -455,7 +546,7 @@ class Training(TrainerCallback):
         loss, tokens, wins = None, 0, 0
         if self._rows.held_out is not None:
             loss, tokens, wins = self._held_out_loss(len(self._rows.held_out))
-        steps.note_peak(self._device.memory())
+        self._note_peak()
         whole, further = divmod(self._steps, self._steps_per_epoch)
         saved = checkpoints.path_of(self._output, self._steps)
         return protocol.TrainingResult(

@@ -114,7 +114,11 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
     every layer, more slowly. Shorter sequences cut more of the examples, and come last.
     """
     samples = config.samples_per_step
-    smaller = [n for n in range(config.micro_batch_size - 1, 0, -1) if samples % n == 0]
+    smaller = [
+        n
+        for n in range(config.micro_batch_size - 1, 0, -1)
+        if samples % (n * config.data_parallel) == 0
+    ]
     sizes = [{"micro_batch_size": n, "effective_batch_size": samples} for n in smaller]
     yield from (config.model_copy(update=size) for size in sizes)
     whole = {"checkpoint_fraction": 1.0}

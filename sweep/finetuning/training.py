@@ -4,15 +4,16 @@ of its own and followed. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
+from reports import units
 from reports.words import emulation_note
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import parse_config
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.errors import (
     EnvironmentFault,
     InputError,
@@ -37,7 +38,7 @@ from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running import child
-from sweep.running.device_info import Card
+from sweep.running.device_info import Card, ChosenCard
 from sweep.running.supervisor import Deadlines
 from sweep.running.wire import Ready, StopCommand, Unusable, to_line
 from sweep.study.targets import ResolvedTarget, resolve_target
@@ -61,6 +62,8 @@ class TrainingRequest:
     texts: dict[str, Any]
     """Keys of `TextsChoice`; None leaves a study's."""
     trial: int | None = None
+    devices: int | None = None
+    """GPUs that train together; None for as many as it was measured on."""
     model: str | None = None
     weights: Weights | None = None
     max_steps: int | None = None
@@ -101,10 +104,17 @@ def prepare_training(
     *,
     read_study: ReadStudy,
     read_texts: ReadTexts,
-    card: Callable[[], Card | None],
+    cards: Callable[[], Sequence[Card]],
     warn: Callable[[str], None],
 ) -> PreparedTraining:
     """Resolve what is to be trained, and refuse what cannot be.
+
+    Args:
+        request: what was typed.
+        read_study: reads a study by its name.
+        read_texts: prepares a dataset.
+        cards: reads the GPUs that are here, the first of them those that train.
+        warn: told what a person should know of predictions.
 
     Raises:
         InputError: something that was typed or named is not right.
@@ -117,26 +127,38 @@ def prepare_training(
     if request.learning_rate is not None:
         changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
         subject = replace(subject, config=parse_config(changed, where="options"))
+    measured, config = subject.config, on_devices(subject.config, request.devices)
+    subject = replace(subject, config=config)
     model, study = subject.model, subject.definition
     weights = _weights(request.weights, model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
-    here = card()
+    present = cards()
+    here = present[0] if present else None
     resolved = _resolved(subject, here)
     rule = partial(resolved.violation, model=model, has_texts=True)
-    if (cards := subject.config.data_parallel) > 1:
+    size, is_on_cpu = config.data_parallel, resolved.target.device == "cpu"
+    if size > len(present) and not is_on_cpu:
         raise InputError(
-            f"{subject.words} has data_parallel {cards}, and sweep train takes one GPU: what "
-            "`sweep export --format script` writes trains on several, or name another trial with "
-            "--trial"
+            f"{subject.words} trains on {size} GPUs together (data_parallel), and this machine has "
+            f"{units.plural(len(present), 'GPU')}: --devices says on how many instead"
         )
-    if (broken := rule(subject.config)) is not None:
+    if (broken := rule(config)) is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
+    if config.is_sharded:
+        raise InputError(
+            f"{subject.words} has sharding {config.sharding}, and sweep train holds the whole "
+            "model on each GPU: `sweep export --format script` writes what trains it"
+        )
     choice, texts = _texts(request, subject, read_texts)
     refuse_other_kind(subject.config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
-    is_on_cpu, budget = resolved.target.device == "cpu", resolved.target.budget_bytes
+    budget = resolved.target.budget_bytes
     notes = [
+        f"On {units.plural(size, 'GPU')} an optimizer step is of {config.samples_per_step} "
+        f"examples, not of {measured.samples_per_step}."
+        if config.samples_per_step != measured.samples_per_step
+        else None,
         f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
         "adapter is of no other use."
         if weights == "random"
@@ -160,6 +182,10 @@ def prepare_training(
             max_steps=request.max_steps,
             seed=seed,
             device=resolved.target.device,
+            # Trainer takes all that it sees.
+            cards=tuple(ChosenCard(at, c).cuda_name for at, c in enumerate(present[:size]))
+            if len(present) > 1 and not is_on_cpu
+            else (),
             # Nobody said a cap for a CPU without a study.
             budget_bytes=None if is_on_cpu and study is None else budget,
             output=str(request.output.absolute()),
@@ -186,6 +212,21 @@ def prepare_training(
     else:
         refuse_too_large(subject.config, prepared.forecaster)
     return prepared
+
+
+def on_devices(config: TrialConfig, devices: int | None) -> TrialConfig:
+    """Return a configuration on so many GPUs, which trains the same where its effective batch is a
+    multiple of theirs; one without accumulation has none there.
+
+    Raises:
+        InputError: an effective batch was chosen that is no multiple.
+    """
+    if devices is None:
+        return config
+    samples, each = config.samples_per_step, config.micro_batch_size * devices
+    effective = config.effective_batch_size or (None if samples % each else samples)
+    changes = {"data_parallel": devices, "effective_batch_size": effective}
+    return parse_config({**config.model_dump(), **changes}, where=f"--devices {devices}")
 
 
 def _texts(

@@ -19,13 +19,14 @@ from collections.abc import Callable
 from typing import IO
 
 from storage.records import Crashed, Outcome
+from sweep.running.starting import MODULE
 from sweep.running.wire import (
+    ChildSettings,
     Finished,
     Ready,
     RunCommand,
     UnreadableError,
     Unusable,
-    WorkerSettings,
     read_line,
     to_line,
     worker_message_adapter,
@@ -53,7 +54,7 @@ class Ranks:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: ChildSettings,
         *,
         beat: Callable[[], None],
         on_failure: Callable[[Outcome], None],
@@ -94,11 +95,36 @@ class Ranks:
             self._meetings = self._meetings[-1:]
             self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
         if self._meetings:
-            meeting = f"/proc/{os.getpid()}/fd/{self._meetings[-1].fileno()}"
-            command = command.model_copy(update={"meeting": meeting})
+            command = command.model_copy(update={"meeting": self._meeting()})
         for process in told:
             process.tell(command)
         return command
+
+    def start(self, size: int, module: str) -> str:
+        """Start all others with one thing to do, their settings, in a group that stays; return the
+        file by which they and this process find each other.
+
+        Raises:
+            OSError: one cannot be started.
+        """
+        self._meetings.append(os.fdopen(os.memfd_create("sweep-ranks"), "r+b"))
+        settings = self._settings.model_copy(update={"meeting": self._meeting()})
+        for rank in range(1, size):
+            process = _Rank(rank, settings, self._on_failure, module=module, run_id="")
+            self._of_trial.append(process)
+        return self._meeting()
+
+    def await_ready(self) -> None:
+        """Return once all that were started have their GPUs.
+
+        Raises:
+            RuntimeError: one never does.
+        """
+        for process in self._of_trial:
+            process.await_ready(self._beat)
+
+    def _meeting(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._meetings[-1].fileno()}"
 
     def end(self) -> str | None:
         """Wait until the others have ended the trial too; return why they cannot run another."""
@@ -116,17 +142,23 @@ class _Rank:
     """One of the other ranks, and the thread that hears it."""
 
     def __init__(
-        self, rank: int, settings: WorkerSettings, on_failure: Callable[[Outcome], None]
+        self,
+        rank: int,
+        settings: ChildSettings,
+        on_failure: Callable[[Outcome], None],
+        *,
+        module: str = MODULE,
+        run_id: str | None = None,
     ) -> None:
         self._rank, self._on_failure = rank, on_failure
         self._ends: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._ready = threading.Event()
-        self._is_training = False
-        self._run_id: str | None = None
+        self._is_training = run_id is not None
+        self._run_id = run_id
         """Of the command that it trains; None where it is told to leave the group."""
         read_end, write_end = os.pipe()
         # -P: a module of the user's directory must not shadow ours.
-        command = [sys.executable, "-P", "-m", "sweep.running", str(write_end)]
+        command = [sys.executable, "-P", "-m", module, str(write_end)]
         try:
             self._process = subprocess.Popen(
                 [*command, str(os.getpid()), str(rank)],

@@ -72,7 +72,8 @@ class Serving(Protocol):
         """Do what is asked, to the end."""
 
 
-def _leave() -> None:
+def leave_process() -> None:
+    """End this process at once."""
     sys.stderr.flush()
     # Shutdown with a CUDA context and daemon threads can hang or abort; nothing is left to save.
     os._exit(0)
@@ -82,7 +83,7 @@ def listen(
     commands: IO[bytes],
     hear: Callable[[RunCommand | StopCommand], object],
     *,
-    leave: Callable[[], None] = _leave,
+    leave: Callable[[], None] = leave_process,
 ) -> None:
     """Hear commands from now on, in a thread of their own: a stop must get through while another
     one trains. When whoever started this is gone, what is trained is for nobody: it leaves.
@@ -117,7 +118,7 @@ class Worker:
         send: Callable[[WorkerMessage], None],
         rank: int = 0,
         outcomes: OutcomeFile | None = None,
-        leave: Callable[[], None] = _leave,
+        leave: Callable[[], None] = leave_process,
     ) -> None:
         self._settings = settings
         if outcomes is None and settings.outcome_path is not None and rank == 0:
@@ -406,4 +407,4 @@ def main(
         return
     send(Ready(device_name=name))
     serving.serve(sys.stdin.buffer)
-    _leave()
+    leave_process()

@@ -23,7 +23,7 @@ from sweep.finetuning.training import PreparedTraining, TrainingRequest, fault_o
 from sweep.finetuning.training import train as run_training
 from sweep.merging.job import merge as run_merge
 from sweep.paths import storage_url
-from sweep.running.device_info import choose_cards, environment_with, read_card, read_cards
+from sweep.running.device_info import choose_cards, environment_with, read_cards
 from sweep.stop_signals import INTERRUPTED
 from sweep.terminal import console, drawing, options
 from sweep.terminal.dataset import prepared as read_texts
@@ -62,10 +62,9 @@ def train(
         raise InputError(f"--set weights must be pretrained or random, got {quote(weights)}")
     if devices is not None:
         chosen = choose_cards(devices, read_cards())
-        if len(chosen) > 1:
-            raise InputError(f"--devices {devices}: a training is on one GPU, and it names several")
         # This process and its children see no other.
-        os.environ["CUDA_VISIBLE_DEVICES"] = chosen[0].cuda_name
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(card.cuda_name for card in chosen)
+        asked["devices"] = len(chosen)
     request = TrainingRequest(name=name, output=Path(output), texts=texts, **asked)
     is_begun = directories.known_run(request.output) is not None
     # A directory that is refused is not made, and one that is held is not again.
@@ -78,7 +77,7 @@ def _train(request: TrainingRequest, *, is_held: bool, storage: str | None, as_j
         request,
         read_study=lambda name: read(name, url=storage_url(storage)),
         read_texts=read_texts,
-        card=read_card,
+        cards=read_cards,
         warn=warn,
     )
     output, summary = request.output, prepared.texts.summary

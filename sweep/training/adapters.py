@@ -20,6 +20,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
+from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.callback import callback_handler
 from torch.distributed.tensor import DTensor
@@ -108,7 +109,8 @@ def attached(base: BaseModel, config: TrialConfig) -> Iterator[Attached]:
             for index, layer in enumerate(layers):
                 _note_recomputing(layer, result.recomputed, index)
         if config.compile:
-            result.compilation = undo.enter_context(compiled(layers))
+            compiling = compiled(layers, is_sharded=config.is_sharded)
+            result.compilation = undo.enter_context(compiling)
         yield result
 
 
@@ -247,16 +249,20 @@ INDUCTOR = CountingCompiler(_inductor)
 
 @contextlib.contextmanager
 def compiled(
-    layers: Sequence[torch.nn.Module], *, compiler: CountingCompiler = INDUCTOR
+    layers: Sequence[torch.nn.Module],
+    *,
+    compiler: CountingCompiler = INDUCTOR,
+    is_sharded: bool = False,
 ) -> Iterator[Compilation]:
-    """Compile each layer when it is first called; on exit they are as they were.
+    """Compile each layer when it is first called; on exit they are as they were, but for those that
+    are sharded.
 
     A layer is one graph or fails: what fell back to eager would not be what was asked for.
     """
     counted = compiler.counted = Compilation()
     callback_handler.register_start_callback(counted.start)
     callback_handler.register_end_callback(counted.end)
-    compile_each(layers, backend=compiler)
+    compile_each(layers, backend=compiler, is_sharded=is_sharded)
     try:
         yield counted
     finally:
@@ -266,8 +272,11 @@ def compiled(
         callback_handler.remove_end_callback(counted.end)
 
 
-def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor") -> None:
-    """Have each layer compiled when it is first called, for the shapes that it gets."""
+def compile_each(
+    layers: Sequence[torch.nn.Module], *, backend: Any = "inductor", is_sharded: bool = False
+) -> None:
+    """Have each layer compiled when it is first called, for the shapes that it gets; of one that is
+    sharded what comes once it is gathered."""
     torch._dynamo.config.recompile_limit = _SHAPES_MAX
     torch._dynamo.config.accumulated_recompile_limit = _SHAPES_MAX
     # Where several GPUs train together it would cut each layer's graph up for what they send.
@@ -276,8 +285,20 @@ def compile_each(layers: Sequence[torch.nn.Module], *, backend: Any = "inductor"
     # it is half of what a later process waits for. What torch's key does not hold is in the tag.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch.compiler.config.cache_key_tag = _operators_digest()
+    how: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}
     for layer in layers:
-        layer.compile(backend=backend, dynamic=False, fullgraph=True)
+        if is_sharded:
+            layer.forward = torch.compile(layer.forward, **how)
+            layer.register_forward_pre_hook(_find_constants)
+        else:
+            layer.compile(**how)
+
+
+def _find_constants(layer: torch.nn.Module, _: Any) -> None:
+    """Give the gathered 4-bit weights of a layer their constants back, which a compiler cannot."""
+    for module in layer.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            fix_4bit_weight_quant_state_from_module(module)
 
 
 @cache

@@ -71,6 +71,9 @@ class BaseModel:
     """Of this process; what is sharded gets its weights there with its adapters."""
     seed: int = 0
     """Of the weights, and of what is trained on."""
+    on_host: dict[torch.nn.Module, torch.nn.Module] = field(default_factory=dict)
+    """Of each module of a base that is to be sharded, the one with its loaded weights; none where
+    they are random."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -90,18 +93,18 @@ def build_base(
         InputError: weights that 8 bits cannot hold.
         Unavailable: the attention or the kernels are not installed.
     """
-    if config.is_sharded and weights == "pretrained":
-        raise InputError(
-            "sharding fsdp is measured with random weights alone, on which neither speed nor "
-            "memory depends: a model that no GPU holds is not loaded as a whole"
-        )
     torch.manual_seed(seed)
+    on_host: dict[torch.nn.Module, torch.nn.Module] = {}
     try:
         with _needing("attention", is_own=config.attention == "flash_attention_2"):
-            if weights == "pretrained":
-                model = load_pretrained(config, spec=spec, device=device)
-            else:
+            if weights == "random" or config.is_sharded:
                 model = skeleton(config, spec=spec)
+            else:
+                model = load_pretrained(config, spec=spec, device=device)
+            if weights == "pretrained" and config.is_sharded:
+                plain = config.model_copy(update={"quantization": "none"})
+                whole = load_pretrained(plain, spec=spec, device=torch.device("cpu"))
+                on_host = {m: whole.get_submodule(name) for name, m in model.named_modules()}
             if weights == "random" and not config.is_sharded:
                 # What is sharded has shapes alone: each rank gets its own share of the weights.
                 for module in model.modules():
@@ -121,7 +124,7 @@ def build_base(
         with _needing("kernels", cure=install_extra("gpu")):
             _apply_liger(model, config.kernels, undo)
     share = quantized_share(model, config)
-    return BaseModel(config.base(), spec, model, undo, share, device, seed)
+    return BaseModel(config.base(), spec, model, undo, share, device, seed, on_host)
 
 
 @contextlib.contextmanager
@@ -315,6 +318,24 @@ def give_weights(
         fill_module(model, module)
 
 
+def take_weights(
+    module: torch.nn.Module, whole: torch.nn.Module, config: TrialConfig, *, device: torch.device
+) -> None:
+    """Give a module of a skeleton the weights of the same one on the host, quantized at once where
+    they are to be."""
+    for name, tensor in [
+        *whole.named_buffers(recurse=False),
+        *whole.named_parameters(recurse=False),
+    ]:
+        if name == "weight" and isinstance(module, bnb.nn.Linear4bit):
+            _quantize(module, tensor.detach(), config=config, device=device)
+            continue
+        value = tensor.detach().to(device, copy=True)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        own = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
+        setattr(module, name, own)
+
+
 def fill_module(model: PreTrainedModel, module: torch.nn.Module) -> None:
     """Give a module's own tensors finite values, also those that `_init_weights` leaves alone.
 
@@ -394,8 +415,15 @@ def quantize_random(
     """Give a linear layer random 16-bit weights and quantize them at once, so that only one is ever
     wide.
     """
+    weight = _random_weight(module, config=config, device=device)
+    _quantize(module, weight, config=config, device=device)
+
+
+def _quantize(
+    module: bnb.nn.Linear4bit, weight: torch.Tensor, *, config: TrialConfig, device: torch.device
+) -> None:
     module.weight = bnb.nn.Params4bit(
-        _random_weight(module, config=config, device=device),
+        weight,
         requires_grad=False,
         compress_statistics=config.double_quant,
         quant_type=config.quantization,

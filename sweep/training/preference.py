@@ -90,7 +90,8 @@ class Preference(torch.nn.Module):
 
     def __init__(self, model: PeftModel, config: Settings) -> None:
         super().__init__()
-        self.model, self.config = model, config
+        # A model's `config` is one of transformers', which Trainer changes.
+        self.model, self._settings = model, config
         self.newest: Pairs | None = None
         """The newest micro-batch, without gradients."""
         self.loss: torch.Tensor | None = None
@@ -106,7 +107,7 @@ class Preference(torch.nn.Module):
             reference = self.reference(batch)
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         pairs = Pairs(log_probabilities(self.model, batch).sum(1), reference, tokens)
-        loss = pairs.losses(self.config).mean()
+        loss = pairs.losses(self._settings).mean()
         self.newest, self.loss = pairs._replace(policy=pairs.policy.detach()), loss.detach()
         return CausalLMOutput(loss=loss)
 

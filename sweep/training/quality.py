@@ -18,7 +18,7 @@ from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
 from storage.confirmations import binomial_ci95
 from storage.records import Diverged, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
-from sweep.training.adapters import Attached, attached, eager
+from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
 from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
@@ -153,7 +153,8 @@ class Quality:
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
         total, blocks = _Judged(), defaultdict[int, _Judged](_Judged)
-        with eager(attachment.layers), loop.evaluating():
+        # A compiled layer would be compiled for each of these shapes.
+        with torch.compiler.set_stance("force_eager"), loop.evaluating():
             for block, batch in batches:
                 found = self._judged(loop, batch)
                 if found is None:

@@ -45,7 +45,7 @@ _DISTINCT_BATCHES = 3
 """accelerate fetches one batch ahead, but at the end of the loader. With two batches every second
 micro-step would have one batch less alive than a training has, and always the same one of a step.
 """
-_BUCKETS = DistributedDataParallelKwargs(
+BUCKETS = DistributedDataParallelKwargs(
     # Gradients are views of what is sent: no second copy of them.
     gradient_as_bucket_view=True,
     # Every adapter has a gradient in every step.
@@ -114,7 +114,7 @@ class TrainingLoop:
         self.trained: Any = trained(attached.model, config)
         """What a step calls."""
         if world_size() > 1 and not config.is_sharded:
-            _keep_from_others(self.trained)
+            keep_from_others(self.trained)
         # accelerate puts a model into its precision, but for one that it shards.
         self._precision: Callable[[], contextlib.AbstractContextManager[None]] = (
             self._accelerator.autocast if config.is_sharded else contextlib.nullcontext
@@ -323,7 +323,7 @@ def make_optimizer(
             return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
 
 
-def _keep_from_others(model: torch.nn.Module) -> None:
+def keep_from_others(model: torch.nn.Module) -> None:
     """Leave out of what is sent to the other processes all that never changes.
 
     Each has the frozen base from the same seed or file; sending it would take as long as loading.
@@ -353,7 +353,7 @@ def _accelerator(
             sync_with_dataloader=False,
         ),
         dataloader_config=DataLoaderConfiguration(non_blocking=not is_on_cpu),
-        kwargs_handlers=[_BUCKETS] if world_size() > 1 else [],
+        kwargs_handlers=[BUCKETS] if world_size() > 1 else [],
         fsdp_plugin=plugin,
     )
     if plugin is not None and is_on_cpu:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from search_spaces.config import TrialConfig
 from sweep.training.device import Memory
-from sweep.training.model import BaseModel, give_weights
+from sweep.training.model import BaseModel, give_weights, take_weights
 
 _DEFAULTS = {
     # All of them are on one host. Whoever says otherwise in the environment is not overruled.
@@ -139,6 +139,14 @@ def gathered(value: T) -> list[T]:
     return values
 
 
+def mean(value: torch.Tensor) -> torch.Tensor:
+    """Return the mean over all ranks, on its way: nothing waits for it."""
+    if world_size() > 1:
+        value = value / world_size()
+        dist.all_reduce(value)
+    return value
+
+
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     """Return a hash of the tensors' bytes: another where any bit is."""
     found = hashlib.sha256()
@@ -158,8 +166,9 @@ def build_shares(
 ) -> Gathered | None:
     """Give a model on the meta device its weights, and keep this process's share of them.
 
-    Every process makes the same weights by the same seed, one decoder layer at a time, of which it
-    then gives all but its share away. What is in no layer stays whole until accelerate shards it.
+    Every process makes the same weights by the same seed, or takes them from the host's memory, one
+    decoder layer at a time, of which it then gives all but its share away. What is in no layer
+    stays whole until accelerate shards it.
 
     Args:
         model: the base with adapters, of shapes alone.
@@ -182,7 +191,10 @@ def build_shares(
         for module in whole.modules():
             if module not in built:
                 built.add(module)
-                give_weights(module, base.model, config, device=base.device)
+                if (whole_module := base.on_host.get(module)) is not None:
+                    take_weights(module, whole_module, config, device=base.device)
+                else:
+                    give_weights(module, base.model, config, device=base.device)
         for module in whole.modules():
             is_adapter = isinstance(module, LoraLayer)
             if is_adapter and not any(hasattr(p, "placements") for p in module.parameters()):
@@ -193,9 +205,10 @@ def build_shares(
         build(layer)
         packed = [m for m in layer.modules() if isinstance(m, bnb.nn.Linear4bit)]
         if gathered is None and packed:
-            gathered = Gathered(packed[0])
+            gathered = Gathered(layer, packed[0])
         fully_shard(layer, reshard_after_forward=True, mp_policy=AS_STORED)
     build(model)
+    base.on_host.clear()
     base.model.tie_weights()
     if config.kernels != "hf":
         share_head(model, base.model)
@@ -223,15 +236,16 @@ def share_head(model: torch.nn.Module, base: PreTrainedModel) -> None:
 
 
 class Gathered:
-    """Whether a packed weight comes whole out of its shares, seen the first time it is used."""
+    """Whether a packed weight comes whole out of its shares, seen the first time that its decoder
+    layer is called: within, a compiler would have to see it."""
 
-    def __init__(self, layer: bnb.nn.Linear4bit) -> None:
-        self._before = fingerprint([layer.weight])
+    def __init__(self, layer: torch.nn.Module, packed: bnb.nn.Linear4bit) -> None:
+        self._packed, self._before = packed, fingerprint([packed.weight])
         self._after: str | None = None
         self._hook = layer.register_forward_pre_hook(self._look)
 
-    def _look(self, layer: torch.nn.Module, _: Any) -> None:
-        self._after = fingerprint([layer.weight])  # type: ignore[list-item]
+    def _look(self, *_: Any) -> None:
+        self._after = fingerprint([self._packed.weight])
         self._hook.remove()
 
     @property

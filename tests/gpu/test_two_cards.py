@@ -17,11 +17,25 @@ from search_spaces.gpus import GIB
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
 from storage.definition import Target
-from storage.records import Crashed, Measured, Measurement, Outcome, OutOfMemory
+from storage.records import (
+    INTERRUPTED,
+    Crashed,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+)
+from sweep.finetuning import checkpoints
+from sweep.finetuning.protocol import Event, Saved, TrainingResult
+from sweep.finetuning.training import follow
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.supervisor import SupervisedRunner
-from sweep.running.wire import Progress, TrialRequest
+from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.gpu.rig import SMALL, small_config
+from tests.sweep.data.prepared import prepared, prepared_pairs
+from tests.sweep.finetuning.trainings import job
+from tests.sweep.running.teams import ranks
+from tests.sweep.training.tiny import TINY
 from tests.sweep.training.two_processes import told_by_two
 
 pytestmark = [
@@ -49,10 +63,10 @@ SCALES = 1.6
 
 
 def a_runner(
-    log: Path, *, model: ModelSpec = SMALL, budget_bytes: int = 40 * GIB
+    log: Path, *, model: ModelSpec = SMALL, budget_bytes: int = 40 * GIB, **settings: Any
 ) -> SupervisedRunner:
     target = Target(gpu="two", device="cuda", budget_bytes=budget_bytes)
-    return SupervisedRunner(model, target=target, log_path=log)
+    return SupervisedRunner(model, target=target, log_path=log, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +192,138 @@ def test_configurations_of_one_and_of_two_cards_take_turns(runner: SupervisedRun
         measured(runner.run(TrialRequest(config=config, steps=STEPS))).cards for config in configs
     ]
     assert cards == [1, 2, 2, 1]
+
+
+# On texts
+
+ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
+    directory = tmp_path_factory.mktemp("texts")
+    prepared(directory, [20 + row * 37 % 480 for row in range(160)])
+    (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
+    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)
+
+
+def test_two_cards_train_on_texts_and_learn_what_one_does(
+    texts: TextsSettings, tmp_path: Path
+) -> None:
+    quality = QualityCommand(tokens=8000, eval_seq_len=512, eval_tokens=4000)
+    two = {**LEAN, **ACCUMULATING, "data_parallel": 2, "packing": "grouped"}
+    with a_runner(tmp_path / "worker.log", texts=texts) as runner:
+        together, alone, shared = (
+            measured(
+                runner.run(TrialRequest(config=small_config(**knobs), steps=STEPS, quality=quality))
+            )
+            for knobs in (
+                two,
+                {**two, "data_parallel": 1},
+                {**two, "sharding": "fsdp", "packing": "packed"},
+            )
+        )
+    assert [one.cards for one in (together, alone, shared)] == [2, 1, 2]
+    assert together.loss_tokens_per_step == pytest.approx(alone.loss_tokens_per_step, rel=0.1)
+    assert shared.documents_apart
+    assert together.quality is not None
+    assert alone.quality is not None
+    for key in ("train_loss", "eval_loss"):
+        both = (getattr(one.quality, key) for one in (together, alone))
+        assert next(both) == pytest.approx(next(both), rel=1e-2)
+
+
+def on_two(output: Path, data: Path, **changes: Any) -> Any:
+    values = {**ACCUMULATING, "data_parallel": 2, "seq_len": 512, "device": "cuda", **changes}
+    return job(output, data, model=SMALL.to_json(), learning_rate=2e-4, **values)
+
+
+def test_two_cards_train_what_one_does_stop_together_and_are_resumed(
+    texts: TextsSettings, tmp_path: Path
+) -> None:
+    data, exact = Path(texts.directory), {"lora_dropout": 0.0, "checkpoint_steps": 5}
+    whole = follow(on_two(tmp_path / "two", data, **exact))
+    assert isinstance(whole, TrainingResult), whole
+    alone = follow(on_two(tmp_path / "one", data, **exact, data_parallel=1, cards=("0",)))
+    assert isinstance(alone, TrainingResult), alone
+    assert whole.tokens == alone.tokens
+    for key in ("train_loss", "eval_loss"):
+        assert getattr(whole, key) == pytest.approx(getattr(alone, key), rel=5e-3)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 5:
+            raise KeyboardInterrupt
+
+    begun = on_two(tmp_path / "resumed", data, **exact)
+    assert follow(begun, observe=stop) == INTERRUPTED
+    newest = checkpoints.newest(tmp_path / "resumed")
+    assert newest is not None
+    assert {path.name for path in newest.glob("rng_state*")} == {
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
+    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
+    assert isinstance(again, TrainingResult), again
+    for key in ("train_loss", "eval_loss"):
+        assert getattr(again, key) == pytest.approx(getattr(whole, key), rel=1e-3)
+
+
+def test_two_cards_train_on_pairs(tmp_path: Path) -> None:
+    pairs = prepared_pairs(tmp_path / "pairs", count=40)
+    how = {"method": "dpo", "reference": "precomputed", "seq_len": 32}
+    end = follow(on_two(tmp_path / "out", pairs, **how))
+    assert isinstance(end, TrainingResult), end
+    assert end.eval_pairs == 8
+
+
+def test_a_rank_that_is_killed_as_it_trains_ends_the_training(
+    texts: TextsSettings, tmp_path: Path
+) -> None:
+    def kill(event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 2:
+            os.kill(ranks("sweep.finetuning")[0][1], signal.SIGKILL)
+
+    begun = on_two(tmp_path, Path(texts.directory), checkpoint_steps=2, epochs=50)
+    end = follow(begun, observe=kill)
+    assert isinstance(end, Crashed), end
+    assert "GPU 1" in end.detail
+    assert checkpoints.newest(tmp_path) is not None
+
+
+# Sharded layers that are compiled, and a model from a file
+
+
+def test_two_cards_share_a_compiled_model(
+    runner: SupervisedRunner, predictor: TracingPredictor
+) -> None:
+    compiled = {"kernels": "fused-loss", "compile": True, "checkpoint_fraction": 0.0}
+    config = small_config(**SHARDED, **compiled)
+    runner.run(TrialRequest(config=config, steps=STEPS))
+    shared = measured(runner.run(TrialRequest(config=config, steps=STEPS)))
+    assert shared.cards == 2
+    predicted = predictor.predict(config)
+    close = predicted.uncertainty
+    assert shared.peak_allocated_bytes == pytest.approx(predicted.peak_allocated_bytes, rel=close)
+
+
+def test_a_model_from_a_file_trains_sharded_and_compiled_as_it_does_whole(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**TINY.config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for told in told_by_two("loaded_by_two", directory=tmp_path, device="cuda", compiles=True):
+        whole, sharded, compiled = (list(map(float, told[at : at + 3])) for at in (0, 4, 8))
+        assert sharded == pytest.approx(whole, rel=2e-2)
+        assert compiled == pytest.approx(sharded, rel=2e-2)
+
+
+def test_a_trial_of_a_sharded_model_takes_its_weights_from_a_file(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**SMALL.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    spec = ModelSpec("small", "directory", SMALL.config, path=tmp_path / "model")
+    with a_runner(tmp_path / "worker.log", model=spec, weights="pretrained") as loading:
+        found = measured(loading.run(TrialRequest(config=small_config(**SHARDED), steps=STEPS)))
+    assert found.cards == 2

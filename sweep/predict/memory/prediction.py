@@ -89,6 +89,7 @@ def stated_uncertainty(config: TrialConfig, *, is_unseen: bool = False) -> Uncer
     """
     if config.is_sharded:
         is_like_others = config.data_parallel == 2 and config.quantization == "nf4"
+        is_like_others = is_like_others and not config.compile
         return SHARDED if is_like_others and not is_unseen else UNSEEN
     if config.is_on_completions:
         return UNSEEN

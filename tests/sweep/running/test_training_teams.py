@@ -17,7 +17,7 @@ from search_spaces.space import StepBudget
 from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
-from tests.sweep.running.teams import a_cpu_runner, measured
+from tests.sweep.running.teams import a_cpu_runner, measured, ranks
 from tests.sweep.training.tiny import TINY
 from tests.sweep.training.two_processes import told_by_two
 
@@ -71,32 +71,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedRunne
 
 def run(runner: SupervisedRunner, config: TrialConfig, **request: Any) -> Outcome:
     return runner.run(TrialRequest(config=config, steps=STEPS, **request))
-
-
-def ranks() -> list[tuple[int, int]]:
-    """Return the processes below this one that are not the first of their ranks: rank, number."""
-    found = []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-            mark = b"QLORA_SWEEP_CHILD" in Path(f"/proc/{name}/environ").read_bytes()
-        except OSError:
-            continue
-        is_rank = words[3:4] == [b"sweep.running"] and words[6:7] not in ([], [b""])
-        if is_rank and mark and _is_below_this(int(name)):
-            found.append((int(words[6]), int(name)))
-    return sorted(found)
-
-
-def _is_below_this(number: int) -> bool:
-    while number > 1:
-        if number == os.getpid():
-            return True
-        try:
-            number = int(Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()[1])
-        except OSError:
-            return False
-    return False
 
 
 def kill_idle(number: int) -> None:
@@ -229,3 +203,20 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_ev
     for no_numbers, *told in told_by_two("sharded_by_two", directory=tmp_path, device="cpu"):
         assert int(no_numbers) > 0
         assert told == ["True", "True", "True", "0.5", "True", "0.5"]
+
+
+def test_a_model_from_a_file_trains_sharded_and_compiled_as_it_does_whole(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**TINY.config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for told in told_by_two("loaded_by_two", directory=tmp_path, device="cpu", compiles=True):
+        *whole, none = map(float, told[:4])
+        assert none == 0
+        *sharded, _ = map(float, told[4:8])
+        *compiled, calls = map(float, told[8:])
+        assert sharded == pytest.approx(whole, rel=2e-2)
+        assert sharded[0] == pytest.approx(whole[0], rel=1e-5)
+        assert compiled == pytest.approx(sharded, rel=1e-3)
+        # Two layers, three steps, each forward and once more to recompute.
+        assert calls == 12

@@ -130,12 +130,6 @@ def test_a_base_of_random_weights_has_the_bytes_of_a_loaded_one_and_that_the_fil
         assert torch.equal(first, second)
 
 
-def test_a_model_that_is_to_be_loaded_is_not_sharded() -> None:
-    config = tiny_config(data_parallel=2, sharding="fsdp")
-    with pytest.raises(InputError, match="random weights"):
-        tiny_base(config, weights="pretrained").__enter__()
-
-
 def skeleton_of(family: str, **changes: Any) -> tuple[ModelSpec, Any]:
     spec = families.spec_of(family)
     spec = ModelSpec(spec.name, spec.source, {**spec.config, **changes})

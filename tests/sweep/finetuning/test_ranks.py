@@ -1,0 +1,141 @@
+"""Trainings of two ranks, each a process on the CPU: as one that accumulates over the micro-batches
+of both, stopped, resumed, and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
+from storage.records import INTERRUPTED, Crashed
+from sweep.finetuning import checkpoints
+from sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
+from sweep.finetuning.training import fault_of, follow, on_devices
+from tests.sweep.data.prepared import prepared, prepared_pairs
+from tests.sweep.finetuning.trainings import job, run
+from tests.sweep.running.teams import ranks
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTHS = [5, 40, 12, 30, 9, 22, 17, 3, 28, 14, 33, 8, 19, 25, 6, 11, 21, 7, 16, 23]
+"""Sixteen examples are trained on and four held out."""
+EXACT = {"compute_dtype": "fp32", "quantization": "none", "lora_dropout": 0.0}
+TOGETHER = {"data_parallel": 2, "micro_batch_size": 1, "checkpoint_steps": 1}
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("our_own_code")]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("texts"), LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_pairs(tmp_path_factory.mktemp("pairs"), count=20)
+
+
+def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(f"{end.checkpoint}/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("texts", {"packing": "grouped"}),
+        ("texts", {"packing": "packed", "epochs": 2}),
+        ("pairs", {"method": "dpo", "reference": "precomputed"}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_two_ranks_train_as_one_that_accumulates_over_the_micro_batches_of_both(
+    tmp_path: Path, request: pytest.FixtureRequest, kind: str, changes: dict[str, Any]
+) -> None:
+    data = request.getfixturevalue(kind)
+    two = follow(job(tmp_path / "two", data, **EXACT, **TOGETHER, **changes))
+    assert isinstance(two, TrainingResult), two
+    alone = {**TOGETHER, "data_parallel": 1}
+    one, _ = run(job(tmp_path / "one", data, **EXACT, **alone, **changes))
+    assert isinstance(one, TrainingResult), one
+    for key in ("train_loss", "eval_loss"):
+        assert getattr(two, key) == pytest.approx(getattr(one, key), rel=1e-5)
+    for key in ("steps", "tokens", "eval_tokens", "eval_pairs", "eval_wins", "epochs"):
+        assert getattr(two, key) == getattr(one, key)
+    first, second = adapter(two), adapter(one)
+    assert first.keys() == second.keys()
+    assert all(first[name].allclose(second[name], rtol=1e-3, atol=1e-6) for name in first)
+
+
+def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_the_bit(
+    tmp_path: Path, texts: Path
+) -> None:
+    """Each drops elements of its own, so that its random state counts."""
+    whole = follow(job(tmp_path / "whole", texts, epochs=2, **TOGETHER))
+    assert isinstance(whole, TrainingResult), whole
+    states = [Path(f"{whole.checkpoint}/rng_state_{rank}.pth") for rank in range(2)]
+    assert states[0].read_bytes() != states[1].read_bytes()
+
+    begun = job(tmp_path / "resumed", texts, epochs=2, **TOGETHER)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 3:
+            raise KeyboardInterrupt
+
+    assert follow(begun, observe=stop) == INTERRUPTED
+    newest = checkpoints.newest(tmp_path / "resumed")
+    assert newest is not None
+    assert 3 <= checkpoints.step_of(newest) < whole.steps
+    again = follow(begun.model_copy(update={"resume_from": str(newest)}))
+    assert isinstance(again, TrainingResult), again
+    first, second = adapter(whole), adapter(again)
+    assert all(first[name].equal(second[name]) for name in first)
+    for key in ("train_loss", "eval_loss", "tokens"):
+        assert getattr(again, key) == getattr(whole, key)
+
+
+@pytest.mark.parametrize("phase", ["build", "measure", "quality"])
+def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkpoints(
+    tmp_path: Path, texts: Path, phase: str
+) -> None:
+    killed: list[int] = []
+    saved: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, Saved):
+            saved.append(event.step)
+        if not killed and getattr(event, "phase", None) == phase:
+            is_first = isinstance(event, TrainingProgress) and phase == "build"
+            found = ranks("sweep.finetuning")
+            if found and (is_first or saved):
+                os.kill(found[0][1], signal.SIGKILL)
+                killed.append(found[0][1])
+
+    end = follow(job(tmp_path, texts, epochs=100, **TOGETHER), observe=kill)
+    assert isinstance(end, Crashed), end
+    assert str(fault_of(end)) == "the process of GPU 1 ended with status -9"
+    assert checkpoints.steps_of(tmp_path) == sorted(saved, reverse=True)[:2]
+    assert not ranks("sweep.finetuning")
+
+
+def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:
+    accumulating = TrialConfig(micro_batch_size=2, effective_batch_size=8)
+    plain = TrialConfig(micro_batch_size=2)
+    assert on_devices(plain, None) is plain
+    for config, devices, expected in (
+        (accumulating, 2, (8, 2)),
+        (plain, 2, (4, 1)),
+        (TrialConfig(micro_batch_size=2, data_parallel=2), 1, (4, 2)),
+    ):
+        found = on_devices(config, devices)
+        assert found.data_parallel == devices
+        assert (found.samples_per_step, found.accumulation_steps) == expected
+    with pytest.raises(InputError, match=r"--devices 3.*multiple of micro_batch_size times"):
+        on_devices(accumulating, 3)
