@@ -277,9 +277,10 @@ class SearchSpace(Strict):
         if self.baseline.get("method", self.values_of("method")[0]) not in self.values_of("method"):
             yield "the baseline has the space's method: leave it out", "baseline", "method"
         for key in ("loss_type", "dpo_beta") if "eval_loss" in self.objectives else ():
-            if key in self.dimensions:
-                message = f"eval_loss is of one {key}, or losses do not compare: fix it"
-                yield message, "dimensions", key
+            for place in ("dimensions", "baseline"):
+                if key in getattr(self, place):
+                    message = f"losses of another {key} do not compare as eval_loss: fix it"
+                    yield message, place, key
         if len(set(self.objectives)) < len(self.objectives):
             yield f"objectives lists one twice, got {', '.join(self.objectives)}", "objectives"
         if "learning_rate" in self.dimensions and "eval_loss" not in self.objectives:

@@ -77,14 +77,18 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
     import trl
     import yaml
 
-    from sweep.hugging_face import StepClock
+    from sweep.export.record import read_record
+    from sweep.hugging_face import ThroughputCallback
 
-    method, is_dpo = import_module(f"trl.scripts.{typed.method}"), typed.method == "dpo"
-    columns = ["prompt", "chosen", "rejected"] if is_dpo else ["text"]
+    record, _ = read_record(typed.file)
+    config = record.config
+    method = import_module(f"trl.scripts.{config.method}")
+    columns = ["prompt", "chosen", "rejected"] if config.is_on_pairs else ["text"]
+    made = [{"path": "json", "data_files": typed.data, "columns": columns}]
     options = {
         **yaml.safe_load(Path(typed.file).read_text(encoding="utf-8")),
         "model_name_or_path": typed.model,
-        "datasets": [{"path": "json", "data_files": typed.data, "columns": columns}],
+        **({"datasets": made} if record.texts is None else {"eval_strategy": "no"}),
         "output_dir": typed.output,
         "max_steps": typed.max_steps,
         "save_strategy": "no",
@@ -92,8 +96,8 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
     }
     path = Path(typed.output).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
-    name = "DPOTrainer" if is_dpo else "SFTTrainer"
-    clock, trained, own = StepClock(), [], getattr(trl, name)
+    name, trained = f"{config.method.upper()}Trainer", []
+    own, clock = getattr(trl, name), ThroughputCallback(record, lambda _: None)
 
     def with_clock(*args: Any, **kwargs: Any) -> Any:
         trained.append(own(*args, **kwargs, callbacks=[clock]))
@@ -107,11 +111,13 @@ def train_with_trl(typed: argparse.Namespace) -> dict[str, Any]:
         )
     )
     seconds = clock.seconds()
+    # Random examples are full, and each of their tokens counts.
+    step = statistics.median(seconds[_WARMUP_STEPS:] or seconds)
+    rate = config.tokens_per_step / step if record.texts is None else clock.tokens_per_second
     kinds = {str(p.dtype) for p in trained[0].model.parameters() if p.requires_grad}
     return {
         "steps": len(seconds),
-        "tokens_per_second": typed.tokens_per_step
-        / statistics.median(seconds[_WARMUP_STEPS:] or seconds),
+        "tokens_per_second": rate,
         "peak_allocated_bytes": clock.peak_allocated_bytes(),
         "adapter_dtypes": sorted(kind.removeprefix("torch.") for kind in kinds),
     }
@@ -122,10 +128,9 @@ def main() -> None:
     bind_to_parent(os.getppid())
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
-    for name in ("--model", "--data", "--output", "--metrics", "--method"):
+    for name in ("--model", "--data", "--output", "--metrics"):
         parser.add_argument(name)
-    for name in ("--max-steps", "--tokens-per-step"):
-        parser.add_argument(name, type=int)
+    parser.add_argument("--max-steps", type=int)
     typed = parser.parse_args()
     if typed.metrics is not None:
         Path(typed.metrics).write_text(json.dumps(train_with_trl(typed)), encoding="utf-8")

@@ -215,11 +215,6 @@ def _run_export(
 ) -> Reached:
     """Run an exported file as it is, on texts that are made for it, or the study's own."""
     texts, is_trl, metrics = record.texts, record.kind == "trl", place / "metrics.json"
-    if texts is not None and is_trl:
-        raise InputError(
-            f"{record.label} was measured on texts, whose tokens that carry loss TRL does not "
-            "count: verify the study, or its script"
-        )
     if texts is not None and not Path(texts.summary.source).exists():
         raise InputError(
             f"{record.label} was measured on {texts.summary.source}, which is not here"
@@ -240,8 +235,6 @@ def _run_export(
         *(str(path), "--model", str(weights), "--data", str(data)),
         *("--output", str(place / "adapter"), "--max-steps", str(steps)),
         *("--metrics", str(metrics)),
-        *(("--tokens-per-step", str(record.config.tokens_per_step)) if is_trl else ()),
-        *(("--method", record.config.method) if is_trl else ()),
     ]
     # It reads all the texts, and evaluates those that are held out.
     seconds = _LOADING_SECONDS_MAX + _SLOWER_MAX * tokens / record.measurement.tokens_per_second

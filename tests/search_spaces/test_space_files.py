@@ -135,7 +135,11 @@ BETWEEN = [
     ("fixed:\n  method: dpo\nbaseline:\n  method: sft", "baseline has the space's method"),
     (
         "  dpo_beta: [0.1, 0.3]\nfixed:\n  method: dpo\nobjectives: [eval_loss]",
-        "eval_loss is of one dpo_beta",
+        "line 4: losses of another dpo_beta do not compare",
+    ),
+    (
+        "fixed:\n  method: dpo\nbaseline:\n  loss_type: ipo\nobjectives: [eval_loss]",
+        "losses of another loss_type do not compare",
     ),
     ("fixed:\n  micro_batch_size: 4", "line 5: 'micro_batch_size' is fixed and also a dimension"),
     ("baseline: {micro_batch_size: 4, effective_batch_size: 6}", "line 4: baseline: effective_ba"),

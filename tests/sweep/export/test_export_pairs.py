@@ -95,6 +95,41 @@ def test_a_script_trains_on_pairs_and_says_what_it_reached(
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+def test_a_script_trains_on_the_pairs_of_our_own_training(
+    script_of: Script, model: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from sweep.data.batches import training_rows
+    from sweep.data.preparing import prepare
+    from sweep.data.texts import Question
+
+    monkeypatch.setitem(sys.modules, "preference", preference)
+    source, place = tmp_path / "data.jsonl", str(model.path)
+    late = {"prompt": "p" * 40, "chosen": "x" * 40 + "a", "rejected": "x" * 40 + "b"}
+    rows = [*PAIRS[:9], late, {**late, "rejected": late["chosen"]}, *PAIRS[9:]]
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    study = on_pairs(model, source, micro_batch_size=4)
+    script, config = script_of(study), study.records[0].config
+    question = Question(str(source), "preference", None, True, place, place, "", str(tmp_path), "x")
+    read = script.read(str(source), AutoTokenizer.from_pretrained(place))
+    trained, held_out = script.split(len(read), 0.1, 0, 2)
+    assert len(trained) + len(held_out) == 2 * (len(PAIRS) + 1), "one is no pair"
+    directory = prepare(question, on_progress=lambda *_: None)
+    expected = preference.Paired(training_rows(directory, config, indices=trained, seed=0))
+    found = script.cut(read, trained)
+    assert len(found) == len(expected) == len(trained) // 2 - 1, "one does not differ in 64 tokens"
+    for pair, other in zip(found, expected, strict=True):
+        for row, same in zip(pair, other, strict=True):
+            assert all(
+                np.array_equal(row[key], same[key]) for key in ("input_ids", "completion_mask")
+            )
+    batch = script.collate([found[index] for index in range(4)])
+    assert batch["labels"].shape == batch["input_ids"].shape
+    assert len(batch["labels"]) == 8
+
+
 def test_both_references_train_the_same_adapter(
     run: Callable[..., Any], model: ModelSpec, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from sweep.export.record import Record, RecordedTexts, record_of
 from sweep.verifying import runs
 from sweep.verifying.runs import verify
 from tests.sweep.export.studies import a_study, some_texts
+from tests.sweep.export.weights import written_texts
 
 DEMO = load_model_spec("demo")
 
@@ -90,9 +91,9 @@ def test_a_script_in_8_bits_is_run_as_it_was_measured(
     verified(exported_to(tmp_path / "train.py", config, format="script"), capsys)
 
 
-def exported_to(path: Path, config: TrialConfig, *, format: str) -> str:
+def exported_to(path: Path, config: TrialConfig, *, format: str, texts: Any = None) -> str:
     """Export a study of one configuration that a CPU measured, and return the file."""
-    study = a_study(config, model=DEMO)
+    study = a_study(config, model=DEMO, texts=texts)
     target = study.definition.target.model_copy(update={"device": "cpu", "gpu": "cpu"})
     study = replace(study, definition=study.definition.model_copy(update={"target": target}))
     for each, text in exported(study, format=format).files(path).items():
@@ -118,6 +119,28 @@ def test_an_export_on_random_pairs_is_run_as_it_is(
 ) -> None:
     document = verified(exported_to(tmp_path / name, ON_PAIRS, format=format), capsys)
     assert document["run"] == format
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preference", "messages"])
+def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
+    kind: Any, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: dict[str, Any] = {"source": str(tmp_path / "data.jsonl"), "completions_only": True}
+    config = TrialConfig(micro_batch_size=2, seq_len=64)
+    if kind == "preference":
+        rows = [
+            {"prompt": f"Where is {n}? ", "chosen": "Here.", "rejected": "No."} for n in range(60)
+        ]
+        (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        said["columns"] = ("prompt", "chosen", "rejected")
+        config = config.model_copy(update={"method": "dpo"})
+    else:
+        written_texts(tmp_path / "data.jsonl", kind)
+    texts = some_texts(kind, **said)
+    path = exported_to(tmp_path / "trl.yaml", config, format="trl", texts=texts)
+    speed = verified(path, capsys)["tokens_per_second"]
+    assert 0 < speed["reached"] < 16_800
 
 
 FIGURES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text"
@@ -173,7 +196,6 @@ def test_bad_input_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("format", "texts", "error", "words"),
     [
         (None, None, EnvironmentFault, "measured on a GPU, and there is none here"),
-        ("trl", __file__, InputError, "tokens that carry loss TRL does not count"),
         ("script", "/gone.jsonl", InputError, "measured on /gone.jsonl, which is not here"),
         ("json", "/gone.jsonl", InputError, "/gone.jsonl, which is not prepared here"),
     ],
