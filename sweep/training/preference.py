@@ -98,14 +98,19 @@ class Preference(torch.nn.Module):
         """Its mean."""
         self.references = 0
         """Passes of the reference in steps so far."""
+        self.is_likelihood = False
+        """Whether the loss is the completions' mean negative log-likelihood of a token instead."""
 
     def forward(self, **batch: torch.Tensor) -> CausalLMOutput:
         """Return the mean ``loss`` of a micro-batch's pairs."""
         reference = batch.pop(REFERENCE, None)
+        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
+        if self.is_likelihood:
+            found = log_probabilities(self.model, batch)
+            return CausalLMOutput(loss=-found.sum() / tokens.sum())
         if reference is None:
             self.references += 1
             reference = self.reference(batch)
-        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         pairs = Pairs(log_probabilities(self.model, batch).sum(1), reference, tokens)
         loss = pairs.losses(self._settings).mean()
         self.newest, self.loss = pairs._replace(policy=pairs.policy.detach()), loss.detach()
@@ -142,8 +147,8 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
         ctx.save_for_backward(hidden, labels)
-        ctx.head, ctx.autocast = head, _autocast(hidden)
-        of_tokens = _of_tokens(head, ctx.autocast)
+        ctx.head, ctx.dtype = head, _dtype_of_products(hidden, head)
+        of_tokens = _of_tokens(head, ctx.dtype)
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for part in chunks(len(hidden), len(head.weight)):
             found[part] = of_tokens(hidden[part], labels[part])
@@ -153,8 +158,8 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         hidden, labels = ctx.saved_tensors
         given = torch.empty_like(hidden)
-        with torch.enable_grad(), ctx.autocast:
-            of_tokens = _of_tokens(ctx.head, ctx.autocast)
+        with torch.enable_grad():
+            of_tokens = _of_tokens(ctx.head, ctx.dtype)
             for part in chunks(len(hidden), len(ctx.head.weight)):
                 rows = hidden[part].detach().requires_grad_()
                 found = of_tokens(rows, labels[part])
@@ -163,16 +168,15 @@ class _LogProbabilities(torch.autograd.Function):
 
 
 def _of_tokens(
-    head: Any, autocast: torch.autocast
+    head: Any, dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return what gives the log-probability of each label, fp32; 0 of one that carries no loss."""
     # Autocast would cast the whole head for each chunk.
-    dtype = autocast.fast_dtype if autocast._enabled else head.weight.dtype
     weight = head.weight.detach().to(dtype)
     bias = None if head.bias is None else head.bias.detach().to(dtype)
 
     def of_tokens(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = functional.linear(hidden, weight, bias).float()
+        logits = functional.linear(hidden.to(dtype), weight, bias).float()
         return -functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
     return of_tokens
@@ -184,11 +188,11 @@ def chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
     yield from (slice(begin, begin + size) for begin in range(0, tokens, size))
 
 
-def _autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Return the precision of the moment, to have it again in the backward pass."""
+def _dtype_of_products(tensor: torch.Tensor, head: Any) -> torch.dtype:
+    """Return the type that autocast would multiply in; the head's own where autocast is off."""
     kind = "cuda" if tensor.is_meta else tensor.device.type
     is_on = torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=is_on)
+    return torch.get_autocast_dtype(kind) if is_on else head.weight.dtype
 
 
 def trained(model: PeftModel, config: Settings) -> torch.nn.Module:

@@ -532,7 +532,8 @@ def compared(loop: TrainingLoop) -> Faithfulness:
 
     The step in 8 bits is the one that trains, compiled or not, but for dropout. Those in 16 bits
     are eager and recompute every layer, to need less memory than that; where it recomputes as well,
-    in parts of a micro-batch.
+    in parts of a micro-batch. Of pairs the completions' likelihood is compared: their own loss and
+    its gradients vanish where the chosen one is surely preferred.
     """
     attached = loop.attached
     model, layers, base = attached.model, attached.layers, attached.model.get_base_model()
@@ -541,7 +542,9 @@ def compared(loop: TrainingLoop) -> Faithfulness:
         whole.append(loop.next_batch())
     count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
     parts = [part for batch in whole for part in in_parts(batch, count, rows)]
-    with _without_dropout(model):
+    on_pairs = isinstance(loop.trained, Preference)
+    as_texts = changed([(loop.trained, "is_likelihood", True)] * on_pairs)
+    with _without_dropout(model), as_texts:
         narrow_loss, narrow = _gradients(loop, whole)
         recomputing = recomputed(base, layers, range(len(layers)))
         can_recompute = base.supports_gradient_checkpointing
@@ -579,10 +582,9 @@ def unfaithful(found: Faithfulness) -> str | None:
 
 
 def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
-    """Return the loss of micro-batches together, as a mean over supervised tokens, or over pairs,
-    and the gradient of all adapters in one row on the host."""
-    is_of_pairs = loop.rows_per_sample > 1
-    counts = [len(b["labels"]) if is_of_pairs else loss_tokens(b) for b in batches]
+    """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
+    of all adapters in one row on the host."""
+    counts = list(map(loss_tokens, batches))
     loop.optimizer.zero_grad()
     # The mean over no tokens is no number.
     loss = sum(

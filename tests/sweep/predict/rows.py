@@ -32,6 +32,8 @@ COMPILED = read_rows("compiled_h200.jsonl")
 EIGHT_BIT = read_rows("eight_bit_h200.jsonl")
 PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
+PAIRS = read_rows("pairs_h100.jsonl")
+"""Of pairs of completions, on an H100."""
 SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
 """Of two GPUs that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")

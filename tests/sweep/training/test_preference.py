@@ -72,6 +72,14 @@ def test_a_trial_on_pairs_is_a_real_one(knobs: dict[str, Any]) -> None:
     assert 0.5 * at_first[config.loss_type] < found.final_loss < at_first[config.loss_type]
 
 
+def test_8_bits_are_compared_where_the_loss_of_pairs_has_vanished() -> None:
+    config = on_pairs(compute_dtype="int8", loss_type="hinge", dpo_beta=1000)
+    found = measured(outcome_of(config, steps=BRIEF))
+    assert found.final_loss == 0.0
+    assert found.faithfulness is not None
+    assert 0 < found.faithfulness.gradient_error < found.faithfulness.accepted_gradient_error
+
+
 LOSSES = (*get_args(PairLoss),)
 
 

@@ -28,6 +28,7 @@ from tests.sweep.predict.rows import (
     HELD_OUT,
     NEW_MODELS,
     PACKED,
+    PAIRS,
     SEVERAL_CARDS,
     TABLE,
     Predict,
@@ -78,7 +79,7 @@ def _rows(
 ) -> list[Row]:
     return [
         row
-        for row in (*TABLE, *HELD_OUT, *COMPILED, *EIGHT_BIT, *PACKED)
+        for row in (*TABLE, *HELD_OUT, *COMPILED, *EIGHT_BIT, *PACKED, *PAIRS)
         if is_compiled(row) is compiled
         and (not compiled or config_of(row).is_8bit_compute is eight_bit)
         and recomputed in (None, is_recomputed(row))
@@ -157,6 +158,12 @@ def test_packed_rows_are_predicted_as_surely_as_full_ones(predict_row: Predict) 
     assert all(row["documents_apart"] for row in rows)
     assert Statement(0.0, _allocated(predict_row, rows)).supported < memory.EAGER.allocated / 2
     assert Statement(0.0, _reserved(predict_row, rows)).supported < memory.EAGER.reserved / 2
+
+
+def test_pairs_are_predicted_to_a_percent(predict_row: Predict) -> None:
+    assert len(PAIRS) >= 20
+    assert max(map(abs, _allocated(predict_row, PAIRS))) < 0.01
+    assert max(map(abs, _reserved(predict_row, PAIRS))) < 0.04
 
 
 def test_a_prediction_states_what_is_derived(predict_row: Predict) -> None:
