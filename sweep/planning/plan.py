@@ -337,12 +337,7 @@ class CardComparison:
     @property
     def perhaps_fastest(self) -> tuple[str, ...]:
         """The GPUs that may be the fastest, by what is predicted; one where that is sure."""
-        ranked = sorted(self.chosen, key=lambda name: speed_order(self.chosen[name]), reverse=True)
-        return ties(ranked, self.times)
-
-    def times(self, name: str, other: str) -> Range | None:
-        """Return how many times as fast as another one is."""
-        return speed_ratio(self.chosen[name], self.chosen[other])
+        return perhaps_fastest(self.chosen)
 
     @property
     def perhaps_best(self) -> tuple[str, ...]:
@@ -361,6 +356,13 @@ class CardComparison:
     def seq_len(self) -> int:
         """Tokens in every sequence, on every GPU."""
         return next(iter(self.chosen.values())).config.seq_len
+
+
+def perhaps_fastest(chosen: Mapping[str, Forecast]) -> tuple[str, ...]:
+    """Return the names of those that may be the fastest, by what is predicted; one where that is
+    sure."""
+    ranked = sorted(chosen, key=lambda name: speed_order(chosen[name]), reverse=True)
+    return ties(ranked, lambda one, other: speed_ratio(chosen[one], chosen[other]))
 
 
 Look = Callable[[Forecaster, SearchSpace | TrialConfig], Forecast | None]

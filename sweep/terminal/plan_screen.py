@@ -22,7 +22,7 @@ from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
 from sweep.planning.calibrating import Lessons
-from sweep.planning.plan import CardComparison, CardPlan, Use, few
+from sweep.planning.plan import CardComparison, CardPlan, Use, few, perhaps_fastest
 from sweep.planning.survey import Survey
 from sweep.predict.forecast import Forecast
 from sweep.predict.memory.prediction import Fit
@@ -125,8 +125,8 @@ def ways(
     where = f"for {plans[0].forecaster.model.name} on {devices} x {plans[0].gpu.name}"
     sentence, best, said = f"Nothing fits {where}", plans[0], list[Fact]()
     if shown:
-        tied = tuple(able)[:1] if comparison is None else comparison.perhaps_fastest
-        why = "which alone has room" if comparison is None else _why(tied, by="speed")
+        tied = perhaps_fastest(shown if comparison is None else comparison.chosen)
+        why = "which alone has room" if len(shown) == 1 else _why(tied, by="speed")
         best, chosen = able[tied[0]], shown[tied[0]]
         what = f"{_what(chosen.config)}: {_numbers(chosen, next(iter(best.bills), None))}"
         sentence = f"Recommended {where}: {tied[0]}, {why}: {what}"
@@ -149,7 +149,7 @@ def _at_one_batch(comparison: CardComparison) -> str:
     (first, alone), *others = comparison.chosen.items()
     words = [f"{first} {units.rate(alone.tokens_per_second)} tokens/s"]
     for name, forecast in others:
-        times = comparison.times(name, first)
+        times = candidates.speed_ratio(forecast, alone)
         ratio = f", {_times(times)} as fast" if times else ""
         words.append(f"{name} {units.rate(forecast.tokens_per_second)}{ratio}")
     size = f"{comparison.effective_batch_size:,} x {comparison.seq_len:,}"
