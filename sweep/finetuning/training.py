@@ -138,6 +138,8 @@ def prepare_training(
     resolved = _resolved(subject, here)
     rule = partial(resolved.violation, model=model, has_texts=True)
     size, is_on_cpu = config.data_parallel, resolved.target.device == "cpu"
+    if is_on_cpu and request.devices is not None:
+        raise InputError(f"--devices: {subject.words} is for the CPU")
     if size > len(present) and not is_on_cpu:
         raise InputError(
             f"{subject.words} trains on {size} GPUs together (data_parallel), and this machine has "

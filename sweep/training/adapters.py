@@ -20,7 +20,6 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.callback import callback_handler
 from torch.distributed.tensor import DTensor
@@ -298,7 +297,7 @@ def _find_constants(layer: torch.nn.Module, _: Any) -> None:
     """Give the gathered 4-bit weights of a layer their constants back, which a compiler cannot."""
     for module in layer.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            fix_4bit_weight_quant_state_from_module(module)
+            bnb.nn.modules.fix_4bit_weight_quant_state_from_module(module)
 
 
 @cache

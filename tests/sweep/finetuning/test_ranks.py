@@ -3,6 +3,7 @@ of both, stopped, resumed, and killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -15,7 +16,14 @@ from search_spaces.errors import InputError
 from storage.records import INTERRUPTED, Crashed
 from sweep.finetuning import checkpoints
 from sweep.finetuning.protocol import Event, Saved, TrainingProgress, TrainingResult
-from sweep.finetuning.training import fault_of, follow, on_devices
+from sweep.finetuning.training import (
+    TrainingRequest,
+    fault_of,
+    follow,
+    on_devices,
+    prepare_training,
+)
+from sweep.running.device_info import Card
 from tests.sweep.data.prepared import prepared, prepared_pairs
 from tests.sweep.finetuning.trainings import job, run
 from tests.sweep.running.teams import ranks
@@ -139,3 +147,28 @@ def test_more_gpus_keep_the_effective_batch_where_it_is_a_multiple() -> None:
         assert (found.samples_per_step, found.accumulation_steps) == expected
     with pytest.raises(InputError, match=r"--devices 3.*multiple of micro_batch_size times"):
         on_devices(accumulating, 3)
+
+
+def refusal(tmp_path: Path, config: dict[str, Any], cards: list[Card], **typed: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"upcast_fp32": False, **config}))
+
+    def unread(*_: Any) -> Any:
+        raise AssertionError("it is refused before that")
+
+    asked = TrainingRequest(
+        name=str(tmp_path / "config.json"), output=tmp_path / "out", texts={}, model="demo", **typed
+    )
+    with pytest.raises(InputError) as refused:
+        prepare_training(
+            asked, read_study=unread, read_texts=unread, cards=lambda: cards, warn=unread
+        )
+    return str(refused.value)
+
+
+def test_what_cannot_be_trained_on_the_gpus_that_are_here_is_refused(tmp_path: Path) -> None:
+    one = Card("NVIDIA A10", 24 * 2**30, 23 * 2**30, (8, 6), None, None)
+    two = {"data_parallel": 2, "optimizer": "adamw_torch_fused"}
+    words = refusal(tmp_path, two, [one])
+    assert "trains on 2 GPUs together (data_parallel), and this machine has 1 GPU" in words
+    assert "sharding fsdp" in refusal(tmp_path, {**two, "sharding": "fsdp"}, [one, one])
+    assert "is for the CPU" in refusal(tmp_path, {}, [], devices=2)

@@ -134,3 +134,20 @@ def leaves_all(output: Path) -> None:
     assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     assert [path.name for path in output.iterdir() if path.name.startswith(".")] == [".lock"]
     assert not list(output.glob("checkpoint-*"))
+
+
+@pytest.mark.timeout(400)
+def test_a_training_of_two_ranks_is_resumed_by_two_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = home / "config.json"
+    config.write_text(json.dumps({**CONFIG, "data_parallel": 2, "micro_batch_size": 1}))
+    killed_at("step 1: checkpoint")
+    two = config.read_text()
+    config.write_text(json.dumps({**CONFIG, "micro_batch_size": 1}))
+    assert main([*COMMAND, *INTO_OUT, "--resume"]) == 2
+    assert "data_parallel was 2 and is 1" in capsys.readouterr().err
+    config.write_text(two)
+    assert main([*COMMAND, *INTO_OUT, "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 5
+    leaves_all(home / "out")
