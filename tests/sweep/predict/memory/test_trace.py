@@ -183,7 +183,7 @@ def test_completions_need_what_as_many_rows_of_pairs_do(predictor: Any, fraction
     completions = of.predict(TrialConfig(method="grpo", micro_batch_size=8, **shared))
     ratio = completions.peak_allocated_bytes / pairs.peak_allocated_bytes
     assert ratio == pytest.approx(1.0, rel=0.01)
-    assert completions.uncertainty == pairs.uncertainty
+    assert completions.uncertainty > pairs.uncertainty
 
 
 def test_the_child_goes_on_after_what_it_could_not_trace(tracing_child: TracingChildren) -> None:
