@@ -295,9 +295,6 @@ def compile_each(
 
 def _find_constants(layer: torch.nn.Module, _: Any) -> None:
     """Give the gathered 4-bit weights of a layer their constants back, which a compiler cannot."""
-    # Imported here: where models are traced, what stands in for bitsandbytes has no such module.
-    from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
-
     for module in layer.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             bnb.nn.modules.fix_4bit_weight_quant_state_from_module(module)
