@@ -23,6 +23,7 @@ from search_spaces.errors import (
 )
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
+from search_spaces.rules import Violation
 from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage import files, records
@@ -140,34 +141,22 @@ def prepare_training(
     size, is_on_cpu = config.data_parallel, resolved.target.device == "cpu"
     if is_on_cpu and request.devices is not None:
         raise InputError(f"--devices: {subject.words} is for the CPU")
-    if size > len(present) and not is_on_cpu:
-        raise InputError(
-            f"{subject.words} trains on {size} GPUs together (data_parallel), and this machine has "
-            f"{units.plural(len(present), 'GPU')}: --devices says on how many instead"
-        )
-    if (broken := rule(config)) is not None:
-        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
-    if config.is_sharded:
-        raise InputError(
-            f"{subject.words} has sharding {config.sharding}, and sweep train holds the whole "
-            "model on each GPU: `sweep export --format script` writes what trains it"
-        )
+    if not is_on_cpu:
+        _refuse_more_gpus(subject, here=len(present))
+    _refuse_untrainable(subject, rule(config))
     choice, texts = _texts(request, subject, read_texts)
     refuse_other_kind(subject.config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     budget = resolved.target.budget_bytes
-    notes = [
-        f"On {units.plural(size, 'GPU')} an optimizer step is of {config.samples_per_step} "
-        f"examples, not of {measured.samples_per_step}."
-        if config.samples_per_step != measured.samples_per_step
-        else None,
+    notes = (
+        _note_on_steps(config, measured),
         f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
         "adapter is of no other use."
         if weights == "random"
         else None,
         emulation_note(resolved.target),
         "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
-    ]
+    )
     traced = TracingPredictor(
         model,
         cache_dir=cache_directory() / "memory",
@@ -214,6 +203,34 @@ def prepare_training(
     else:
         refuse_too_large(subject.config, prepared.forecaster)
     return prepared
+
+
+def _refuse_more_gpus(subject: Subject, *, here: int) -> None:
+    if subject.config.data_parallel > here:
+        raise InputError(
+            f"{subject.words} trains on {subject.config.data_parallel} GPUs together "
+            f"(data_parallel), and this machine has {units.plural(here, 'GPU')}: --devices says on "
+            "how many instead"
+        )
+
+
+def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
+    if broken is not None:
+        raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
+    if subject.config.is_sharded:
+        raise InputError(
+            f"{subject.words} has sharding {subject.config.sharding}, and sweep train holds the "
+            "whole model on each GPU: `sweep export --format script` writes what trains it"
+        )
+
+
+def _note_on_steps(config: TrialConfig, measured: TrialConfig) -> str | None:
+    if config.samples_per_step == measured.samples_per_step:
+        return None
+    return (
+        f"On {units.plural(config.data_parallel, 'GPU')} an optimizer step is of "
+        f"{config.samples_per_step} examples, not of {measured.samples_per_step}."
+    )
 
 
 def on_devices(config: TrialConfig, devices: int | None) -> TrialConfig:
