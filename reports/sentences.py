@@ -77,7 +77,9 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
         yield "speed", speed_on_target(view.snapshot, winner)
         if measured.quality is not None:
             after = f"after training on {measured.quality.train_tokens:,} tokens"
-            rows = words.held_out(measured.quality) + words.reward_accuracy(measured.quality)
+            rows = words.held_out(measured.quality) + words.reward_accuracy(
+                measured.quality.eval_wins, measured.quality.eval_rows
+            )
             yield "loss", f"{words.loss(measured)} on {rows}, {after}{_too_few(measured.quality)}"
         peak, budget = measured.peak_allocated_bytes, view.gpu.budget_bytes
         share = units.percent(peak / budget)

@@ -10,7 +10,7 @@ from reports import units
 from search_spaces.config import TrialConfig, targets_in_words
 from search_spaces.space import Objective
 from storage import records as ended
-from storage.confirmations import Ratio
+from storage.confirmations import Ratio, binomial_ci95
 from storage.definition import Target
 from storage.ranking import LESS_IS_BETTER, NoGain, Ranking, verdict_counts
 from storage.records import (
@@ -131,13 +131,13 @@ def held_out(quality: QualityReport) -> str:
     return f"{quality.eval_rows:,} {kind}" if quality.eval_rows else kind
 
 
-def reward_accuracy(quality: QualityReport) -> str:
+def reward_accuracy(wins: float | None, pairs: int) -> str:
     """Return in what share of held-out pairs the chosen completion gained more; empty of texts."""
-    if quality.eval_wins is None or quality.reward_accuracy_ci95 is None:
+    if wins is None or not pairs:
         return ""
-    share, (low, high) = quality.eval_wins / quality.eval_rows, quality.reward_accuracy_ci95
-    within = f"{units.percent(low)} to {units.percent(high)}"
-    return f", the chosen completion gained more in {units.percent(share)} ({within})"
+    low, high = map(units.percent, binomial_ci95(wins, pairs))
+    share = units.percent(wins / pairs)
+    return f", the chosen completion gained more in {share} of {pairs:,} ({low} to {high})"
 
 
 def interval(measured: Measurement) -> str:

@@ -638,6 +638,12 @@ NEEDED: Mapping[tuple[str, Any], Mapping[str, Any]] = {
 """What a setting's value needs of others: who asks for it and says nothing of them means these."""
 
 
+def needed_by(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what values of settings need of others."""
+    words = ((key, value) for key, value in values.items() if isinstance(value, str | int))
+    return {key: value for word in words for key, value in NEEDED.get(word, {}).items()}
+
+
 def number_kind(key: str) -> type[int] | type[float] | None:
     """Return what a setting's values are; None where they are words or truth values."""
     kinds = set(_kinds(TrialConfig.model_fields[key].annotation))

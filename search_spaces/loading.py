@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from search_spaces.config import NEEDED, Packing, TrialConfig, parse_config
+from search_spaces.config import Packing, TrialConfig, needed_by, parse_config
 from search_spaces.dimensions import Choices, read_value
 from search_spaces.documents import (
     Document,
@@ -131,9 +131,7 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     """
     options = Document("options")
     values = {key: read_value(key, value, document=options) for key, value in held.items()}
-    words = {key: value for key, value in values.items() if isinstance(value, str | int)}
-    needed = {k: v for pair in words.items() for k, v in NEEDED.get(pair, {}).items()}
-    needed = {key: value for key, value in needed.items() if key not in space.dimensions}
+    needed = {k: v for k, v in needed_by(values).items() if k not in space.dimensions}
     fixed = {**space.fixed, **needed, **values}
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
     if not free:

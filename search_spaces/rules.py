@@ -52,11 +52,11 @@ _OF_GRPO: Mapping[str, tuple[Any, ...]] = {
     "compute_dtype": ("bf16", "fp16", "fp32"),
     "quantization": ("nf4", "fp4", "none"),
     "quantized_fraction": (1.0,),
-    "checkpoint_fraction": (0.0, 1.0),
     "upcast_fp32": (False,),
     "compile": (False,),
     "packing": ("none",),
     "sharding": ("none",),
+    "checkpoint_fraction": (0.0, 1.0),
 }
 """Values that TRL's GRPOTrainer takes; layers it compiles none by itself."""
 EIGHT_BIT_MULTIPLE = 16

@@ -147,9 +147,10 @@ class TrainingResult(Setup):
     """The last one, which has the adapter."""
 
     @property
-    def reward_accuracy_ci95(self) -> tuple[float, float]:
-        """The share of held-out pairs that all there are would win, at 95 % (Wilson's interval)."""
-        return binomial_ci95(self.eval_wins, self.eval_pairs)
+    def reward_accuracy_ci95(self) -> tuple[float, float] | None:
+        """The share of held-out pairs that all there are would win, at 95 % (Wilson's interval);
+        None of a training on texts."""
+        return binomial_ci95(self.eval_wins, self.eval_pairs) if self.eval_pairs else None
 
 
 TrainingOutcome = Annotated[

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from reports import units
+from reports.words import reward_accuracy
 from search_spaces.checkpoints import identity_of
 from search_spaces.config import KNOBS, canonical
 from search_spaces.gpus import match_product
@@ -213,6 +214,7 @@ class TrainedAdapter:
         figures = found.figures
         return {
             **self.result.model_dump(mode="json", exclude={"verdict", "checkpoint"}),
+            "reward_accuracy_ci95": self.result.reward_accuracy_ci95,
             "promised_tokens_per_second": found.speed.promised,
             "promised_peak_allocated_bytes": found.memory.promised,
             **job.model_dump(mode="json", include={"config", "weights", "seed", "eval_fraction"}),
@@ -293,13 +295,7 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "training loss, last tenth", f"{result.final_train_loss:.4f}"
     yield "training loss, mean", f"{result.train_loss:.4f}"
     held_out = units.DASH if result.eval_loss is None else f"{result.eval_loss:.4f}"
-    yield "held-out loss", held_out
-    if result.eval_pairs:
-        share, (low, high) = result.eval_wins / result.eval_pairs, result.reward_accuracy_ci95
-        yield (
-            "held-out pairs, where the chosen completion gained more",
-            f"{share:.0%} of {units.count(result.eval_pairs)} ({low:.0%} to {high:.0%})",
-        )
+    yield "held-out loss", held_out + reward_accuracy(result.eval_wins, result.eval_pairs)
     yield "trainable parameters", units.count(result.trainable_parameters)
     yield "time", units.duration(result.seconds)
     yield "device", shown(result.device_name)

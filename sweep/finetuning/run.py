@@ -516,7 +516,8 @@ class Training(TrainerCallback):
         chosen = Subset(rows.held_out, share)
         size, collate = config.micro_batch_size, rows.collate_held_out
         # Liger's loss holds the logits in evaluation mode unless it is told not to.
-        told = {} if config.kernels == "hf" else {"skip_logits": True}
+        has_logits = config.kernels == "hf" or self._pairs is not None
+        told = {} if has_logits else {"skip_logits": True}
         device, total, tokens, wins = self._device.torch_device, 0.0, 0, 0
         with (
             torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),
@@ -524,10 +525,8 @@ class Training(TrainerCallback):
             evaluating(trainer.model),
         ):
             for batch in DataLoader(chosen, batch_size=size, collate_fn=collate):
-                carrying = loss_tokens(batch)
+                carrying = loss_tokens(batch) if self._pairs is None else len(batch["labels"]) // 2
                 on_device = {key: value.to(device) for key, value in batch.items()}
-                if self._pairs is not None:
-                    carrying, told = len(batch["labels"]) // 2, {}
                 with trainer.compute_loss_context_manager():
                     loss = trainer.model_wrapped(**on_device, **told).loss
                 if self._pairs is not None and self._pairs.newest is not None:

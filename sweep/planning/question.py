@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from pydantic import Field, StrictInt
 
-from search_spaces.config import Number, TrialConfig, as_options, parse_config
+from search_spaces.config import Number, TrialConfig, as_options, needed_by, parse_config
 from search_spaces.costs import AskedWork
 from search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from search_spaces.errors import InputError, did_you_mean
@@ -159,11 +159,11 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            asked = parse_config(self.held, where="options")
+            asked = parse_config({**needed_by(self.held), **self.held}, where="options")
         else:
             refuse_without_texts(self._space_of(gpu)[0])
-            asked = self._offered(gpu).space
-            asked = with_fixed(asked, self.held) if self.held else asked
+            space = self._long_enough(self._offered(gpu).space)
+            asked = with_fixed(space, self.held) if self.held else space
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
@@ -182,6 +182,14 @@ class Question:
             request = replace(self.request, configuration={**self.request.configuration, **held})
             yield name, replace(self, request=request)
 
+    def _long_enough(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without sequences that GRPO's completions do not go into."""
+        longest, lengths = self.grpo.get("max_completion_length") or 0, space.values_of("seq_len")
+        short = [length for length in lengths if length < longest]
+        if not 0 < len(short) < len(lengths):
+            return space
+        return space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
+
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""
         return () if self.request.is_exact else self._offered(gpu).notes
@@ -199,7 +207,8 @@ class Question:
         if self.request.is_exact:
             return Asked(held=self.held, grpo=self.grpo)
         kind, command = self._space_of(gpu)[1], self._run_command(gpu)
-        return Asked(kind, self.held, run_command=command, grpo=self.grpo)
+        held = self.request.configuration if self.is_grpo else self.held
+        return Asked(kind, held, run_command=command, grpo=self.grpo)
 
     def _run_command(self, gpu: GpuSpec) -> str:
         """Return what to type to measure on a GPU what is searched here."""

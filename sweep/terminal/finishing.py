@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reports import units
+from reports.words import reward_accuracy
 from search_spaces.documents import exists, read_json
 from search_spaces.errors import InputError, did_you_mean, quote
 from storage.records import Lost, OutOfMemory
@@ -133,6 +134,7 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
 def _result_text(trained: TrainedAdapter) -> str:
     result, found, width = trained.result, trained.comparison, console.width_of(sys.stdout)
     held = "" if result.eval_loss is None else f"; held out {result.eval_loss:.4f}"
+    held += reward_accuracy(result.eval_wins, result.eval_pairs)
     rows = (found.speed.row(), found.memory.row())
     words = found.words()
     lines = [

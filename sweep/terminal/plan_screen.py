@@ -126,7 +126,8 @@ def ways(
     sentence, best, said = f"Nothing fits {where}", plans[0], list[Fact]()
     if shown:
         tied = perhaps_fastest(shown if comparison is None else comparison.chosen)
-        why = "which alone has room" if len(shown) == 1 else _why(tied, by="speed")
+        alone = "has room" if len(plans) > 1 else "is possible"
+        why = f"which alone {alone}" if len(shown) == 1 else _why(tied, by="speed")
         best, chosen = able[tied[0]], shown[tied[0]]
         what = f"{_what(chosen.config)}: {_numbers(chosen, next(iter(best.bills), None))}"
         sentence = f"Recommended {where}: {tied[0]}, {why}: {what}"

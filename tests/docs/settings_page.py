@@ -164,10 +164,11 @@ def _values(key: str) -> str:
         return "`qv`, `attention`, `all-linear`, or a list of module names"
     if "enum" in kinds[0]:
         return ", ".join(f"`{value}`" for value in kinds[0]["enum"])
-    least = kinds[0].get("minimum", kinds[0].get("exclusiveMinimum"))
+    least = f"above {kinds[0]['exclusiveMinimum']:g}," if "minimum" not in kinds[0] else ""
+    least = least or f"{kinds[0]['minimum']:g}"
     most = kinds[0]["maximum"]
     noun = "a whole number" if number_kind(key) is int else "a number"
-    return f"{noun}, {least:g} to {most:,.0f}"
+    return f"{noun}, {least} to {most:,.0f}"
 
 
 MEMORY = {

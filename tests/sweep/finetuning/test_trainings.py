@@ -329,6 +329,7 @@ def test_a_training_on_pairs_learns_to_tell_them_apart_and_is_resumed_to_the_bit
     assert (whole.rows, whole.rows_held_out, whole.eval_pairs) == (12, 3, 3)
     assert whole.eval_wins == 3
     assert whole.final_train_loss < 0.5 * math.log(2)
+    assert whole.reward_accuracy_ci95 is not None
     low, high = whole.reward_accuracy_ci95
     assert 0.4 < low < high == pytest.approx(1)
 

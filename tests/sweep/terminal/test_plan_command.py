@@ -380,6 +380,9 @@ def test_a_way_that_is_not_possible_says_why_and_hides_no_other(ask: Asked) -> N
     assert [plan["way"] for plan in document["plans"]] == ["one GPU", "2 x DDP"]
     assert "use sharding none" in document["not_possible"]["2 x FSDP"]
     assert "use sharding none" in " ".join(ask.shown(**asked).split())
+    odd = {"space": "a10", "devices": 3, "configuration": {"effective_batch_size": 16}}
+    shown = " ".join(ask.shown(**odd, is_exact=True).split())
+    assert "on 3 x a10: one GPU, which alone is possible: " in shown
     with pytest.raises(InputError, match="--devices compares values of data_parallel"):
         ask.shown(space="a10", devices=2, configuration={"data_parallel": 2})
     with pytest.raises(InputError, match="name one"):
@@ -413,6 +416,21 @@ def test_grpos_training_step_is_planned_alone_and_says_what_is_missing(ask: Aske
     assert "generation is not in these numbers" in shown
     assert "GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=2, " in shown
     assert "sweep run" not in shown
+
+
+def test_sequences_that_a_completion_does_not_go_into_are_no_part_of_the_answer(ask: Asked) -> None:
+    lengths = "gpu: a10\ndimensions: {seq_len: [512, 1024], micro_batch_size: [4]}\n"
+    lengths += "fixed: {checkpoint_fraction: 0.0}\n"
+    asked: dict[str, Any] = {"configuration": {"method": "grpo"}, "space": ask.space(lengths)}
+    assert ask.document(**asked)["configurations"]["total"] == 2
+    long = ask.document(**asked, grpo={"max_completion_length": 600})
+    assert long["configurations"]["total"] == 1
+    assert long["recommended"]["config"]["seq_len"] == 1024
+
+
+def test_one_configuration_of_grpo_has_what_the_method_needs(ask: Asked) -> None:
+    document = ask.document(space="a10", configuration={"method": "grpo"}, is_exact=True)
+    assert document["config"]["upcast_fp32"] is False
 
 
 @pytest.mark.parametrize(
