@@ -25,7 +25,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.rows import on_completions
+from sweep.data.rows import PREFERENCE, on_completions
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
@@ -79,7 +79,8 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
         f"{batch} random examples, of {batch} of similar length, and with packed sequences.\n"
         f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
     )
-    header = ("seq_len", "examples cut", "tokens cut", "padded", "grouped", "packed", "")
+    noun = "rows" if texts.summary.kind == PREFERENCE else "examples"
+    header = ("seq_len", f"{noun} cut", "tokens cut", "padded", "grouped", "packed", "")
     rows = [
         (
             f"{waste.seq_len:,}",
@@ -94,7 +95,7 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
     ]
     parts = [
         folded(_opening(texts.summary), width, indent=2),
-        _drawn(histogram(lengths), width=width),
+        _drawn(histogram(lengths), noun, width=width),
         table(header, rows, width=width),
         folded(explanation, width, indent=2),
     ]
@@ -136,7 +137,7 @@ def _opening(summary: TextsSummary) -> str:
     told = "as data.format says" if summary.format != "auto" else "recognised by its columns"
     if summary.text_column is not None:
         told = f"column '{summary.text_column}'"
-    found = summary.quantiles
+    found, each = summary.quantiles, "row" if summary.kind == PREFERENCE else "example"
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
     loss = units.share(summary.loss_tokens / summary.tokens)
     which = "completions only" if summary.completions_only else "all but an example's first"
@@ -147,19 +148,19 @@ def _opening(summary: TextsSummary) -> str:
         f"{_KINDS[summary.kind]} ({summary.kind}, {told})\n"
         f"{summary.tokens:,} tokens of tokenizer '{summary.tokenizer}', {loss} of them supervised "
         f"({which})\n"
-        f"Tokens per example: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
+        f"Tokens per {each}: median {found.p50:,}, 90 % up to {found.p90:,}, 95 % up to "
         f"{found.p95:,}, 99 % up to {found.p99:,}, longest {found.max:,}"
     )
 
 
-def _drawn(bins: Sequence[Bin], *, width: int | None) -> str:
+def _drawn(bins: Sequence[Bin], noun: str, *, width: int | None) -> str:
     """Return a histogram, a line for each range, of at least one character if it has examples."""
     most = max(bin.rows for bin in bins)
     names = [f"{bin.at_least:,}–{bin.at_most:,}" for bin in bins]
     counts = [f"{bin.rows:,}" for bin in bins]
-    left, right = max(map(len, names)), max(len("examples"), *map(len, counts))
+    left, right = max(map(len, names)), max(len(noun), *map(len, counts))
     room = _BAR if width is None else max(5, min(_BAR, width - left - right - 4))
-    lines = [f"{'tokens':>{left}}  {'examples':>{right}}"]
+    lines = [f"{'tokens':>{left}}  {noun:>{right}}"]
     for bin, name, count in zip(bins, names, counts, strict=True):
         bar = "█" * max(round(room * bin.rows / most), 1 if bin.rows else 0)
         lines.append(f"{name:>{left}}  {count:>{right}}  {bar}".rstrip())
