@@ -680,12 +680,17 @@ def canonical(config: TrialConfig) -> TrialConfig:
     return config.model_copy(update={key: value(config) for key, value in _RESOLVED.items()})
 
 
+def as_typed(value: Any) -> str:
+    """Return a setting's value as it is typed on the command line."""
+    typed = ",".join(value) if isinstance(value, list | tuple) else value
+    return typed if isinstance(typed, str) else json.dumps(typed)
+
+
 def as_options(values: Mapping[str, Any]) -> list[str]:
     """Return values by their keys as they are typed on the command line."""
     words: list[str] = []
     for key, value in values.items():
-        typed = ",".join(value) if isinstance(value, list | tuple) else value
-        text = typed if isinstance(typed, str) else json.dumps(typed)
+        text = as_typed(value)
         if key in OPTION_KEYS:
             words += [OPTION_KEYS[key], text]
         elif key in KNOBS or key == "numerics" or "." in key:

@@ -7,12 +7,11 @@ trains float16 adapters) needs no rule: a configuration has only one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.config import EIGHT_BIT, KNOBS, TrialConfig
+from search_spaces.config import EIGHT_BIT, KNOBS, TrialConfig, as_typed
 from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
     known_linear_modules,
@@ -300,7 +299,7 @@ def _not_of_grpo(config: TrialConfig) -> str | None:
     for key, values in _OF_GRPO.items():
         if getattr(config, key) not in values:
             phrase = KNOBS[key].phrase(getattr(config, key))
-            known = " or ".join(json.dumps(value).strip('"') for value in values)
+            known = " or ".join(map(as_typed, values))
             return f"method grpo is for TRL, which has no {phrase}: use {key} {known}"
     return None
 

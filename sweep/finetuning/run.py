@@ -47,7 +47,13 @@ from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
 from sweep.training.preference import REFERENCE, Preference, trained
-from sweep.training.step import BUCKETS, evaluating, keep_from_others, make_optimizer
+from sweep.training.step import (
+    BUCKETS,
+    evaluating,
+    keep_from_others,
+    make_optimizer,
+    told_in_evaluation,
+)
 
 OBSERVED_STEPS = 2
 """The first makes the optimizer's state, the second has it from the start; the widest rows are in
@@ -515,9 +521,7 @@ class Training(TrainerCallback):
         share = range(self._rank, min(count, len(rows.held_out)), team.world_size())
         chosen = Subset(rows.held_out, share)
         size, collate = config.micro_batch_size, rows.collate_held_out
-        # Liger's loss holds the logits in evaluation mode unless it is told not to.
-        has_logits = config.kernels == "hf" or self._pairs is not None
-        told = {} if has_logits else {"skip_logits": True}
+        told = told_in_evaluation(config)
         device, total, tokens, wins = self._device.torch_device, 0.0, 0, 0
         with (
             torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]),

@@ -138,22 +138,17 @@ def prepare_training(
     here = present[0] if present else None
     resolved = _resolved(subject, here)
     rule = partial(resolved.violation, model=model, has_texts=True)
-    size, is_on_cpu = config.data_parallel, resolved.target.device == "cpu"
+    is_on_cpu = resolved.target.device == "cpu"
     if is_on_cpu and request.devices is not None:
         raise InputError(f"--devices: {subject.words} is for the CPU")
-    if not is_on_cpu:
-        _refuse_more_gpus(subject, here=len(present))
-    _refuse_untrainable(subject, rule(config))
+    _refuse_untrainable(subject, rule(config), gpus=None if is_on_cpu else len(present))
     choice, texts = _texts(request, subject, read_texts)
-    refuse_other_kind(subject.config.method, texts)
+    refuse_other_kind(config.method, texts)
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     budget = resolved.target.budget_bytes
     notes = (
         _note_on_steps(config, measured),
-        f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
-        "adapter is of no other use."
-        if weights == "random"
-        else None,
+        _note_on_weights(weights, model),
         emulation_note(resolved.target),
         "No GPU is here: this trains on the CPU." if is_on_cpu and study is None else None,
     )
@@ -164,7 +159,7 @@ def prepare_training(
     )
     prepared = PreparedTraining(
         job=TrainingJob(
-            config=subject.config,
+            config=config,
             model=model.to_json(),
             weights=weights,
             texts=str(texts.directory.absolute()),
@@ -173,10 +168,7 @@ def prepare_training(
             max_steps=request.max_steps,
             seed=seed,
             device=resolved.target.device,
-            # Trainer takes all that it sees.
-            cards=tuple(ChosenCard(at, c).cuda_name for at, c in enumerate(present[:size]))
-            if len(present) > 1 and not is_on_cpu
-            else (),
+            cards=() if is_on_cpu else _shown(present, count=config.data_parallel),
             # Nobody said a cap for a CPU without a study.
             budget_bytes=None if is_on_cpu and study is None else budget,
             output=str(request.output.absolute()),
@@ -196,25 +188,29 @@ def prepare_training(
         card=None if is_on_cpu else here,
         notes=tuple(filter(None, notes)),
     )
-    if (broken := prepared.forecaster.broken(subject.config)) is not None:
+    if (broken := prepared.forecaster.broken(config)) is not None:
         raise InputError(f"{texts.summary.source}: {broken.reason}")
     if request.is_resumed:
         output.refuse_another(request.output, prepared.run)
     else:
-        refuse_too_large(subject.config, prepared.forecaster)
+        refuse_too_large(config, prepared.forecaster)
     return prepared
 
 
-def _refuse_more_gpus(subject: Subject, *, here: int) -> None:
-    if subject.config.data_parallel > here:
+def _shown(present: Sequence[Card], *, count: int) -> tuple[str, ...]:
+    """Return the GPUs that a training is to see, as Trainer takes all; none where one is here."""
+    named = (ChosenCard(at, card).cuda_name for at, card in enumerate(present[:count]))
+    return tuple(named) if len(present) > 1 else ()
+
+
+def _refuse_untrainable(subject: Subject, broken: Violation | None, *, gpus: int | None) -> None:
+    """Refuse what does not train here; ``gpus`` are those that are, None on a CPU."""
+    if gpus is not None and subject.config.data_parallel > gpus:
         raise InputError(
             f"{subject.words} trains on {subject.config.data_parallel} GPUs together "
-            f"(data_parallel), and this machine has {units.plural(here, 'GPU')}: --devices says on "
+            f"(data_parallel), and this machine has {units.plural(gpus, 'GPU')}: --devices says on "
             "how many instead"
         )
-
-
-def _refuse_untrainable(subject: Subject, broken: Violation | None) -> None:
     if broken is not None:
         raise InputError(f"{subject.words} cannot be trained here: {broken.reason}")
     if subject.config.is_sharded:
@@ -230,6 +226,15 @@ def _note_on_steps(config: TrialConfig, measured: TrialConfig) -> str | None:
     return (
         f"On {units.plural(config.data_parallel, 'GPU')} an optimizer step is of "
         f"{config.samples_per_step} examples, not of {measured.samples_per_step}."
+    )
+
+
+def _note_on_weights(weights: Weights, model: ModelSpec) -> str | None:
+    if weights != "random":
+        return None
+    return (
+        f"The weights of model '{model.name}' are random: this shows how a training runs, and its "
+        "adapter is of no other use."
     )
 
 

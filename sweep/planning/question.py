@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -144,7 +145,7 @@ class Question:
         of_space = () if self.space is None else self.space.values_of("method")
         return self.request.configuration.get("method", *of_space) == "grpo"
 
-    @property
+    @cached_property
     def grpo(self) -> Mapping[str, Any]:
         """Settings of `GRPOConfig`, under method grpo."""
         names = Document("", names={key: f"--set {key}" for key in self.request.grpo})

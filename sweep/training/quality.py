@@ -23,7 +23,7 @@ from sweep.training.device import Device
 from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
-from sweep.training.step import TrainingLoop
+from sweep.training.step import TrainingLoop, told_in_evaluation
 from sweep.training.team import gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
@@ -119,7 +119,7 @@ class Quality:
             self._tell()
             if not math.isfinite(losses[-1]):
                 return Diverged(step=step, detail=f"{_DOING}loss {losses[-1]}")
-        evaluated = self._evaluate(attachment, loop)
+        evaluated = self._evaluate(loop)
         if evaluated is None:
             return None
         total, blocks = evaluated
@@ -143,9 +143,7 @@ class Quality:
             seed=asked.seed,
         )
 
-    def _evaluate(
-        self, attachment: Attached, loop: TrainingLoop
-    ) -> tuple[_Judged, tuple[tuple[float, int], ...]] | None:
+    def _evaluate(self, loop: TrainingLoop) -> tuple[_Judged, tuple[tuple[float, int], ...]] | None:
         """Return what all held-out texts come to, and the mean loss and the weight of each block of
         them."""
         asked, changes = self.question, {"packing": "none", "compile": False}
@@ -168,8 +166,7 @@ class Quality:
         None where there is none for a single text or pair."""
         device, each = self.base.model.device, self.config.rows_per_sample
         rows, tokens = len(batch["input_ids"]) // each, loss_tokens(batch)
-        # Liger's loss holds the logits in evaluation mode unless it is told not to.
-        told = {} if self.config.kernels == "hf" or each > 1 else {"skip_logits": True}
+        told = told_in_evaluation(self.config)
         try:
             loss = loop.loss_of({**{key: v.to(device) for key, v in batch.items()}, **told})
         except Exception as error:

@@ -294,6 +294,13 @@ def _endless(loader: DataLoader[Any]) -> Iterator[Batch]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
+def told_in_evaluation(config: TrialConfig) -> dict[str, bool]:
+    """Return what a forward pass is told in evaluation mode, where Liger's loss holds the logits
+    unless it is told not to."""
+    has_own_loss = config.kernels == "hf" or config.is_on_pairs
+    return {} if has_own_loss else {"skip_logits": True}
+
+
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, without gradients, and back."""

@@ -5,7 +5,6 @@ training that goes on where it was stopped.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.on_texts import MemoryOnTexts, ShapesOnTexts
 from sweep.running.wire import QualityCommand, TextsSettings
 from tests.gpu.rig import SMALL, Rig, small_config
-from tests.sweep.data.prepared import prepared
+from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.finetuning.trainings import job, run
 
 pytestmark = [
@@ -51,9 +50,7 @@ QUALITY = QualityCommand(tokens=4000, seed=1, eval_seq_len=512, eval_tokens=4000
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
-    directory = prepared(tmp_path_factory.mktemp("texts"), LENGTHS)
-    (directory / "texts.json").write_text(json.dumps({"fingerprint": "abc"}), encoding="utf-8")
-    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=HELD_OUT)
+    return prepared_settings(tmp_path_factory.mktemp("texts"), LENGTHS, eval_fraction=HELD_OUT)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.gpu.rig import SMALL, small_config
-from tests.sweep.data.prepared import prepared, prepared_pairs
+from tests.sweep.data.prepared import prepared_pairs, prepared_settings
 from tests.sweep.finetuning.trainings import job
 from tests.sweep.running.teams import ranks
 from tests.sweep.training.tiny import TINY
@@ -201,10 +201,8 @@ ACCUMULATING = {"micro_batch_size": 2, "effective_batch_size": 4}
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
-    directory = tmp_path_factory.mktemp("texts")
-    prepared(directory, [20 + row * 37 % 480 for row in range(160)])
-    (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
-    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)
+    lengths = [20 + row * 37 % 480 for row in range(160)]
+    return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 def test_two_cards_train_on_texts_and_learn_what_one_does(

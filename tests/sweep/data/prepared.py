@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from search_spaces.config import TrialConfig
+from sweep.running.wire import TextsSettings
 
 VOCABULARY = 97
 
@@ -46,6 +47,15 @@ def prepared(
 def configured(packing: str = "none", **values: Any) -> TrialConfig:
     """Return a configuration with a packing."""
     return TrialConfig(packing=packing, **values)
+
+
+def prepared_settings(
+    directory: Path, lengths: ArrayLike, *, eval_fraction: float = 0.2
+) -> TextsSettings:
+    """Write rows of so many random tokens, and return them as a worker is told of them."""
+    prepared(directory, lengths)
+    (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
+    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=eval_fraction)
 
 
 def prepared_pairs(directory: Path, *, count: int) -> Path:

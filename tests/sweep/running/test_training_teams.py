@@ -17,6 +17,7 @@ from search_spaces.space import StepBudget
 from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
+from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.running.teams import a_cpu_runner, measured, ranks
 from tests.sweep.training.tiny import TINY
 from tests.sweep.training.two_processes import told_by_two
@@ -55,12 +56,8 @@ A_GRADIENT_BYTES = 4
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
-    from tests.sweep.data.prepared import prepared
-
-    directory = tmp_path_factory.mktemp("texts")
-    prepared(directory, [4 + row * 7 % 25 for row in range(60)])
-    (directory / "texts.json").write_text('{"fingerprint": "abc"}', encoding="utf-8")
-    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)
+    lengths = [4 + row * 7 % 25 for row in range(60)]
+    return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 @pytest.fixture(scope="module")

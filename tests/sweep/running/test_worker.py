@@ -36,6 +36,7 @@ from sweep.running.wire import (
     to_line,
     worker_message_adapter,
 )
+from tests.sweep.data.prepared import prepared_settings
 from tests.sweep.running.teams import a_cpu_runner, measured
 from tests.sweep.simulated_device import a_measurement
 
@@ -201,18 +202,10 @@ SPEED_REUSED = "speed_reused"
 pytestmark = pytest.mark.usefixtures("our_own_code")
 
 
-def settings_of(directory: Path, lengths: np.ndarray) -> TextsSettings:
-    from tests.sweep.data.prepared import prepared
-
-    prepared(directory, lengths)
-    (directory / "texts.json").write_text(json.dumps({"fingerprint": "abc"}), encoding="utf-8")
-    return TextsSettings(directory=str(directory), fingerprint="abc", eval_fraction=0.2)
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> TextsSettings:
     lengths = np.random.default_rng(1).integers(3, 29, 60)
-    return settings_of(tmp_path_factory.mktemp("texts"), lengths)
+    return prepared_settings(tmp_path_factory.mktemp("texts"), lengths)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +285,7 @@ def test_texts_that_are_not_those_of_the_study_are_refused(
 
 
 def test_kernels_for_every_width_of_texts_are_no_part_of_a_budget(tmp_path: Path) -> None:
-    texts = settings_of(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 120))
+    texts = prepared_settings(tmp_path / "texts", np.random.default_rng(3).integers(20, 190, 120))
     config = TrialConfig(
         micro_batch_size=2,
         seq_len=192,
