@@ -390,6 +390,8 @@ class Cluster:
         # A node may have been lost since it was asked.
         alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
         runners, token = list[RayRunner](), secrets.token_hex(4)
+        # Read before the first actor takes one: no more places are waited for.
+        free = int(self.ray.available_resources().get("GPU", 0)) if device == "cuda" else len(alive)
         try:
             for node in (node for node in self._chosen(gpu) if node.id in alive):
                 count = len(node.cards) if device == "cuda" else 1
@@ -405,7 +407,7 @@ class Cluster:
                         address=node.address,
                     )
                     runners.append(runner)
-            lanes = self._begun(runners, device, keep, paths=paths, study=study)
+            lanes = self._begun(runners, device, keep, free=free, paths=paths, study=study)
         except BaseException:
             for runner in runners:
                 runner.close()
@@ -422,15 +424,13 @@ class Cluster:
         runners: Sequence[RayRunner],
         device: Device,
         keep: Callable[[Iterable[bytes]], None],
+        free: int,
         **asked_for: Any,
     ) -> tuple[Lane, ...]:
         """Return the lanes of the runners whose actor could begin: those whose GPU was free."""
-        free = len(runners)
-        if device == "cuda":
-            # No more are waited for than Ray has GPUs for, before the first of these takes one.
-            free = max(1, min(free, int(self.ray.available_resources().get("GPU", 0))))
         asked = {runner.tell(**asked_for): runner for runner in runners}
-        begun, late = self.ray.wait(list(asked), num_returns=free, timeout=_PLACE_SECONDS)
+        wanted = max(1, min(free, len(runners)))
+        begun, late = self.ray.wait(list(asked), num_returns=wanted, timeout=_PLACE_SECONDS)
         for reference in late:
             asked[reference].close()
         if not begun:
