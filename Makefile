@@ -16,9 +16,10 @@ LOWEST := .venv-lowest
 
 # Each worker takes a core and up to 1.5 GB.
 WORKERS ?= logical
-PYTEST := -m pytest -m "not gpu and not faults and not exports" -n $(WORKERS) --maxprocesses 4
+ON_ALL := -n $(WORKERS) --maxprocesses 4
+PYTEST := -m pytest -m "not gpu and not faults and not exports and not integration" $(ON_ALL)
 
-.PHONY: demo test test-all test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
+.PHONY: demo test test-all test-integration test-exports test-rented test-faults test-lowest test-gpu lint format docs wheel evidence profiles surveys clean help
 
 # Waits while another make holds a lock, which goes with the shell that took it. $(1): the lock; $(2): what the other does.
 waiting = exec 9>$(1); if command -v flock >/dev/null && ! flock -n 9; then echo "another make $(2): waiting for it" >&2; flock 9; fi
@@ -50,10 +51,13 @@ demo: $(RUNS)    ## a study on this CPU, then one of a recorded GPU: a minute or
 test: $(READY)   ## the test suite without a GPU
 	$(BIN)/python $(PYTEST)
 
-test-all: test test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
+test-all: test test-integration test-faults test-rented test-exports test-lowest  ## that and all below that needs no GPU, an hour or two
+
+test-integration: $(READY)  ## several ranks, a Ray cluster, TRL, each family's memory, the profiles that ship: ten minutes
+	$(BIN)/python -m pytest -m integration $(ON_ALL)
 
 test-faults: $(READY)  ## every fault at every operation, minutes to an hour; some need root, some a PostgreSQL server
-	$(BIN)/python -m pytest -m faults -n $(WORKERS) --maxprocesses 4
+	$(BIN)/python -m pytest -m faults $(ON_ALL)
 
 test-exports: $(READY)  ## exported files in axolotl and LLaMA-Factory: environments of their own in build/exports, 8 GB and a quarter of an hour
 	tests/exports/environments $(PYTHON) build/exports

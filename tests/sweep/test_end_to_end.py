@@ -28,8 +28,8 @@ confirm: {seconds: 1, repeats: 2, soak_seconds: 1}
 steps: {measured_max: 9999, seconds_max: 2, relative_interval: 0.0001}
 dimensions:
   micro_batch_size: [4, 8]
-fixed: {kernels: hf, compile: false, seq_len: 128}
-baseline: {micro_batch_size: 4, seq_len: 128}
+fixed: {kernels: hf, compile: false, seq_len: 32}
+baseline: {micro_batch_size: 4, seq_len: 32}
 """
 
 

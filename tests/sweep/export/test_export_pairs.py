@@ -146,4 +146,6 @@ def test_both_references_train_the_same_adapter(
         kept.unlink()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for name, tensor in adapters[0].items():
-        torch.testing.assert_close(tensor, adapters[1][name], rtol=0, atol=2e-4)
+        # Adam moves an element whose gradient is all rounding as far as every other.
+        apart = torch.linalg.vector_norm(tensor - adapters[1][name])
+        assert apart < 0.02 * torch.linalg.vector_norm(tensor)

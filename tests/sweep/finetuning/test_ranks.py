@@ -59,8 +59,11 @@ def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
     ("kind", "changes"),
     [
         ("texts", {"packing": "grouped"}),
-        ("texts", {"packing": "packed", "epochs": 2}),
-        ("pairs", {"method": "dpo", "reference": "precomputed"}),
+        pytest.param(*("texts", {"packing": "packed", "epochs": 2}), marks=pytest.mark.integration),
+        pytest.param(
+            *("pairs", {"method": "dpo", "reference": "precomputed"}),
+            marks=pytest.mark.integration,
+        ),
     ],
     ids=lambda value: str(value),
 )
@@ -82,6 +85,7 @@ def test_two_ranks_train_as_one_that_accumulates_over_the_micro_batches_of_both(
     assert all(first[name].allclose(second[name], rtol=1e-3, atol=1e-6) for name in first)
 
 
+@pytest.mark.integration
 def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_the_bit(
     tmp_path: Path, texts: Path
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_stop_reaches_both_ranks_in_one_step_and_the_training_is_resumed_to_th
         assert getattr(again, key) == getattr(whole, key)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("phase", ["build", "measure", "quality"])
 def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkpoints(
     tmp_path: Path, texts: Path, phase: str

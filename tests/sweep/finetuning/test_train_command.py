@@ -136,6 +136,7 @@ def leaves_all(output: Path) -> None:
     assert not list(output.glob("checkpoint-*"))
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_a_training_of_two_ranks_is_resumed_by_two_alone(
     home: Path, capsys: pytest.CaptureFixture[str]

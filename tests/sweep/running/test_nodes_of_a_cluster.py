@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 from collections.abc import Sequence
 
 import pytest
 
 from search_spaces.config import TrialConfig
-from search_spaces.errors import CardLost, EnvironmentFault, InputError
+from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
 from search_spaces.space import StepBudget
 from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory, PrunedSlow
 from sweep.running.device_info import Card
-from sweep.running.ray_nodes import Node, chosen, refuse_differences
+from sweep.running.ray_nodes import Node, checked_address, chosen, joined, refuse_differences
 from sweep.running.ray_runner import Host
 from sweep.running.replay import ReplayRunner
 from sweep.running.wire import TrialRequest
@@ -159,3 +161,42 @@ def test_the_interval_is_there_from_the_fewest_measured_steps_on_and_ends_a_slow
     assert isinstance(outcome, PrunedSlow)
     assert outcome.measurement.steps_measured == STEPS.measured_min
     assert outcome.measurement.tokens_per_second == FITS.measurement.tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://10.0.0.1:10001", "Ray client's server"),
+        *((wrong, "must be auto or HOST:PORT") for wrong in ("10.0.0.1", "", "local", "a b:6379")),
+        *((f"10.0.0.1:{port}", "must be auto or HOST:PORT") for port in (0, 70000)),
+    ],
+)
+def test_what_is_no_address_of_a_cluster_is_bad_input(address: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        checked_address(address)
+
+
+def test_what_auto_is_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert checked_address("auto") == "10.0.0.1:6379"
+    assert checked_address("10.0.0.2:6379") == "10.0.0.2:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(InputError, match="RAY_ADDRESS 'ray://"):
+        checked_address("auto")
+
+
+def test_an_address_where_nobody_or_no_ray_answers_is_given_up() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(EnvironmentFault, match=f"at {address}: nothing within 2 s"):
+            joined(address, seconds=2).__enter__()
+    with pytest.raises(EnvironmentFault, match=f"no Ray cluster answers at {address}: Connection"):
+        joined(address).__enter__()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EnvironmentFault) as refused, joined("auto"):
+        pass
+    assert install_extra("ray") in str(refused.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from search_spaces.errors import CardLost, EnvironmentFault, InputError, install_extra
+from search_spaces.errors import CardLost, EnvironmentFault
 from search_spaces.space import StepBudget
 from storage.definition import Target
 from storage.directory import StudyFile, keep_outcomes, left_outcomes, note_identity
 from storage.records import Attempt, Crashed, Measured, Outcome
 from sweep.running.device_info import Card
-from sweep.running.ray_nodes import Cluster, Node, checked_address, joined
+from sweep.running.ray_nodes import Cluster, Node, joined
 from sweep.running.ray_runner import RayRunner
 from sweep.running.runner import Lane, Runner
 from sweep.running.wire import Progress, TrialRequest
@@ -35,7 +34,10 @@ from tests.sweep.running.driver_on_ray import LONG, SMALL, new_runner, processes
 from tests.sweep.running.ray_cluster import PATH, ROOT, LocalCluster
 from tests.sweep.test_processes import is_running
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 STEPS = StepBudget(warmup_max=3, measured_min=6, measured_max=8, seconds_max=5)
 STEADY, DOOMED, DOOMED_IN_A_STUDY = range(3)
@@ -308,41 +310,3 @@ def test_a_node_without_our_package_is_named_with_what_to_install(ray: Any) -> N
         Cluster(ray, look=without_our_package)
     assert "pip install 'qlora-sweep[ray]" in str(refused.value)
     assert "No module named" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("ray://10.0.0.1:10001", "Ray client's server"),
-        *((wrong, "must be auto or HOST:PORT") for wrong in ("10.0.0.1", "", "local", "a b:6379")),
-        *((f"10.0.0.1:{port}", "must be auto or HOST:PORT") for port in (0, 70000)),
-    ],
-)
-def test_what_is_no_address_of_a_cluster_is_bad_input(address: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        checked_address(address)
-
-
-def test_what_auto_is_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert checked_address("auto") == "10.0.0.1:6379"
-    assert checked_address("10.0.0.2:6379") == "10.0.0.2:6379"
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(InputError, match="RAY_ADDRESS 'ray://"):
-        checked_address("auto")
-
-
-def test_an_address_where_nobody_or_no_ray_answers_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(EnvironmentFault, match=f"at {address}: nothing within 2 s"):
-            joined(address, seconds=2).__enter__()
-    with pytest.raises(EnvironmentFault, match=f"no Ray cluster answers at {address}: Connection"):
-        joined(address).__enter__()
-
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(EnvironmentFault) as refused, joined("auto"):
-        pass
-    assert install_extra("ray") in str(refused.value)

@@ -97,6 +97,7 @@ def test_one_two_and_two_that_share_the_model_take_turns(runner: SupervisedRunne
     assert longer.peak_allocated_bytes - alone == pytest.approx(2 * gradients, abs=4096)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("config", [TOGETHER, SHARED, PAIRS], ids=["together", "shared", "pairs"])
 def test_a_soak_of_two_cards_evaluates_and_saves(
     runner: SupervisedRunner, config: TrialConfig
@@ -106,6 +107,7 @@ def test_a_soak_of_two_cards_evaluates_and_saves(
     assert soak.checkpoint_bytes > 0
 
 
+@pytest.mark.integration
 def test_two_cards_train_on_texts_and_learn_what_one_does(
     texts: TextsSettings, tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_two_cards_train_on_texts_and_learn_what_one_does(
         assert next(both) == pytest.approx(next(both), rel=1e-3)
 
 
+@pytest.mark.integration
 def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_together(
     runner: SupervisedRunner, tmp_path: Path
 ) -> None:
@@ -150,6 +153,7 @@ def test_what_one_card_has_no_memory_for_does_not_fit_unless_two_hold_it_togethe
     assert outcome.measurement.peak_allocated_bytes <= budget
 
 
+@pytest.mark.integration
 def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next_has_a_fresh_team(
     runner: SupervisedRunner,
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_process_of_the_team_that_is_killed_is_the_trials_verdict_and_the_next
     assert killed[0] not in [number for _, number in ranks()]
 
 
+@pytest.mark.integration
 def test_a_rank_that_dies_idle_is_no_trials_verdict_and_replaced_alone_and_none_outlives_its_runner(
     tmp_path: Path,
 ) -> None:
@@ -202,6 +207,7 @@ def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_ev
         assert told == ["True", "True", "True", "0.5", "True", "0.5"]
 
 
+@pytest.mark.integration
 def test_a_model_from_a_file_trains_sharded_and_compiled_as_it_does_whole(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -15,6 +15,7 @@ torch = lazily("torch")
 by_two = lazily("tests.sweep.training.texts_by_two")
 
 
+@pytest.mark.integration
 def test_two_ranks_step_as_one_that_accumulates_over_the_micro_batches_of_both(
     tmp_path: Path,
 ) -> None:

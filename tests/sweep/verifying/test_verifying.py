@@ -70,7 +70,13 @@ def test_a_study_is_verified_by_a_training_of_its_winner(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "run"), [("one.py", "script"), ("one-trl.yaml", "trl")])
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("one.py", "script"),
+        pytest.param("one-trl.yaml", "trl", marks=pytest.mark.integration),
+    ],
+)
 def test_an_export_is_run_as_it_is(
     name: str, run: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +89,7 @@ def test_an_export_is_run_as_it_is(
     assert " -> " not in differences
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_script_in_8_bits_is_run_as_it_was_measured(
     tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +118,7 @@ def test_a_study_on_random_pairs_is_verified_by_a_training(home: Path, reference
     assert found.comparison.memory.reached is not None
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(("name", "format"), [("train.py", "script"), ("dpo.yaml", "trl")])
 def test_an_export_on_random_pairs_is_run_as_it_is(
     name: str, format: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
@@ -121,7 +127,7 @@ def test_an_export_on_random_pairs_is_run_as_it_is(
     assert document["run"] == format
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["preference", "messages"])
 def test_trls_file_of_a_study_on_a_dataset_counts_supervised_tokens(
     kind: Any, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]

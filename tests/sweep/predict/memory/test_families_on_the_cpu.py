@@ -18,6 +18,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.frozen import frozen_libraries  # noqa: F401
 
+pytestmark = pytest.mark.integration
 LENGTH, WINDOW = 256, 128
 BYTES_OF_A_TOKEN = 40
 """Of int64: what the batch and its labels take more in the training than in the prediction."""

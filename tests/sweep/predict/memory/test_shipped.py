@@ -86,6 +86,7 @@ def test_plans_of_the_presets_need_no_tracing(tmp_path: Path) -> None:
         assert not tracer.asked, "run `make surveys`"
 
 
+@pytest.mark.integration
 def test_profiles_that_ship_are_what_is_traced_now(
     tracing_child: TracingChildren, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def contents(known: Profile | InputError | None) -> Any:
     return replace(known, segments={}), tapes, highest
 
 
+@pytest.mark.integration
 def test_surveys_that_ship_are_what_plans_of_the_presets_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
