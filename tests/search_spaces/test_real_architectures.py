@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def _built(spec: ModelSpec, targets: Sequence[str]) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**deepcopy(spec.config)))
         total = sum(p.numel() for p in model.parameters())
         linears = {
             path.rsplit(".", 1)[-1]: (layer.in_features, layer.out_features)
