@@ -6,6 +6,7 @@ The directory comes to be under a name of its own and is renamed once it is whol
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import tempfile
@@ -62,33 +63,36 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     with translated(question.source):
         source = Source(question.source)
     content = question.content or str(source.data._fingerprint)
-    directory = Path(question.home) / question.fingerprint(content)
-    if is_whole(directory):
-        return directory
-    files.make_directory(directory.parent)
-    for left in directory.parent.glob(f"*{_UNFINISHED}"):
+    home = Path(question.home)
+    known = question.prepared(content)
+    if is_whole(known):
+        return known
+    files.make_directory(home)
+    for left in home.glob(f"*{_UNFINISHED}"):
         # Of a preparation that was killed; what is still written to is younger.
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".", suffix=_UNFINISHED, dir=directory.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=".", suffix=_UNFINISHED, dir=home))
     try:
-        _write(question, source, unfinished, directory.name, on_progress)
+        directory = home / _write(question, source, unfinished, content, on_progress)
         with translated(question.source):
             if question.seen is not None and texts.seen(question.source) != question.seen:
                 # What was read is not what it would be known by.
                 raise InputError(
                     f"{question.source}: changed while it was read: run the command again"
                 )
-        if directory.exists() and not is_whole(directory):
-            shutil.rmtree(directory)
-        unfinished.rename(directory)
-    except OSError:
-        # Another process may have been faster with the same.
         if not is_whole(directory):
-            raise
+            shutil.rmtree(directory, ignore_errors=True)
+        try:
+            unfinished.rename(directory)
+        except OSError:
+            # Other versions may have made the same of it, or another process been faster.
+            if not is_whole(directory):
+                raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    question.note(content, directory.name)
     return directory
 
 
@@ -110,10 +114,10 @@ def load_tokenizer(directory: Path, *, name: str) -> Any:
 
 
 def _write(
-    asked: Question, source: Source, directory: Path, fingerprint: str, on_progress: Progress
-) -> None:
-    """Write all that there is of a prepared dataset; the summary last, as it says that the rest is
-    there."""
+    asked: Question, source: Source, directory: Path, content: str, on_progress: Progress
+) -> str:
+    """Write all that there is of a prepared dataset, the summary last, as it says that the rest is
+    there; return its fingerprint."""
     on_progress(source.unit, source.done, source.total)
     with translated(asked.source):
         first, columns, kind = first_rows(
@@ -127,6 +131,7 @@ def _write(
     loss_lengths: list[int] = []
     differences: list[int] = []
     largest, broken, broken_count = 0, list[BrokenRow](), 0
+    digest = hashlib.sha256()
 
     def noted() -> Iterator[Tokens]:
         """Yield the rows that can be trained on, and note the others."""
@@ -147,6 +152,8 @@ def _write(
             kept = [row for sample in kept for row in sample.members]
             writer.write_table(_table(kept))
             lengths += [len(row.ids) for row in kept]
+            for one in kept:
+                digest.update(one.ids.tobytes() + one.mask.tobytes())
             loss_lengths += [row.loss_count for row in kept]
             largest = max(largest, *(int(row.ids.max()) for row in kept))
             on_progress(source.unit, source.done, source.total)
@@ -158,6 +165,8 @@ def _write(
     Dataset.from_file(str(path)).save_to_disk(str(directory / texts.TOKENS))
     path.unlink()
     counts = np.array(lengths, np.int32)
+    digest.update(counts.tobytes())
+    fingerprint = asked.fingerprint(content, tokens=digest.hexdigest())
     np.save(directory / texts.LENGTHS, counts)
     np.save(directory / texts.LOSS_LENGTHS, np.array(loss_lengths, np.int32))
     if differences:
@@ -192,6 +201,7 @@ def _write(
     )
     text = summary.model_dump_json(indent=1)
     (directory / texts.SUMMARY).write_text(text, encoding="utf-8")
+    return fingerprint
 
 
 def _translated(found: Iterable[Read], name: str) -> Iterator[Read]:

@@ -25,6 +25,7 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
 from search_spaces.texts import TextsChoice, TextsSummary
+from storage import files
 from sweep.child_environment import child_environment
 from sweep.data import rows
 from sweep.data.rows import RowsError, Source, dataset_files, first_rows, is_on_hub, is_saved
@@ -88,13 +89,33 @@ class Question:
     seen: list[list[int]] | None = None
     """What `seen` said before the content was looked at; None where nobody asked."""
 
-    def fingerprint(self, content: str) -> str:
-        """Return what tells these tokens from any others, as a name of a directory: content,
-        options and tokenizer, and as datasets has it of what it maps, the code that makes them."""
+    def fingerprint(self, content: str, *, tokens: str | None = None) -> str:
+        """Return what tells a dataset from any other: its content, options, tokenizer and tokens;
+        or, until these are known, under which name it is looked for: the code that makes them.
+
+        Args:
+            content: digest of the dataset's content.
+            tokens: digest of all its tokens.
+        """
         options = [self.format, self.text_column, self.completions_only]
         code = hashlib.sha256(Path(rows.__file__).read_bytes()).hexdigest()
-        told = [content, options, self.tokenizer_digest, code, *map(version, _ENCODING)]
+        made = [code, *map(version, _ENCODING)] if tokens is None else [tokens]
+        told = [content, options, self.tokenizer_digest, *made]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+    def prepared(self, content: str) -> Path:
+        """Return the directory that these versions made of it before, if they did."""
+        home = Path(self.home)
+        with contextlib.suppress(OSError, ValueError):
+            return home / self._note(content).read_text(encoding="utf-8")
+        return home / self.fingerprint(content)
+
+    def note(self, content: str, name: str) -> None:
+        """Note the directory's name."""
+        files.replace(self._note(content), name.encode(), is_durable=False)
+
+    def _note(self, content: str) -> Path:
+        return Path(self.home) / f"{self.fingerprint(content)}.name"
 
 
 @dataclass(frozen=True)
@@ -262,7 +283,7 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         content=content,
         seen=known,
     )
-    directory = home / question.fingerprint(str(content))
+    directory = question.prepared(str(content))
     if not is_here or not is_whole(directory):
         answer = run_subprocess(
             _COMMAND,

@@ -195,22 +195,34 @@ def test_a_row_of_one_token_has_nothing_to_learn(prepared: Prepare, tmp_path: Pa
     assert texts.summary.rows == 1
 
 
-def test_texts_are_prepared_anew_only_where_what_makes_them_changed(
+def test_texts_are_prepared_anew_by_other_versions_and_are_others_if_their_tokens_are(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sweep.data import preparing
 
+    def names() -> set[str]:
+        return {path.read_text() for path in first.directory.parent.glob("*.name")}
+
     first = prepared([{"text": "a"}])
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "load_tokenizer", None)
-        assert prepared([{"text": "a"}]).directory == first.directory
-    known, own = {first.directory}, module.version
+        assert prepared([{"text": "a"}]) == first
+    own, encoded = module.version, preparing.encoded
     for package in ("transformers", "trl"):
         with monkeypatch.context() as patch:
             patch.setattr(module, "version", lambda n, p=package: "0" if n == p else own(n))
-            known.add(prepared([{"text": "a"}]).directory)
-    known.add(prepared([{"text": "a"}], tokenizer_digest="another chat template").directory)
-    assert len(known) == 4
+            # A study and a training go on with it after an upgrade.
+            assert prepared([{"text": "a"}]) == first
+    assert len(list(first.directory.parent.glob("*.name"))) == 3
+    assert names() == {first.summary.fingerprint}
+    others = prepared([{"text": "a"}], tokenizer_digest="another chat template")
+    assert names() == {first.summary.fingerprint, others.summary.fingerprint}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "version", lambda _: "1")
+        patch.setattr(preparing, "encoded", lambda *of: reversed([*encoded(*of)]))
+        again, more = prepared([{"text": "a"}]), prepared([{"text": "a"}, {"text": "b"}])
+    assert again == first
+    assert prepared([{"text": "a"}, {"text": "b"}]).summary.fingerprint != more.summary.fingerprint
 
 
 def test_what_a_killed_preparation_left_is_removed_and_no_others(
