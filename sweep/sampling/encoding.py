@@ -131,20 +131,23 @@ class Encoding:
 
 
 class Frontier:
-    """What of a space was not tried; each combination is passed once over a study."""
+    """What of a space was not tried and may be; each combination is passed once over a study."""
 
-    def __init__(self, encoding: Encoding) -> None:
+    def __init__(
+        self, encoding: Encoding, *, is_asked_for: Callable[[TrialConfig], bool] = lambda _: True
+    ) -> None:
         self._encoding = encoding
+        self._is_asked_for = is_asked_for
         self._passed = 0
-        """Combinations that were tried from the first on: they stay so."""
+        """Combinations that were tried or are never asked for, from the first on: they stay so."""
 
     def is_exhausted(self, tried: Container[str]) -> bool:
         """Return whether nothing is left besides what was tried, by its identities; a continuous
         dimension always leaves something."""
         size = self._encoding.size
         while size is not None and self._passed < size:
-            combination = self._encoding.combination(self._passed)
-            if identity(self._encoding.config(combination)) not in tried:
+            config = self._encoding.config(self._encoding.combination(self._passed))
+            if identity(config) not in tried and self._is_asked_for(config):
                 return False
             self._passed += 1
         return size is not None

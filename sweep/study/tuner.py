@@ -61,7 +61,10 @@ class Search(Source):
         self._study, self._space = driver.study, driver.space
         self._started_seconds = driver.clock()
         self._since = driver.study.ledger.next_number
-        self._frontier = Frontier(driver.encoding)
+        # The guided sampler alone never asks for what a rule forbids.
+        is_guided = self._space.sampler == "guided"
+        is_asked_for = driver.forecaster.is_valid if is_guided else lambda _: True
+        self._frontier = Frontier(driver.encoding, is_asked_for=is_asked_for)
         self._tokens: int | None = None
         records = driver.study.records()
         self._rivals = Rivals(

@@ -147,6 +147,20 @@ def test_a_baseline_that_a_rule_forbids_is_recorded_and_the_study_goes_on(tmp_pa
     assert len(verdicts) == 3
 
 
+def test_a_guided_search_ends_where_rules_forbid_the_rest_and_repeats_nothing(
+    tmp_path: Path,
+) -> None:
+    forbidden = Violation("no-twos", "here")
+    forecaster = a_forecaster(violation=lambda c: forbidden if c.micro_batch_size == 2 else None)
+    sizes = {"micro_batch_size": {"choices": [2, 4, 8]}}
+    with a_study(tmp_path, trials=6, stop_below_gain=0, dimensions=sizes, fixed={}) as study:
+        space = study.definition.space
+        study.study.sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
+        assert drive(study, forecaster=forecaster) is StopReason.EXHAUSTED
+        configs = [record.config for record in study.records()]
+    assert len(configs) == len(set(configs))
+
+
 def test_what_cannot_fit_is_not_launched(tmp_path: Path) -> None:
     runner = ReplayRunner(otherwise=train)
     with a_study(tmp_path, trials=10) as study:
