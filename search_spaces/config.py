@@ -168,6 +168,7 @@ def _target_modules(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+LEARNING_RATE = 2e-4
 _LISTED = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 TargetModules = Annotated[
     str | tuple[str, ...],
@@ -460,8 +461,11 @@ class TrialConfig(BaseModel):
     in a micro-batch (``grouped``), or as many as fit (``packed``); the last two need a dataset."""
 
     learning_rate: Annotated[
-        Number, Knob("learning rate", "learning rate {:g}", memory="untouched")
-    ] = Field(default=2e-4, ge=1e-7, le=1.0)
+        Number,
+        # Files may write out that it is left to its default, as they do of alpha.
+        BeforeValidator(lambda value: LEARNING_RATE if value is None else value),
+        Knob("learning rate", "learning rate {:g}", memory="untouched"),
+    ] = Field(default=LEARNING_RATE, ge=1e-7, le=1.0)
     """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
 
     data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(

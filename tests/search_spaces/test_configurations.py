@@ -45,6 +45,11 @@ def test_the_key_does_not_depend_on_the_order_or_form_of_values() -> None:
     assert parse_config({"lora_rank": 8}).changes_from(TrialConfig()) == {"lora_rank": 8}
 
 
+def test_a_file_may_write_out_null_for_what_is_left_to_its_default() -> None:
+    nulls = dict.fromkeys(("lora_alpha", "effective_batch_size", "learning_rate"))
+    assert parse_config(nulls) == TrialConfig()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
