@@ -125,8 +125,9 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
     are_pairs, source = texts.summary.kind == PREFERENCE, texts.summary.source
     if are_pairs and method != "dpo":
         raise InputError(
-            f"{source}: its rows are pairs of a chosen and a rejected completion: train on them "
-            "with --method dpo, or name a column of texts with --set data.text_column=chosen"
+            f"{source}: its rows are pairs of a chosen and a rejected completion, which method "
+            "dpo trains on: `sweep run --method dpo`, then `sweep train` of that study; or name a "
+            "column of texts with --set data.text_column=chosen"
         )
     if method == "dpo" and not are_pairs:
         read = f"{source}: its rows are read as {texts.summary.kind}, and method dpo needs pairs"
