@@ -127,10 +127,16 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     it.
 
     Raises:
-        InputError: no configuration takes such a value, or no batch of the space goes with it.
+        InputError: no configuration takes such a value, no batch of the space goes with it, or it
+            is of pairs and the space is not.
     """
     options = Document("options")
     values = {key: read_value(key, value, document=options) for key, value in held.items()}
+    if values.get("method", space.values_of("method")[0]) != "dpo":
+        standard = TrialConfig()
+        for key in ("loss_type", "dpo_beta", "reference"):
+            if key in values and values[key] != getattr(standard, key):
+                raise InputError(f"{key} is of training on pairs: add --method dpo")
     needed = {k: v for k, v in needed_by(values).items() if k not in space.dimensions}
     fixed = {**space.fixed, **needed, **values}
     free = {key: dimension for key, dimension in space.dimensions.items() if key not in values}
@@ -188,8 +194,10 @@ def with_texts(
     dimensions: dict[str, Any] = dict(space.dimensions)
     fixed, notes = dict(space.fixed), []
     if "packing" not in {*dimensions, *fixed, *held}:
-        dimensions["packing"] = Choices(choices=PACKINGS)
-        notes.append(f"Packing is searched as well: {', '.join(PACKINGS)}.")
+        is_on_pairs = "dpo" in space.values_of("method")
+        packings = [packing for packing in PACKINGS if packing != "packed" or not is_on_pairs]
+        dimensions["packing"] = Choices(choices=tuple(packings))
+        notes.append(f"Packing is searched as well: {', '.join(packings)}.")
     if not names_its_lengths and "seq_len" not in held:
         fixed.pop("seq_len", None)
         dimensions["seq_len"] = Choices(choices=tuple(x.seq_len for x in lengths))

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import Method, TrialConfig
 from sweep.data.epoch import Integers, cut, epoch, packed
 
 Lengths = NDArray[np.int32]
@@ -106,14 +106,16 @@ class Waste:
     tokens_cut: float
     """Of the tokens, those behind the cut."""
     rows_left_out: float
-    """Of the rows, those whose cut leaves no token that carries loss, so that no epoch has them."""
+    """Of the rows, those whose cut leaves no token that carries loss, so that no epoch has them;
+    a pair goes as a whole."""
     padding_waste: float
     """Of the tokens that are computed, those that are pads: rows drawn at random, each micro-batch
     padded to its longest row."""
     grouped_waste: float
     """The same where micro-batches hold rows of like length."""
-    packed_waste: float
-    """The same where rows of ``seq_len`` are filled with several texts, best fit decreasing."""
+    packed_waste: float | None
+    """The same where rows of ``seq_len`` are filled with several texts, best fit decreasing; None
+    of pairs, which are never packed."""
 
 
 def waste_at(
@@ -123,6 +125,7 @@ def waste_at(
     *,
     micro_batch_size: int,
     cut_at: CutAt | None = None,
+    method: Method = "sft",
 ) -> Waste | None:
     """Return what a sequence length does to texts; None where it leaves nothing to learn.
 
@@ -130,21 +133,23 @@ def waste_at(
         seq_len: to which rows are cut.
         lengths: tokens of each row.
         loss_lengths: those of them that carry loss.
-        micro_batch_size: rows of a micro-batch, on which it depends what padding wastes; all of
-            them where there are fewer.
+        micro_batch_size: rows, or pairs, of a micro-batch, on which it depends what padding wastes;
+            all of them where there are fewer.
         cut_at: says what a sequence length leaves of each row, and how much of that carries loss;
             None where the tokens that carry loss are a row's last.
+        method: what trains on them; under ``dpo`` each two rows are a pair.
     """
     kept, loss = (cut_at or partial(cut, lengths, loss_lengths))(seq_len)
-    whole, left = int(np.sum(lengths, dtype=np.int64)), kept[loss > 0]
+    each = TrialConfig(method=method).rows_per_sample
+    is_left = (loss.reshape(-1, each) > 0).all(1)
+    whole, left = int(np.sum(lengths, dtype=np.int64)), kept.reshape(-1, each)[is_left].ravel()
     if not len(left):
         return None
-    size = min(micro_batch_size, len(left))
+    size = min(micro_batch_size, len(left) // each)
 
     def padded(packing: str) -> float:
-        config = TrialConfig.model_validate(
-            {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
-        )
+        settings = {"seq_len": seq_len, "micro_batch_size": size, "packing": packing}
+        config = TrialConfig.model_validate({"method": method, **settings})
         return epoch(lengths, loss, config, seed=_SEED).waste
 
     return Waste(
@@ -155,7 +160,9 @@ def waste_at(
         padding_waste=padded("none"),
         grouped_waste=padded("grouped"),
         # Not by an epoch: that may have fewer rows than a micro-batch once texts are packed.
-        packed_waste=1.0 - int(left.sum()) / (len(packed(left, seq_len)) * seq_len),
+        packed_waste=None
+        if each > 1
+        else 1.0 - int(left.sum()) / (len(packed(left, seq_len)) * seq_len),
     )
 
 

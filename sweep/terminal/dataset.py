@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from reports import units
+from search_spaces.config import Method
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.texts import TextsKind, TextsSummary
 from sweep.data.epoch import cut_exactly
@@ -73,13 +74,16 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
         ],
         "worthwhile_lengths": list(worthwhile),
     }
-    width = width_of(sys.stdout)
+    width, is_on_pairs = width_of(sys.stdout), texts.summary.kind == PREFERENCE
+    shares, samples, also = "padded, grouped, packed", "examples,", ", and with packed sequences"
+    if is_on_pairs:
+        shares, samples, also = "padded, grouped", "pairs and", ""
     explanation = (
-        "padded, grouped, packed: share of padding in computed tokens, with micro-batches of "
-        f"{batch} random examples, of {batch} of similar length, and with packed sequences.\n"
+        f"{shares}: share of padding in computed tokens, with micro-batches of {batch} random "
+        f"{samples} of {batch} of similar length{also}.\n"
         f"Worth searching: seq_len: [{', '.join(map(str, worthwhile))}]"
     )
-    noun = "rows" if texts.summary.kind == PREFERENCE else "examples"
+    noun = "rows" if is_on_pairs else "examples"
     header = ("seq_len", f"{noun} cut", "tokens cut", "padded", "grouped", "packed", "")
     rows = [
         (
@@ -88,7 +92,7 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
             units.share(waste.tokens_cut),
             units.share(waste.padding_waste),
             units.share(waste.grouped_waste),
-            units.share(waste.packed_waste),
+            "–" if waste.packed_waste is None else units.share(waste.packed_waste),
             "worth searching" if waste.seq_len in worthwhile else "",
         )
         for waste in wastes
@@ -108,7 +112,8 @@ def _wastes(
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
     exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-    wasted = partial(waste_at, micro_batch_size=micro_batch_size, cut_at=exact)
+    method: Method = "dpo" if texts.summary.kind == PREFERENCE else "sft"
+    wasted = partial(waste_at, micro_batch_size=micro_batch_size, cut_at=exact, method=method)
     candidates, found = candidate_lengths(lengths, max_positions=limit), list[Waste | None]()
     for done, seq_len in enumerate(candidates):
         tell(done, len(candidates))

@@ -13,7 +13,7 @@ from search_spaces import feasibility
 from search_spaces.dimensions import Choices, FloatRange, IntRange
 from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles, refuse_without_texts
-from search_spaces.loading import Length, load_space, with_texts
+from search_spaces.loading import Length, load_space, with_fixed, with_texts
 from search_spaces.models import load_model_spec
 from search_spaces.rules import Setting, violation
 from search_spaces.space import SearchSpace
@@ -176,6 +176,20 @@ def test_packing_is_searched_where_nobody_fixed_it() -> None:
     offered = with_texts(a_space(), LENGTHS, names_its_lengths=False)
     assert choices_of(offered.space, "packing") == ("none", "packed", "grouped")
     assert any("Packing is searched" in note for note in offered.notes)
+
+
+def test_pairs_are_never_packed() -> None:
+    space = a_space(fixed={"method": "dpo"})
+    offered = with_texts(space, LENGTHS, names_its_lengths=False)
+    assert choices_of(offered.space, "packing") == ("none", "grouped")
+
+
+def test_what_only_pairs_have_is_refused_without_them() -> None:
+    for held in ({"loss_type": "ipo"}, {"dpo_beta": 0.5}, {"reference": "precomputed"}):
+        with pytest.raises(InputError, match="add --method dpo"):
+            with_fixed(a_space(), held)
+        with_fixed(a_space(), {"method": "dpo", **held})
+        with_fixed(a_space(fixed={"method": "dpo"}), held)
 
 
 @pytest.mark.parametrize(

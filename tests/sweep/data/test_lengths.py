@@ -58,6 +58,19 @@ def test_candidates_are_powers_of_two_quantiles_and_the_models_limit() -> None:
     assert candidate_lengths(ints(3)) == (64,)
 
 
+def test_both_rows_of_a_pair_are_in_its_micro_batch_and_padded_to_the_longer() -> None:
+    lengths, loss = ints(10, 40, 20, 20, 90, 10), ints(5, 5, 5, 5, 5, 5)
+    waste = waste_at(64, lengths, loss, micro_batch_size=1, method="dpo")
+    assert waste is not None
+    # The third pair is left out: of its longer row nothing supervised is left.
+    assert waste.rows_left_out == pytest.approx(1 / 3)
+    assert waste.padding_waste == waste.grouped_waste == pytest.approx(1 - 90 / 120)
+    assert waste.packed_waste is None
+    both = waste_at(64, lengths, loss, micro_batch_size=4, method="dpo")
+    assert both is not None
+    assert both.padding_waste == pytest.approx(1 - 90 / 160)
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths=LENGTHS, limit=st.none() | st.integers(1, 5000))
 def test_worthwhile_lengths_are_candidates_within_the_limit(

@@ -68,6 +68,20 @@ def test_padding_wastes_more_in_larger_micro_batches(sweep: Sweep) -> None:
         assert one["packed_waste"] == other["packed_waste"]
 
 
+def test_of_pairs_a_micro_batch_counts_pairs_and_nothing_is_packed(
+    sweep: Sweep, kept: Path
+) -> None:
+    pair = {"prompt": "Why? ", "chosen": "because it is so, and was before", "rejected": "no"}
+    lines = [json.dumps({**pair, "prompt": f"Why {i}? "}) for i in range(10)]
+    (kept / "pairs.jsonl").write_text("\n".join(lines), "utf-8")
+    words = ("data", "pairs.jsonl", "--model", "demo", "--set", "micro_batch_size=1")
+    for length in json.loads(sweep(*words, "--json").out)["lengths"]:
+        assert length["padding_waste"] > 0.2
+        assert length["packed_waste"] is None
+    said = sweep(*words).out
+    assert "1 random pairs and of 1 of similar length." in " ".join(said.split())
+
+
 def test_a_person_sees_kind_lengths_and_what_is_worth_searching(
     sweep: Sweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
