@@ -37,13 +37,14 @@ def texts_of(snapshot: StudySnapshot) -> Section | None:
     counted = "loss on completions alone" if texts.completions_only else "loss on every token"
     broken = f", and {texts.broken:,} that cannot be trained on" if texts.broken else ""
     held_out = units.share(choice.eval_fraction if choice else 0.0)
+    noun = "pairs" if texts.kind == "preference" else "rows"
     facts = {
         "dataset": f"{texts.source}: {texts.kind}, {counted}",
-        "rows": f"{texts.rows:,}{broken}",
+        noun: f"{texts.rows:,}{broken}",
         "tokens": f"{texts.tokens:,}, of which {texts.loss_tokens:,} are supervised",
         "lengths": f"half of the rows up to {q.p50:,} tokens, 95 % up to {q.p95:,}, 99 % up to "
         f"{q.p99:,}, the longest {q.max:,}",
-        "held out": f"{held_out} of the rows; none of them is part of an epoch",
+        "held out": f"{held_out} of the {noun}; none of them is part of an epoch",
         "tokenizer": texts.tokenizer,
         "fingerprint": texts.fingerprint,
     }

@@ -87,13 +87,15 @@ class Workload:
     steps: int
     """Optimizer steps."""
     samples_per_step: int
-    """Sequences per optimizer step: the effective batch."""
+    """Sequences, or pairs, per optimizer step: the effective batch."""
     tokens_per_sample: float
-    """Tokens of a sequence that carry loss; padding is not among them."""
+    """Tokens of one that carry loss; padding is not among them."""
     dataset_samples: float | None = None
     """Sequences of one epoch; None where no dataset is named."""
     download_bytes: float = 0.0
     """Size of the model that has to arrive before the first step."""
+    noun: str = "sample"
+    """What one is called: a pair has two sequences."""
 
     @property
     def samples(self) -> int:
@@ -161,11 +163,12 @@ class AskedWork:
 
         Args:
             config: what trains.
-            tokens_per_sample: those that carry loss; None where all of a sequence do.
+            tokens_per_sample: those that carry loss; None where all of its sequences do.
             epoch_steps: steps of an epoch of the texts; None where there are none.
             download_bytes: of the model that has to arrive.
         """
-        per_step, per_sample = config.samples_per_step, tokens_per_sample or float(config.seq_len)
+        per_step = config.samples_per_step
+        per_sample = tokens_per_sample or config.tokens_per_step / per_step
         epochs = 1.0 if self.epochs is None else self.epochs
         steps = float(self.train_steps or STEPS)
         if self.samples is not None:
@@ -178,7 +181,8 @@ class AskedWork:
             steps = epochs * epoch_steps
         # A product of floats a hair above a whole number of steps is that number.
         whole = max(1, math.ceil(steps * (1 - 1e-12)))
-        return Workload(whole, per_step, per_sample, self.dataset_samples, download_bytes)
+        noun = "pair" if config.is_on_pairs else "sample"
+        return Workload(whole, per_step, per_sample, self.dataset_samples, download_bytes, noun)
 
 
 @dataclass(frozen=True)

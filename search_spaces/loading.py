@@ -176,6 +176,7 @@ def with_texts(
     *,
     names_its_lengths: bool,
     held: Collection[str] = (),
+    is_on_pairs: bool = False,
 ) -> Offered:
     """Return a space that searches what a dataset makes worth searching.
 
@@ -187,6 +188,7 @@ def with_texts(
         lengths: to offer, at least one.
         names_its_lengths: whether the space's lengths are the person's own.
         held: settings that were typed.
+        is_on_pairs: whether the texts are pairs, which are never packed.
 
     Raises:
         InputError: what is left makes no space.
@@ -194,7 +196,6 @@ def with_texts(
     dimensions: dict[str, Any] = dict(space.dimensions)
     fixed, notes = dict(space.fixed), []
     if "packing" not in {*dimensions, *fixed, *held}:
-        is_on_pairs = "dpo" in space.values_of("method")
         packings = [packing for packing in PACKINGS if packing != "packed" or not is_on_pairs]
         dimensions["packing"] = Choices(choices=tuple(packings))
         notes.append(f"Packing is searched as well: {', '.join(packings)}.")

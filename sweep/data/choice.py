@@ -112,7 +112,8 @@ def space_with_texts(
     refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
     lengths = _lengths(texts, model)
-    return with_texts(space, lengths, names_its_lengths=is_own, held=held)
+    is_on_pairs = texts.summary.kind == PREFERENCE
+    return with_texts(space, lengths, names_its_lengths=is_own, held=held, is_on_pairs=is_on_pairs)
 
 
 def refuse_other_kind(method: str, texts: PreparedTexts) -> None:

@@ -50,7 +50,7 @@ def change_words(change: WhatIf) -> str:
 
 def work_words(work: Workload) -> str:
     """Return an amount of work: ``1,000 steps (8,000 samples, 4.1 M tokens)``."""
-    samples = units.plural(work.samples, "sample")
+    samples = units.plural(work.samples, work.noun)
     return f"{units.plural(work.steps, 'step')} ({samples}, {work.tokens / 1e6:,.1f} M tokens)"
 
 
@@ -199,7 +199,7 @@ def _bill_lines(bill: Bill) -> Iterator[str]:
             took = units.duration(item.seconds)
             yield f"  {item.name:<12}{took:>14}  {units.usd(item.usd)}"
     if bill.usd_per_epoch is not None:
-        samples = f"{bill.workload.dataset_samples:,} samples"
+        samples = f"{bill.workload.dataset_samples:,} {bill.workload.noun}s"
         yield f"an epoch of {samples}: {units.usd(bill.usd_per_epoch)}"
 
 

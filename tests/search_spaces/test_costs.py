@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import TrialConfig, parse_config
 from search_spaces.costs import (
     AskedWork,
     Bill,
@@ -95,6 +95,14 @@ def test_work_is_given_in_samples_tokens_or_epochs() -> None:
         AskedWork(samples=10, epochs=2)
     with pytest.raises(InputError, match="--work dataset-samples must be greater than 0"):
         AskedWork(dataset_samples=0)
+
+
+def test_a_pair_has_the_tokens_of_both_its_sequences() -> None:
+    asked, settings = AskedWork(tokens=40_960), {"micro_batch_size": 4, "seq_len": 512}
+    work = asked.workload(parse_config({"method": "dpo", **settings}))
+    assert (work.noun, work.steps, work.samples, work.tokens) == ("pair", 10, 40, 40_960)
+    work = asked.workload(parse_config(settings))
+    assert (work.noun, work.steps, work.samples, work.tokens) == ("sample", 20, 80, 40_960)
 
 
 @unhurried

@@ -180,7 +180,7 @@ def test_packing_is_searched_where_nobody_fixed_it() -> None:
 
 def test_pairs_are_never_packed() -> None:
     space = a_space(fixed={"method": "dpo"})
-    offered = with_texts(space, LENGTHS, names_its_lengths=False)
+    offered = with_texts(space, LENGTHS, names_its_lengths=False, is_on_pairs=True)
     assert choices_of(offered.space, "packing") == ("none", "grouped")
 
 
