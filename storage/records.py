@@ -356,9 +356,9 @@ class EpochRecord(_Frozen):
     """
 
     rows: int
-    """Texts that are trained on."""
+    """Texts, or pairs, that are trained on."""
     rows_cut: int
-    """Of those, the longer ones, which are cut to the sequence length."""
+    """Of those, the longer ones, which are cut to the sequence length; of a pair one is enough."""
     rows_left_out: int
     """Texts of which the cut leaves no token that carries loss."""
     tokens: int

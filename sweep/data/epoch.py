@@ -270,7 +270,7 @@ def epoch(lengths: ArrayLike, loss_lengths: ArrayLike, config: TrialConfig, *, s
         masked=np.logical_or.reduceat(masked, starts),
         largest_rows=largest_rows,
         largest=Shape(rows=1 if is_flat else len(largest) * each, width=width),
-        rows_cut=int(np.count_nonzero(whole[rows_of_samples(chosen, each)] > config.seq_len)),
+        rows_cut=int((whole.reshape(-1, each)[chosen].max(1) > config.seq_len).sum()),
         rows_left_out=len(sizes) - len(chosen),
     )
 

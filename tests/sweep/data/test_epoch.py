@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from search_spaces.config import parse_config
 from search_spaces.errors import InputError
 from sweep.data.epoch import MASKED_COST, Epoch, Shape, cut, epoch, packed, representative
 from tests.sweep.data.prepared import configured
@@ -34,6 +35,12 @@ def test_every_text_is_in_the_epoch_once_in_an_order_of_its_seed(packing: str) -
     assert whole.rows_cut == (lengths > 256).sum()
     assert np.array_equal(whole.rows.documents, again.rows.documents)
     assert not np.array_equal(whole.rows.documents, other.rows.documents)
+
+
+def test_a_pair_is_cut_once_however_many_of_its_rows_are() -> None:
+    lengths = np.array([10, 300, 300, 300, 20, 20])
+    config = parse_config({"method": "dpo", "micro_batch_size": 1, "seq_len": 256})
+    assert epoch(lengths, lengths - 1, config, seed=0).rows_cut == 2
 
 
 def test_the_widths_are_those_of_the_longest_rows() -> None:
