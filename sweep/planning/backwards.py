@@ -13,6 +13,7 @@ import numpy as np
 
 from search_spaces.config import TrialConfig
 from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
+from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
@@ -95,6 +96,8 @@ class JobCard:
     """Why it is not possible, or has no price."""
     least_bytes: int | None = None
     """The least that any configuration needs, where the GPU is too small."""
+    fault: InputError | None = None
+    """Why memory is predicted of no configuration."""
 
     @property
     def is_able(self) -> bool:
@@ -156,7 +159,6 @@ def on_card(
     """Return what becomes of the job on one GPU, in the configuration to prefer there.
 
     Raises:
-        InputError: memory can be predicted of no configuration.
         EnvironmentFault: the tracing process does not answer.
     """
     gpu = forecaster.gpu
@@ -168,7 +170,8 @@ def on_card(
         return JobCard(gpu, Outcome.FORBIDDEN, None, reason=(reasons or ["no configuration"])[0])
     forecasts = forecaster.forecast(valid, progress=progress)
     if len(forecasts.refused) == len(valid):
-        raise forecasts.refused[0]
+        fault = forecasts.refused[0]
+        return JobCard(gpu, Outcome.FORBIDDEN, None, reason=str(fault), fault=fault)
     best = preferred(_fastest_of_each_certainty(forecasts))
     if best is None:
         least = int(forecasts.least_bytes[forecasts.least_bytes >= 0].min())

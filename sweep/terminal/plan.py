@@ -332,6 +332,9 @@ def _cheapest(question: Question, progress: Progress) -> Answer:
                 progress=progress,
             )
         )
+    faults = [card.fault for card in cards if card.fault is not None]
+    if len(faults) == len(cards):
+        raise faults[0]
     answer = Cheapest(
         model=question.model,
         workload=next((bill.workload for card in cards for bill in card.bills), None),

@@ -10,7 +10,6 @@ import pytest
 
 from search_spaces.config import KNOBS, TrialConfig
 from search_spaces.costs import AskedWork, ratio
-from search_spaces.errors import InputError
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
@@ -148,10 +147,11 @@ def test_a_card_without_a_price_or_without_a_rule_that_allows_it_says_so() -> No
     assert dear.forecast is not None
 
 
-def test_a_model_that_cannot_be_traced_is_an_error_and_not_too_large() -> None:
-    untraceable = a_forecaster(predictor=ImaginedPredictor(fault=Untraceable("data decides")))
-    with pytest.raises(InputError, match="data decides"):
-        on_card(the_job("a10"), untraceable, **TERMS)
+def test_a_gpu_of_which_nothing_can_be_traced_says_why_and_is_not_too_small() -> None:
+    fault = Untraceable("data decides")
+    card = on_card(the_job("a10"), a_forecaster(predictor=ImaginedPredictor(fault=fault)), **TERMS)
+    assert (card.outcome, card.forecast, card.reason) == (Outcome.FORBIDDEN, None, "data decides")
+    assert card.fault is not None
 
 
 # Behaviour of the longest rows, against asking of every length
