@@ -52,7 +52,7 @@ def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     host = "" if view.gpu.emulated_on is None else f" (measured on {view.gpu.emulated_on})"
     others, fastest = list(sentences.runners_up(view)), list(sentences.classes(view))
     named = "Runners-up"
-    if view.front:
+    if view.front[1:]:
         named = f"The Pareto front ({len(view.front)}) of {words.names_of(view.objectives)}"
     if len(fastest) > _CLASSES_SHOWN:
         fastest[_CLASSES_SHOWN:] = [f"and {len(fastest) - _CLASSES_SHOWN} more in --json"]

@@ -227,3 +227,16 @@ def test_a_study_that_is_followed_for_hours_takes_no_more_memory_at_every_look(
     gc.freeze()
     follow(read, stream=io.StringIO(), sleep=lambda _: None)
     assert len(set(alive[3:])) == 1
+
+
+def test_what_is_off_the_front_is_not_called_the_front() -> None:
+    alone = synthetic.about_loss(
+        synthetic.learned(0, 16, 1.2), synthetic.learned(1, 8, 1.0, speed=12_000.0)
+    )
+    assert view_of(alone).front
+    assert "Runners-up" in best_text(alone)
+    assert "Pareto front (" not in best_text(alone)
+    two = synthetic.about_loss(
+        synthetic.learned(0, 16, 1.0, speed=9_000.0), synthetic.learned(1, 8, 1.4, speed=12_000.0)
+    )
+    assert "Pareto front (2) of" in best_text(two)
