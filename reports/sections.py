@@ -37,7 +37,7 @@ def texts_of(snapshot: StudySnapshot) -> Section | None:
     counted = "loss on completions alone" if texts.completions_only else "loss on every token"
     broken = f", and {texts.broken:,} that cannot be trained on" if texts.broken else ""
     held_out = units.share(choice.eval_fraction if choice else 0.0)
-    noun = "pairs" if texts.kind == "preference" else "rows"
+    noun = "pairs" if texts.are_pairs else "rows"
     facts = {
         "dataset": f"{texts.source}: {texts.kind}, {counted}",
         noun: f"{texts.rows:,}{broken}",

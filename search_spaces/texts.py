@@ -86,3 +86,8 @@ class TextsSummary(BaseModel):
     quantiles: LengthQuantiles
     notes: tuple[str, ...] = ()
     """What a person should know of how they were read."""
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether each is a chosen and a rejected completion, which are two rows."""
+        return self.kind == "preference"

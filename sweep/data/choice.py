@@ -20,7 +20,6 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import StudyDefinition
 from sweep.data.lengths import tokens_cut, worthwhile_lengths
-from sweep.data.rows import PREFERENCE
 from sweep.data.texts import PreparedTexts, TextsRequest, open_prepared, texts_directory
 
 ReadTexts = Callable[[TextsRequest], PreparedTexts]
@@ -112,8 +111,8 @@ def space_with_texts(
     refuse_other_kind(held.get("method", space.values_of("method")[0]), texts)
     is_own = not is_preset and "seq_len" in {*space.dimensions, *space.fixed}
     lengths = _lengths(texts, model)
-    is_on_pairs = texts.summary.kind == PREFERENCE
-    return with_texts(space, lengths, names_its_lengths=is_own, held=held, is_on_pairs=is_on_pairs)
+    are_pairs = texts.summary.are_pairs
+    return with_texts(space, lengths, names_its_lengths=is_own, held=held, is_on_pairs=are_pairs)
 
 
 def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
@@ -123,7 +122,7 @@ def refuse_other_kind(method: str, texts: PreparedTexts) -> None:
         InputError: says which method the dataset is for.
     """
     refuse_planned_alone(method)
-    are_pairs, source = texts.summary.kind == PREFERENCE, texts.summary.source
+    are_pairs, source = texts.summary.are_pairs, texts.summary.source
     if are_pairs and method != "dpo":
         raise InputError(
             f"{source}: its rows are pairs of a chosen and a rejected completion, which method "

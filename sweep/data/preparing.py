@@ -63,9 +63,8 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
     with translated(question.source):
         source = Source(question.source)
     content = question.content or str(source.data._fingerprint)
-    home = Path(question.home)
-    known = question.prepared(content)
-    if is_whole(known):
+    home, note = Path(question.home), question.note(content)
+    if is_whole(known := texts.noted(note)):
         return known
     files.make_directory(home)
     for left in home.glob(f"*{_UNFINISHED}"):
@@ -92,7 +91,7 @@ def prepare(question: Question, *, on_progress: Progress) -> Path:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    question.note(content, directory.name)
+    files.replace(note, directory.name.encode(), is_durable=False)
     return directory
 
 
@@ -166,7 +165,7 @@ def _write(
     path.unlink()
     counts = np.array(lengths, np.int32)
     digest.update(counts.tobytes())
-    fingerprint = asked.fingerprint(content, tokens=digest.hexdigest())
+    fingerprint = asked.fingerprint(content, digest.hexdigest())
     np.save(directory / texts.LENGTHS, counts)
     np.save(directory / texts.LOSS_LENGTHS, np.array(loss_lengths, np.int32))
     if differences:

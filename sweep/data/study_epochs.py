@@ -16,7 +16,7 @@ from search_spaces.space import SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.records import EpochRecord
 from sweep.data.epoch import Epoch, cut, cut_exactly, epoch, packed, too_few
-from sweep.data.rows import PREFERENCE, split
+from sweep.data.rows import split
 from sweep.data.texts import PreparedTexts
 
 Lengths = NDArray[np.int64]
@@ -74,7 +74,7 @@ class StudyEpochs:
         lengths = np.asarray(texts.lengths(), dtype=np.int64)
         loss = np.asarray(texts.loss_lengths(), dtype=np.int64)
         exact = partial(cut_exactly, texts.directory, lengths, loss)
-        each = 2 if texts.summary.kind == PREFERENCE else 1
+        each = 2 if texts.summary.are_pairs else 1
         whole = cls(lengths, loss, seed=seed, cut_at=exact, rows_per_sample=each)
         train, held = split(len(lengths), choice.eval_fraction, seed, each)
         return whole.of_rows(train, held_out=whole.of_rows(held))

@@ -25,7 +25,6 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redact
 from search_spaces.texts import TextsChoice, TextsSummary
-from storage import files
 from sweep.child_environment import child_environment
 from sweep.data import rows
 from sweep.data.rows import RowsError, Source, dataset_files, first_rows, is_on_hub, is_saved
@@ -89,33 +88,22 @@ class Question:
     seen: list[list[int]] | None = None
     """What `seen` said before the content was looked at; None where nobody asked."""
 
-    def fingerprint(self, content: str, *, tokens: str | None = None) -> str:
-        """Return what tells a dataset from any other: its content, options, tokenizer and tokens;
-        or, until these are known, under which name it is looked for: the code that makes them.
+    def fingerprint(self, content: str, tokens: str) -> str:
+        """Return what tells a dataset from any other, as a name of a directory.
 
         Args:
             content: digest of the dataset's content.
             tokens: digest of all its tokens.
         """
         options = [self.format, self.text_column, self.completions_only]
-        code = hashlib.sha256(Path(rows.__file__).read_bytes()).hexdigest()
-        made = [code, *map(version, _ENCODING)] if tokens is None else [tokens]
-        told = [content, options, self.tokenizer_digest, *made]
+        told = [content, options, self.tokenizer_digest, tokens]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
-    def prepared(self, content: str) -> Path:
-        """Return the directory that these versions made of it before, if they did."""
-        home = Path(self.home)
-        with contextlib.suppress(OSError, ValueError):
-            return home / self._note(content).read_text(encoding="utf-8")
-        return home / self.fingerprint(content)
-
-    def note(self, content: str, name: str) -> None:
-        """Note the directory's name."""
-        files.replace(self._note(content), name.encode(), is_durable=False)
-
-    def _note(self, content: str) -> Path:
-        return Path(self.home) / f"{self.fingerprint(content)}.name"
+    def note(self, content: str) -> Path:
+        """Return the file that names the directory with what these versions make of it."""
+        code = hashlib.sha256(Path(rows.__file__).read_bytes()).hexdigest()
+        makers = json.dumps([code, *map(version, _ENCODING)])
+        return Path(self.home) / f"{self.fingerprint(content, makers)}.name"
 
 
 @dataclass(frozen=True)
@@ -283,7 +271,7 @@ def prepare_texts(request: TextsRequest, *, on_progress: Progress | None = None)
         content=content,
         seen=known,
     )
-    directory = question.prepared(str(content))
+    directory = noted(question.note(str(content)))
     if not is_here or not is_whole(directory):
         answer = run_subprocess(
             _COMMAND,
@@ -308,6 +296,13 @@ def open_prepared(directory: Path) -> PreparedTexts:
     except (OSError, ValueError, ValidationError) as error:
         raise _gone(directory, error) from error
     return PreparedTexts(directory, summary, summary.source)
+
+
+def noted(note: Path) -> Path:
+    """Return the directory that a note names; the note, which is none, where nothing is noted."""
+    with contextlib.suppress(OSError, ValueError):
+        return note.parent / note.read_text(encoding="utf-8")
+    return note
 
 
 def is_whole(directory: Path) -> bool:

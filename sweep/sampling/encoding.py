@@ -134,10 +134,10 @@ class Frontier:
     """What of a space was not tried and may be; each combination is passed once over a study."""
 
     def __init__(
-        self, encoding: Encoding, *, is_asked_for: Callable[[TrialConfig], bool] = lambda _: True
+        self, encoding: Encoding, *, is_asked_for: Callable[[TrialConfig], bool] | None = None
     ) -> None:
         self._encoding = encoding
-        self._is_asked_for = is_asked_for
+        self._is_asked_for = is_asked_for or (lambda _: True)
         self._passed = 0
         """Combinations that were tried or are never asked for, from the first on: they stay so."""
 

@@ -62,9 +62,8 @@ class Search(Source):
         self._started_seconds = driver.clock()
         self._since = driver.study.ledger.next_number
         # The guided sampler alone never asks for what a rule forbids.
-        is_guided = self._space.sampler == "guided"
-        is_asked_for = driver.forecaster.is_valid if is_guided else lambda _: True
-        self._frontier = Frontier(driver.encoding, is_asked_for=is_asked_for)
+        rules = driver.forecaster.is_valid if self._space.sampler == "guided" else None
+        self._frontier = Frontier(driver.encoding, is_asked_for=rules)
         self._tokens: int | None = None
         records = driver.study.records()
         self._rivals = Rivals(

@@ -26,7 +26,7 @@ from sweep.data.lengths import (
     waste_at,
     worthwhile_lengths,
 )
-from sweep.data.rows import PREFERENCE, on_completions
+from sweep.data.rows import on_completions
 from sweep.data.texts import BROKEN_KEPT, PreparedTexts, TextsRequest, prepare_texts
 from sweep.predict.forecast import Progress
 from sweep.terminal import options
@@ -74,7 +74,7 @@ def data(source: str, *, model: str | None, settings: Sequence[str] | None, as_j
         ],
         "worthwhile_lengths": list(worthwhile),
     }
-    width, is_on_pairs = width_of(sys.stdout), texts.summary.kind == PREFERENCE
+    width, is_on_pairs = width_of(sys.stdout), texts.summary.are_pairs
     shares, samples, also = "padded, grouped, packed", "examples,", ", and with packed sequences"
     if is_on_pairs:
         shares, samples, also = "padded, grouped", "pairs and", ""
@@ -112,7 +112,7 @@ def _wastes(
     """Return what each candidate length does; those that leave nothing to learn are left out."""
     lengths, loss_lengths = texts.lengths(), texts.loss_lengths()
     exact = partial(cut_exactly, texts.directory, lengths, loss_lengths)
-    method: Method = "dpo" if texts.summary.kind == PREFERENCE else "sft"
+    method: Method = "dpo" if texts.summary.are_pairs else "sft"
     wasted = partial(waste_at, micro_batch_size=micro_batch_size, cut_at=exact, method=method)
     candidates, found = candidate_lengths(lengths, max_positions=limit), list[Waste | None]()
     for done, seq_len in enumerate(candidates):
@@ -142,7 +142,7 @@ def _opening(summary: TextsSummary) -> str:
     told = "as data.format says" if summary.format != "auto" else "recognised by its columns"
     if summary.text_column is not None:
         told = f"column '{summary.text_column}'"
-    found, each = summary.quantiles, "row" if summary.kind == PREFERENCE else "example"
+    found, each = summary.quantiles, "row" if summary.are_pairs else "example"
     broken = f", and {summary.broken:,} broken" if summary.broken else ""
     loss = units.share(summary.loss_tokens / summary.tokens)
     which = "completions only" if summary.completions_only else "all but an example's first"

@@ -126,7 +126,7 @@ def test_a_training_has_the_rows_of_the_epoch(
 
 def study_epochs(directory: Path) -> StudyEpochs:
     known: Any = SimpleNamespace(
-        summary=SimpleNamespace(kind="messages"),
+        summary=SimpleNamespace(are_pairs=False),
         directory=directory,
         lengths=lambda: np.load(directory / "lengths.npy"),
         loss_lengths=lambda: np.load(directory / "loss_lengths.npy"),

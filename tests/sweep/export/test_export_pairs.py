@@ -148,4 +148,4 @@ def test_both_references_train_the_same_adapter(
     for name, tensor in adapters[0].items():
         # Adam moves an element whose gradient is all rounding as far as every other.
         apart = torch.linalg.vector_norm(tensor - adapters[1][name])
-        assert apart < 0.02 * torch.linalg.vector_norm(tensor)
+        assert apart < 0.005 * torch.linalg.vector_norm(tensor)

@@ -59,9 +59,10 @@ def adapter(end: TrainingResult) -> dict[str, torch.Tensor]:
     ("kind", "changes"),
     [
         ("texts", {"packing": "grouped"}),
-        pytest.param(*("texts", {"packing": "packed", "epochs": 2}), marks=pytest.mark.integration),
+        pytest.param("texts", {"packing": "packed", "epochs": 2}, marks=pytest.mark.integration),
         pytest.param(
-            *("pairs", {"method": "dpo", "reference": "precomputed"}),
+            "pairs",
+            {"method": "dpo", "reference": "precomputed"},
             marks=pytest.mark.integration,
         ),
     ],
