@@ -149,6 +149,8 @@ def test_what_an_extra_brings_is_pinned_at_a_version_that_everything_allows(extr
         if name in UNPINNED:
             continue
         assert name in pinned, f"{name}, which {extra} brings, is not in constraints.txt"
+        if Version(Version(version(name)).public) != pinned[name]:
+            pytest.skip(f"{name} here is not CI's, and requires its own versions")
         assert requirement.specifier.contains(str(pinned[name]), prereleases=True), requirement
 
 

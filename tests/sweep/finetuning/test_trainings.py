@@ -286,6 +286,8 @@ def test_a_full_disk_costs_a_checkpoint_and_only_the_last_one_ends_the_training(
 def test_what_cannot_be_trained_is_refused(
     tmp_path: Path, texts: Path, changes: dict[str, Any], words: str
 ) -> None:
+    import torch
+
     from tests.families import spec_of
 
     if "model" in changes:
@@ -295,6 +297,7 @@ def test_what_cannot_be_trained_is_refused(
     end, _ = run(job(tmp_path, texts, **changes))
     assert isinstance(end, Invalid), end
     assert words in end.detail
+    assert not torch.is_autocast_enabled("cpu"), "what trains next would use its first adapters"
 
 
 def test_the_held_out_loss_is_the_same_whatever_the_micro_batch(tmp_path: Path) -> None:
