@@ -70,6 +70,8 @@ class SpeedSpread(Strict):
     """Of what the host takes to launch operations."""
     shared: float = Field(default=0.0, ge=0)
     """Of a step that several GPUs take, beside all that."""
+    pairs: float = Field(default=0.0, ge=0)
+    """Of a step on pairs of completions, beside all that."""
 
     @property
     def device(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.config import EIGHT_BIT, KNOBS, TrialConfig, as_typed
+from search_spaces.config import EIGHT_BIT, KNOBS, AdapterDtype, TrialConfig, as_typed
 from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
     known_linear_modules,
@@ -301,7 +301,15 @@ def _not_of_grpo(config: TrialConfig) -> str | None:
             phrase = KNOBS[key].phrase(getattr(config, key))
             known = " or ".join(map(as_typed, values))
             return f"method grpo is for TRL, which has no {phrase}: use {key} {known}"
+    own = adapter_dtype_of_trl(config.quantization)
+    if config.adapter_dtype != own:
+        return f"TRL has the adapters of such a base in {own}: use adapter_dtype {own}"
     return None
+
+
+def adapter_dtype_of_trl(quantization: str) -> AdapterDtype:
+    """Return the type in which TRL's GRPOTrainer has a base's adapters, whatever it is asked."""
+    return "fp32" if quantization == "none" else "bf16"
 
 
 def _not_of_pairs(config: TrialConfig, model: ModelSpec) -> str | None:

@@ -21,7 +21,7 @@ from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names,
 from search_spaces.loading import Offered, load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting
+from search_spaces.rules import Setting, adapter_dtype_of_trl
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
@@ -161,9 +161,13 @@ class Question:
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
             asked = parse_config({**needed_by(self.held), **self.held}, where="options")
+            if self.is_grpo and "adapter_dtype" not in self.held:
+                asked = asked.model_copy(
+                    update={"adapter_dtype": adapter_dtype_of_trl(asked.quantization)}
+                )
         else:
             refuse_without_texts(self._space_of(gpu)[0])
-            space = self._long_enough(self._offered(gpu).space)
+            space = self._of_grpo(self._offered(gpu).space)
             asked = with_fixed(space, self.held) if self.held else space
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
@@ -183,13 +187,25 @@ class Question:
             request = replace(self.request, configuration={**self.request.configuration, **held})
             yield name, replace(self, request=request)
 
-    def _long_enough(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without sequences that GRPO's completions do not go into."""
-        longest, lengths = self.grpo.get("max_completion_length") or 0, space.values_of("seq_len")
-        short = [length for length in lengths if length < longest]
-        if not 0 < len(short) < len(lengths):
+    def _of_grpo(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without sequences that GRPO's completions do not go into, and with
+        adapters of the types that TRL gives its bases."""
+        if not self.is_grpo:
             return space
-        return space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
+        longest, lengths = self.grpo["max_completion_length"] or 0, space.values_of("seq_len")
+        short = [length for length in lengths if length < longest]
+        if 0 < len(short) < len(lengths):
+            space = space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
+        if "adapter_dtype" in {*space.dimensions, *self.request.configuration}:
+            return space
+        typed = self.held.get("quantization")
+        bases = space.values_of("quantization") if typed is None else (typed,)
+        types = sorted({adapter_dtype_of_trl(base) for base in bases})
+        if len(types) == 1:
+            return space.changed({"fixed": {**space.fixed, "adapter_dtype": types[0]}})
+        fixed = {key: value for key, value in space.fixed.items() if key != "adapter_dtype"}
+        free = {**space.dimensions, "adapter_dtype": types}
+        return space.changed({"dimensions": free, "fixed": fixed})
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""

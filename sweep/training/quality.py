@@ -113,7 +113,10 @@ class Quality:
         )
         losses: list[float] = []
         for step in range(steps):
-            of_ranks = gathered(float(loop.step(on_micro_step=self._beat)))
+            loss = loop.step(on_micro_step=self._beat)
+            # It is on its way to the host until then.
+            self.device.mark().wait()
+            of_ranks = gathered(float(loss))
             losses.append(sum(of_ranks) / len(of_ranks))
             self._steps = step + 1
             self._tell()

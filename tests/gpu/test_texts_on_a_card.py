@@ -58,9 +58,7 @@ def on_texts(texts: TextsSettings) -> Iterator[Rig]:
     total = torch.cuda.get_device_properties(0).total_memory
     rig = Rig(int(0.4 * total), texts)
     yield rig
-    assert rig.worker._resident.base is not None
-    rig.worker._resident.base.close()
-    rig.device.release()
+    rig.worker._resident.drop()
     gc.unfreeze()
 
 
@@ -109,6 +107,15 @@ def test_texts_are_trained_on_and_the_peak_is_their_epochs(
     predicted = predictor.predict(config)
     peak = measurement.peak_allocated_bytes
     assert predicted.peak_allocated_bytes == pytest.approx(peak, rel=predicted.uncertainty)
+
+
+def test_the_training_loss_of_what_learns_nothing_is_the_held_out_one(on_texts: Rig) -> None:
+    # One step, so that no loss but its own can have been read.
+    config = small_config(learning_rate=1e-7, **LEAN)
+    quality = on_texts.measure(config, QUALITY.model_copy(update={"tokens": 1})).quality
+    assert quality is not None
+    assert quality.steps == 1
+    assert quality.train_loss == pytest.approx(quality.eval_loss, rel=0.02)
 
 
 @pytest.mark.parametrize(("packing", "knobs"), [("grouped", LEAN), ("packed", FAST)])

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from search_spaces.config import BATCH_KEYS, KNOBS, LOGITS_AT_ONCE, TrialConfig
 from search_spaces.dimensions import Dimension, FloatRange
 from search_spaces.errors import InputError
-from search_spaces.linears import is_tied
 from search_spaces.models import ModelSpec
 from search_spaces.space import SearchSpace
 from storage.records import TrialRecord
@@ -33,7 +32,7 @@ from sweep.predict.memory.profile_store import (
     TracingChildren,
     tell_nobody,
 )
-from sweep.predict.memory.profiles import Profile, Structure, Values, sharded
+from sweep.predict.memory.profiles import TRL_TILE, Profile, Structure, Values, sharded
 from sweep.predict.memory.replay import Step
 from sweep.predict.memory.shipped import ShippedProfiles
 from sweep.processes import Child
@@ -202,7 +201,6 @@ class TracingPredictor(MemoryPredictor):
             flags=flags,
             values=_values(config, self._model),
             workspace_bytes=self._workspace_bytes,
-            is_unseen=config.is_sharded and is_tied(self._model),
         )
 
     def _profile(self, config: TrialConfig, is_checkpointed: bool, shape: _Shape) -> Profile:
@@ -300,8 +298,10 @@ def _values(config: TrialConfig, model: ModelSpec) -> Values:
     tokens = config.tokens_per_micro_batch
     chunks = -(-model.vocab_size // model.hidden_size)
     chunk = 1 << (-(-tokens // chunks) - 1).bit_length()
-    if config.is_on_completions:
+    if config.is_on_pairs:
         chunk = max(1, LOGITS_AT_ONCE // model.vocab_size)
+    elif config.method == "grpo":
+        chunk = TRL_TILE[0]
     return {
         "b": config.micro_batch_size,
         "s": config.seq_len,

@@ -8,7 +8,7 @@ empty one is a constant). The symbols:
     b   sequences in a micro-batch
     s   tokens in a sequence
     r   rank of the adapters
-    c   tokens in a chunk of the fused loss
+    c   tokens in a chunk of the fused loss, or of a tile of logits
     p   tokens in a sequence, padded to the blocks of an attention kernel
 
 One trace holds for every batch, length and rank because it is made with a prime for each of them
@@ -47,6 +47,8 @@ Polynomial = dict[str, int]
 Values = Mapping[str, Any]
 """A whole number for each symbol, or an array with one for each configuration."""
 
+TRL_TILE = (4096, 32_768)
+"""Tokens and vocabulary, at most, of the logits that GRPO's head of TRL 1.16 has at once."""
 _BLOCK_BYTES = 512
 """The caching allocator's granularity; what depends on no symbol is rounded to it here."""
 _SMALLEST_PRIME = 101

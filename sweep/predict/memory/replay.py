@@ -84,9 +84,6 @@ class Step:
     """Of the polynomials' symbols."""
     workspace_bytes: int
     """What the libraries keep for themselves."""
-    is_unseen: bool = False
-    """Whether nothing like it was ever measured: several GPUs share a model whose head is its
-    embedding."""
 
     @property
     def profile(self) -> Profile:

@@ -289,7 +289,8 @@ class StepTimes:
         known, host = self._gpu.speed, self.host_shares
         if self._calibration is not None and self._calibration.covariance is not None:
             return np.full(len(host), STEP_NOISE)
-        return np.hypot((1.0 - host) * known.step, host * known.host)
+        pairs = np.array([known.pairs * config.is_on_pairs for config in self._full])
+        return np.hypot(np.hypot((1.0 - host) * known.step, host * known.host), pairs)
 
     @cached_property
     def host_shares(self) -> Array:

@@ -8,6 +8,8 @@ and the variances are those of restricted maximum likelihood.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +36,8 @@ class MeasuredStep:
     """By how much its log seconds rise with those of the host's launches; the rest is the GPU's."""
     is_shared: bool
     """Whether several GPUs take it."""
+    is_on_pairs: bool = False
+    """Whether it trains on pairs of completions."""
 
 
 def evidence_of(rows: Sequence[MeasuredStep]) -> SpeedSpreads:
@@ -49,13 +53,12 @@ def evidence_of(rows: Sequence[MeasuredStep]) -> SpeedSpreads:
     gpus = np.array([row.gpu for row in rows])
     sources = np.array([f"{row.gpu} {row.source}" for row in rows])
     together = np.outer(device, device)
-    shared = np.diag([float(row.is_shared) for row in rows])
     parts = {
         "gpu": together * (gpus[:, None] == gpus),
         "source": together * (sources[:, None] == sources),
         "step": np.diag(device**2),
         "host": np.diag(host**2),
-        "shared": shared,
+        "shared": np.diag([float(row.is_shared) for row in rows]),
     }
     variances = _variances(ratios, device, list(parts.values()))
     spreads = dict(zip(parts, np.sqrt(variances).tolist(), strict=True))
@@ -75,6 +78,18 @@ def evidence_of(rows: Sequence[MeasuredStep]) -> SpeedSpreads:
         left = variances[0] - own @ known @ own + of_mean
         found[gpu] = spread(float(mean + own @ pulled), left)
     return SpeedSpreads(others=spread(float(mean), variances[0] + mean_variance), gpus=found)
+
+
+def with_pairs(known: SpeedSpreads, rows: Sequence[MeasuredStep]) -> SpeedSpreads:
+    """Return the spreads with what steps on pairs are off by beyond them."""
+    beyond = []
+    for row in rows:
+        of, device = known.gpus.get(row.gpu, known.others), 1.0 - row.host_share
+        stated = (device * of.device) ** 2 + (row.host_share * of.host) ** 2
+        beyond.append((row.log_ratio - device * of.shift) ** 2 - stated)
+    pairs = {"pairs": round(math.sqrt(max(0.0, statistics.fmean(beyond))), 3)}
+    gpus = {name: of.model_copy(update=pairs) for name, of in known.gpus.items()}
+    return SpeedSpreads(others=known.others.model_copy(update=pairs), gpus=gpus)
 
 
 def _variances(values: Array, mean: Array, parts: Sequence[Array]) -> Array:

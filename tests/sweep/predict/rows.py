@@ -34,6 +34,10 @@ PACKED = read_rows("packed_h200.jsonl")
 """Rows that texts fill to the last token; ``full`` is the same configuration on one text a row."""
 PAIRS = read_rows("pairs_h100.jsonl")
 """Of pairs of completions, on an H100."""
+SHARED = read_rows("sharded_h100.jsonl")
+"""Of a model that two H100 share, most of them compiled."""
+GRPO = read_rows("grpo_h100.jsonl")
+"""Of TRL's GRPOTrainer."""
 SEVERAL_CARDS = read_rows("several_cards_h200.jsonl")
 """Of two GPUs that train one configuration, and of one beside them."""
 EDGES = read_rows("edges_h200.jsonl")

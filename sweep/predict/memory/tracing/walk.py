@@ -52,6 +52,7 @@ from sweep.predict.memory.profiles import (
     GRADIENTS,
     LEAVE,
     LOSS,
+    TRL_TILE,
     Entry,
     Polynomial,
     Structure,
@@ -285,7 +286,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     if is_packed:
         found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
     # One chunk stands for all of them.
-    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_completions
+    found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_pairs
     with ledger, _boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
         rows = symbols.b * config.rows_per_sample
@@ -299,7 +300,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         # As accelerate runs it: under autocast, its 16-bit outputs then widened to fp32.
         with cuda.region():
             output = (
-                _policy_loss(target.model, batch)
+                _policy_loss(target.model, batch, tile=(symbols.c, TRL_TILE[1]))
                 if config.method == "grpo"
                 else preference.trained(target.model, config)(**batch)
             )
@@ -314,11 +315,35 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     return Walk(ledger, gradients, cuda.tells_halves_apart)
 
 
-def _policy_loss(model: PeftModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return GRPO's loss of completions, a row each, as TRL has it by default."""
-    found = preference.log_probabilities(model, batch)
+def _policy_loss(
+    model: PeftModel, batch: dict[str, torch.Tensor], *, tile: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Return GRPO's loss of completions, a row each, as TRL has it by default; of rows that are all
+    completion."""
+    base: Any = model.get_base_model()
+    hidden = base.get_decoder()(batch["input_ids"], use_cache=False).last_hidden_state
+    found = _Tiled.apply(hidden.flatten(0, 1).clone(), tile)
     ratios = torch.exp(found - found.detach())
     return {"loss": -torch.min(ratios, ratios.clamp(0.8, 1.2)).mean()}
+
+
+class _Tiled(torch.autograd.Function):
+    """Tokens' log-probabilities as TRL's own head has them: a tile of logits at a time in each
+    pass, and gradients added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.tile = tile
+        _logits = hidden.new_empty(tile)
+        return hidden.new_empty(len(hidden), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (hidden,) = ctx.saved_tensors
+        given = torch.zeros_like(hidden, dtype=torch.float32)
+        _logits = hidden.new_empty(ctx.tile)
+        return given.to(hidden.dtype), None
 
 
 def _widened(value: Any) -> Any:

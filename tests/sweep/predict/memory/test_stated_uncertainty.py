@@ -25,11 +25,13 @@ from tests.sweep.predict.rows import (
     COMPILED,
     EDGES,
     EIGHT_BIT,
+    GRPO,
     HELD_OUT,
     NEW_MODELS,
     PACKED,
     PAIRS,
     SEVERAL_CARDS,
+    SHARED,
     TABLE,
     Predict,
     Row,
@@ -123,7 +125,8 @@ KINDS: dict[str, tuple[memory.Uncertainty, list[Row]]] = {
         memory.COMPILED_8_BIT,
         _rows(compiled=True, recomputed=False, upcast=False, eight_bit=True),
     ),
-    "sharded": (memory.SHARDED, [row for row in SEVERAL_CARDS if is_sharded(row)]),
+    "sharded": (memory.SHARDED, [*filter(is_sharded, SEVERAL_CARDS), *SHARED]),
+    "GRPO": (memory.OF_GRPO, GRPO),
     "compiled, recomputed": (memory.COMPILED_RECOMPUTED, _rows(compiled=True, recomputed=True)),
 }
 

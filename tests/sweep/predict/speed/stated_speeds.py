@@ -20,11 +20,12 @@ from search_spaces.config import TrialConfig, parse_config
 from search_spaces.gpus import GpuSpec, SpeedSpread, SpeedSpreads, find_gpu
 from search_spaces.models import ModelSpec
 from sweep.predict.speed.predictor import StepTimes
-from sweep.predict.speed.spreads import MeasuredStep, evidence_of
+from sweep.predict.speed.spreads import MeasuredStep, evidence_of, with_pairs
 from tests.sweep.predict.rows import (
     DATA,
     EIGHT_BIT,
     HELD_OUT,
+    PAIRS,
     STUDY_STEPS,
     TABLE,
     config_of,
@@ -59,7 +60,8 @@ class Step:
         times = self.times(SpeedSpread())
         ratio = math.log(self.seconds / float(times.seconds[0]))
         shared = self.config.data_parallel > 1
-        return MeasuredStep(self.gpu, self.source, ratio, float(times.host_shares[0]), shared)
+        share, on_pairs = float(times.host_shares[0]), self.config.is_on_pairs
+        return MeasuredStep(self.gpu, self.source, ratio, share, shared, on_pairs)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def own() -> list[Step]:
         ("h200", "studies"): STUDY_STEPS,
         ("h200", "8 bits"): EIGHT_BIT,
         ("h100-80gb", "studies"): read_rows("studies_h100.jsonl"),
+        ("h100-80gb", "pairs"): PAIRS,
     }
     return [
         Step(gpu, source, model_of(row), config_of(row), row["step_seconds"], is_published=False)
@@ -121,7 +124,9 @@ def measured() -> tuple[MeasuredStep, ...]:
 
 def evidence(without: str | None = None) -> SpeedSpreads:
     """What is stated; without the steps of one GPU, as if nothing were known of it."""
-    return evidence_of([row for row in measured() if row.gpu != without])
+    on_pairs = [row for row in measured() if row.is_on_pairs]
+    others = [row for row in measured() if row.gpu != without and not row.is_on_pairs]
+    return with_pairs(evidence_of(others), on_pairs)
 
 
 def outcome(step: Step, spread: SpeedSpread) -> Outcome:
@@ -175,6 +180,7 @@ def table() -> str:
             groups[f"{whose}, {bound}"] = [pair for pair in pairs if pair[0].bound == bound]
         for gpu in sorted({pair[0].step.gpu for pair in pairs}):
             groups[f"{whose}, {gpu}"] = [pair for pair in pairs if pair[0].step.gpu == gpu]
+        groups[f"{whose}, on pairs"] = [pair for pair in pairs if pair[0].step.config.is_on_pairs]
         for name, group in groups.items():
             text += line(name, *zip(*group, strict=True)) if group else ""
     return text
