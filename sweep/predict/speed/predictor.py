@@ -290,7 +290,8 @@ class StepTimes:
         if self._calibration is not None and self._calibration.covariance is not None:
             return np.full(len(host), STEP_NOISE)
         pairs = np.array([known.pairs * config.is_on_pairs for config in self._full])
-        return np.hypot(np.hypot((1.0 - host) * known.step, host * known.host), pairs)
+        by_itself = np.hypot((1.0 - host) * known.step, host * known.host)
+        return np.asarray(np.hypot(by_itself, pairs))
 
     @cached_property
     def host_shares(self) -> Array:
