@@ -286,6 +286,9 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
     if config.packing != "none" and not setting.has_texts:
         needs = f"packing {config.packing} needs a dataset, as random sequences are full already"
         yield "packing-needs-texts", f"{needs}: name yours with --data, or use packing none"
+    if config.packing == "grouped" and config.micro_batch_size * config.data_parallel == 1:
+        reason = "packing grouped orders nothing where micro_batch_size is 1: use packing none"
+        yield "grouped-needs-rows", reason
     if config.is_sharded:
         yield "sharding", _unsharded(config)
     if config.is_on_pairs:

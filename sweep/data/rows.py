@@ -556,9 +556,11 @@ def recognised(
     for kind, names in KINDS.items():
         if set(names) <= set(columns):
             return kind
-    known = ", ".join(" with ".join(names) for names in KINDS.values())
+    known = "none of " + ", ".join(" with ".join(names) for names in KINDS.values())
+    if len(missing := {*KINDS[PREFERENCE]} - {*columns}) == 1:
+        known = f"no {missing.pop()!r}, which pairs need"
     raise RowsError(
-        f"{name}: its columns are {shown}, and none of {known}: name the one with the texts with "
+        f"{name}: its columns are {shown}, and {known}: name the one with the texts with "
         "--set data.text_column=NAME"
     )
 

@@ -351,17 +351,20 @@ def _packing(config: TrialConfig, seen: StepEvidence) -> str | None:
         return f"rows are not {config.packing}" if config.packing != "none" else f"rows are {ran}"
     if config.packing == "packed" and epoch.rows.counts().max() < 2:
         return "no row holds more than one text: use packing none"
-    if config.packing == "grouped" and epoch.padded_tokens >= _in_random_order(seen):
+    if config.packing == "grouped" and _padded(seen, "grouped") >= _padded(seen, "none"):
         return "micro-batches have no fewer pads than in random order: use packing none"
     return None
 
 
-def _in_random_order(seen: StepEvidence) -> int:
-    """Return the tokens that are computed in an epoch of the same texts in no order at all."""
+def _padded(seen: StepEvidence, packing: str) -> int:
+    """Return the tokens of an epoch of the same texts, pads among them: to the longest row of the
+    micro-batches of all ranks, which wait for one another."""
     made = seen.texts
     assert made is not None
-    plain = made.epoch.config.model_copy(update={"packing": "none"})
-    return trained_epoch(made.texts, plain).padded_tokens
+    config = made.epoch.config
+    rows = config.micro_batch_size * config.data_parallel
+    together = {"packing": packing, "micro_batch_size": rows, "data_parallel": 1}
+    return trained_epoch(made.texts, config.model_copy(update=together)).padded_tokens
 
 
 def _dropout(config: TrialConfig, seen: StepEvidence) -> str | None:

@@ -42,6 +42,8 @@ def test_what_was_typed_overrules_the_columns() -> None:
     ("columns", "typed", "words"),
     [
         (("story", "label"), (), "its columns are story, label, and none of messages"),
+        (("prompt", "chosen"), (), "prompt, chosen, and no 'rejected', which pairs need"),
+        (("prompt", "rejected"), (), "and no 'chosen', which pairs need"),
         (tuple(f"c{number}" for number in range(100)), (), "c11 and 88 more"),
         (("story",), ("auto", "stroy"), "no column 'stroy'; did you mean 'story'?"),
         (("text",), ("messages",), "no column 'messages', which data.format"),

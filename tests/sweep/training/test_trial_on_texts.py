@@ -183,6 +183,15 @@ def test_texts_that_make_no_micro_batch_or_no_packing_are_said(
     assert words in outcome.detail
 
 
+def test_ranks_of_one_row_each_wait_less_where_rows_are_grouped(texts: Any) -> None:
+    from sweep.training.proof import PROOFS, StepEvidence
+
+    config = tiny_config(packing="grouped", micro_batch_size=1, data_parallel=2)
+    made = batching.trial_batches(texts, config)
+    with tiny_loop(config) as loop:
+        assert PROOFS["packing"](config, StepEvidence(loop, texts=made)) is None
+
+
 def test_tokens_that_the_model_does_not_know_are_invalid(texts: Any) -> None:
     most = preparing.VOCABULARY - 1
     spec = ModelSpec("few-words", "directory", {**TINY.config, "vocab_size": most})
