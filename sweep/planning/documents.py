@@ -50,6 +50,13 @@ def epoch_document(forecast: Forecast, bills: Sequence[Bill]) -> dict[str, Any]:
     return {"epoch": epoch.model_dump(mode="json") | took | dollars}
 
 
+def pairs_of(forecast: Forecast) -> dict[str, float]:
+    """Return pairs/s by the name that a trial has for them; nothing where none are trained on."""
+    config, seconds = forecast.config, forecast.step_seconds
+    rate = seconds and config.samples_per_step / seconds
+    return {"samples_per_second": rate} if rate and config.is_on_pairs else {}
+
+
 def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str, Any]:
     """Return one configuration's answer; what is not known is null.
 
@@ -70,6 +77,7 @@ def forecast_document(forecast: Forecast, *, bills: Sequence[Bill]) -> dict[str,
         **_of(memory, "quantized_share"),
         **_of(forecast, "step_seconds", "step_seconds_range"),
         **_of(forecast, "tokens_per_second", "tokens_per_second_range"),
+        **pairs_of(forecast),
         **_of(forecast.speed, "bottleneck", "flops_utilization"),
         "basis": {
             "memory": None if memory is None else "predicted",

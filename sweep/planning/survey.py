@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,8 @@ SURVEYED_BY = ("search_spaces", "sweep/data", "sweep/predict", "sweep/planning")
 """Directories whose code decides what a survey holds."""
 SURVEYS = Path(__file__).with_name("surveys.zip")
 """Those of the presets, each of its own model; `make surveys` writes them."""
+
+_FAULT = re.compile(r"(module '[^']*'|model type '[^']*'): .*", re.DOTALL)
 
 ClassKey = tuple[CapacityClass, int]
 """Capacity class and length: what a configuration can learn, and from how much context."""
@@ -317,7 +320,9 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
     refused = list(forecasts.refused.values())
     if valid and len(refused) == len(valid):
         raise refused[0]
-    unpredicted = [str(error) for error in refused if isinstance(error, Untraceable)]
+    faults = (str(error) for error in refused if isinstance(error, Untraceable))
+    # One sentence of what libraries put in words of their own, which one configuration's plan has.
+    unpredicted = [_FAULT.sub(r"\1 cannot be run without data", fault) for fault in faults]
     rules = [rule.rule for rule in broken if rule is not None]
     fitting = _Fitting(forecasts, [row for row, _ in allowed])
     sure = [valid[row] for row in np.flatnonzero(fitting.is_sure)]

@@ -22,6 +22,7 @@ from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
 from sweep.planning.calibrating import Lessons
+from sweep.planning.documents import pairs_of
 from sweep.planning.plan import CardComparison, CardPlan, Use, few, perhaps_fastest
 from sweep.planning.survey import Survey
 from sweep.predict.forecast import Forecast
@@ -188,7 +189,8 @@ def _what(config: TrialConfig) -> str:
 
 def _numbers(forecast: Forecast, bill: Bill | None) -> str:
     """Return speed, memory and price, as far as they are known."""
-    parts, ends = [], forecast.tokens_per_second_range
+    ends = forecast.tokens_per_second_range
+    parts = [f"{pairs:.3g} pairs/s" for pairs in pairs_of(forecast).values()]
     if forecast.tokens_per_second is not None:
         between = "" if ends is None else f", {units.rate(ends[0])} to {units.rate(ends[1])}"
         speed = units.rate(forecast.tokens_per_second)

@@ -354,9 +354,11 @@ def test_the_fastest_of_each_class_of_numerics_is_named(
 
 def test_a_structure_that_cannot_be_predicted_is_counted_and_silences_no_other() -> None:
     dimensions = choices(micro_batch_size=[1, 2, 4], kernels=["hf", "fused-loss", "liger"])
-    predictor = Picky(liger=Untraceable("data decides"), hf=InputError("no module 'w'"))
+    torchs = "memory is not predicted: module 'w': Expected mat_a.dtype"
+    predictor = Picky(liger=Untraceable(torchs), hf=InputError("no module 'w'"))
     found = survey(a_space(**dimensions), a_forecaster(predictor=predictor))
-    assert found.found.unpredicted == {"data decides": 3}
+    plain = "memory is not predicted: module 'w' cannot be run without data"
+    assert found.found.unpredicted == {plain: 3}
     assert found.found.invalid == {"cannot-be-built": 3}
     assert (found.found.fit, found.found.looked_at) == (3, 9)
     assert found.recommended.config.kernels == "fused-loss"

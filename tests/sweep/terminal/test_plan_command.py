@@ -229,6 +229,14 @@ def test_numerics_16_bit_leaves_compute_in_8_bits_out(ask: Asked) -> None:
     assert "--set numerics=16-bit" in ask.shown(**asked)
 
 
+def test_a_plan_on_pairs_says_how_many_a_second_as_trials_do(ask: Asked) -> None:
+    asked = {"space": ask.space(SMALL), "configuration": {"method": "dpo"}}
+    found = ask.document(**asked)["recommended"]
+    rate = found["config"]["micro_batch_size"] / found["step_seconds"]
+    assert found["samples_per_second"] == pytest.approx(rate)
+    assert f": {rate:.3g} pairs/s, " in " ".join(ask.shown(**asked).split())
+
+
 # A file of configurations
 
 
