@@ -129,7 +129,8 @@ def _take(attempt: Callable[[], bool], study: str, holder: Callable[[], Holder |
 
 @dataclass(eq=False)
 class FileLease:
-    """A lock on ``<database>.<study>.lock``, a file that names its holder and stays behind."""
+    """A lock on ``<database>.<study>.lock``, a file that names its holder and stays until the
+    study is removed."""
 
     database: Path
     study: str

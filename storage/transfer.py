@@ -19,7 +19,7 @@ from search_spaces.errors import EnvironmentFault, InputError, words_of
 from storage import directory
 from storage.database import close, faults, open_for_reading
 from storage.files import is_temporary, read_bytes, replace, writing
-from storage.lease import open_leased
+from storage.lease import FileLease, open_leased
 from storage.reading import identity_in, read_study
 from storage.urls import SqliteUrl, parse_url
 
@@ -166,6 +166,9 @@ def remove_study(name: str, *, url: str, home: Path) -> Removed:
             left = tuple(sorted(folder.iterdir())) if folder.is_dir() else ()
             if folder.is_dir() and not left:
                 folder.rmdir()
+            if isinstance(database, SqliteUrl):
+                # Whoever waits for it finds it gone, and is refused.
+                FileLease(database.path, name).path.unlink(missing_ok=True)
         except OSError as error:
             raise EnvironmentFault(f"cannot remove {folder}: {words_of(error)}") from error
         return Removed(tuple(files) if is_its_own else (), left)

@@ -13,7 +13,7 @@ from typing import Any
 from reports import units
 from reports.words import reward_accuracy
 from search_spaces.documents import exists, read_json
-from search_spaces.errors import InputError, did_you_mean, quote
+from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from storage.records import Lost, OutOfMemory
 from sweep.export.record import read_record, record_of
 from sweep.finetuning import checkpoints, protocol
@@ -199,6 +199,20 @@ def verify(
     as_json: bool,
 ) -> int:
     """Run a study's winner or an export, and print how it compares with what was recorded."""
+    try:
+        found = _verified(what, steps=steps, trial=trial, model=model, storage=storage)
+    except NothingFits as nothing:
+        if as_json:
+            reached = {"tokens_per_second": None, "peak_allocated_bytes": None}
+            console.say_json({"ok": False, **reached, "differences": [str(nothing)]})
+        raise
+    console.say_result(found.to_json(), verification_text(found), as_json=as_json)
+    return 0 if found.comparison.is_within else NOT_AS_RECORDED
+
+
+def _verified(
+    what: str, *, steps: int, trial: int | None, model: str | None, storage: str | None
+) -> Verification:
     if exists(Path(what), label=what):
         if trial is not None:
             raise InputError("--trial: an export is of one trial; leave it out")
@@ -209,9 +223,7 @@ def verify(
         record, path = record_of(read(what, url=storage_url(storage)), number=trial), None
     asked: dict[str, Any] = {"path": path, "steps": steps, "model": model}
     with console.working(f"running {record.label} for {steps} steps") as part:
-        found = run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
-    console.say_result(found.to_json(), verification_text(found), as_json=as_json)
-    return 0 if found.comparison.is_within else NOT_AS_RECORDED
+        return run_verify(record, **asked, tell=lambda name, done, of: part(name)(done, of))
 
 
 def verification_text(found: Verification) -> str:

@@ -22,7 +22,7 @@ from sweep.predict.memory.predictor import TracingPredictor
 from sweep.processes import process_pool
 from sweep.sampling.encoding import identity
 from sweep.study.recorded import SAMPLERS, Recorded, SamplerName, Search, recorded_peaks, search
-from sweep.terminal.console import note, say_result, width_of, working
+from sweep.terminal.console import note, say_json, say_result, width_of, working
 from sweep.terminal.drawing import table
 from sweep.terminal.listings import warn
 
@@ -65,6 +65,9 @@ def replay(
         note(f"{surface}: {again} repeated an earlier one; each configuration counts once.")
     budget_bytes = find_gpu(read.gpu).budget_bytes if budget_gib is None else int(budget_gib * GIB)
     if not read.fitting(budget_bytes):
+        if as_json:
+            none: dict[str, Any] = {"fitting": 0, "best": None, "samplers": {}}
+            say_json(_about(read, budget_bytes) | none)
         raise NothingFits(_nothing_fits(read, budget_bytes))
     with working("replaying") as progress:
         recorded = Recorded(read, budget_bytes, predicted_peaks(read, progress=progress))
@@ -152,9 +155,7 @@ def document_of(
     """Return the document of ``sweep replay --json``."""
     surface, best = recorded.surface, recorded.best
     return {
-        "surface": surface.name,
-        "budget_bytes": recorded.budget_bytes,
-        "configurations": len(surface.rows),
+        **_about(surface, recorded.budget_bytes),
         "fitting": len(surface.fitting(recorded.budget_bytes)),
         "best": {
             "config": best.config.model_dump(mode="json"),
@@ -170,6 +171,11 @@ def document_of(
             for name, done in searches.items()
         },
     }
+
+
+def _about(surface: Surface, budget_bytes: int) -> dict[str, Any]:
+    known = {"surface": surface.name, "budget_bytes": budget_bytes}
+    return {**known, "configurations": len(surface.rows)}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

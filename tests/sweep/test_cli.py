@@ -145,6 +145,7 @@ def test_a_study_is_removed_once_somebody_said_so(
         code, out, err = sweep("rm", study)
         assert code == 0
         assert (home / "runs" / study).exists() is is_there
+        assert (home / "runs" / f"sweep.db.{study}.lock").exists() is is_there
     assert "Remove study 'study' with 4 trials and its files? [y/N]" in err
     assert "Removed study study: 4 trials" in out
     assert f"Removed {job}" in out
@@ -158,6 +159,9 @@ def test_a_study_in_which_nothing_fits_ends_with_1(home: Path, sweep: Sweep) -> 
     with open_it(f"sqlite:///{home}/runs/sweep.db", home / "runs") as study:
         run_one(study, OutOfMemory(stage="forward"))
     assert [sweep("best", "study", *more).code for more in ((), ("--json",))] == [1, 1]
+    unverified = sweep("verify", "study", "--json")
+    assert (unverified.code, json.loads(unverified.out)["ok"]) == (1, False)
+    assert json.loads(unverified.out)["differences"][0] in " ".join(unverified.err.split())
 
 
 def test_what_the_machine_lacks_ends_with_3_and_advice_before_anything_is_written(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -118,5 +119,11 @@ def test_what_cannot_be_replayed(
 ) -> None:
     longer = OOM | {"config": {"micro_batch_size": 64}}
     name = a_file(tmp_path, HEADER, ROW, longer)
-    assert main(["replay", name, *options]) == code
-    assert message in capsys.readouterr().err
+    assert main(["replay", name, *options, "--json"]) == code
+    said = capsys.readouterr()
+    assert message in said.err
+    if code == 1:
+        found = json.loads(said.out)
+        assert (found["fitting"], found["best"], found["samplers"]) == (0, None, {})
+    else:
+        assert said.out == ""
