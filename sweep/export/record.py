@@ -358,12 +358,12 @@ def read_record(typed: str) -> tuple[Record, Path]:
 
 
 def _document(path: Path, *, label: str) -> dict[str, Any]:
-    """Return the values of a JSON or YAML file; of another none."""
-    if path.suffix == ".json":
-        return parse_object(read_text(path, label=label), where=label)
-    is_yaml = path.suffix in (".yaml", ".yml")
+    """Return the values of a JSON or YAML file, whose name may have no ending; of another none."""
+    text = read_text(path, label=label)
+    if path.suffix == ".json" or text.startswith("{"):
+        return parse_object(text, where=label)
     try:
-        values = yaml.safe_load(read_text(path, label=label)) if is_yaml else None
+        values = yaml.safe_load(text) if path.suffix in (".yaml", ".yml", "") else None
     except yaml.YAMLError as error:
         raise InputError(f"{label}: no YAML: {str(error).splitlines()[0]}") from error
     return values if isinstance(values, dict) else {}

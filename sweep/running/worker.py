@@ -288,9 +288,9 @@ class Worker:
         outcome, and whether other ranks go on with it."""
         if self._texts is None:
             return outcome, False
-        if config.is_sharded:
-            # It served the trial alone.
-            self._resident.hold(config)
+        # What is sharded served the trial alone; other ranks may hold theirs once more.
+        if config.is_sharded and (failed := self._resident.hold(config)) is not None:
+            return failed, True
         base = self._resident.base
         assert base is not None, "what was measured has a base"
         quality = Quality(

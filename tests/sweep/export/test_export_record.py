@@ -46,6 +46,12 @@ def test_what_is_read_of_an_export_is_the_record_of_its_trial(
     assert record.config == canonical(CONFIG).model_copy(update=layers)
 
 
+@pytest.mark.parametrize("format", ["json", "yaml"])
+def test_a_record_may_be_in_a_file_without_an_ending(format: str, tmp_path: Path) -> None:
+    path = written(tmp_path, format).rename(tmp_path / "winner")
+    assert read_record(str(path))[0].number == record_of(STUDY).number
+
+
 def test_it_holds_out_the_examples_that_its_study_held_out() -> None:
     study = a_study(CONFIG, model=MODEL, texts=some_texts())
     space = study.definition.space.model_copy(update={"seed": 7})

@@ -20,7 +20,16 @@ from search_spaces.gpus import GIB
 from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.directory import OutcomeFile
-from storage.records import RETRYABLE, Attempt, Crashed, Diverged, Measured, Measurement, Outcome
+from storage.records import (
+    RETRYABLE,
+    Attempt,
+    Crashed,
+    Diverged,
+    Invalid,
+    Measured,
+    Measurement,
+    Outcome,
+)
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import (
     Finished,
@@ -260,6 +269,21 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     assert SPEED_REUSED not in again.flags
     assert again.quality is not None
     assert again.quality.eval_loss == pytest.approx(other.quality.eval_loss)
+
+
+def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(
+    texts: TextsSettings,
+) -> None:
+    from sweep.running.worker import Worker
+
+    several = dataclasses.replace(DEMO, config={**DEMO.config, "model_type": "gemma3"})
+    settings = CPU.model_copy(update={"model": several.to_json(), "texts": texts})
+    worker = Worker(settings, send=lambda _: None)
+    config = ON_TEXTS.model_copy(update={"data_parallel": 2, "sharding": "fsdp"})
+    once = Measured(measurement=a_measurement(config))
+    outcome, is_apart = worker._with_quality(once, config, QUALITY)
+    assert isinstance(outcome, Invalid)
+    assert (outcome.rule, is_apart) == ("model", True)
 
 
 @pytest.mark.parametrize(
