@@ -49,7 +49,7 @@ def texts_of(snapshot: StudySnapshot) -> Section | None:
         "fingerprint": texts.fingerprint,
     }
     if view.winner is not None and view.winner.epoch is not None:
-        cut = words.cut_in_words(view.winner.epoch, view.winner.config.seq_len)
+        cut = words.cut_in_words(view.winner.epoch, view.winner.config)
         facts["cut by the winner"] = cut
     title = f"Dataset: {Path(texts.source).name}"
     return Section(title=title, facts=facts.items(), cuts=list(_by_length(view)))

@@ -96,7 +96,7 @@ def facts(view: StudyView) -> Iterator[tuple[str, str]]:
             cost = f"{units.usd(view.cost.usd_per_million_tokens)} per million tokens"
             yield "cost", f"{cost} ({between}{price})"
         if view.epoch is not None and view.epoch.seconds is not None:
-            yield "epoch", _epoch(view.epoch, winner.config.seq_len)
+            yield "epoch", _epoch(view.epoch, winner.config)
         yield "sure", _sureness(view)
     counted = words.verdict_words(view.snapshot.records)
     carried = sum(record.carried is not None for record in view.snapshot.records)
@@ -180,7 +180,7 @@ def _faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
     why = "the space does not hold it"
     is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
     if over.epoch is not None and not over.epoch.is_whole and not is_offered:
-        why = f"its {words.cut_in_words(over.epoch, over.config.seq_len)}"
+        why = f"its {words.cut_in_words(over.epoch, over.config)}"
     named = "the baseline" if own is None else words.reference_of(ranking, record.config)
     return f"; {named} was measured faster and is no answer: {why}"
 
@@ -200,7 +200,7 @@ def _numerics(view: StudyView) -> str:
     return " ".join(said)
 
 
-def _epoch(epoch: Epoch, seq_len: int) -> str:
+def _epoch(epoch: Epoch, config: TrialConfig) -> str:
     """Return what an epoch takes: time, dollars, tokens, and what its length cuts off."""
     parts = [units.duration(epoch.seconds)]
     if epoch.seconds_low is not None and epoch.seconds_high is not None:
@@ -209,7 +209,7 @@ def _epoch(epoch: Epoch, seq_len: int) -> str:
     if epoch.dollars is not None:
         parts.append(units.usd(epoch.dollars))
     parts.append(f"{epoch.loss_tokens:,} supervised tokens")
-    return f"{', '.join(parts)}; {words.cut_in_words(epoch, seq_len)}"
+    return f"{', '.join(parts)}; {words.cut_in_words(epoch, config)}"
 
 
 def status_words(ranking: Ranking, *, study: str, is_driven: bool = False) -> str:

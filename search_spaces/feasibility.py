@@ -56,7 +56,8 @@ def obstacles(space: SearchSpace, setting: Setting) -> tuple[Violation, ...]:
             return ()
         tried += 1
         for name, why in broken.items():
-            reasons.setdefault(name, why)
+            # What the nearest to a valid one breaks is what all of them break.
+            reasons[name] = min(reasons.get(name, why), why, key=len)
         by_all = broken.keys() & (broken.keys() if by_all is None else by_all)
     if not is_whole and (not by_all or tried < DRAWN_MIN):
         return ()

@@ -153,10 +153,13 @@ def _of_types(config: TrialConfig, setting: Setting) -> Asked:
             "fp16 training is not supported on a CPU: use compute_dtype bf16 or fp32",
         )
     if config.adapter_dtype == "bf16":
-        reason = setting.lacks(AMPERE, "bf16", "adapter_dtype fp32")
+        # TRL has the adapters of a quantized base in bf16 alone.
+        is_theirs = config.method == "grpo" and config.is_quantized
+        own = "quantization none" if is_theirs else "adapter_dtype fp32"
+        reason = setting.lacks(AMPERE, "bf16", own)
         if compute == "fp16":
             scales = "fp16 scales the loss, and torch cannot unscale gradients in bf16"
-            reason = f"{scales}: use adapter_dtype fp32 or compute_dtype bf16"
+            reason = f"{scales}: use {own} or compute_dtype bf16"
         yield "bf16-adapters", reason
 
 
@@ -299,15 +302,15 @@ def _of_many_gpus(config: TrialConfig, setting: Setting) -> Asked:
 
 def _not_of_grpo(config: TrialConfig) -> str | None:
     """Return what TRL's GRPOTrainer, which alone would train it, does not do."""
-    for key, values in _OF_GRPO.items():
-        if getattr(config, key) not in values:
-            phrase = KNOBS[key].phrase(getattr(config, key))
-            known = " or ".join(map(as_typed, values))
-            return f"method grpo is for TRL, which has no {phrase}: use {key} {known}"
+    lacks = [
+        f"no {KNOBS[key].phrase(value)}: use {key} {' or '.join(map(as_typed, known))}"
+        for key, known in _OF_GRPO.items()
+        if (value := getattr(config, key)) not in known
+    ]
     own = adapter_dtype_of_trl(config.quantization)
     if config.adapter_dtype != own:
-        return f"TRL has the adapters of such a base in {own}: use adapter_dtype {own}"
-    return None
+        lacks.append(f"the adapters of such a base in {own}: use adapter_dtype {own}")
+    return f"method grpo is for TRL, which has {'; '.join(lacks)}" if lacks else None
 
 
 def adapter_dtype_of_trl(quantization: str) -> AdapterDtype:

@@ -332,8 +332,10 @@ def resolve_request(
 def _check_grpo(question: Question) -> None:
     request, alone = question.request, "the memory of one GPU's training step is planned"
     is_more = request.is_cheapest or request.is_calibrating or request.devices is not None
+    is_more |= request.work != AskedWork() or bool(request.typed_prices)
     if question.is_grpo and (is_more or len(question.gpus) > 1):
-        raise InputError(f"method grpo: {alone}, no cost and no trial: ask of one GPU alone")
+        how = "ask of one GPU alone, without --work and --price"
+        raise InputError(f"method grpo: {alone}, no cost and no trial: {how}")
     if request.grpo and not question.is_grpo:
         raise InputError(f"--set {min(request.grpo)} is of GRPO: add --method grpo")
 

@@ -261,7 +261,7 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     yield "settings", _but(plan_details.settings(shown.config))
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
-        cut = cut_in_words(epoch, shown.config.seq_len)
+        cut = cut_in_words(epoch, shown.config)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
     if plan.asked.grpo:
         yield "generation", GENERATION
@@ -446,6 +446,8 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     for answer in answers:
         best = answer.best
         where = f"{answer.forecaster.model.name} on the {answer.forecaster.gpu.name}"
+        if answer.asked.grpo:
+            where = f"GRPO's training step alone, of {where}"
         sentence = f"No sequence of {LENGTH_STEP} tokens surely fits for {where}"
         if best is not None and best.forecast is not None:
             what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
@@ -470,6 +472,7 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     found = {a.forecaster.gpu.name: a.best.forecast for a in answers if a.best and a.best.forecast}
     said = [*_settings_facts(found)] if found else []
     tried = units.plural(first.configurations, "configuration")
+    said += [("generation", GENERATION)] if first.asked.grpo else []
     said += [("searched", f"lengths in steps of {LENGTH_STEP} tokens, {tried} at each size")]
     if first.asked.held:
         said += [("you fixed", _in_words(first.asked.held))]

@@ -397,8 +397,10 @@ def test_the_fastest_of_each_length_is_shown_with_what_it_leaves_out() -> None:
         ("512", "1", "8,000", "4.3 %", "6 min 0 s"),
         ("2,048", "0", "5,000", "0 %", "10 min 0 s"),
     ]
-    assert "900 of 9,500 training rows); 100 rows" in cut_in_words(an_epoch(), 512)
-    assert "cuts nothing off" in cut_in_words(an_epoch(rows_cut=0, rows_left_out=0), 512)
+    of_pairs = SHORT.model_copy(update={"method": "dpo"})
+    assert "900 of 9,500 training rows); 100 rows" in cut_in_words(an_epoch(), SHORT)
+    assert "900 of 9,500 training pairs); 100 pairs" in cut_in_words(an_epoch(), of_pairs)
+    assert "cuts nothing off" in cut_in_words(an_epoch(rows_cut=0, rows_left_out=0), SHORT)
     about = known.definition.model_copy(update={"texts": a_summary(source=HOSTILE)})
     assert HOSTILE not in render(replace(known, definition=about))
 

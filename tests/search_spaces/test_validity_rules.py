@@ -92,6 +92,12 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
     "bf16-adapters": [
         ({"adapter_dtype": "bf16", "compute_dtype": "fp16"}, MISTRAL, AMPERE, "gradients in bf16"),
         ({"adapter_dtype": "bf16", "compute_dtype": "fp32"}, MISTRAL, TURING, "8.0 (Ampere), this"),
+        (
+            {**GRPO, "adapter_dtype": "bf16", "compute_dtype": "fp16"},
+            MISTRAL,
+            TURING,
+            "use quantization none or compute_dtype bf16",
+        ),
     ],
     "quantized-fraction-of-no-layer": [
         ({"quantized_fraction": 0.01}, MISTRAL, AMPERE, "layers in 4 bits: use quantization none")
@@ -139,6 +145,7 @@ FORBIDDEN: dict[str, list[tuple[dict[str, Any], ModelSpec, tuple[int, int] | Non
         ({**GRPO, "compute_dtype": "int8"}, MISTRAL, AMPERE, "use compute_dtype bf16 or fp16"),
         ({**GRPO, "checkpoint_fraction": 0.5}, MISTRAL, AMPERE, "no 50 % checkpointed"),
         ({**GRPO, "compile": True}, MISTRAL, AMPERE, "use compile false"),
+        ({**GRPO, "adapter_dtype": "fp32"}, MISTRAL, AMPERE, "use adapter_dtype bf16"),
     ],
     "sharding": [
         ({"sharding": "fsdp"}, MISTRAL, AMPERE, "use data_parallel 2 or more"),

@@ -447,6 +447,19 @@ def test_one_configuration_of_grpo_has_what_the_method_needs(ask: Asked) -> None
         ({"grpo": {"num_generations": 1}}, "--set num_generations must be at least 2, got 1"),
         ({"grpo": {"max_completion_length": 600}}, "must go into seq_len, got 600 and 512"),
         ({"is_cheapest": True}, "no cost and no trial"),
+        ({"work": AskedWork(samples=1000)}, "no cost and no trial: ask of one GPU alone, without"),
+        ({"typed_prices": ("a10=0.5",)}, "without --work and --price"),
+        (
+            {
+                "is_exact": False,
+                "configuration": {
+                    "method": "grpo",
+                    "quantization": "none",
+                    "adapter_dtype": "bf16",
+                },
+            },
+            "TRL, which has the adapters of such a base in fp32: use adapter_dtype fp32$",
+        ),
         ({"configuration": {}, "grpo": {"beta": 0.1}}, "--set beta is of GRPO"),
         (
             {"configuration": {**GRPO, "effective_batch_size": 12}},
@@ -462,6 +475,13 @@ def test_what_grpo_cannot_be_asked_is_refused(
 
 
 # The questions backwards
+
+
+def test_the_longest_rows_of_grpos_step_say_what_is_missing(ask: Asked) -> None:
+    space = ask.space(SMALL + "fixed: {checkpoint_fraction: 0.0}\n")
+    shown = ask.shown(space=space, configuration={"method": "grpo"}, is_longest=True)
+    assert "for GRPO's training step alone, of mistral-7b-v0.3" in " ".join(shown.split())
+    assert "generation is not in these numbers" in " ".join(shown.split())
 
 
 def test_the_longest_rows_are_asked_for(ask: Asked) -> None:
