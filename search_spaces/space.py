@@ -210,6 +210,10 @@ class SearchSpace(Strict):
         false or 0 for ``confirm``; a section with nothing under it is not there."""
         if not isinstance(values, dict):
             return values
+        for key in values:
+            if key in CONFIG_KEYS and key not in cls.model_fields:
+                message = f"{key} is a setting: write it under fixed, or under dimensions"
+                raise ContradictionError(f"{message} with what is searched", key)
         sections = ("dimensions", "fixed", "baseline", "steps")
         values = {k: v for k, v in values.items() if k not in sections or v is not None}
         if isinstance(values.get("data"), str):

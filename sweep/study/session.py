@@ -191,7 +191,7 @@ def prepare(
         # It knows the physics of speed and memory, and nothing of what is learned.
         space = space.model_copy(update={"sampler": "tpe"})
         notes += (
-            "Held-out loss cannot be foreseen, so the sampler is tpe, and the search ends after "
+            "Held-out loss cannot be predicted, so the sampler is tpe, and the search ends after "
             f"{space.trials} trials, or its time budget.",
         )
     name = checked_name(default_study_name(space, changed) if study is None else study)

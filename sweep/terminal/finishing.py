@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +35,10 @@ NOT_AS_RECORDED, NOT_NEAR = 1, 1
 _RUNS = {
     "training": "our training",
     "script": "the exported script (transformers' Trainer)",
-    "trl": "TRL's SFTTrainer on the exported file",
+    "trl": "TRL's trainer on the exported file",
 }
 _MERGED = ("bf16", "fp16")
+_EPOCHS_MAX = 1_000_000
 
 
 def train(
@@ -57,8 +57,8 @@ def train(
     learning, of_space = options.settings({}, settings, only=["learning_rate"], also=also)
     asked |= {"learning_rate": learning.get("learning_rate"), "weights": of_space.get("weights")}
     texts, epochs, weights = options.dataset(data, of_space), asked["epochs"], asked["weights"]
-    if epochs is not None and not 0 < epochs < math.inf:
-        raise InputError(f"--epochs must be a finite number above 0, got {epochs:g}")
+    if epochs is not None and not 0 < epochs <= _EPOCHS_MAX:
+        raise InputError(f"--epochs must be above 0 and at most {_EPOCHS_MAX:,}, got {epochs:g}")
     if weights not in (None, "pretrained", "random"):
         raise InputError(f"--set weights must be pretrained or random, got {quote(weights)}")
     if devices is not None:

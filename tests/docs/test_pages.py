@@ -31,6 +31,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.loading import parse_space
 from search_spaces.prices import load_prices
 from sweep import cli, entry_point
+from sweep.export.trainers import trainers
 from sweep.planning.question import Grpo
 from sweep.predict.memory.profile_store import TracingChildren
 from sweep.request import Where
@@ -242,6 +243,12 @@ def test_every_file_and_command_that_a_page_names_is_there(
     missing = {path for path in _PATH.findall(text) if not (ROOT / path).exists()}
     assert missing - {"search_spaces/architectures/NAME.json"} == set()
     assert set(_COMMAND.findall(text)) <= commands.keys()
+
+
+def test_the_page_of_exports_names_the_versions_that_the_files_name() -> None:
+    page = (DOCS / "guide" / "export.md").read_text(encoding="utf-8")
+    tried = {f"{t['name']} {t['versions']}" for t in trainers().values() if "versions" in t}
+    assert {words for words in tried if words not in page} == set()
 
 
 def test_every_knob_is_on_its_page_as_declared_and_measured() -> None:

@@ -97,6 +97,7 @@ ADDED = [
     ("data: 7", "line 4: data must map keys to values, got 7"),
     ("data: ''", "line 4: data.texts must not be empty"),
     ("  micro_batch: [1]", "unknown key 'micro_batch' under dimensions; did you mean 'micro_ba"),
+    ("method: dpo", "line 4: method is a setting: write it under fixed, or under dimensions with"),
     ("dimension: {}", "line 4: unknown key 'dimension'; did you mean 'dimensions'?"),
     ("fixed:\n  double_quant: true\n  lora_ranks: 3", "line 6: unknown key 'lora_ranks' under fi"),
     ("steps:\n  warm_up: 3", "line 5: unknown key 'warm_up' under steps; did you mean 'warmup_"),

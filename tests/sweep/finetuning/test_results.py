@@ -155,6 +155,9 @@ def test_a_verification_says_both_figures_and_what_may_be_behind_a_difference() 
     first, speed, *_ = verification_text(found).splitlines()
     assert first.startswith("Not as recorded: trial 17 of study 'a10-mistral', 40 steps of")
     assert speed.endswith("200 recorded, 180 reached: -10.0 % (within 5 % is as recorded)")
+    of_pairs = TrialConfig(method="dpo")
+    found = verified(changed(format="trl", config=of_pairs), 1.0, 1.0)
+    assert "SFTTrainer" not in verification_text(found)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ train demo --output o --set learning_rate=7 | learning_rate must be at most 1.0,
 train demo --output o --set lora_rank=7   | unknown setting 'lora_rank'
 run cpu-demo --data texts.jsonl --set data.text_column=b | no column 'b'; known are text
 data texts.jsonl --model demo --set data.completions_only=true | no completions of their own
-train demo --output o --epochs inf        | --epochs must be a finite number above 0, got inf
+train demo --output o --epochs inf        | --epochs must be above 0 and at most 1,000,000, got inf
+train demo --output o --epochs 1e300      | --epochs must be above 0 and at most 1,000,000, got
+train demo --output o --epochs nan        | --epochs must be above 0 and at most 1,000,000, got nan
 report                                    | name a study for its report
 report x -o front.pdf                     | a report goes into a file that ends in .html
 report x -o no/such/x.html                | no/such: make it first
