@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import IO
 
 from storage.records import Crashed, Outcome
+from sweep.processes import End
 from sweep.running.starting import MODULE
 from sweep.running.wire import (
     ChildSettings,
@@ -224,9 +225,9 @@ class _Rank:
             except UnreadableError as error:
                 said = f"the process of GPU {self._rank} said {error}"
                 self._on_failure(Crashed(phase="measure", cause="protocol", detail=said))
-        status = self._process.wait()
+        end = End(self._process.wait())
         if self._is_training or not self._ready.is_set():
-            ended = f"the process of GPU {self._rank} ended with status {status}"
+            ended = f"the process of GPU {self._rank} ended with {end}"
             self._on_failure(Crashed(phase="measure", cause="exit", detail=ended))
 
     def _take(self, message: object) -> None:

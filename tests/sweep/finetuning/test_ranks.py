@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_ends_the_training_with_one_message_and_its_checkp
 
     end = follow(job(tmp_path, texts, epochs=100, **TOGETHER), observe=kill)
     assert isinstance(end, Crashed), end
-    assert str(fault_of(end)) == "the process of GPU 1 ended with status -9"
+    assert str(fault_of(end)) == "the process of GPU 1 ended with signal SIGKILL"
     assert checkpoints.steps_of(tmp_path) == sorted(saved, reverse=True)[:2]
     assert not ranks("sweep.finetuning")
 
