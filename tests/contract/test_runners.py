@@ -127,9 +127,10 @@ CASES = {
     ),
 }
 CASES["worker-on-ray"] = replace(CASES["worker-on-cpu"], start=ON_RAY, end=ON_RAY.close)
+PARAMS = [pytest.param(name, marks=[pytest.mark.integration] * ("ray" in name)) for name in CASES]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=PARAMS, ids=str)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     case = CASES[request.param]
     yield case

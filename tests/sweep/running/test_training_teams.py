@@ -199,6 +199,7 @@ def test_modules_that_the_model_has_not_are_refused_in_a_team_too(runner: Superv
     assert measured(run(runner, TOGETHER)).cards == 2
 
 
+@pytest.mark.integration
 def test_no_bit_of_a_4_bit_weight_is_lost_and_a_head_that_is_read_is_there_in_every_step(
     tmp_path: Path,
 ) -> None:
