@@ -18,16 +18,16 @@ def grpo_config(config: TrialConfig, settings: Mapping[str, Any]) -> dict[str, A
             half of a sequence is the prompt's.
 
     Raises:
-        InputError: some prompt would not have all its completions in one step, or a completion is
-            longer than a sequence.
+        InputError: some prompt would not have all its completions in one step, or a completion
+            leaves no room for a prompt.
     """
     generations, longest = settings["num_generations"], settings["max_completion_length"]
     if config.samples_per_step % generations:
         got = f"{config.samples_per_step} and {generations}"
         raise InputError(f"effective_batch_size must be a multiple of num_generations, got {got}")
-    if (longest or 1) > config.seq_len:
+    if (longest or 1) >= config.seq_len:
         got = f"{longest} and {config.seq_len}"
-        raise InputError(f"max_completion_length must go into seq_len, got {got}")
+        raise InputError(f"max_completion_length must go into seq_len with a prompt, got {got}")
     # Its own head makes log-probabilities in chunks, and it refuses Liger's.
     liger = {**(liger_kernels("liger") or {}), "fused_linear_cross_entropy": False}
     is_recomputed = config.checkpoint_fraction > 0

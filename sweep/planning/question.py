@@ -193,7 +193,7 @@ class Question:
         if not self.is_grpo:
             return space
         longest, lengths = self.grpo["max_completion_length"] or 0, space.values_of("seq_len")
-        short = [length for length in lengths if length < longest]
+        short = [length for length in lengths if length <= longest]
         if 0 < len(short) < len(lengths):
             space = space.changed({"leave_out": [*space.leave_out, {"seq_len": short}]})
         if "adapter_dtype" in {*space.dimensions, *self.request.configuration}:

@@ -445,7 +445,7 @@ def test_one_configuration_of_grpo_has_what_the_method_needs(ask: Asked) -> None
     ("typed", "message"),
     [
         ({"grpo": {"num_generations": 1}}, "--set num_generations must be at least 2, got 1"),
-        ({"grpo": {"max_completion_length": 600}}, "must go into seq_len, got 600 and 512"),
+        ({"grpo": {"max_completion_length": 512}}, "into seq_len with a prompt, got 512 and 512"),
         ({"is_cheapest": True}, "no cost and no trial"),
         ({"work": AskedWork(samples=1000)}, "no cost and no trial: ask of one GPU alone, without"),
         ({"typed_prices": ("a10=0.5",)}, "without --work and --price"),
