@@ -119,7 +119,9 @@ class Fit:
     def __init__(self, matrix: Vector, values: Sequence[float]) -> None:
         self.matrix, self._logs = matrix, np.log(values)
         self._inverse = np.linalg.pinv(matrix)
-        self.degrees = len(values) - int(np.linalg.matrix_rank(matrix))
+        # numpy 2.0 knows no rank of a matrix without columns.
+        rank = int(np.linalg.matrix_rank(matrix)) if matrix.size else 0
+        self.degrees = len(values) - rank
         residual = self._logs - matrix @ (self._inverse @ self._logs)
         self._deviation = math.sqrt(float(residual @ residual) / max(1, self.degrees))
 
