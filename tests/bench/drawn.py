@@ -26,7 +26,7 @@ from storage.definition import Target
 from storage.records import Measured
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TrialRequest
-from tests.bench.harness import Row, stamp, write
+from tests.bench.harness import Row, stamp, word_tokenizer, write
 
 Drawn = dict[str, list[Any]]
 DRAWN: Drawn = {
@@ -134,9 +134,6 @@ def measured(runner: SupervisedRunner, config: TrialConfig) -> Row:
 def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
     """Return the peaks of two of GRPOTrainer's steps, as it trains a model that it quantizes."""
     from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
     from sweep.export.grpo import grpo_config
@@ -150,10 +147,6 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
     # What TRL does by itself is left to it.
     bare = config.model_copy(update={"kernels": "hf", "checkpoint_fraction": 0.0})
     base = build_base(bare, spec=spec, weights="random", device=device, seed=0)
-    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="<unk>"
-    )
     with attached(base, bare) as attachment, tempfile.TemporaryDirectory() as directory:
         # Trainer would ask what transformers quantized it with.
         base.model.is_quantized = False
@@ -169,7 +162,7 @@ def of_completions(spec: ModelSpec, config: TrialConfig) -> Row:
                 **grpo_config(config, asked),
             ),
             train_dataset=Dataset.from_list([{"prompt": "a"}] * 2 * config.samples_per_step),
-            processing_class=tokenizer,
+            processing_class=word_tokenizer(8),
         )
         ids = torch.randint(0, spec.vocab_size, (rows, 2 * half), device=device)
         whole = torch.ones_like(ids)

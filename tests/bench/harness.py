@@ -51,6 +51,23 @@ def _version(name: str) -> str | None:
         return None
 
 
+def word_tokenizer(words: int) -> Any:
+    """Return a tokenizer of so many words, the special ones among them."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(3, words))]
+    numbers = {word: number for number, word in enumerate(known)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(numbers, unk_token="<unk>")),
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+    )
+
+
 def write(row: Row, output: Path | None = None) -> None:
     """Print a row, and add it to a file of JSON lines."""
     line = json.dumps(row)

@@ -34,7 +34,7 @@ import torch
 
 from search_spaces.config import parse_config
 from search_spaces.models import load_model_spec
-from tests.bench.harness import ROOT, Row, stamp, write
+from tests.bench.harness import ROOT, Row, stamp, word_tokenizer, write
 
 GIB = 2**30
 SEED = 0
@@ -194,25 +194,14 @@ def serve(question: Row) -> None:
 
 def save_model(name: str, directory: Path) -> None:
     """Write a random 16-bit model with a tokenizer, as Unsloth loads one."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = load_model_spec(name)
     values = {key: value for key, value in spec.config.items() if key != "model_type"}
     config = AutoConfig.for_model(spec.config["model_type"], **values)
     with torch.device("cuda"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    words |= {f"w{index}": index for index in range(3, spec.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<unk>",
-    )
-    tokenizer.save_pretrained(directory)
+    word_tokenizer(spec.vocab_size).save_pretrained(directory)
 
 
 class Process:

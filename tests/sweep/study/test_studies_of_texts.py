@@ -216,6 +216,7 @@ def test_an_out_of_memory_says_nothing_of_packed_rows(reader: Reader, url: str) 
     what = prepared(reader, trials=16, sampler="random")
     driven(what, url, lambda c: out_of_memory if c.packing == "none" else fitting(c))
     records = read(url, what.name).records
-    verdicts = {r.verdict for r in records if r.config.packing != "none"}
-    assert verdicts <= {"fits", "pruned_slow", "invalid"}
+    ran = [r for r in records if getattr(r.outcome, "rule", "") != "grouped-needs-rows"]
+    verdicts = {r.verdict for r in ran if r.config.packing != "none"}
+    assert verdicts <= {"fits", "pruned_slow"}
     assert any(r.verdict == "oom" for r in records)
