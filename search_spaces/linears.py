@@ -6,7 +6,8 @@ worker, which has the real model, answers instead. Tables were read in transform
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -149,6 +150,40 @@ class CapacityClass:
     def of(cls, config: TrialConfig, model: ModelSpec) -> CapacityClass:
         """Return the class of a configuration on a model."""
         return cls(config.lora_rank, tuple(sorted(resolve_targets(config, model))))
+
+
+def standard_capacity(model: ModelSpec) -> CapacityClass:
+    """Return the class of the standard recipe: rank 16 on q, k, v and o."""
+    return CapacityClass.of(TrialConfig(), model)
+
+
+def nearest_capacity(classes: Iterable[CapacityClass], model: ModelSpec) -> CapacityClass | None:
+    """Return the class that is recommended from: the nearest to the standard recipe's; None where
+    there is no class.
+
+    The same target modules come first, then the nearest number of trainable parameters (the nearest
+    rank, where the architecture does not tell), then more of them.
+    """
+    standard = standard_capacity(model)
+    own = _capacity_size(standard, model)
+
+    def distance(capacity: CapacityClass) -> tuple[bool, float, float]:
+        size = _capacity_size(capacity, model)
+        if own is None or size is None:
+            times = capacity.lora_rank / standard.lora_rank
+        else:
+            times = size / own
+        # Rounded, so that half and twice the parameters are equally near.
+        apart = round(abs(math.log(times)), 6)
+        return capacity.modules != standard.modules, apart, -times
+
+    return min(classes, key=distance, default=None)
+
+
+def _capacity_size(capacity: CapacityClass, model: ModelSpec) -> int | None:
+    """Return the trainable parameters of a class; None where not known."""
+    config = TrialConfig(lora_rank=capacity.lora_rank, target_modules=capacity.modules)
+    return lora_parameters(config, model)
 
 
 def linear_shapes(model: ModelSpec) -> dict[str, Shape] | None:

@@ -49,8 +49,6 @@ RUNS_TO_CONFIRM = 2
 ERRORS_OF_STEPS = 2.5
 """Standard errors of the median in half a run's interval, which holds whenever measuring ends: of
 normal steps 2.5 with six or ten of them, 2.9 with 15, 3.3 with 20."""
-TIE = 0.02
-"""Relative: what is this close is as fast, and need not be told apart."""
 UNSURE_FROM = 0.10
 """A pooled speed whose interval reaches this far is too unsure to be set against another."""
 BETWEEN_RUNS = 0.005

@@ -44,10 +44,10 @@ from pydantic import BaseModel, ConfigDict
 from search_spaces.config import Numerics, TrialConfig, canonical
 from search_spaces.linears import CapacityClass
 from search_spaces.models import ModelSpec
+from search_spaces.preference import TIE
 from search_spaces.space import Objective
 from storage.confirmations import (
     RUNS_TO_CONFIRM,
-    TIE,
     Confirmations,
     Ratio,
     is_told_apart,

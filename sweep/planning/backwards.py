@@ -15,7 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec
-from search_spaces.linears import CapacityClass
+from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
 from search_spaces.space import SearchSpace
@@ -25,7 +25,6 @@ from sweep.planning.candidates import (
     Certainty,
     batches_of,
     certainty,
-    nearest_capacity,
     preferred,
     rows,
 )

@@ -18,9 +18,7 @@ from typing import Any, Literal, get_args
 from search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
 from search_spaces.costs import Range
 from search_spaces.dimensions import Choices, Dimension, FloatRange
-from search_spaces.linears import CapacityClass, lora_parameters
 from search_spaces.loading import load_space, parse_space, preset_name
-from search_spaces.models import ModelSpec
 from search_spaces.presets import starting_text
 from search_spaces.space import SearchSpace
 from sweep.predict.forecast import Forecast, Forecaster
@@ -38,8 +36,6 @@ BATCHES_MAX = 256
 """Micro-batches that are looked at in one row."""
 VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
-STANDARD = TrialConfig()
-"""The published recipe, whose capacity class is rank 16 on q,k,v,o."""
 WORTH_SPEED = 0.005
 """A smaller gain in speed, relative, is none."""
 WELL_PREDICTED = 0.05
@@ -309,30 +305,3 @@ def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, For
         if level not in best or speed_order(candidate) > speed_order(best[level]):
             best[level] = candidate
     return best
-
-
-def nearest_capacity(classes: Iterable[CapacityClass], *, model: ModelSpec) -> CapacityClass | None:
-    """Return the class nearest to the standard recipe's; None where there is no class.
-
-    The same target modules come first, then the number of trainable parameters (the rank, where the
-    architecture does not tell), then more of them.
-    """
-    standard = CapacityClass.of(STANDARD, model)
-
-    def distance(capacity: CapacityClass) -> tuple[bool, float, float]:
-        size = _size(capacity, standard, model)
-        # Rounded, so that half and twice the parameters are equally near.
-        return capacity.modules != standard.modules, round(abs(math.log(size)), 6), -size
-
-    return min(classes, key=distance, default=None)
-
-
-def _size(capacity: CapacityClass, standard: CapacityClass, model: ModelSpec) -> float:
-    """Return the size of a class's adapters over that of the standard one's."""
-    own, reference = (
-        lora_parameters(TrialConfig(lora_rank=known.lora_rank, target_modules=known.modules), model)
-        for known in (capacity, standard)
-    )
-    if own is None or reference is None:
-        return capacity.lora_rank / standard.lora_rank
-    return own / reference

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
-from search_spaces.linears import CapacityClass
+from search_spaces.linears import standard_capacity
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
-from sweep.planning.candidates import STANDARD, speed_ratio
+from sweep.planning.candidates import speed_ratio
 from sweep.planning.plan import CardComparison, CardPlan, WhatIf
 from sweep.planning.survey import ShapeTable, Survey
 from sweep.predict.forecast import Forecast
@@ -199,7 +199,7 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
         if survey.recommended is None
         else {
             **survey.recommended.config.capacity(),
-            "is_standard": survey.capacity == CapacityClass.of(STANDARD, survey.model),
+            "is_standard": survey.capacity == standard_capacity(survey.model),
         },
         "alternative": None if survey.alternative is None else _brief(survey.alternative),
         "fastest_by_class": [

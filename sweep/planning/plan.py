@@ -23,6 +23,7 @@ from search_spaces.costs import (
 from search_spaces.errors import InputError
 from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
+from search_spaces.linears import nearest_capacity
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
 from search_spaces.rules import Setting
@@ -31,7 +32,6 @@ from sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
     is_faster,
-    nearest_capacity,
     preferred,
     single_changes,
     speed_order,

@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from search_spaces.config import Numerics, TrialConfig
-from search_spaces.linears import CapacityClass
+from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.candidates import (
@@ -32,7 +32,6 @@ from sweep.planning.candidates import (
     alternative,
     certainty,
     evenly_spaced,
-    nearest_capacity,
     preferred,
     rows,
     speed_order,

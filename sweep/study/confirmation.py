@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.preference import TIE
 from search_spaces.space import ConfirmBudget, StepBudget
-from storage.confirmations import RUNS_TO_CONFIRM, TIE, Confirmations, Ratio, soaked_long_enough
+from storage.confirmations import RUNS_TO_CONFIRM, Confirmations, Ratio, soaked_long_enough
 from storage.ledger import MAX_ATTEMPTS, attempts, next_number
 from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord

@@ -15,9 +15,9 @@ from typing import Any
 
 from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
+from search_spaces.preference import TIE
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
-from storage.confirmations import TIE
 from storage.definition import StudyDefinition
 from storage.directory import WORTH_KEEPING
 from storage.ranking import CONCLUSIVE, Ranking, rank

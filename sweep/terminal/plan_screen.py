@@ -16,7 +16,7 @@ from search_spaces.config import CAPACITY_KEYS, TrialConfig
 from search_spaces.costs import Bill, Range
 from search_spaces.errors import listed
 from search_spaces.gpus import Interconnect
-from search_spaces.linears import CapacityClass, unquantized
+from search_spaces.linears import standard_capacity, unquantized
 from search_spaces.prices import PRICE_OPTION
 from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
@@ -299,7 +299,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         why = "the nearest to the standard recipe's of those that fit"
         if len({capacity for capacity, _ in rivals}) == 1:
             why = f"the only one of {searched} searched that may fit"
-        elif survey.capacity == CapacityClass.of(candidates.STANDARD, survey.model):
+        elif survey.capacity == standard_capacity(survey.model):
             why = "the standard recipe's"
         length = best.config.seq_len
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]

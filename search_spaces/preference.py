@@ -1,0 +1,42 @@
+"""Which of configurations that are equally fast is recommended: the plainer one.
+
+Plans, studies and reports decide a tie here. Within one class of numerics two speeds tie within
+`TIE`; between classes they do where the interval of their ratio holds 1.
+"""
+
+from __future__ import annotations
+
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, TrialConfig, canonical
+
+TIE = 0.02
+"""Relative difference in speed, within one class of numerics, that nobody has to care about."""
+_STANDARD = canonical(TrialConfig())
+_TASK_KEYS = frozenset(
+    {*BATCH_KEYS, *CAPACITY_KEYS, "seq_len", "lora_alpha", "lora_dropout", "learning_rate"}
+)
+"""Settings that say what is trained, or how much at a time: no value of these is unusual."""
+_COMPUTE_DTYPES = ("bf16", "fp16", "fp32")
+"""From the plainest on; what multiplies in 8 bits comes after all of them."""
+
+
+def unusual_settings(config: TrialConfig) -> int:
+    """Return how many settings differ from the standard recipe, the task's own apart."""
+    resolved = canonical(config)
+    return sum(
+        getattr(resolved, key) != getattr(_STANDARD, key) for key in KNOBS if key not in _TASK_KEYS
+    )
+
+
+def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int]:
+    """Return what sorts configurations that tie in speed, the one to recommend first.
+
+    16-bit compute comes before 8 bits, bf16 before fp16, less memory before more, and then fewer
+    settings that are not the standard recipe's.
+
+    Args:
+        config: the configuration.
+        peak_bytes: its peak allocated memory, measured or predicted.
+    """
+    dtype = config.compute_dtype
+    order = _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
+    return order, peak_bytes, unusual_settings(config)
