@@ -22,6 +22,8 @@ from sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
+KNOWN_PARTS = ("weights", "adapters", "optimizer")
+"""Those that are known exactly, as they are counted and not traced."""
 
 _ROWS = [PARTS.index(part) for part in VARYING]
 _MOMENTS = ("forward", "loss", "backward")
@@ -62,6 +64,11 @@ class Peaks:
         """Return each peak, with so much that blocks hold beyond what was asked for."""
         passing = self.passing.sum(axis=0) + wasted_bytes
         return np.asarray(np.maximum(self._update.sum(axis=0), passing))
+
+    @cached_property
+    def known_bytes(self) -> Bytes:
+        """What of each peak is known exactly: weights, adapters and optimizer states."""
+        return np.asarray(self.there[[PARTS.index(part) for part in KNOWN_PARTS]].sum(axis=0))
 
     def of(self, row: int, *, wasted_bytes: int = 0) -> tuple[dict[str, int], str]:
         """Return the parts of one step's peak, and when that is: ``forward``, ``loss``,
