@@ -15,9 +15,10 @@ that is compared with, is found class by class (`Kind`).
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -51,8 +52,10 @@ FIRST_MAX = 256
 """Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
 POINTS = 9
 """Values that are taken of a range of numbers that has no steps."""
-ROWS_AT_ONCE = 64
-"""Of one class, whose memory is looked at together."""
+ROWS_FIRST, ROWS_AT_ONCE = 40, 400
+"""Of one class, whose memory is looked at together: the first few mostly rule the others out."""
+SIZES_FIRST = 7
+"""Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
@@ -62,6 +65,8 @@ BATCHES_TIMED = 6
 BETWEEN_TIMED = 0.03
 """Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
 are padded to the longest, or a tensor leaves the GPU's cache."""
+ESTIMATED_WITHIN = 0.08
+"""Relative: how much faster than its estimate a row may turn out to be."""
 NEAR_MAX = 16
 """Rows of a class among which the plainest is looked for."""
 SIZES_LOOKED_AT = 48
@@ -110,6 +115,8 @@ class _Row:
     """The largest that surely fits; -1 for none."""
     possible: int = -1
     """The largest that may fit; -1 for none."""
+    estimate: float | None = None
+    """The speed that it is expected to reach, by peaks of rows like it; None where nothing is."""
     is_open: bool = False
     """Whether a replay may find a larger one that surely fits."""
     is_fitted: bool = False
@@ -118,6 +125,13 @@ class _Row:
     def bound(self) -> float:
         """The speed that it may reach, whatever fits."""
         return max(self.speeds.values(), default=0.0) * (1.0 + BETWEEN_TIMED)
+
+    @property
+    def hope(self) -> float:
+        """No less than the speed that it will turn out to have, as a rule."""
+        if self.estimate is None:
+            return self.bound
+        return min(self.bound, self.estimate * (1.0 + ESTIMATED_WITHIN))
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -145,8 +159,8 @@ class _Class:
     def open_rows(self) -> list[_Row]:
         """Return rows whose memory was not looked at and that may be as fast, the fastest first."""
         least = self.fastest / (1.0 + TIE)
-        left = [row for row in self.rows if not row.is_fitted and row.bound >= least]
-        return sorted(left, key=lambda row: row.bound, reverse=True)
+        left = [row for row in self.rows if not row.is_fitted and row.hope >= least]
+        return sorted(left, key=lambda row: row.hope, reverse=True)
 
     def fastest_rows(self, most: int) -> list[_Row]:
         """Return the fastest rows that surely fit, or may where none surely does, of different
@@ -351,11 +365,9 @@ class Shortlist:
         if not found:
             return
         best = max(found, key=lambda row: row.best(row.possible)[0])
-        like = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
-        structures = [row for of in like for row in of.fastest_rows(REFINED)]
-        for other in by_need:
-            if other != best.kind.capacity:
-                self._look(self._carried(structures, self._capacities[other]))
+        like = self._classes[best.kind].fastest_rows(1)
+        others = [capacity for capacity in by_need if capacity != best.kind.capacity]
+        self._look(row for other in others for row in self._carried(like, self._capacities[other]))
 
     def _nearness(self, capacity: CapacityClass) -> int:
         """Return the place of a class in the order in which classes are recommended."""
@@ -374,9 +386,10 @@ class Shortlist:
         classes = self._look(self._carried(known, own))
         fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
         first = {key: self._values[key] for key in self._firsts}
+        if "compute_dtype" in first:
+            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
         classes |= self._look(self._rows({**fixed, **first}))
-        for kind in classes:
-            self._refine(self._classes[kind])
+        self._refine(classes.values())
 
     @cached_property
     def _firsts(self) -> list[str]:
@@ -401,14 +414,15 @@ class Shortlist:
             values[SHARE] = tuple(self._values[SHARE])
         yield from self._rows(values)
 
-    def _refine(self, of: _Class) -> None:
-        """Turn one setting after another of the fastest of a class, until nothing is faster."""
+    def _refine(self, classes: Collection[_Class]) -> None:
+        """Turn one setting after another of the fastest of classes, until nothing is faster."""
         capacity_keys = ("lora_rank", "target_modules", "seq_len", SHARE)
         turned = [key for key, values in self._values.items() if len(values) > 1]
         turned = [key for key in turned if key not in capacity_keys]
         done: set[tuple[Any, ...]] = set()
         while True:
-            rows = [row for row in of.fastest_rows(REFINED) if row.structure not in done]
+            rows = [row for of in classes for row in of.fastest_rows(REFINED)]
+            rows = [row for row in rows if row.structure not in done]
             if not rows:
                 return
             changed: list[_Row] = []
@@ -417,7 +431,8 @@ class Shortlist:
                 for key in turned:
                     for value in self._values[key]:
                         changed += self._with_every_share({**row.params, key: value})
-            self._look(row for row in changed if row.kind == of.kind)
+            kinds = {of.kind for of in classes}
+            self._look(row for row in changed if row.kind in kinds)
 
     # Rows
 
@@ -489,13 +504,15 @@ class Shortlist:
             found[row.kind] = of
             added.append(row)
         self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
-        while True:
+        if not is_whole:
+            self._estimate(added)
+        for most in itertools.chain((ROWS_FIRST,), itertools.repeat(ROWS_AT_ONCE)):
             chunk: list[_Row] = []
             for of in found.values():
                 left = of.open_rows()
                 if is_whole:
                     left = [row for row in of.rows if not row.is_fitted]
-                chunk += left[:ROWS_AT_ONCE]
+                chunk += left[:most]
             if not chunk:
                 break
             self._fit(chunk)
@@ -509,6 +526,58 @@ class Shortlist:
         for of in found.values():
             self._look_closer(of)
         return found
+
+    def _estimate(self, rows: Sequence[_Row]) -> None:
+        """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
+
+        A peak is nearly a straight line over the micro-batch, and over the share of recomputed
+        layers from the first that is recomputed to the last.
+        """
+        structures: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in rows:
+            structures.setdefault((row.kind, *row.structure), []).append(row)
+        anchors: dict[_Row, list[int]] = {}
+        for alike in structures.values():
+            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+            for row in dict.fromkeys((*alike[:2], alike[-1])):
+                top = len(row.configs) - 1
+                anchors[row] = sorted({0, min(top, math.isqrt(top))})
+        self._predict([(row, at) for row, places in anchors.items() for at in places])
+        wanted: list[tuple[_Row, int]] = []
+        for alike in structures.values():
+            lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
+            wanted += self._expected(alike, lines)
+        self._time(wanted)
+        for row, at in wanted:
+            row.estimate = row.speeds[at]
+
+    def _expected(
+        self, alike: Sequence[_Row], lines: Mapping[_Row, tuple[float, float]]
+    ) -> Iterator[tuple[_Row, int]]:
+        """Yield rows of one structure with the largest micro-batch that is expected to fit; where
+        not even the smallest is, the row is done.
+
+        Args:
+            alike: the rows, by their share of recomputed layers.
+            lines: peaks of some of them, as constant and slope over the place.
+        """
+        budget = SURE_SHARE * self._forecaster.budget_bytes
+        least, most = alike[min(1, len(alike) - 1)], alike[-1]
+        for row in alike:
+            if row in lines:
+                constant, slope = lines[row]
+                if row.fits[0] is Fit.NO:
+                    row.is_fitted = True
+                    continue
+            else:
+                ends = least.configs[0].checkpoint_fraction, most.configs[0].checkpoint_fraction
+                share = (row.configs[0].checkpoint_fraction - ends[0]) / (ends[1] - ends[0])
+                constant, slope = (
+                    (1.0 - share) * low + share * high
+                    for low, high in zip(lines[least], lines[most], strict=True)
+                )
+            place = int((budget - constant) / slope) if slope > 0 else len(row.configs) - 1
+            yield row, min(max(place, 0), len(row.configs) - 1)
 
     def _look_closer(self, of: _Class) -> None:
         """Predict what tells the plainest of a class: speeds of all sizes, and peaks, of the rows
@@ -586,17 +655,17 @@ class Shortlist:
 
     def _fit(self, rows: Sequence[_Row]) -> None:
         """Find the largest micro-batches of rows that surely fit, and that may."""
-        steps = {row: _largest(row, self._forecaster.budget_bytes) for row in rows}
-        wanted = {row: next(step) for row, step in steps.items()}
-        while wanted:
-            self._predict(wanted.items())
-            again: dict[_Row, int] = {}
-            for row in wanted:
-                try:
-                    again[row] = next(steps[row])
-                except StopIteration:
+        searches = {row: _largest(row, self._forecaster.budget_bytes) for row in rows}
+        while searches:
+            points: list[tuple[_Row, int]] = []
+            for row, search in list(searches.items()):
+                wanted = next(search, None)
+                if wanted is None:
                     row.is_fitted = True
-            wanted = again
+                    del searches[row]
+                else:
+                    points += [(row, at) for at in wanted]
+            self._predict(points)
 
 
 class _Configs(Sequence[TrialConfig]):
@@ -616,52 +685,58 @@ class _Configs(Sequence[TrialConfig]):
         return self._made[at]
 
 
-def _largest(row: _Row, budget_bytes: int) -> Generator[int, None, None]:
+def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
     """Find the largest micro-batches of a row that surely fit, and that may.
 
-    Peaks are nearly straight lines over the micro-batch, so that each next guess is where the line
-    between what fits and what does not meets the budget.
+    Peaks are nearly straight lines over the micro-batch: where the line between what fits and what
+    does not meets the budget is guessed, and looked at with its neighbours.
 
     Yields:
-        The place of the micro-batch of which the prediction is wanted next.
+        The places of micro-batches of which predictions are wanted next.
     """
     top = len(row.configs) - 1
-    yield 0
+    yield [0]
     if row.fits[0] is Fit.NO:
         return
-    yield top
-    low, high = 0, top
-    if row.fits[top] is not Fit.NO:
-        low = top
-    while high - low > 1:
-        at = _between(row, low, high, limit_bytes=budget_bytes)
-        yield at
-        if row.fits[at] is Fit.NO:
-            high = at
-        else:
-            low = at
-    row.possible = low
-    row.sure = max((at for at, fit in row.fits.items() if fit is Fit.YES), default=-1)
-    high = min((at for at in row.fits if at > row.sure), default=top + 1)
-    while high - row.sure > 1:
-        at = (row.sure + high) // 2
-        if row.sure >= 0:
-            at = _between(row, row.sure, high, limit_bytes=int(SURE_SHARE * budget_bytes))
-        yield at
-        if row.fits[at] is Fit.YES:
-            row.sure = at
-        else:
-            high = at
-    row.is_open = high <= row.possible and row.fits[high] is None
+    yield _spread(top + 1, SIZES_FIRST)
+    while True:
+        row.possible, above_possible = _bracket(row, (Fit.YES, Fit.UNCERTAIN, None))
+        row.sure, above_sure = _bracket(row, (Fit.YES,))
+        wanted = _between(row, row.possible, above_possible, limit_bytes=budget_bytes)
+        limit_bytes = int(SURE_SHARE * budget_bytes)
+        wanted |= _between(row, row.sure, above_sure, limit_bytes=limit_bytes)
+        if not wanted:
+            break
+        yield sorted(wanted)
+    row.is_open = row.fits.get(row.sure + 1, Fit.NO) is None
 
 
-def _between(row: _Row, low: int, high: int, *, limit_bytes: int) -> int:
-    """Return a guess, between two places, of where peaks pass a limit."""
-    risen = row.peaks[high] - row.peaks[low]
-    if risen <= 0:
-        return (low + high) // 2
-    guess = low + int((limit_bytes - row.peaks[low]) / risen * (high - low))
-    return min(max(guess, low + 1), high - 1)
+def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
+    """Return a row's peaks as a line over the place, by some of them: constant and slope."""
+    first, last = places[0], places[-1]
+    slope = (row.peaks[last] - row.peaks[first]) / max(1, last - first)
+    return row.peaks[first] - slope * first, slope
+
+
+def _bracket(row: _Row, wanted: Sequence[Fit | None]) -> tuple[int, int]:
+    """Return the last place known to fit as is wanted, -1 for none, and the next known one."""
+    places = sorted(row.fits)
+    able = [at for at in places if row.fits[at] in wanted]
+    last = max(able, default=-1)
+    above = next((at for at in places if at > last), len(row.configs))
+    return last, above
+
+
+def _between(row: _Row, low: int, high: int, *, limit_bytes: int) -> set[int]:
+    """Return guesses, between two places, of where peaks pass a limit; none where nothing is."""
+    if high - low <= 1:
+        return set()
+    guess = (low + high) // 2
+    if low >= 0 and high in row.peaks and row.peaks[high] > row.peaks[low]:
+        share = (limit_bytes - row.peaks[low]) / (row.peaks[high] - row.peaks[low])
+        guess = low + int(share * (high - low))
+    near = range(guess - 1, guess + 3)
+    return {min(max(at, low + 1), high - 1) for at in near}
 
 
 def _last(places: range, holds: Callable[[int], bool]) -> int:
@@ -675,6 +750,18 @@ def _fit_then_speed(point: tuple[_Row, int]) -> tuple[int, float]:
     row, at = point
     order = (Fit.NO, None, Fit.UNCERTAIN, Fit.YES)
     return order.index(row.fits[at]), row.speeds[at]
+
+
+def _plainest_of_each_numerics(dtypes: Sequence[str]) -> list[str]:
+    """Return the compute dtypes of which one after another is looked at, but for those of which a
+    plainer one is of the same class of numerics."""
+    plainest: dict[str, TrialConfig] = {}
+    for dtype in dtypes:
+        config = TrialConfig(compute_dtype=dtype)
+        known = plainest.setdefault(config.numerics, config)
+        if plainness(config, 0) < plainness(known, 0):
+            plainest[config.numerics] = config
+    return [config.compute_dtype for config in plainest.values()]
 
 
 def _spread(count: int, most: int) -> list[int]:
