@@ -23,14 +23,14 @@ from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.rules import Setting, adapter_dtype_of_trl
 from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
+from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
-from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
 from sweep.planning.backwards import job
 from sweep.planning.candidates import Asked, SpaceKind, own_space
 from sweep.planning.evidence import evidence_from
+from sweep.predict.building import build_forecaster, shapes_of_texts
 from sweep.predict.forecast import NO_EVIDENCE, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
@@ -256,20 +256,22 @@ class Question:
         asked, shared = self._space_of(gpu)[0].budget_gib_on(gpu.name), gpu.compute_capability
         if shared not in self.predictors:
             self.predictors[shared] = self.predictor(self.model, gpu)
-        own, evidence = gpu.budget_bytes, NO_EVIDENCE
+        evidence = NO_EVIDENCE
         if self.request.study is not None:
             snapshot = self.read_study(self.request.study, self.request.storage)
             texts = None if self.texts is None else self.texts.summary
             evidence = evidence_from(
                 snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes
             )
-        return Forecaster(
-            model=self.model,
-            gpu=gpu,
-            budget_bytes=own if asked is None else min(own, int(asked * GIB)),
+        budget_bytes = gpu.budget_bytes
+        if asked is not None:
+            budget_bytes = min(budget_bytes, int(asked * GIB))
+        return build_forecaster(
+            self.model,
+            Target(gpu=gpu.name, device="cuda", budget_bytes=budget_bytes),
+            shapes=self.shapes,
             predictor=self.predictors[shared],
             evidence=evidence,
-            shapes=self.shapes,
         )
 
 
@@ -307,7 +309,7 @@ def resolve_request(
     texts = shapes = None
     if choice is not None:
         texts = read_texts(TextsRequest.of(choice, model))
-        shapes = ShapesOnTexts(StudyEpochs.of(texts, choice, seed=of_first.seed))
+        shapes = shapes_of_texts(texts, choice, seed=of_first.seed)
     if space is not None:
         space = space.model_copy(update={"data": choice})
     question = Question(
