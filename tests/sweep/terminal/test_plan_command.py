@@ -357,6 +357,19 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("budget", [4, 6, 7])
+def test_details_are_shown_of_what_fits_at_some_length_at_none_and_perhaps(
+    ask: Asked, budget: int, is_exact: bool
+) -> None:
+    space = ask.space(f"{SMALL}  seq_len: [512, 2048, 4096]\nbudget_gib: {budget}\n")
+    whole = ask.shown(space=space, is_exact=is_exact, is_detailed=True)
+    assert "Grounds" in whole
+    largest = [line.split() for line in whole.splitlines() if line.strip().startswith("largest")]
+    assert bool(largest) or budget == 4
+    assert all(words[-1] == "-" for words in largest)
+
+
 # Several GPUs of one host
 
 SHARDABLE = {"optimizer": "adamw_torch_fused", "upcast_fp32": False, "compute_dtype": "bf16"}
