@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,12 @@ from search_spaces.loading import Offered, load_space, preset_name, shipped_pres
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.rules import Setting, adapter_dtype_of_trl
-from search_spaces.space import SearchSpace
+from search_spaces.space import SearchSpace, largest_whole
 from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
-from sweep.planning.backwards import job
+from sweep.planning.backwards import job, whole_step
 from sweep.planning.candidates import Asked, SpaceKind, own_space
 from sweep.planning.evidence import evidence_from
 from sweep.predict.building import build_forecaster, shapes_of_texts
@@ -127,17 +128,23 @@ class Question:
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
     """By compute capability: GPUs that share one share all that is traced and read."""
 
-    @property
+    @cached_property
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self.request.configuration
+        spaces = [] if self.request.is_exact else [self._space_of(gpu)[0] for gpu in self.gpus]
         if self.is_grpo:
-            prompts = PROMPTS * self.grpo["num_generations"]
             is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
-            return {**({"effective_batch_size": prompts} if is_free else {}), **typed}
-        if not self.request.is_cheapest:
-            return typed
-        return job(typed, fixed={} if self.space is None else self.space.fixed)
+            if not is_free or "effective_batch_size" in typed:
+                return typed
+            completions = PROMPTS * self.grpo["num_generations"]
+            samples = whole_step(completions, held=typed, spaces=spaces)
+            whole = math.lcm(samples, self.grpo["num_generations"])
+            return {"effective_batch_size": whole, **typed}
+        if self.request.is_cheapest:
+            fixed = {} if self.space is None else self.space.fixed
+            return job(typed, fixed=fixed, spaces=spaces)
+        return typed
 
     @property
     def is_grpo(self) -> bool:
@@ -160,7 +167,8 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            asked = parse_config({**needed_by(self.held), **self.held}, where="options")
+            values = _with_micro_batch({**needed_by(self.held), **self.held})
+            asked = parse_config(values, where="options")
             if self.is_grpo and "adapter_dtype" not in self.held:
                 asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
@@ -273,6 +281,17 @@ class Question:
             predictor=self.predictors[shared],
             evidence=evidence,
         )
+
+
+def _with_micro_batch(typed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with the standard recipe's micro-batch lowered until it goes into a typed
+    effective batch, where nobody typed one."""
+    effective, gpus = typed.get("effective_batch_size"), typed.get("data_parallel", 1)
+    if effective is None or "micro_batch_size" in typed or effective % gpus:
+        return typed
+    standard = TrialConfig().micro_batch_size
+    micro = largest_whole(standard, effective // gpus)
+    return typed if micro == standard else {**typed, "micro_batch_size": micro}
 
 
 def resolve_request(
