@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, Numerics, TrialConfig
 from search_spaces.dimensions import FloatRange
@@ -31,7 +32,7 @@ from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.preference import TIE, plainness
 from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
 from sweep.predict.memory.prediction import Fit
 
 WHOLE_MAX = 4_000
@@ -280,16 +281,26 @@ class Shortlist:
         _, _, row, at = min(found, key=lambda each: each[:2])
         return row, at
 
-    def candidates(self, most: int) -> list[TrialConfig]:
-        """Return what a study may try of the recommended capacity class: of each row the largest
-        micro-batches that surely fit and that may, and smaller ones; the fastest first."""
-        found: dict[TrialConfig, float] = {}
+    def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
+        """Return what a study may try, with the values that the space has for it: of each row the
+        largest micro-batches that surely fit and that may, and smaller ones; the fastest first.
+
+        Of the recommended capacity class they are many, of any other few.
+        """
+        found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
             if row.kind.capacity == self.capacity:
-                for at, speed in row.speeds.items():
-                    if at <= row.possible:
-                        found[row.configs[at]] = speed
-        return sorted(found, key=lambda config: -found[config])[:most]
+                places = [at for at in row.speeds if at <= row.possible]
+            else:
+                places = [at for at in (row.sure,) if at >= 0]
+            found += [(row.speeds[at], row, at) for at in places]
+        found.sort(key=lambda each: each[0], reverse=True)
+        params = [
+            ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
+            for _, row, at in found[:most]
+        ]
+        known = self._space.dimensions
+        return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -654,11 +665,16 @@ class Shortlist:
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
         if not missing:
             return
-        speeds = self._forecaster.forecast(
-            [row.configs[at] for row, at in missing]
-        ).tokens_per_second
+        speeds = self._speeds([row.configs[at] for row, at in missing])
         for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
             row.speeds[at] = speed
+
+    def _speeds(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
+        """Return tokens/s on the GPU that the answer is for; 0 where nothing is known."""
+        target = self._forecaster.target_speed
+        if isinstance(target, SpeedForecast):
+            return np.nan_to_num(target.times(configs).tokens_per_second)
+        return self._forecaster.forecast(configs).tokens_per_second
 
     def _predict(self, points: Iterable[tuple[_Row, int]]) -> None:
         """Predict whether some micro-batches of rows fit, as far as that takes no replay."""
