@@ -53,20 +53,20 @@ FIRST_MAX = 256
 """Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
 POINTS = 9
 """Values that are taken of a range of numbers that has no steps."""
-ROWS_FIRST, ROWS_AT_ONCE = 40, 400
-"""Of one class, whose memory is looked at together: the first few mostly rule the others out."""
+STRUCTURES_FIRST, ROWS_FIRST = 3, 12
+"""Of one class, the fastest by what bounds them, which mostly rule the others out."""
 SIZES_FIRST = 7
 """Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
 """Fastest structures of a class that are looked at first in another one."""
-BATCHES_TIMED = 6
+BATCHES_TIMED = 4
 """Micro-batches of a row that bound its speed, evenly spread by their logarithm."""
 BETWEEN_TIMED = 0.03
 """Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
 are padded to the longest, or a tensor leaves the GPU's cache."""
-ESTIMATED_WITHIN = 0.08
+ESTIMATED_WITHIN = 0.04
 """Relative: how much faster than its estimate a row may turn out to be."""
 NEAR_MAX = 16
 """Rows of a class among which the plainest is looked for."""
@@ -130,8 +130,7 @@ class _Row:
     @property
     def hope(self) -> float:
         """No less than the speed that it will turn out to have, as a rule."""
-        if self.estimate is None:
-            return self.bound
+        assert self.estimate is not None, "only what is estimated is hoped for"
         return min(self.bound, self.estimate * (1.0 + ESTIMATED_WITHIN))
 
     @property
@@ -157,10 +156,26 @@ class _Class:
         """The speed of the fastest that surely fits; minus infinity for none."""
         return max((row.best(row.sure)[0] for row in self.rows), default=float("-inf"))
 
-    def open_rows(self) -> list[_Row]:
-        """Return rows whose memory was not looked at and that may be as fast, the fastest first."""
+    def open_structures(self, most: int) -> list[list[_Row]]:
+        """Return the rows of structures of which nothing is estimated and that may be as fast, by
+        their share of recomputed layers; the fastest structures first."""
+        structures: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in self.rows:
+            if row.estimate is None and not row.is_fitted:
+                structures.setdefault(row.structure, []).append(row)
         least = self.fastest / (1.0 + TIE)
-        left = [row for row in self.rows if not row.is_fitted and row.hope >= least]
+        left = [alike for alike in structures.values() if _bound(alike) >= least]
+        left.sort(key=_bound, reverse=True)
+        for alike in left:
+            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+        return left[:most]
+
+    def open_rows(self) -> list[_Row]:
+        """Return rows whose memory is estimated and was not looked at, and that may be as fast, the
+        fastest first."""
+        left = [row for row in self.rows if row.estimate is not None and not row.is_fitted]
+        least = self.fastest / (1.0 + TIE)
+        left = [row for row in left if row.hope >= least]
         return sorted(left, key=lambda row: row.hope, reverse=True)
 
     def fastest_rows(self, most: int) -> list[_Row]:
@@ -454,9 +469,12 @@ class Shortlist:
 
     def _refine(self, classes: Collection[_Class]) -> None:
         """Turn one setting after another of the fastest of classes, until nothing is faster."""
-        fixed = (*CAPACITY_KEYS, "seq_len", SHARE)
+        # Of settings of which all combinations were looked at, compute dtypes alone were not all.
+        fixed = (*CAPACITY_KEYS, "seq_len", SHARE, *_firsts(self._values))
         turned = [
-            key for key, values in self._values.items() if len(values) > 1 and key not in fixed
+            key
+            for key, values in self._values.items()
+            if len(values) > 1 and (key not in fixed or key == "compute_dtype")
         ]
         done: set[tuple[Any, ...]] = set()
         while True:
@@ -493,17 +511,30 @@ class Shortlist:
         batches = self._batches(params)
         if not batches:
             return None
-        config = self._space.config({**params, "micro_batch_size": batches[0]})
         rule = ""
-        for start, size in enumerate(batches[:STARTS_TRIED]):
-            first = config.changed(micro_batch_size=size)
+        tried = batches[:STARTS_TRIED]
+        for start, size in enumerate(tried):
+            first = self._config(params, size)
             broken = self._forecaster.broken(first)
             if broken is None:
                 kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
                 return _Row(params, kind, _Configs(first, batches[start:]))
-            rule = rule or broken.rule
+            rule = broken.rule
+            if start == 0 and self._forecaster.broken(self._config(params, tried[-1])) is not None:
+                # It is not the micro-batch that is forbidden.
+                break
         self.invalid[rule] += 1
         return None
+
+    def _config(self, params: Params, size: int) -> TrialConfig:
+        """Return a combination's configuration; each of its values was read with the space."""
+        written = {key: _as_read(value) for key, value in params.items()}
+        return self._any.changed(**written, micro_batch_size=size)
+
+    @cached_property
+    def _any(self) -> TrialConfig:
+        """A configuration of the space."""
+        return self._space.config(self._first)
 
     def _capacity_of(self, config: TrialConfig) -> CapacityClass:
         key = config.lora_rank, config.target_modules
@@ -543,47 +574,48 @@ class Shortlist:
             found[row.kind] = of
             added.append(row)
         self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
-        if not is_whole:
-            self._estimate(added)
-        for most in itertools.chain((ROWS_FIRST,), itertools.repeat(ROWS_AT_ONCE)):
-            chunk: list[_Row] = []
-            for of in found.values():
-                left = of.open_rows()
-                if is_whole:
-                    left = [row for row in of.rows if not row.is_fitted]
-                chunk += left[:most]
-            if not chunk:
-                break
-            self._fit(chunk)
-            points: list[tuple[_Row, int]] = []
-            for row in chunk:
-                for last in {row.sure, row.possible} - {-1}:
-                    points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
-            self._time(points)
-            for of in found.values():
-                self._resolve(of, is_whole=is_whole)
+        if is_whole:
+            self._look_at_memory(added)
+        else:
+            # The fastest few rule most others out, before anything of those is traced.
+            for most in (STRUCTURES_FIRST, len(added)):
+                left = [alike for of in found.values() for alike in of.open_structures(most)]
+                self._estimate(left)
+                for most_rows in (ROWS_FIRST, len(added)):
+                    self._look_at_memory(
+                        [row for of in found.values() for row in of.open_rows()[:most_rows]]
+                    )
         for of in found.values():
+            self._resolve(of, is_whole=is_whole)
             self._look_closer(of)
         return found
 
-    def _estimate(self, rows: Sequence[_Row]) -> None:
+    def _look_at_memory(self, rows: Sequence[_Row]) -> None:
+        """Find what of some rows fits, and how fast that is."""
+        self._fit(rows)
+        points: list[tuple[_Row, int]] = []
+        for row in rows:
+            for last in {row.sure, row.possible} - {-1}:
+                points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
+        self._time(points)
+
+    def _estimate(self, structures: Sequence[Sequence[_Row]]) -> None:
         """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
 
         A peak is nearly a straight line over the micro-batch, and over the share of recomputed
-        layers from the first that is recomputed to the last.
+        layers where some are and some are not.
+
+        Args:
+            structures: the rows of each, by their share of recomputed layers.
         """
-        structures: dict[tuple[Any, ...], list[_Row]] = {}
-        for row in rows:
-            structures.setdefault((row.kind, *row.structure), []).append(row)
         anchors: dict[_Row, list[int]] = {}
-        for alike in structures.values():
-            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
-            for row in dict.fromkeys((*alike[:2], alike[-1])):
+        for alike in structures:
+            for row in _anchors(alike):
                 top = len(row.configs) - 1
                 anchors[row] = sorted({0, min(top, math.isqrt(top))})
         self._predict([(row, at) for row, places in anchors.items() for at in places])
         wanted: list[tuple[_Row, int]] = []
-        for alike in structures.values():
+        for alike in structures:
             lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
             wanted += self._expected(alike, lines)
         self._time(wanted)
@@ -601,7 +633,7 @@ class Shortlist:
             lines: peaks of some of them, as constant and slope over the place.
         """
         budget = SURE_SHARE * self._forecaster.budget_bytes
-        least, most = alike[min(1, len(alike) - 1)], alike[-1]
+        _, least, most = _anchors(alike)
         for row in alike:
             if row in lines:
                 constant, slope = lines[row]
@@ -686,13 +718,15 @@ class Shortlist:
         quick = forecasts.quick_fits()
         least = forecasts.least_bytes.tolist()
         refused = forecasts.refused
+        has_dataset = self._forecaster.shapes is not None
         for number, (row, at) in enumerate(missing):
             fit = quick[number]
             if number in refused:
                 error = refused[number]
                 self._refused.setdefault(str(error), error)
                 fit = Fit.NO
-            elif at and self._forecaster.broken(configs[number]) is not None:
+            elif at and has_dataset and self._forecaster.broken(configs[number]) is not None:
+                # The dataset is too small for such a micro-batch.
                 fit = Fit.NO
             row.fits[at] = fit
             row.peaks[at] = least[number]
@@ -790,6 +824,18 @@ def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
     row.is_open = row.fits.get(row.sure + 1, Fit.NO) is None
 
 
+def _anchors(alike: Sequence[_Row]) -> tuple[_Row, _Row, _Row]:
+    """Return the rows of a structure by whose peaks the others' are estimated: the first, and the
+    ends of those in which some layers are recomputed and some are not."""
+    inside = alike[1:-1] or alike[-1:]
+    return alike[0], inside[0], inside[-1]
+
+
+def _bound(rows: Sequence[_Row]) -> float:
+    """Return the speed that the fastest of some rows may reach, whatever fits."""
+    return max(row.bound for row in rows)
+
+
 def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
     """Return a row's peaks as a line over the place, by some of them: constant and slope."""
     first, last = places[0], places[-1]
@@ -860,6 +906,11 @@ def _listed(space: SearchSpace, key: str) -> list[Any]:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
         return [dimension.at(share) for share in np.linspace(0.0, 1.0, POINTS).tolist()]
     return list(values)
+
+
+def _as_read(value: Any) -> Any:
+    """Return a value as a configuration holds it."""
+    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
 
 
 def _leanest(key: str, values: Sequence[Any]) -> Any:
