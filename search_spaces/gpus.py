@@ -111,7 +111,7 @@ class GpuSpec(Strict):
     cache: Cache | None = None
     power_limit_watts: int | None = Field(default=None, gt=0)
     """Where it holds the clock well below boost in a training."""
-    launch_seconds: float = Field(default=22e-6, gt=0)
+    launch_seconds: float = Field(default=20e-6, gt=0)
     """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
 
     It is the host's figure rather than the GPU's: of the hosts that the GPU is rented with."""

@@ -48,10 +48,10 @@ COMPILED_LAUNCH = 0.4
 """A compiled layer launches from generated code, which costs less than an eager operation."""
 OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
 """Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
-GATHER_LAUNCHES = 290.0
+GATHER_LAUNCHES = 320.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
 so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
-Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 230 to 390
+Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 250 to 430
 (`tests/data/several_cards_h200.jsonl`)."""
 MOMENTS_MOVED = 4
 """Elements of an optimizer's state that an update reads and writes per adapter parameter."""
