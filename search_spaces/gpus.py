@@ -130,6 +130,11 @@ class GpuSpec(Strict):
         return self.memory_bytes - self.context_bytes - self.headroom_bytes
 
     @property
+    def is_geforce(self) -> bool:
+        """Whether it is a consumer's GPU, whose matrix units add up in fp32 at half their rate."""
+        return "GeForce" in self.product
+
+    @property
     def half(self) -> ComputeDtype:
         """The 16-bit type that its matrix units multiply."""
         return "bf16" if "bf16" in self.peak_flops else "fp16"
