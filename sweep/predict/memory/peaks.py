@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
+KNOWN_PARTS = ("weights", "adapters", "optimizer")
+"""Those that are known exactly, as they are counted and not traced."""
 
 _ROWS = [PARTS.index(part) for part in VARYING]
 _MOMENTS = ("forward", "loss", "backward")
@@ -33,6 +34,8 @@ _WIDE = 2**48
 """Tokens by length from which a sum may not go into 64 bits."""
 _AT_ONCE = 1024
 """Steps whose numbers take some MiB."""
+_NEVER = -(2**62)
+"""Bytes before a segment that no layer of a kind has."""
 _BESIDE = {"embed": 0, "head": -1, "head_backward": -1}
 """The layer whose kind decides over a segment that happens once."""
 
@@ -61,6 +64,11 @@ class Peaks:
         """Return each peak, with so much that blocks hold beyond what was asked for."""
         passing = self.passing.sum(axis=0) + wasted_bytes
         return np.asarray(np.maximum(self._update.sum(axis=0), passing))
+
+    @cached_property
+    def known_bytes(self) -> Bytes:
+        """What of each peak is known exactly: weights, adapters and optimizer states."""
+        return np.asarray(self.there[[PARTS.index(part) for part in KNOWN_PARTS]].sum(axis=0))
 
     def of(self, row: int, *, wasted_bytes: int = 0) -> tuple[dict[str, int], str]:
         """Return the parts of one step's peak, and when that is: ``forward``, ``loss``,
@@ -139,41 +147,61 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
     """Return when the most comes and goes in steps with the same profiles, and how much of it is
     alive then: `VARYING`.
 
+    A segment peaks in the visit before which most is alive, so that of all visits of one segment in
+    layers of one kind a single one is looked at. Of equal peaks it is the earliest.
+
     Args:
         steps: they differ in their sizes and in which layers are recomputed.
         width: of the numbers.
     """
-    visits, names = list(steps[0].visits()), steps[0].profile.segments
-    of_visit = [list(names).index(visit.name) for visit in visits]
-    flags = np.array([step.flags for step in steps], np.bool_)
+    visits = list(steps[0].visits())
+    names = list(steps[0].profile.segments)
+    segments = np.array([names.index(visit.name) for visit in visits])  # (visits,)
     layers = [_BESIDE.get(visit.name, visit.layer) for visit in visits]
-    is_recomputed = flags[:, layers].T
+    flags = np.array([step.flags for step in steps], np.bool_)  # (steps, layers)
+    is_recomputed = flags[:, layers].T  # (visits, steps)
     left = np.zeros((len(visits), len(VARYING), len(steps)), width)
-    risen: list[Bytes] = []
-    births: list[tuple[int, int, bool]] = []
+    risen: dict[bool, list[Bytes]] = {}
     for flag, profile in steps[0].profiles.items():
         columns = _columns(steps, profile, flags == flag, width)
         of_segment = [profile.levels[name] for name in names]
         ends = np.stack([levels[-1] for levels in of_segment])
         once, repeated = ends[:, :, 0], ends[:, :, 1:]
-        left += np.tensordot(once, columns[0], 1)[of_visit] * (is_recomputed == flag)[:, None]
+        left += np.tensordot(once, columns[0], 1)[segments] * (is_recomputed == flag)[:, None]
         # What a segment that happens once (embedding, head) lets go of for each layer of one kind
         # stands in the profile of that kind, whichever the segment itself is of.
-        left += np.tensordot(repeated, columns[1:], 2)[of_visit]
-        bounds = [*accumulate(map(len, of_segment), initial=sum(map(len, risen)))]
-        rows = [range(start, end - 1) for start, end in pairwise(bounds)]
-        births += [(at, row, flag) for at, own in enumerate(of_visit) for row in rows[own]]
-        risen.append(np.tensordot(np.concatenate(of_segment), columns, 2))
+        left += np.tensordot(repeated, columns[1:], 2)[segments]
+        # Of each segment: (births, varying, steps).
+        risen[flag] = [np.tensordot(levels[:-1], columns, 2) for levels in of_segment]
     # Gradients that earlier micro-batches have left are there throughout.
     left[:, GRADIENTS, [step.held_gradients > 0 for step in steps]] = 0
-    alive, above = left.cumsum(axis=0) - left, np.concatenate(risen)
-    at, row, kind = map(np.array, zip(*sorted(births), strict=True))
-    totals = alive.sum(axis=1)[at] + above.sum(axis=1)[row]
-    highest = np.where(is_recomputed[at] == kind[:, None], totals, -1).argmax(axis=0)
-    at, row, step = at[highest], row[highest], np.arange(len(steps))
+    alive = left.cumsum(axis=0) - left  # (visits, varying, steps)
+    alive_in_all = alive.sum(axis=1)  # (visits, steps)
+    step = np.arange(len(steps))
+    found_visits: list[NDArray[np.intp]] = []
+    found_above: list[Bytes] = []
+    found_totals: list[Bytes] = []
+    for segment in dict.fromkeys(segments.tolist()):
+        of_segment_visits = np.flatnonzero(segments == segment)
+        for flag, above_of in risen.items():
+            is_own = is_recomputed[of_segment_visits] == flag  # (visits of it, steps)
+            before = np.where(is_own, alive_in_all[of_segment_visits], _NEVER)
+            first = before.argmax(axis=0)  # (steps,)
+            above = above_of[segment]
+            found_above.append(above)
+            found_totals.append(
+                np.where(is_own.any(axis=0), before[first, step], _NEVER) + above.sum(axis=1)
+            )
+            found_visits.append(np.broadcast_to(of_segment_visits[first], (len(above), len(steps))))
+    totals = np.concatenate(found_totals)  # (births, steps)
+    visit = np.concatenate(found_visits)
+    earliest = np.where(totals == totals.max(axis=0), visit, len(visits))
+    birth = earliest.argmin(axis=0)  # (steps,)
+    at = visit[birth, step]
     kinds = [visit.name.partition(" ")[0] for visit in visits]
     moments = np.array([_MOMENTS.index(_MOMENT_OF.get(kind, kind)) for kind in kinds], np.int8)
-    return moments[at], (alive[at, :, step] + above[row, :, step]).T
+    above = np.concatenate(found_above)
+    return moments[at], (alive[at, :, step] + above[birth, :, step]).T
 
 
 def _columns(
