@@ -147,11 +147,11 @@ def ours(file: str, *, by_host: bool) -> list[Outcome]:
     ("file", "by_host", "median", "ninth_of_ten"),
     # Of a GPU that is off by as much as others' steps on it and other GPUs say as well, 3.7 %.
     [
-        ("table", False, 0.03, 0.08),
+        ("table", False, 0.031, 0.085),
         ("table", True, 0.14, 0.43),
-        ("held out", False, 0.045, 0.18),
-        ("held out", True, 0.17, 0.46),
-        ("study", False, 0.06, 0.115),
+        ("held out", False, 0.05, 0.185),
+        ("held out", True, 0.19, 0.43),
+        ("study", False, 0.067, 0.12),
     ],
 )
 def test_steps_on_the_h200_stay_as_well_predicted(
