@@ -293,7 +293,7 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
 
 def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
     """Return an overlay of a baseline that the GPU and the model take."""
-    said = parse_yaml(overlay, label="preset").values["baseline"]
+    said = parse_yaml(overlay, label="preset").values.get("baseline", {})
     lines = ["baseline:"]
     length = said.get("seq_len", TrialConfig().seq_len)
     if model.max_positions is not None and length > model.max_positions:
