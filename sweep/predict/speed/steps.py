@@ -68,8 +68,8 @@ power limit.
 """
 GEFORCE_MATMUL_EFFICIENCY = 1.0
 """The same of GeForce GPUs, whose matrix units add up in fp32 at half their rate, so that power
-limits them less. With it steps of three frameworks on an RTX 4090 and of one on RTX 3090s take 0.93
-of the prediction in the median, and with the other 0.85."""
+limits them less. With it steps of three frameworks on an RTX 4090 and of one on RTX 3090s take 0.92
+of the prediction in the median, and with the other 0.84."""
 ATTENTION_EFFICIENCY = 0.65
 """Share of the measured matrix rate that a causal flash kernel reaches, forward and backward
 together: FlashAttention-2 on an A100, cuDNN's on an H200."""
