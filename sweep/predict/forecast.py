@@ -72,6 +72,8 @@ TRACED = "structures traced"
 Array = NDArray[np.float64]
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: a GPU's rates and a model's code, those with trials, or a trial."""
+Rule = Callable[[TrialConfig], Violation | None]
+"""Returns the rule that forbids a configuration, bound to a model and a device."""
 Progress = Callable[[str], OnProgress]
 """Returns what is told how much is done of what is named, and of how much."""
 
@@ -521,7 +523,8 @@ class Forecaster:
     Args:
         model: what is trained.
         budget_bytes: what a training may take.
-        gpu: whose rules and rates hold where neither ``violation`` nor ``speed`` is given.
+        gpu: that runs, whose rules and rates hold where neither ``violation`` nor ``speed`` is
+            given; None for a CPU, and for a GPU that the catalogue does not have.
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
@@ -539,7 +542,7 @@ class Forecaster:
         model: ModelSpec,
         budget_bytes: int,
         gpu: GpuSpec | None = None,
-        violation: Callable[[TrialConfig], Violation | None] | None = None,
+        violation: Rule | None = None,
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
         target_speed: SpeedModel | None = None,
@@ -587,6 +590,11 @@ class Forecaster:
         """The GPU that is asked about."""
         assert self._gpu is not None, "a plan is of a GPU"
         return self._gpu
+
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether speeds are predicted by a GPU's data sheet."""
+        return isinstance(self.target_speed or self.speed, SpeedForecast)
 
     def forecast(
         self,

@@ -15,22 +15,24 @@ that is compared with, is found class by class (`Kind`).
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, Numerics, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, Numerics, TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.preference import TIE, plainness
 from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
 from sweep.predict.memory.prediction import Fit
 
 WHOLE_MAX = 4_000
@@ -51,8 +53,10 @@ FIRST_MAX = 256
 """Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
 POINTS = 9
 """Values that are taken of a range of numbers that has no steps."""
-ROWS_AT_ONCE = 64
-"""Of one class, whose memory is looked at together."""
+ROWS_FIRST, ROWS_AT_ONCE = 40, 400
+"""Of one class, whose memory is looked at together: the first few mostly rule the others out."""
+SIZES_FIRST = 7
+"""Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
@@ -62,6 +66,8 @@ BATCHES_TIMED = 6
 BETWEEN_TIMED = 0.03
 """Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
 are padded to the longest, or a tensor leaves the GPU's cache."""
+ESTIMATED_WITHIN = 0.08
+"""Relative: how much faster than its estimate a row may turn out to be."""
 NEAR_MAX = 16
 """Rows of a class among which the plainest is looked for."""
 SIZES_LOOKED_AT = 48
@@ -110,6 +116,8 @@ class _Row:
     """The largest that surely fits; -1 for none."""
     possible: int = -1
     """The largest that may fit; -1 for none."""
+    estimate: float | None = None
+    """The speed that it is expected to reach, by peaks of rows like it; None where nothing is."""
     is_open: bool = False
     """Whether a replay may find a larger one that surely fits."""
     is_fitted: bool = False
@@ -118,6 +126,13 @@ class _Row:
     def bound(self) -> float:
         """The speed that it may reach, whatever fits."""
         return max(self.speeds.values(), default=0.0) * (1.0 + BETWEEN_TIMED)
+
+    @property
+    def hope(self) -> float:
+        """No less than the speed that it will turn out to have, as a rule."""
+        if self.estimate is None:
+            return self.bound
+        return min(self.bound, self.estimate * (1.0 + ESTIMATED_WITHIN))
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -145,8 +160,8 @@ class _Class:
     def open_rows(self) -> list[_Row]:
         """Return rows whose memory was not looked at and that may be as fast, the fastest first."""
         least = self.fastest / (1.0 + TIE)
-        left = [row for row in self.rows if not row.is_fitted and row.bound >= least]
-        return sorted(left, key=lambda row: row.bound, reverse=True)
+        left = [row for row in self.rows if not row.is_fitted and row.hope >= least]
+        return sorted(left, key=lambda row: row.hope, reverse=True)
 
     def fastest_rows(self, most: int) -> list[_Row]:
         """Return the fastest rows that surely fit, or may where none surely does, of different
@@ -254,7 +269,7 @@ class Shortlist:
         """Return the plainest of a class that surely fits and is within a tie of a speed."""
         least = speed / (1.0 + TIE)
         near = [row for row in of.rows if row.best(row.sure)[0] >= least]
-        found: list[tuple[tuple[int, int, int], int, _Row, int]] = []
+        found: list[tuple[tuple[int, ...], int, _Row, int]] = []
         for number, row in enumerate(near):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
             at = min(
@@ -266,46 +281,94 @@ class Shortlist:
         _, _, row, at = min(found, key=lambda each: each[:2])
         return row, at
 
-    def candidates(self, most: int) -> list[TrialConfig]:
-        """Return what a study may try of the recommended capacity class: of each row the largest
-        micro-batches that surely fit and that may, and smaller ones; the fastest first."""
-        found: dict[TrialConfig, float] = {}
+    def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
+        """Return what a study may try, with the values that the space has for it: of each row the
+        largest micro-batches that surely fit and that may, and smaller ones; the fastest first.
+
+        Of the recommended capacity class they are many, of any other few.
+        """
+        found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
             if row.kind.capacity == self.capacity:
-                for at, speed in row.speeds.items():
-                    if at <= row.possible:
-                        found[row.configs[at]] = speed
-        return sorted(found, key=lambda config: -found[config])[:most]
+                places = [at for at in row.speeds if at <= row.possible]
+            else:
+                places = [at for at in (row.sure,) if at >= 0]
+            found += [(row.speeds[at], row, at) for at in places]
+        found.sort(key=lambda each: each[0], reverse=True)
+        params = [
+            ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
+            for _, row, at in found[:most]
+        ]
+        known = self._space.dimensions
+        return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The sequence lengths of the space."""
+        return tuple(self._values.get("seq_len") or self._space.values_of("seq_len"))
+
+    def surely_fitting(self) -> list[TrialConfig]:
+        """Return of each row that was looked at the largest micro-batch that surely fits."""
+        return [row.configs[row.sure] for row in self._all_rows if row.sure >= 0]
+
+    def largest(self, length: int) -> tuple[int, int]:
+        """Return the largest micro-batches of the recommended capacity class that surely fit at a
+        length, and that may; 0 where none does."""
+        rows = [
+            row
+            for row in self._all_rows
+            if row.kind.capacity == self.capacity and row.kind.seq_len == length
+        ]
+        leanest = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
+        left = [
+            row
+            for row in rows
+            if not row.is_fitted and row.configs[0].checkpoint_fraction == leanest
+        ]
+        self._fit(left)
+        places = [(row, at) for row in rows for at in (row.sure,) if at >= 0]
+        sure = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        places = [(row, row.possible) for row in rows if row.possible >= 0]
+        possible = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        return sure, possible
 
     def at_sizes(
         self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
     ) -> dict[tuple[int, int], Pick]:
-        """Return the fastest of the recommended capacity class at each size, which fits if anything
-        does; sizes that the space does not hold are left out."""
-        found: dict[tuple[int, int], Pick] = {}
+        """Return the fastest of the recommended capacity class and a class of numerics at each
+        size, which fits if anything does; sizes that the space does not hold are left out."""
+        points: dict[tuple[int, int], list[tuple[_Row, int]]] = {}
         for length in lengths:
-            of = self._classes.get(Kind(self._asked_capacity, length, numerics))
-            rows = [] if of is None else self._rows_alike(of)
-            points = [
-                (row, at)
-                for row in rows
-                for at, config in enumerate(row.configs)
-                if config.micro_batch_size in batches
-            ]
-            self._predict(points)
-            self._time(points)
-            for batch in batches:
-                sized = [(r, at) for r, at in points if r.configs[at].micro_batch_size == batch]
-                if sized:
-                    row, at = max(sized, key=_fit_then_speed)
-                    found[batch, length] = Pick(row.configs[at], row.fits[at] or Fit.UNCERTAIN)
+            for row in self._near_fastest(length, numerics):
+                for at, config in enumerate(row.configs):
+                    if config.micro_batch_size in batches:
+                        points.setdefault((config.micro_batch_size, length), []).append((row, at))
+        every = [point for some in points.values() for point in some]
+        self._predict(every)
+        self._time(every)
+        found: dict[tuple[int, int], Pick] = {}
+        for size, some in points.items():
+            row, at = max(some, key=_fit_then_speed)
+            found[size] = Pick(row.configs[at], self._known_fit(row, at))
         return found
 
-    def _rows_alike(self, of: _Class) -> list[_Row]:
-        structures = {row.structure for row in of.fastest_rows(REFINED)}
-        if not structures:
+    def _near_fastest(self, length: int, numerics: Numerics) -> list[_Row]:
+        """Return the rows of the fastest structures of the recommended capacity class."""
+        assert self.capacity is not None, "something may fit"
+        of = self._classes.get(Kind(self.capacity, length, numerics))
+        if of is None:
+            return []
+        if self.is_whole:
             return of.rows
-        return [row for row in of.rows if row.structure in structures]
+        structures = {row.structure for row in of.fastest_rows(REFINED)}
+        return [row for row in of.rows if row.structure in structures or not structures]
+
+    def _known_fit(self, row: _Row, at: int) -> Fit:
+        """Return whether a configuration fits, by a replay where only that tells."""
+        known = row.fits.get(at)
+        if known is None:
+            known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
+        return known
 
     # The search
 
@@ -319,7 +382,7 @@ class Shortlist:
     @cached_property
     def _capacities(self) -> dict[CapacityClass, Params]:
         """The values that make each capacity class, the first of equal ones."""
-        keys = [key for key in ("lora_rank", "target_modules") if key in self._values]
+        keys = [key for key in CAPACITY_KEYS if key in self._values]
         found: dict[CapacityClass, Params] = {}
         for row in itertools.product(*(self._values[key] for key in keys)):
             params = dict(zip(keys, row, strict=True))
@@ -351,11 +414,10 @@ class Shortlist:
         if not found:
             return
         best = max(found, key=lambda row: row.best(row.possible)[0])
-        like = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
-        structures = [row for of in like for row in of.fastest_rows(REFINED)]
-        for other in by_need:
-            if other != best.kind.capacity:
-                self._look(self._carried(structures, self._capacities[other]))
+        of_length = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
+        like = [row for of in of_length for row in of.fastest_rows(1)]
+        others = [capacity for capacity in by_need if capacity != best.kind.capacity]
+        self._look(row for other in others for row in self._carried(like, self._capacities[other]))
 
     def _nearness(self, capacity: CapacityClass) -> int:
         """Return the place of a class in the order in which classes are recommended."""
@@ -373,22 +435,11 @@ class Shortlist:
         known = [row for of in self._classes.values() for row in of.fastest_rows(CARRIED)]
         classes = self._look(self._carried(known, own))
         fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
-        first = {key: self._values[key] for key in self._firsts}
+        first = {key: self._values[key] for key in _firsts(self._values)}
+        if "compute_dtype" in first:
+            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
         classes |= self._look(self._rows({**fixed, **first}))
-        for kind in classes:
-            self._refine(self._classes[kind])
-
-    @cached_property
-    def _firsts(self) -> list[str]:
-        """Settings of which all combinations are looked at."""
-        keys: list[str] = []
-        count = 1
-        for key in FIRST:
-            values = self._values.get(key, ())
-            if len(values) > 1 and count * len(values) <= FIRST_MAX:
-                keys.append(key)
-                count *= len(values)
-        return [*keys, SHARE] if SHARE in self._values else keys
+        self._refine(classes.values())
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
         """Yield the structures of rows with other values of some settings, and every share."""
@@ -401,14 +452,16 @@ class Shortlist:
             values[SHARE] = tuple(self._values[SHARE])
         yield from self._rows(values)
 
-    def _refine(self, of: _Class) -> None:
-        """Turn one setting after another of the fastest of a class, until nothing is faster."""
-        capacity_keys = ("lora_rank", "target_modules", "seq_len", SHARE)
-        turned = [key for key, values in self._values.items() if len(values) > 1]
-        turned = [key for key in turned if key not in capacity_keys]
+    def _refine(self, classes: Collection[_Class]) -> None:
+        """Turn one setting after another of the fastest of classes, until nothing is faster."""
+        fixed = (*CAPACITY_KEYS, "seq_len", SHARE)
+        turned = [
+            key for key, values in self._values.items() if len(values) > 1 and key not in fixed
+        ]
         done: set[tuple[Any, ...]] = set()
         while True:
-            rows = [row for row in of.fastest_rows(REFINED) if row.structure not in done]
+            rows = [row for of in classes for row in of.fastest_rows(REFINED)]
+            rows = [row for row in rows if row.structure not in done]
             if not rows:
                 return
             changed: list[_Row] = []
@@ -417,7 +470,8 @@ class Shortlist:
                 for key in turned:
                     for value in self._values[key]:
                         changed += self._with_every_share({**row.params, key: value})
-            self._look(row for row in changed if row.kind == of.kind)
+            kinds = {of.kind for of in classes}
+            self._look(row for row in changed if row.kind in kinds)
 
     # Rows
 
@@ -489,13 +543,15 @@ class Shortlist:
             found[row.kind] = of
             added.append(row)
         self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
-        while True:
+        if not is_whole:
+            self._estimate(added)
+        for most in itertools.chain((ROWS_FIRST,), itertools.repeat(ROWS_AT_ONCE)):
             chunk: list[_Row] = []
             for of in found.values():
                 left = of.open_rows()
                 if is_whole:
                     left = [row for row in of.rows if not row.is_fitted]
-                chunk += left[:ROWS_AT_ONCE]
+                chunk += left[:most]
             if not chunk:
                 break
             self._fit(chunk)
@@ -509,6 +565,58 @@ class Shortlist:
         for of in found.values():
             self._look_closer(of)
         return found
+
+    def _estimate(self, rows: Sequence[_Row]) -> None:
+        """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
+
+        A peak is nearly a straight line over the micro-batch, and over the share of recomputed
+        layers from the first that is recomputed to the last.
+        """
+        structures: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in rows:
+            structures.setdefault((row.kind, *row.structure), []).append(row)
+        anchors: dict[_Row, list[int]] = {}
+        for alike in structures.values():
+            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+            for row in dict.fromkeys((*alike[:2], alike[-1])):
+                top = len(row.configs) - 1
+                anchors[row] = sorted({0, min(top, math.isqrt(top))})
+        self._predict([(row, at) for row, places in anchors.items() for at in places])
+        wanted: list[tuple[_Row, int]] = []
+        for alike in structures.values():
+            lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
+            wanted += self._expected(alike, lines)
+        self._time(wanted)
+        for row, at in wanted:
+            row.estimate = row.speeds[at]
+
+    def _expected(
+        self, alike: Sequence[_Row], lines: Mapping[_Row, tuple[float, float]]
+    ) -> Iterator[tuple[_Row, int]]:
+        """Yield rows of one structure with the largest micro-batch that is expected to fit; where
+        not even the smallest is, the row is done.
+
+        Args:
+            alike: the rows, by their share of recomputed layers.
+            lines: peaks of some of them, as constant and slope over the place.
+        """
+        budget = SURE_SHARE * self._forecaster.budget_bytes
+        least, most = alike[min(1, len(alike) - 1)], alike[-1]
+        for row in alike:
+            if row in lines:
+                constant, slope = lines[row]
+                if row.fits[0] is Fit.NO:
+                    row.is_fitted = True
+                    continue
+            else:
+                ends = least.configs[0].checkpoint_fraction, most.configs[0].checkpoint_fraction
+                share = (row.configs[0].checkpoint_fraction - ends[0]) / (ends[1] - ends[0])
+                constant, slope = (
+                    (1.0 - share) * low + share * high
+                    for low, high in zip(lines[least], lines[most], strict=True)
+                )
+            place = int((budget - constant) / slope) if slope > 0 else len(row.configs) - 1
+            yield row, min(max(place, 0), len(row.configs) - 1)
 
     def _look_closer(self, of: _Class) -> None:
         """Predict what tells the plainest of a class: speeds of all sizes, and peaks, of the rows
@@ -539,16 +647,16 @@ class Shortlist:
 
     def _replay(self, row: _Row) -> None:
         """Find the largest micro-batches of a row again, each looked at as closely as it takes."""
-
-        def fit(at: int) -> Fit:
-            known = row.fits.get(at)
-            if known is None:
-                known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
-            return known
-
         first = row.sure + 1
-        row.possible = _last(range(first, row.possible + 1), lambda at: fit(at) is not Fit.NO)
-        row.sure = _last(range(first, row.possible + 1), lambda at: fit(at) is Fit.YES)
+
+        def may_fit(at: int) -> bool:
+            return self._known_fit(row, at) is not Fit.NO
+
+        def surely_fits(at: int) -> bool:
+            return self._known_fit(row, at) is Fit.YES
+
+        row.possible = _last(range(first, row.possible + 1), may_fit)
+        row.sure = _last(range(first, row.possible + 1), surely_fits)
         row.is_open = False
         self._time([(row, last) for last in (row.sure, row.possible) if last >= 0])
 
@@ -557,11 +665,16 @@ class Shortlist:
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
         if not missing:
             return
-        speeds = self._forecaster.forecast(
-            [row.configs[at] for row, at in missing]
-        ).tokens_per_second
+        speeds = self._speeds([row.configs[at] for row, at in missing])
         for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
             row.speeds[at] = speed
+
+    def _speeds(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
+        """Return tokens/s on the GPU that the answer is for; 0 where nothing is known."""
+        target = self._forecaster.target_speed
+        if isinstance(target, SpeedForecast):
+            return np.nan_to_num(target.times(configs).tokens_per_second)
+        return self._forecaster.forecast(configs).tokens_per_second
 
     def _predict(self, points: Iterable[tuple[_Row, int]]) -> None:
         """Predict whether some micro-batches of rows fit, as far as that takes no replay."""
@@ -586,17 +699,17 @@ class Shortlist:
 
     def _fit(self, rows: Sequence[_Row]) -> None:
         """Find the largest micro-batches of rows that surely fit, and that may."""
-        steps = {row: _largest(row, self._forecaster.budget_bytes) for row in rows}
-        wanted = {row: next(step) for row, step in steps.items()}
-        while wanted:
-            self._predict(wanted.items())
-            again: dict[_Row, int] = {}
-            for row in wanted:
-                try:
-                    again[row] = next(steps[row])
-                except StopIteration:
+        searches = {row: _largest(row, self._forecaster.budget_bytes) for row in rows}
+        while searches:
+            points: list[tuple[_Row, int]] = []
+            for row, search in list(searches.items()):
+                wanted = next(search, None)
+                if wanted is None:
                     row.is_fitted = True
-            wanted = again
+                    del searches[row]
+                else:
+                    points += [(row, at) for at in wanted]
+            self._predict(points)
 
 
 class _Configs(Sequence[TrialConfig]):
@@ -616,52 +729,93 @@ class _Configs(Sequence[TrialConfig]):
         return self._made[at]
 
 
-def _largest(row: _Row, budget_bytes: int) -> Generator[int, None, None]:
+def structures(space: SearchSpace) -> list[TrialConfig]:
+    """Return the combinations of a space that are looked at first, of every capacity class, in
+    their smallest size."""
+    values = {key: _listed(space, key) for key in space.dimensions if key != "seq_len"}
+    every = _firsts(values)
+    sizes = sorted(set(space.values_of("micro_batch_size")))
+    found: dict[TrialConfig, None] = {}
+    some = {
+        key: known if key in (*every, *CAPACITY_KEYS) else [_leanest(key, known)]
+        for key, known in values.items()
+        if key != "micro_batch_size"
+    }
+    if "seq_len" in space.dimensions:
+        some["seq_len"] = [min(_listed(space, "seq_len"))]
+    for combination in itertools.product(*some.values()):
+        params = dict(zip(some, combination, strict=True))
+        sized = ({**params, "micro_batch_size": size} for size in sizes)
+        smallest = next((each for each in sized if space.goes_together(each)), None)
+        if smallest is not None:
+            found[space.config(smallest)] = None
+    return list(found)
+
+
+def _firsts(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return settings of which all combinations are looked at."""
+    keys: list[str] = []
+    count = 1
+    for key in FIRST:
+        known = values.get(key, ())
+        if len(known) > 1 and count * len(known) <= FIRST_MAX:
+            keys.append(key)
+            count *= len(known)
+    return [*keys, SHARE] if SHARE in values else keys
+
+
+def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
     """Find the largest micro-batches of a row that surely fit, and that may.
 
-    Peaks are nearly straight lines over the micro-batch, so that each next guess is where the line
-    between what fits and what does not meets the budget.
+    Peaks are nearly straight lines over the micro-batch: where the line between what fits and what
+    does not meets the budget is guessed, and looked at with its neighbours.
 
     Yields:
-        The place of the micro-batch of which the prediction is wanted next.
+        The places of micro-batches of which predictions are wanted next.
     """
     top = len(row.configs) - 1
-    yield 0
+    yield [0]
     if row.fits[0] is Fit.NO:
         return
-    yield top
-    low, high = 0, top
-    if row.fits[top] is not Fit.NO:
-        low = top
-    while high - low > 1:
-        at = _between(row, low, high, limit_bytes=budget_bytes)
-        yield at
-        if row.fits[at] is Fit.NO:
-            high = at
-        else:
-            low = at
-    row.possible = low
-    row.sure = max((at for at, fit in row.fits.items() if fit is Fit.YES), default=-1)
-    high = min((at for at in row.fits if at > row.sure), default=top + 1)
-    while high - row.sure > 1:
-        at = (row.sure + high) // 2
-        if row.sure >= 0:
-            at = _between(row, row.sure, high, limit_bytes=int(SURE_SHARE * budget_bytes))
-        yield at
-        if row.fits[at] is Fit.YES:
-            row.sure = at
-        else:
-            high = at
-    row.is_open = high <= row.possible and row.fits[high] is None
+    yield _spread(top + 1, SIZES_FIRST)
+    while True:
+        row.possible, above_possible = _bracket(row, (Fit.YES, Fit.UNCERTAIN, None))
+        row.sure, above_sure = _bracket(row, (Fit.YES,))
+        wanted = _between(row, row.possible, above_possible, limit_bytes=budget_bytes)
+        limit_bytes = int(SURE_SHARE * budget_bytes)
+        wanted |= _between(row, row.sure, above_sure, limit_bytes=limit_bytes)
+        if not wanted:
+            break
+        yield sorted(wanted)
+    row.is_open = row.fits.get(row.sure + 1, Fit.NO) is None
 
 
-def _between(row: _Row, low: int, high: int, *, limit_bytes: int) -> int:
-    """Return a guess, between two places, of where peaks pass a limit."""
-    risen = row.peaks[high] - row.peaks[low]
-    if risen <= 0:
-        return (low + high) // 2
-    guess = low + int((limit_bytes - row.peaks[low]) / risen * (high - low))
-    return min(max(guess, low + 1), high - 1)
+def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
+    """Return a row's peaks as a line over the place, by some of them: constant and slope."""
+    first, last = places[0], places[-1]
+    slope = (row.peaks[last] - row.peaks[first]) / max(1, last - first)
+    return row.peaks[first] - slope * first, slope
+
+
+def _bracket(row: _Row, wanted: Sequence[Fit | None]) -> tuple[int, int]:
+    """Return the last place known to fit as is wanted, -1 for none, and the next known one."""
+    places = sorted(row.fits)
+    able = [at for at in places if row.fits[at] in wanted]
+    last = max(able, default=-1)
+    above = next((at for at in places if at > last), len(row.configs))
+    return last, above
+
+
+def _between(row: _Row, low: int, high: int, *, limit_bytes: int) -> set[int]:
+    """Return guesses, between two places, of where peaks pass a limit; none where nothing is."""
+    if high - low <= 1:
+        return set()
+    guess = (low + high) // 2
+    if low >= 0 and high in row.peaks and row.peaks[high] > row.peaks[low]:
+        share = (limit_bytes - row.peaks[low]) / (row.peaks[high] - row.peaks[low])
+        guess = low + int(share * (high - low))
+    near = range(guess - 1, guess + 3)
+    return {min(max(at, low + 1), high - 1) for at in near}
 
 
 def _last(places: range, holds: Callable[[int], bool]) -> int:
@@ -675,6 +829,18 @@ def _fit_then_speed(point: tuple[_Row, int]) -> tuple[int, float]:
     row, at = point
     order = (Fit.NO, None, Fit.UNCERTAIN, Fit.YES)
     return order.index(row.fits[at]), row.speeds[at]
+
+
+def _plainest_of_each_numerics(dtypes: Sequence[str]) -> list[str]:
+    """Return the compute dtypes of which one after another is looked at, but for those of which a
+    plainer one is of the same class of numerics."""
+    plainest: dict[str, TrialConfig] = {}
+    for dtype in dtypes:
+        config = TrialConfig(compute_dtype=dtype)
+        known = plainest.setdefault(config.numerics, config)
+        if plainness(config, 0) < plainness(known, 0):
+            plainest[config.numerics] = config
+    return [config.compute_dtype for config in plainest.values()]
 
 
 def _spread(count: int, most: int) -> list[int]:

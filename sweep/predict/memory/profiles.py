@@ -471,7 +471,6 @@ _WIDE_BYTES = 2
 """Of an element of the base that is not packed."""
 _ADAPTER_BYTES = 4
 """Of one of the adapters, which are gathered as they are stored."""
-_PACKED_BYTES = 0.5
 LAYERS_GATHERED = 2
 """Decoder layers that are whole at once: the one that computes, and one that is on its way, or was
 and is not let go of yet."""
@@ -503,7 +502,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
             "so what each GPU holds of them is not predicted"
         )
     linears = sum(rows * columns for rows, columns in shapes.values())
-    width = _PACKED_BYTES if config.is_quantized else _WIDE_BYTES
+    width = config.weight_bits / 8
     # What a decoder layer takes when it is whole, its adapters included; and what the head does.
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
     layer = round(linears * width + adapters * _ADAPTER_BYTES)
