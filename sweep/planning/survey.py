@@ -317,15 +317,15 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
     fit, uncertain, too_large = shortlist.counts()
     sure = shortlist.surely_fitting()
     step_seconds, step_log_spread = _step_seconds(sure, forecaster)
-    # One sentence of what libraries put in words of their own, which one configuration's plan has.
-    faults = [
-        _FAULT.sub(r"\1 cannot be run without data", str(error))
-        for error in shortlist.unpredicted
-        if isinstance(error, Untraceable)
-    ]
-    invalid = Counter(shortlist.invalid)
-    if unbuildable := len(shortlist.unpredicted) - len(faults):
-        invalid[UNBUILDABLE] = unbuildable
+    invalid = +shortlist.invalid
+    unpredicted: Counter[str] = Counter()
+    for error, count in shortlist.refused:
+        if isinstance(error, Untraceable):
+            # One sentence of what libraries put in words of their own, which one configuration's
+            # plan has.
+            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(error))] += count
+        else:
+            invalid[UNBUILDABLE] += count
     batches = shown_batches(space)
     lengths = tuple(evenly_spaced(shortlist.lengths, most=VALUES_SHOWN))
     cells: dict[Size, Pick] = {}
@@ -339,7 +339,7 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
         uncertain=uncertain,
         too_large=too_large,
         invalid=invalid,
-        unpredicted=Counter(faults),
+        unpredicted=unpredicted,
         candidates=[(pick.config, pick.fit) for pick in picks],
         batches=batches if cells else (),
         lengths=lengths if cells else (),

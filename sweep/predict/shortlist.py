@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, Numerics, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS, Numerics, TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
@@ -118,6 +118,8 @@ class _Row:
     """The largest that may fit; -1 for none."""
     estimate: float | None = None
     """The speed that it is expected to reach, by peaks of rows like it; None where nothing is."""
+    refusal: InputError | None = None
+    """Why no memory is predicted, where none is."""
     is_open: bool = False
     """Whether a replay may find a larger one that surely fits."""
     is_fitted: bool = False
@@ -142,6 +144,12 @@ class _Row:
         """Return the fastest up to a micro-batch, and which; minus infinity for none."""
         known = [(speed, at) for at, speed in self.speeds.items() if at <= last]
         return max(known, default=(float("-inf"), -1))
+
+    def order(self, last: int) -> tuple[float, int]:
+        """Return what sorts rows by their fastest up to a micro-batch: its speed, then its tokens
+        where none is known."""
+        speed, at = self.best(last)
+        return speed, 0 if at < 0 else self.configs[at].tokens_per_micro_batch
 
 
 @dataclass(eq=False)
@@ -216,16 +224,16 @@ class Shortlist:
         self._classes: dict[Kind, _Class] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self.invalid: Counter[str] = Counter()
-        """Rows that a rule forbids, by rule."""
-        self._refused: dict[str, InputError] = {}
+        """Configurations that a rule forbids, by rule."""
         self.is_whole = (space.size() or WHOLE_MAX + 1) <= WHOLE_MAX
         """Whether every row was looked at."""
         if self.is_whole:
             self._look(self._rows(self._values), is_whole=True)
         else:
             self._search()
-        if self._refused and not any(row.fits for row in self._all_rows):
-            raise next(iter(self._refused.values()))
+        refused = self.refused
+        if refused and not any(row.is_fitted and row.refusal is None for row in self._all_rows):
+            raise refused[0][0]
 
     @property
     def _all_rows(self) -> Iterator[_Row]:
@@ -241,22 +249,23 @@ class Shortlist:
         return nearest_capacity(able, self._forecaster.model)
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many of the combinations that were looked at surely fit, may, and cannot."""
-        sure = sum(row.sure + 1 for row in self._all_rows if row.is_fitted)
-        possible = sum(row.possible + 1 for row in self._all_rows if row.is_fitted)
-        total = sum(len(row.configs) for row in self._all_rows if row.is_fitted)
+        """Return how many of the configurations that were looked at surely fit, may, and cannot."""
+        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
+        sure = sum(row.sure + 1 for row in predicted)
+        possible = sum(row.possible + 1 for row in predicted)
+        total = sum(len(row.configs) for row in predicted)
         return sure, possible - sure, total - possible
 
     @property
-    def unpredicted(self) -> list[InputError]:
-        """Why no memory is predicted, of the configurations of which none is."""
-        return list(self._refused.values())
+    def refused(self) -> list[tuple[InputError, int]]:
+        """Why no memory is predicted, and of how many configurations, a row each."""
+        return [(row.refusal, len(row.configs)) for row in self._all_rows if row.refusal]
 
     @property
     def least_bytes(self) -> int | None:
         """The smallest peak of the rows of which nothing may fit; None where some of each does."""
-        first = [row for row in self._all_rows if row.is_fitted and row.possible < 0]
-        return min((row.peaks[0] for row in first), default=None)
+        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
+        return min((row.peaks[0] for row in predicted if row.possible < 0), default=None)
 
     def picks(self) -> list[Pick]:
         """Return of each class the fastest that surely fits and the plainest that is as fast, the
@@ -267,14 +276,14 @@ class Shortlist:
         return found
 
     def _picks_of(self, of: _Class) -> list[Pick]:
-        fastest = max(of.rows, key=lambda row: row.best(row.sure)[0])
+        fastest = max(of.rows, key=lambda row: row.order(row.sure))
         speed, at = fastest.best(fastest.sure)
         picked = dict[TrialConfig, Fit]()
         if at >= 0:
             row, plain = self._plainest(of, speed)
             picked[row.configs[plain]] = Fit.YES
             picked.setdefault(fastest.configs[at], Fit.YES)
-        riskier = max(of.rows, key=lambda row: row.best(row.possible)[0])
+        riskier = max(of.rows, key=lambda row: row.order(row.possible))
         faster, where = riskier.best(riskier.possible)
         if where >= 0 and (at < 0 or faster > speed * (1.0 + TIE)):
             picked.setdefault(riskier.configs[where], Fit.UNCERTAIN)
@@ -351,7 +360,7 @@ class Shortlist:
         self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
     ) -> dict[tuple[int, int], Pick]:
         """Return the fastest of the recommended capacity class and a class of numerics at each
-        size, which fits if anything does; sizes that the space does not hold are left out."""
+        size, which fits if anything does; batches that do not go into others are left out."""
         points: dict[tuple[int, int], list[tuple[_Row, int]]] = {}
         for length in lengths:
             for row in self._near_fastest(length, numerics):
@@ -365,6 +374,11 @@ class Shortlist:
         for size, some in points.items():
             row, at = max(some, key=_fit_then_speed)
             found[size] = Pick(row.configs[at], self._known_fit(row, at))
+        for size in itertools.product(batches, lengths):
+            sized = self._first | dict(zip(SIZE_KEYS, size, strict=True))
+            if size not in found and self._space.holds_batches_of(sized):
+                # What a rule forbids at that size.
+                found[size] = Pick(self._space.config(sized), Fit.NO)
         return found
 
     def _near_fastest(self, length: int, numerics: Numerics) -> list[_Row]:
@@ -517,13 +531,14 @@ class Shortlist:
             first = self._config(params, size)
             broken = self._forecaster.broken(first)
             if broken is None:
+                self.invalid[rule] += start
                 kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
                 return _Row(params, kind, _Configs(first, batches[start:]))
             rule = broken.rule
             if start == 0 and self._forecaster.broken(self._config(params, tried[-1])) is not None:
                 # It is not the micro-batch that is forbidden.
                 break
-        self.invalid[rule] += 1
+        self.invalid[rule] += len(batches)
         return None
 
     def _config(self, params: Params, size: int) -> TrialConfig:
@@ -722,8 +737,7 @@ class Shortlist:
         for number, (row, at) in enumerate(missing):
             fit = quick[number]
             if number in refused:
-                error = refused[number]
-                self._refused.setdefault(str(error), error)
+                row.refusal = refused[number]
                 fit = Fit.NO
             elif at and has_dataset and self._forecaster.broken(configs[number]) is not None:
                 # The dataset is too small for such a micro-batch.

@@ -23,7 +23,7 @@ from sweep.planning.backwards import (
     on_card,
     ranked,
 )
-from sweep.planning.candidates import Asked, is_faster, own_space, rows
+from sweep.planning.candidates import Asked, is_faster, own_space
 from sweep.planning.documents import cheapest_document, longest_document
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
@@ -31,6 +31,7 @@ from sweep.planning.survey import survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
+from sweep.predict.shortlist import structures
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot, a_space
 from tests.sweep.planning.imagined import a_forecaster, an_offer
@@ -91,7 +92,7 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
 
 def of(asked: SearchSpace | TrialConfig) -> list[TrialConfig]:
     assert isinstance(asked, SearchSpace)
-    return [config for row in rows(asked) for config in row]
+    return structures(asked)
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
