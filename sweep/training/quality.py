@@ -16,7 +16,7 @@ import torch
 
 from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
 from storage.confirmations import binomial_ci95
-from storage.records import Diverged, OutOfMemory, QualityReport
+from storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
@@ -24,13 +24,17 @@ from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop, told_in_evaluation
-from sweep.training.team import gathered, rank, world_size
+from sweep.training.team import TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
 are held."""
 _BEAT_SECONDS = 2.0
 _DOING = "training for its quality: "
+
+
+class _TimeOver(Exception):  # noqa: N818 - the end of a training may be an answer
+    """The time of the run is over before it is known what was learned."""
 
 
 class _Judged(NamedTuple):
@@ -58,6 +62,7 @@ class Quality:
 
     Attributes:
         report: called now and then.
+        limit: until when it may train and be asked; cut short, it says nothing.
         is_apart: whether it ended where other ranks go on, for good.
     """
 
@@ -67,12 +72,13 @@ class Quality:
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None
+    limit: TimeLimit = field(default_factory=TimeLimit)
     is_apart: bool = False
     _loop: TrainingLoop | None = None
     _steps: int = 0
     _told: float = field(default_factory=time.perf_counter)
 
-    def run(self) -> QualityReport | Diverged | OutOfMemory | None:
+    def run(self) -> QualityReport | Diverged | OutOfMemory | Lost | None:
         """Return what was learned, or why that is not known; None where memory ran out over a
         single held-out text and training had enough. The base is then as it was.
 
@@ -86,6 +92,8 @@ class Quality:
             torch.manual_seed(self.question.seed)
             with attached(self.base, self.config) as attachment:
                 return self._learn(attachment)
+        except _TimeOver:
+            return OUT_OF_TIME
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
@@ -113,6 +121,7 @@ class Quality:
         )
         losses: list[float] = []
         for step in range(steps):
+            self._check_time()
             loss = loop.step(on_micro_step=self._beat)
             # It is on its way to the host until then.
             self.device.mark().wait()
@@ -157,6 +166,7 @@ class Quality:
         # A compiled layer would be compiled for each of these shapes.
         with torch.compiler.set_stance("force_eager"), loop.evaluating():
             for block, batch in batches:
+                self._check_time()
                 found = self._judged(loop, batch)
                 if found is None:
                     return None
@@ -190,6 +200,15 @@ class Quality:
                 return None
             total = total.plus(found)
         return total
+
+    def _check_time(self) -> None:
+        """See that it may go on.
+
+        Raises:
+            _TimeOver: it may not.
+        """
+        if self.limit.is_over():
+            raise _TimeOver
 
     def _beat(self) -> None:
         """Give a sign of life, where the last one was some time ago."""
