@@ -285,7 +285,11 @@ class Worker:
         return Measured(measurement=known.measurement.model_copy(update=changes))
 
     def _with_quality(
-        self, outcome: Measured, config: TrialConfig, asked: QualityCommand, limit: team.TimeLimit
+        self,
+        outcome: Measured,
+        config: TrialConfig,
+        asked: QualityCommand,
+        limit: team.TimeLimit = team.NO_LIMIT,
     ) -> tuple[Outcome, bool]:
         """Train a configuration that fits once more, for what it learns of the texts; return its
         outcome, and whether other ranks go on with it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from reports import units
-from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
+from search_spaces.linears import parameters
 from search_spaces.space import SearchSpace
 from sweep.planning.survey import COMPILE_SECONDS, START_SECONDS, TRIAL_SECONDS
 from sweep.predict.forecast import Forecaster
@@ -21,15 +21,20 @@ from sweep.study.events import StopReason
 IMPORT_SECONDS = 1.5
 """What `sweep run` takes until it has imported what it drives a study with (two cores, 2026-11-28).
 """
+OPENING_RATIO = 0.5
+"""What a command takes to open a study and to choose its first trial, over its imports."""
 CPU_START_RATIO = 1.7
-"""A worker's start on a CPU, over the imports of its command: 2.5 s over 1.5 s, and as many more
-where the machine is busy."""
-CLOSING_RATIO = 0.5
+"""A worker's start on a CPU, over the imports of its command: 2.5 s over 1.5 s; on a busy machine
+both took four times as long."""
+CLOSING_RATIO = 0.4
 """What a command takes from its last trial on, over its imports: to end the worker, to write and
-print what came out. 0.24 for the demo and 0.32 for a preset, with some for a worker that is slow to
-end."""
+print what came out. 0.19 to 0.32 were measured, for the demo and for a preset."""
 CPU_TRIAL_SECONDS = 0.5
-"""What a trial of a small model takes on a CPU beside its steps."""
+"""What a trial of the demo's model takes on a CPU."""
+CPU_BUILD_SECONDS = 3e-8
+"""For each weight of a base in 4 bits, on one core: 4 s for 135 million (2026-11-28)."""
+CPU_STEP_SECONDS = 7e-11
+"""For each weight and token of a training step, on one core: 0.6 s for that model and 64 tokens."""
 END_SHARE = 1.0 / 3.0
 """Of the run's time, what may be kept for measuring the winner again."""
 MARGIN = 1.5
@@ -57,6 +62,11 @@ class CommandStart:
         return cls(time.monotonic())
 
     @property
+    def opening_seconds(self) -> float:
+        """Seconds from when a study is resolved until its first trial is launched."""
+        return OPENING_RATIO * self.import_seconds
+
+    @property
     def closing_seconds(self) -> float:
         """Seconds from a run's last trial to its command's end."""
         return CLOSING_RATIO * self.import_seconds
@@ -69,22 +79,22 @@ class CommandStart:
             space: that is searched.
             forecaster: predicts the steps' speed; without a prediction they count as nothing.
         """
-        baseline = space.baseline_config()
-        is_on_cpu = space.gpu == "cpu"
-        if is_on_cpu:
-            seconds = CPU_START_RATIO * self.import_seconds + CPU_TRIAL_SECONDS
-        else:
-            seconds = START_SECONDS + TRIAL_SECONDS
-        if True in space.values_of("compile") and not is_on_cpu:
+        steps = space.steps.warmup_min + space.steps.measured_min
+        tokens = steps * space.baseline_config().tokens_per_step
+        if space.gpu == "cpu":
+            weights = parameters(forecaster.model) or 0
+            of_weight = CPU_BUILD_SECONDS + CPU_STEP_SECONDS * tokens
+            pace = self.import_seconds / IMPORT_SECONDS
+            trial_seconds = pace * (CPU_TRIAL_SECONDS + weights * of_weight)
+            return CPU_START_RATIO * self.import_seconds + trial_seconds
+        seconds = START_SECONDS + TRIAL_SECONDS
+        if True in space.values_of("compile"):
             # What is predicted to be the fastest goes first.
             seconds += COMPILE_SECONDS
-        steps = space.steps.warmup_min + space.steps.measured_min
-        return seconds + steps * _step_seconds(baseline, forecaster)
-
-
-def _step_seconds(config: TrialConfig, forecaster: Forecaster) -> float:
-    speed = None if forecaster.speed is None else forecaster.speed.predict(config)
-    return 0.0 if not speed else config.tokens_per_step / speed
+        speed = None
+        if forecaster.speed is not None:
+            speed = forecaster.speed.predict(space.baseline_config())
+        return seconds if speed is None else seconds + tokens / speed
 
 
 @dataclass(eq=False)

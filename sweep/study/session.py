@@ -371,15 +371,16 @@ def drive(
     quiet_optuna()
     forecaster, space = _forecaster(prepared, warn=warn), prepared.space
     start = start or CommandStart.now()
-    least_seconds = closing_seconds = 0.0
+    opening_seconds = least_seconds = closing_seconds = 0.0
     if prepared.surface is None:
+        opening_seconds = start.opening_seconds
         closing_seconds = start.closing_seconds
         least_seconds = start.least_seconds(space, forecaster)
     if read_identity(runs_directory() / prepared.name) is None:
         # Of a study that is there it is not known yet whether a trial is left to be run.
         spent_seconds = prepared.seconds_since(start) + closing_seconds
         run_time = RunTime.of(space, prepared.clock, spent_seconds=spent_seconds)
-        run_time.refuse_too_short(least_seconds, space)
+        run_time.refuse_too_short(opening_seconds + least_seconds, space)
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
         space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)

@@ -24,7 +24,7 @@ from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop, told_in_evaluation
-from sweep.training.team import TimeLimit, gathered, rank, world_size
+from sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
@@ -72,7 +72,7 @@ class Quality:
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None
-    limit: TimeLimit = field(default_factory=TimeLimit)
+    limit: TimeLimit = NO_LIMIT
     is_apart: bool = False
     _loop: TrainingLoop | None = None
     _steps: int = 0

@@ -146,6 +146,9 @@ class TimeLimit:
         return agreed(time.monotonic() + ahead_seconds >= self.stop_at)
 
 
+NO_LIMIT = TimeLimit()
+
+
 def gathered(value: T) -> list[T]:
     """Return what each rank has for it, once all of them do."""
     values = [value] * world_size()

@@ -60,6 +60,7 @@ from sweep.training.proof import (
 )
 from sweep.training.step import TrainingLoop
 from sweep.training.team import (
+    NO_LIMIT,
     Look,
     TimeLimit,
     agreed,
@@ -142,7 +143,7 @@ class Trial:
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
     compared: dict[TrialConfig, Faithfulness] = field(default_factory=dict)
-    limit: TimeLimit = field(default_factory=TimeLimit)
+    limit: TimeLimit = NO_LIMIT
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Progress], bool] = lambda _: False
