@@ -238,9 +238,10 @@ class Plan:
 
     @property
     def soak_seconds(self) -> float:
-        """Expected seconds of the soak that is still to come; 0 for none."""
+        """Expected seconds of the soak that is still to come; 0 for none. Evaluating and saving
+        take about as long as the steps of a run."""
         is_soaked = bool(self._of("soak")) or not self.budget.soak_seconds
-        return 0.0 if is_soaked else self.setup_seconds + self.budget.soak_seconds
+        return 0.0 if is_soaked else self.run_seconds + self.budget.soak_seconds
 
     @property
     def expected_seconds(self) -> float:

@@ -176,7 +176,8 @@ class Driver:
         self.encoding = Encoding(self.space)
         self.asks_for_loss = "eval_loss" in self.space.objectives
         self._counted_seconds = self.clock()
-        self._has_launched = False
+        self.has_launched = False
+        """Whether anything ran, or runs, in this run."""
         self.time = RunTime.of(
             self.space,
             self.clock,
@@ -272,13 +273,14 @@ class Driver:
                         wanted = source.next(lane)
                         if wanted is None:
                             break
+                        is_kept_from = wanted is StopReason.TIME_SPENT
+                        if not self.has_launched and (is_kept_from or isinstance(wanted, Wanted)):
+                            self.time.refuse_too_short(self.least_seconds, self.space)
                         if isinstance(wanted, StopReason):
                             return wanted
-                        if not self._has_launched:
-                            self.time.refuse_too_short(self.least_seconds, self.space)
                         trial = self._begin(wanted, lane)
                     if not trial.is_refused:
-                        self._has_launched = True
+                        self.has_launched = True
                         self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
                 if trial.is_refused:
                     with self.interruption.settling():

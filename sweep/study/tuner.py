@@ -134,6 +134,9 @@ class Search(Source):
         the search would end without it."""
         driver, limits = self._driver, self._driver.limits
         reason = driver.reason_to_stop()
+        if reason is not StopReason.INTERRUPTED and not driver.has_launched:
+            # Where nothing is left to be tried, no time was needed.
+            reason = None
         if reason is not None or to_retry:
             return reason, None
         if lacks_baseline and not self._is_left_to_confirm and spent < self._space.trials:
