@@ -19,20 +19,20 @@ from sweep.processes import own_age_seconds
 from sweep.study.events import StopReason
 
 IMPORT_SECONDS = 1.5
-"""What `sweep run` takes until it has imported what it drives a study with (two cores, 2026-11-28).
-"""
-OPENING_RATIO = 0.5
-"""What a command takes to open a study and to choose its first trial, over its imports."""
-CPU_START_RATIO = 1.7
-"""A worker's start on a CPU, over the imports of its command: 2.5 s over 1.5 s; on a busy machine
-both took four times as long."""
+"""What `sweep run` takes until it has imported what it drives a study with. This and what follows
+was measured on two cores (2026-11-28), idle and with up to five times as much to do."""
 CLOSING_RATIO = 0.4
 """What a command takes from its last trial on, over its imports: to end the worker, to write and
-print what came out. 0.19 to 0.32 were measured, for the demo and for a preset."""
-CPU_TRIAL_SECONDS = 0.5
-"""What a trial of the demo's model takes on a CPU."""
+print what came out. 0.19 to 0.32, for the demo and for a preset."""
+OPENING_RATIO = 0.5
+"""What it takes to open a study and to choose its first trial."""
+BUSY_SHARE = 0.65
+"""Of how much longer imports took than on an idle machine: so much longer a worker's start takes at
+least. It was 0.64 to 1.13 of that."""
+CPU_START_SECONDS = 3.0
+"""A worker's start on a CPU, and a trial of the demo's model."""
 CPU_BUILD_SECONDS = 3e-8
-"""For each weight of a base in 4 bits, on one core: 4 s for 135 million (2026-11-28)."""
+"""For each weight of a base in 4 bits, on one core: 4 s for 135 million."""
 CPU_STEP_SECONDS = 7e-11
 """For each weight and token of a training step, on one core: 0.6 s for that model and 64 tokens."""
 END_SHARE = 1.0 / 3.0
@@ -62,9 +62,14 @@ class CommandStart:
         return cls(time.monotonic())
 
     @property
+    def _pace(self) -> float:
+        """How many times longer something takes here, at least, than on an idle machine."""
+        return max(1.0, BUSY_SHARE * self.import_seconds / IMPORT_SECONDS)
+
+    @property
     def opening_seconds(self) -> float:
         """Seconds from when a study is resolved until its first trial is launched."""
-        return OPENING_RATIO * self.import_seconds
+        return OPENING_RATIO * IMPORT_SECONDS * self._pace
 
     @property
     def closing_seconds(self) -> float:
@@ -84,9 +89,7 @@ class CommandStart:
         if space.gpu == "cpu":
             weights = parameters(forecaster.model) or 0
             of_weight = CPU_BUILD_SECONDS + CPU_STEP_SECONDS * tokens
-            pace = self.import_seconds / IMPORT_SECONDS
-            trial_seconds = pace * (CPU_TRIAL_SECONDS + weights * of_weight)
-            return CPU_START_RATIO * self.import_seconds + trial_seconds
+            return self._pace * (CPU_START_SECONDS + weights * of_weight)
         seconds = START_SECONDS + TRIAL_SECONDS
         if True in space.values_of("compile"):
             # What is predicted to be the fastest goes first.
