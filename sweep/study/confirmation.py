@@ -254,10 +254,11 @@ class Plan:
         """Return the plan that leaves time for the soak, where so much is left: its further rounds,
         and its ties, take no more than the rest."""
         rest = left_seconds - self.least_seconds - self.soak_seconds
-        seconds = min(self.budget.seconds, self._spent + max(0.0, rest))
-        # A share of it is what a run may measure for at most.
-        budget = self.budget.model_copy(update={"seconds": max(seconds, 1.0)})
-        return replace(self, budget=budget)
+        # A share of it is what a run may measure for at most, so it is never nothing.
+        seconds = max(self._spent + rest, 1.0)
+        if seconds >= self.budget.seconds:
+            return self
+        return replace(self, budget=self.budget.model_copy(update={"seconds": seconds}))
 
     def in_time(self, wanted: Wanted, left_seconds: float) -> Wanted | None:
         """Return a run as far as there is time for it, a soak perhaps a shorter one; None where

@@ -273,8 +273,8 @@ class Driver:
                         wanted = source.next(lane)
                         if wanted is None:
                             break
-                        is_kept_from = wanted is StopReason.TIME_SPENT
-                        if not self.has_launched and (is_kept_from or isinstance(wanted, Wanted)):
+                        has_no_time = wanted is StopReason.TIME_SPENT
+                        if not self.has_launched and (has_no_time or isinstance(wanted, Wanted)):
                             self.time.refuse_too_short(self.least_seconds, self.space)
                         if isinstance(wanted, StopReason):
                             return wanted
