@@ -33,10 +33,6 @@ _BEAT_SECONDS = 2.0
 _DOING = "training for its quality: "
 
 
-class _TimeOver(Exception):  # noqa: N818 - the end of a training may be an answer
-    """The time of the run is over before it is known what was learned."""
-
-
 class _Judged(NamedTuple):
     """What held-out texts or pairs come to."""
 
@@ -62,7 +58,7 @@ class Quality:
 
     Attributes:
         report: called now and then.
-        limit: until when it may train and be asked; cut short, it says nothing.
+        limit: until when it may train; cut short, it says nothing.
         is_apart: whether it ended where other ranks go on, for good.
     """
 
@@ -92,8 +88,6 @@ class Quality:
             torch.manual_seed(self.question.seed)
             with attached(self.base, self.config) as attachment:
                 return self._learn(attachment)
-        except _TimeOver:
-            return OUT_OF_TIME
         except Exception as error:
             if not self.device.ran_out(error):
                 raise
@@ -105,7 +99,7 @@ class Quality:
             self.device.release()
         return outcome
 
-    def _learn(self, attachment: Attached) -> QualityReport | Diverged | None:
+    def _learn(self, attachment: Attached) -> QualityReport | Diverged | Lost | None:
         begun, asked = time.perf_counter(), self.question
         budget = {"tokens": asked.tokens, "seed": asked.seed}
         lesson = Lesson(self.texts, self.config, **budget, rank=rank())
@@ -121,7 +115,8 @@ class Quality:
         )
         losses: list[float] = []
         for step in range(steps):
-            self._check_time()
+            if self.limit.is_over():
+                return OUT_OF_TIME
             loss = loop.step(on_micro_step=self._beat)
             # It is on its way to the host until then.
             self.device.mark().wait()
@@ -166,7 +161,6 @@ class Quality:
         # A compiled layer would be compiled for each of these shapes.
         with torch.compiler.set_stance("force_eager"), loop.evaluating():
             for block, batch in batches:
-                self._check_time()
                 found = self._judged(loop, batch)
                 if found is None:
                     return None
@@ -200,15 +194,6 @@ class Quality:
                 return None
             total = total.plus(found)
         return total
-
-    def _check_time(self) -> None:
-        """See that it may go on.
-
-        Raises:
-            _TimeOver: it may not.
-        """
-        if self.limit.is_over():
-            raise _TimeOver
 
     def _beat(self) -> None:
         """Give a sign of life, where the last one was some time ago."""
