@@ -167,9 +167,7 @@ class Confirmations:
         what somebody interrupted, nor the runs of canonical configurations ``besides``."""
         # By the worker's clock where a run came to a measurement.
         return sum(
-            record.measurement.setup_seconds + record.measurement.measured_seconds
-            if record.measurement
-            else record.device_seconds
+            record.run_seconds
             for record in self.records
             if record.series == series
             and record.purpose == "confirm"

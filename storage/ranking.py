@@ -53,6 +53,7 @@ from storage.confirmations import (
     is_told_apart,
     pooled_qualities,
     scaled,
+    soaked_long_enough,
 )
 from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from storage.records import Measurement, TrialRecord, Verdict
@@ -415,11 +416,13 @@ class Ranking:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the winner was measured again, and soaked where asked."""
+        """Whether the winner was measured again, and soaked for as long as was asked."""
         if self.winner is None or not self.is_measured_again(self.winner):
             return False
         budget = self.definition.space.confirm
-        return (budget is not None and not budget.soak_seconds) or self.soak is not None
+        if budget is None or self.soak is None:
+            return self.soak is not None or (budget is not None and not budget.soak_seconds)
+        return soaked_long_enough(self.soak, seconds=budget.soak_seconds, steps=budget.soak_steps)
 
     @property
     def is_settled(self) -> bool:

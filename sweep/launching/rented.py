@@ -246,7 +246,8 @@ def predicted(
             end += runs if is_least else max(runs, confirm.seconds + run)
             soak = min(confirm.soak_seconds, confirm.soak_steps * step)
             end += survey.TRIAL_SECONDS + soak if soak else 0.0
-        ends.append(end)
+        # A time budget is of the whole run.
+        ends.append(min(end, space.time_budget_seconds or math.inf))
     least += found.compiled_share * survey.COMPILE_SECONDS + fewest * found.step_seconds
     return Course((ends[0], ends[1]), least, download)
 

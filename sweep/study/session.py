@@ -22,7 +22,7 @@ from search_spaces.rules import Setting
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.directory import keep_outcomes
+from storage.directory import keep_outcomes, read_identity
 from storage.study import OpenStudy, open_study
 from storage.surfaces import Surface
 from sweep import stop_signals
@@ -66,6 +66,7 @@ from sweep.study.events import (
 )
 from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.retracing import retraced_behind
+from sweep.study.run_time import CommandStart, RunTime
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -108,6 +109,11 @@ class Prepared:
     def target(self) -> Target:
         """What it is searched for."""
         return self.definition.target
+
+    def seconds_since(self, start: CommandStart) -> float:
+        """Return what its clock counts since a command began; recorded trials alone take recorded
+        seconds."""
+        return 0.0 if self.surface is not None else time.monotonic() - start.at_seconds
 
     @property
     def cards_per_trial(self) -> int:
@@ -225,7 +231,12 @@ def prepare_again(
         InputError: a value that the section does not take, or another GPU than the study's.
         EnvironmentFault: the GPU is not to be had.
     """
-    values = {**stored.space.model_dump(), "confirm": with_confirm(stored.space, confirm)}
+    values = {
+        **stored.space.model_dump(),
+        "confirm": with_confirm(stored.space, confirm),
+        # That is of the runs of the study, and was typed with one of them.
+        "time_budget_seconds": None,
+    }
     if max_dollars is not None:
         values["max_dollars"] = max_dollars
     document = Document(f"study '{name}'", names={"max_dollars": "--max-dollars"})
@@ -341,6 +352,7 @@ def drive(
     carried: StudySnapshot | None = None,
     new_runner: Callable[[Prepared], Runner | Lanes] = supervised_runner,
     is_anew: bool = False,
+    start: CommandStart | None = None,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -352,15 +364,27 @@ def drive(
         carried: a study whose trials are taken over where they hold.
         new_runner: what runs the trials.
         is_anew: whether its winner is measured again, and nothing is searched.
+        start: of the command, from which on its time budget counts; None for now.
 
     Raises:
         InputError: the storage's study of that name is about something else, or another study's
-            trials cannot be compared with this one's.
+            trials cannot be compared with this one's; or the time budget is too short for a trial.
         EnvironmentFault: database, device or disk is not to be had.
         KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
     forecaster, space = _forecaster(prepared, warn=warn), prepared.space
+    start = start or CommandStart.now()
+    opening_seconds = least_seconds = closing_seconds = 0.0
+    if prepared.surface is None:
+        opening_seconds = start.opening_seconds
+        closing_seconds = start.closing_seconds
+        least_seconds = start.least_seconds(space, forecaster)
+    if read_identity(runs_directory() / prepared.name) is None:
+        # Of a study that is there it is not known yet whether a trial is left to be run.
+        spent_seconds = prepared.seconds_since(start) + closing_seconds
+        run_time = RunTime.of(space, prepared.clock, spent_seconds=spent_seconds)
+        run_time.refuse_too_short(opening_seconds + least_seconds, space)
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
         space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
@@ -398,6 +422,8 @@ def drive(
                     lanes,
                     forecaster,
                     stopping=_stopping(prepared, sampler, study, listener),
+                    spent_seconds=prepared.seconds_since(start) + closing_seconds,
+                    least_seconds=least_seconds,
                     clock=prepared.clock,
                     on_event=listener,
                     interruption=interruption,
@@ -419,10 +445,15 @@ def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
     # Its imports take longer than all that is done here until then.
     for lane in driver.lanes.all:
         lane.runner.start()
+
+    def on_progress(done: int, of: int) -> None:
+        driver.on_event(SpaceTraced(done, of))
+        driver.time.refuse_too_short(driver.least_seconds, driver.space)
+
     with driver.interruption.interruptible():
         driver.forecaster.whole_memory(
             list(filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))),
-            on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
+            on_progress=on_progress,
         )
         if isinstance(sampler, GuidedSampler):
             sampler.prepare()
