@@ -230,7 +230,7 @@ class Forecasts:
     def replay(self, progress: Progress) -> Iterator[int]:
         """Replay all steps, on all processors, where each is going to be looked at; yield the rows,
         each as soon as it is."""
-        near = [row for row, fit in enumerate(self._quick_fits()) if fit is None]
+        near = [row for row, fit in enumerate(self.quick_fits()) if fit is None]
         return self._memory.replay(near, on_progress=progress("steps replayed"))
 
     @property
@@ -267,7 +267,7 @@ class Forecasts:
         shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
         if shown is not None:
             return Fit.YES if shown else Fit.NO
-        fits = self._quick_fits()
+        fits = self.quick_fits()
         fit = fits[row]
         if fit is None:
             memory = self.memory(row)
@@ -275,7 +275,8 @@ class Forecasts:
             fits[row] = fit
         return fit
 
-    def _quick_fits(self) -> list[Fit | None]:
+    def quick_fits(self) -> list[Fit | None]:
+        """Return whether each row fits, whatever the rules say; None where only a replay tells."""
         if self.fits is None:
             self.fits = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
         return self.fits

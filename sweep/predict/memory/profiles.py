@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -279,6 +279,31 @@ class Profile:
     def coefficients(self) -> NDArray[np.int64]:
         """Of each size, by monomial."""
         return coefficients(self.sizes, self.monomials)
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """How much more is alive at the end of each segment than at its beginning (`levels`)."""
+        return np.stack([levels[-1] for levels in self.levels.values()])
+
+    @cached_property
+    def births(self) -> NDArray[np.int64]:
+        """How much more is alive after the highest births of all segments, one after another."""
+        return np.concatenate([levels[:-1] for levels in self.levels.values()])
+
+    @cached_property
+    def births_of(self) -> Mapping[str, slice]:
+        """Which of those are each segment's."""
+        counts = [len(levels) - 1 for levels in self.levels.values()]
+        ends = np.cumsum(counts).tolist()
+        return {
+            name: slice(end - count, end)
+            for name, count, end in zip(self.levels, counts, ends, strict=True)
+        }
+
+    @cached_property
+    def resident_bytes(self) -> dict[Hashable, list[int]]:
+        """What was worked out of what is there throughout a step; filled by `peaks`."""
+        return {}
 
     def scale(self, values: Values, *, one: Any = 1) -> list[Any]:
         """Return each monomial's value; ``one`` is as long as those of ``values`` are."""
