@@ -428,7 +428,7 @@ class GuidedSampler(CandidateSampler):
         reached = []
         for record in trials.learned:
             row = world.row(record.config)
-            is_inside = row < len(world.candidates) or not self._candidates.is_listed
+            is_inside = row < len(world.candidates) or not self._candidates.is_whole
             if is_inside and isinstance(record.outcome, Measured):
                 values = np.array(merits_of(record, self._objectives), dtype=float)
                 if self._objectives[0] == "tokens_per_second":

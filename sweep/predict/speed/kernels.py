@@ -32,9 +32,13 @@ SUM_BYTES = 8.0
 """A sum of products of 8-bit integers, written in 32 bits and read."""
 EAGER_SUM_BYTES = 32.0
 """The same where nothing is fused: made a float, multiplied twice by scales, and narrowed."""
-EAGER_LAUNCHES = 8.0
+EAGER_LAUNCHES = 10.0
 """Operations that the host takes as long over as over an 8-bit product that is not compiled; of one
 step of an H200, 4 x 512 in FP8."""
+UNPACKING_LAUNCHES = 2.0
+"""Operations that the host takes as long over as over what bitsandbytes does in Python around each
+expansion of 4-bit weights. One row of 256 tokens through Llama 2 takes an A100's host 40 ms longer
+with such a base (optimum-benchmark): 90 microseconds an expansion."""
 FUSED_READ = 0.5
 """Share of an 8-bit product's input that a compiled layer reads to round it: the kernel that makes
 the input often rounds it too. About half; not measured apart."""
@@ -229,7 +233,8 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Work:
     stored = np.where(is_packed, PACKED_BYTES + scales, BYTE)
     moved = rows * columns * (stored + np.where(is_rounded, BYTE, layout.compute))
     # 8-bit compute has a decoder of its own, in one kernel.
-    launches = np.where(is_double & ~is_rounded, 3.0, 1.0)
+    is_unpacked = is_packed & ~is_rounded
+    launches = np.where(is_double & is_unpacked, 3.0, 1.0) + UNPACKING_LAUNCHES * is_unpacked
     once = asked(layout, moved=moved, launches=launches) * layout.is_quantized
     return np.stack([once * ~(is_rounded & ~is_packed), once])
 

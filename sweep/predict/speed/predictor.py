@@ -35,8 +35,8 @@ Array = NDArray[np.float64]
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
 HOSTS_APART = 0.4
-"""Logarithm of how many times as slow or as fast as usual a rented host is: 15 to 33 microseconds
-an operation, of usually 22."""
+"""Logarithm of how many times as slow or as fast as usual a rented host is: 13 to 30 microseconds
+an operation, of usually 20."""
 EIGHT_BIT_SPREAD = 0.34
 """How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
 

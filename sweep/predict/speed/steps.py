@@ -52,10 +52,10 @@ OPTIMIZER_LAUNCHES: Mapping[OptimizerName, float] = {
     "adamw_torch_fused": 0.1,
 }
 """Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
-GATHER_LAUNCHES = 290.0
+GATHER_LAUNCHES = 320.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
 so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
-Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 230 to 390
+Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 250 to 430
 (`tests/data/several_cards_h200.jsonl`)."""
 MOMENTS_MOVED = 4
 """Elements of an optimizer's state that an update reads and writes per adapter parameter."""
@@ -70,6 +70,10 @@ A profiled step on an H200 makes 677 TFLOP/s in its products, 0.86 of what squar
 at there, with their traffic in it; the rest goes to shapes that fit less well and to the GPU's
 power limit.
 """
+GEFORCE_MATMUL_EFFICIENCY = 1.0
+"""The same of GeForce GPUs, whose matrix units add up in fp32 at half their rate, so that power
+limits them less. With it steps of three frameworks on an RTX 4090 and of one on RTX 3090s take 0.92
+of the prediction in the median, and with the other 0.84."""
 ATTENTION_EFFICIENCY = 0.65
 """Share of the measured matrix rate that a causal flash kernel reaches, forward and backward
 together: FlashAttention-2 on an A100, cuDNN's on an H200."""
@@ -241,8 +245,9 @@ def _seconds(
     # Around 8-bit products all else is in 16 bits.
     around = np.where(layout.is_8bit_compute, gpu.matrix_rate(gpu.half) or np.nan, own)
     products, moving = np.empty((2, len(TERMS), len(own)))
+    kept = GEFORCE_MATMUL_EFFICIENCY if gpu.is_geforce else MATMUL_EFFICIENCY
     for row, term in enumerate(TERMS):
-        share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
+        share = ATTENTION_EFFICIENCY if term == "attention" else kept
         products[row] = (own if term == "eight_bit" else around) * share
         moving[row] = elementwise if term in ("elementwise", "lora") else memory
     # What steps that were measured on the GPU say of its rates.
