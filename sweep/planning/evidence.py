@@ -97,10 +97,25 @@ def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> 
 def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
     """Return a study with its trials' speeds on the target GPU.
 
-    Nothing is added where the target ran itself, or is a GPU that the catalogue does not know.
+    Nothing is added where the target ran itself, or is a GPU that the catalogue does not know; a
+    warning where the study's dataset is not here.
     """
+    definition, warnings = snapshot.definition, snapshot.warnings
     records = (*snapshot.records, *snapshot.confirmations)
-    return replace(snapshot, target_speeds=target_speeds(snapshot.definition, records))
+    speeds = target_speeds(definition, records)
+    if definition.target.emulated_on is not None and not _has_its_texts(definition):
+        assert definition.texts is not None, "a study without a dataset needs none"
+        why = f"what was prepared of {definition.texts.source} is not on this machine"
+        warnings = (*warnings, f"{why}: speeds on the {definition.target.gpu} are not shown")
+    return replace(snapshot, target_speeds=speeds, warnings=warnings)
+
+
+def _has_its_texts(definition: StudyDefinition) -> bool:
+    try:
+        shapes_of_study(definition)
+    except EnvironmentFault:
+        return False
+    return True
 
 
 def target_speeds(

@@ -120,8 +120,7 @@ class Prepared:
         """GPUs that the widest of its trials trains on together; 1 on a CPU, which all share."""
         if self.target.device == "cpu":
             return 1
-        space = self.space
-        return int(max(*space.values_of("data_parallel"), space.baseline_config().data_parallel))
+        return self.space.gpus_per_trial
 
     @property
     def texts_settings(self) -> TextsSettings | None:
