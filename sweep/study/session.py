@@ -19,7 +19,7 @@ from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting, Violation
+from search_spaces.rules import Setting, Violation, torch_for
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.directory import keep_outcomes
@@ -244,6 +244,8 @@ def _checked(
     if space.weights == "pretrained":
         check_weights(model)
     resolved = resolve_target(space, here)
+    if (needed := torch_for(resolved.host_capability)) is not None:
+        notes += (f"{needed[0].upper()}{needed[1:]}.",)
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,
