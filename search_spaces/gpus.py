@@ -30,9 +30,9 @@ HALVED_RATIO = 3.0
 UNMEASURED_COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
 are at 0.75 (GDDR6 with error correction) to 0.9."""
-MEMORY_TOLERANCE = 0.12
+MEMORY_TOLERANCE = 0.2
 """How far the memory that a driver tells may be from the catalogue's for the GPU to be that one:
-NVML counts 3 % more than CUDA, and error correction takes 6 %."""
+NVML counts 3 % more than CUDA, error correction takes 6 %, and a hypervisor may keep some."""
 
 
 class Source(Strict):
@@ -224,10 +224,11 @@ def match_product(product: str, memory_bytes: int | None = None) -> GpuSpec | No
     alike = _by_bare_name().get(_bare(product), [])
     if memory_bytes is None:
         return next(iter(alike), None)
-    for spec in alike:
-        if abs(memory_bytes / spec.memory_bytes - 1.0) <= MEMORY_TOLERANCE:
-            return spec
-    return None
+    off = {spec.name: abs(memory_bytes / spec.memory_bytes - 1.0) for spec in alike}
+    nearest = min(alike, key=lambda spec: off[spec.name], default=None)
+    if nearest is None or off[nearest.name] > MEMORY_TOLERANCE:
+        return None
+    return nearest
 
 
 def product_of(spec: GpuSpec) -> str:
