@@ -28,7 +28,7 @@ from sweep.planning.candidates import (
     preferred,
     rows,
 )
-from sweep.planning.plan import BATCHES, bill_offers, goes_into, reshaped
+from sweep.planning.plan import BATCHES, bill_offers, reshaped
 from sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
 from sweep.predict.memory.prediction import Fit
 
@@ -287,13 +287,13 @@ def longest_rows(
         batches: Sequence[int] = batches_of(about)
     else:
         batches = [about.micro_batch_size] if "micro_batch_size" in asked.held else BATCHES
-    batches = [batch for batch in batches if any(goes_into(batch, one) for one in tried)]
+    batches = [batch for batch in batches if any(one.takes_micro_batch(batch) for one in tried)]
     tell = progress("micro-batches tried")
     rows: list[LongestRow] = []
     steps = positions // LENGTH_STEP
     for done, batch in enumerate(batches):
         tell(done, len(batches))
-        able = [one for one in tried if goes_into(batch, one)]
+        able = [one for one in tried if one.takes_micro_batch(batch)]
         rows.append(_longest_row(forecaster, able, batch, most=steps))
         if not rows[-1].possible:
             break
@@ -341,12 +341,14 @@ def _longest_row(
 
     possible = last(most, Fit.YES, Fit.UNCERTAIN)
     sure = last(possible, Fit.YES)
-    forecasts = sized(sure)
-    by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist() if sure else ()
-    fastest = next((at for at in by_speed if forecasts.fit(at) is Fit.YES), None)
+    fastest: Forecast | None = None
+    if sure:
+        forecasts = sized(sure)
+        by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist()
+        fastest = next((forecasts[at] for at in by_speed if forecasts.fit(at) is Fit.YES), None)
     return LongestRow(
         batch,
         seq_len=sure * LENGTH_STEP,
         possible=possible * LENGTH_STEP,
-        forecast=None if fastest is None else forecasts[fastest],
+        forecast=fastest,
     )

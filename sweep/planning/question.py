@@ -162,9 +162,7 @@ class Question:
         if self.request.is_exact:
             asked = parse_config({**needed_by(self.held), **self.held}, where="options")
             if self.is_grpo and "adapter_dtype" not in self.held:
-                asked = asked.model_copy(
-                    update={"adapter_dtype": adapter_dtype_of_trl(asked.quantization)}
-                )
+                asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
             refuse_without_texts(self._space_of(gpu)[0])
             space = self._of_grpo(self._offered(gpu).space)

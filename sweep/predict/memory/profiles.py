@@ -103,7 +103,7 @@ class Structure:
         """
         if self.config.compute_dtype != "fp16" or self.config.adapter_dtype != "fp32":
             return None
-        return replace(self, config=self.config.model_copy(update={"compute_dtype": "bf16"}))
+        return replace(self, config=self.config.changed(compute_dtype="bf16"))
 
     @property
     def key(self) -> str:
@@ -126,8 +126,8 @@ class Structure:
         where it has layers of one kind only, itself."""
         if not self.is_mixed:
             return (self,)
-        alike = self.config.model_copy(update={"quantized_fraction": 1.0})
-        wide = alike.model_copy(update={"quantization": "none", "double_quant": False})
+        alike = self.config.changed(quantized_fraction=1.0)
+        wide = alike.changed(quantization="none", double_quant=False)
         return replace(self, config=alike), replace(self, config=wide)
 
     def to_json(self) -> dict[str, Any]:

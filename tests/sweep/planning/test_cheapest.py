@@ -210,6 +210,23 @@ def test_one_configuration_is_asked_about_at_its_micro_batch_or_at_all() -> None
     assert free.configurations == 1
 
 
+@pytest.mark.parametrize(
+    ("gpus", "effective", "batches"),
+    [(1, 12, [1, 2, 4]), (2, 16, [1, 2, 4, 8]), (2, 24, [1, 2, 4]), (3, 24, [1, 2, 4, 8])],
+)
+def test_only_micro_batches_that_go_into_the_effective_batch_are_asked_about(
+    gpus: int, effective: int, batches: list[int]
+) -> None:
+    config = TrialConfig(data_parallel=gpus, effective_batch_size=effective, micro_batch_size=1)
+    answer = longest_rows(config, a_forecaster(gpu="h200", model=SHORT))
+    assert [row.micro_batch_size for row in answer.rows] == batches
+    for row in answer.rows:
+        whole = TrialConfig.model_validate(row.forecast.config.model_dump())
+        assert row.forecast.tokens_per_second == pytest.approx(
+            whole.tokens_per_step / row.forecast.step_seconds
+        )
+
+
 def test_the_document_is_json_and_names_its_grain() -> None:
     answer = longest_rows(SPACE, a_forecaster(model=SHORT))
     document = json.loads(json.dumps(longest_document(answer), allow_nan=False))
