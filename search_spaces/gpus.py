@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import date
 from functools import cache
 from importlib.resources import files
@@ -20,10 +21,18 @@ M = TypeVar("M", bound=BaseModel)
 UNMEASURED_MATRIX_SHARE = 0.8
 """Share of the dense peak that stands in for a matrix rate nobody measured, where 16-bit products
 were not measured either: the median of those that were, power-limited GPUs apart, which are much
-lower."""
+lower, and those of the next line."""
+UNMEASURED_HALVED_SHARE = 1.05
+"""The same of GPUs that multiply with fp32 accumulation at half of their rate, as GeForce GPUs do:
+neither power nor memory keeps them from it, and they boost beyond the clock of their data sheet."""
+HALVED_RATIO = 3.0
+"""Of a 16-bit rate to the plain fp32 one: two where it is halved, four and more elsewhere."""
 UNMEASURED_COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that stands in for a copy nobody measured; the measured ones
 are at 0.75 (GDDR6 with error correction) to 0.9."""
+MEMORY_TOLERANCE = 0.2
+"""How far the memory that a driver tells may be from the catalogue's for the GPU to be that one:
+NVML counts 3 % more than CUDA, error correction takes 6 %, and a hypervisor may keep some."""
 
 
 class Source(Strict):
@@ -150,7 +159,13 @@ class GpuSpec(Strict):
             return self.matrix_flops.get(dtype)
         if half in self.matrix_flops:
             return peak * self.matrix_flops[half] / self.peak_flops[half]
-        return peak * UNMEASURED_MATRIX_SHARE
+        return peak * self.unmeasured_share
+
+    @property
+    def unmeasured_share(self) -> float:
+        """Share of its peaks that products are taken to reach where none was measured."""
+        is_halved = self.peak_flops[self.half] < HALVED_RATIO * self.peak_flops["fp32"]
+        return UNMEASURED_HALVED_SHARE if is_halved else UNMEASURED_MATRIX_SHARE
 
     @property
     def copy_rate(self) -> float:
@@ -183,7 +198,8 @@ def _shipped(name: str, model: type[M]) -> M:
 def find_gpu(name: str) -> GpuSpec:
     """Return the GPU that ``name`` names: its own name, an alias, or what drivers call it.
 
-    Case, the maker's name and spaces do not count: ``NVIDIA L40S`` and ``RTX 4090`` are found.
+    Case, the maker's and the family's name, spaces and hyphens do not count: ``NVIDIA L40S``,
+    ``RTX 4090`` and ``3060 12 GB`` are found.
 
     Raises:
         InputError: no such GPU; the message names the nearest one.
@@ -201,21 +217,45 @@ def gpu_names() -> dict[str, GpuSpec]:
     return catalogue | {alias: spec for spec in catalogue.values() for alias in spec.aliases}
 
 
-def match_product(product: str) -> GpuSpec | None:
-    """Return the catalogue's GPU for what NVML or a person calls it, or None where it has none."""
-    return _by_bare_name().get(_bare(product))
+def match_product(product: str, memory_bytes: int | None = None) -> GpuSpec | None:
+    """Return the catalogue's GPU for what NVML or a person calls it, or None where it has none.
+
+    Args:
+        product: the name. Drivers call GPUs of several sizes alike: the RTX 3080 with 10 and with
+            12 GB, the RTX 4060 Ti with 8 and with 16 GB.
+        memory_bytes: what the driver tells of it, which decides between those; None where nothing
+            is there to be asked. A GPU with memory of another size altogether is none of them.
+    """
+    alike = _by_bare_name().get(_bare(product), [])
+    if memory_bytes is None:
+        return next(iter(alike), None)
+    off = {spec.name: abs(memory_bytes / spec.memory_bytes - 1.0) for spec in alike}
+    nearest = min(alike, key=lambda spec: off[spec.name], default=None)
+    if nearest is None or off[nearest.name] > MEMORY_TOLERANCE:
+        return None
+    return nearest
+
+
+def product_of(spec: GpuSpec) -> str:
+    """Return what a GPU's driver calls it, or, where that means another GPU, its own name."""
+    return spec.product if match_product(spec.product) == spec else spec.name
 
 
 @cache
-def _by_bare_name() -> dict[str, GpuSpec]:
-    found: dict[str, GpuSpec] = {}
-    for spec in gpu_catalogue().values():
-        for name in (spec.name, spec.product, *spec.aliases):
-            found.setdefault(_bare(name), spec)
+def _by_bare_name() -> dict[str, list[GpuSpec]]:
+    """Return the GPUs by each name; those that have it for themselves before those whose driver
+    calls them so."""
+    found: dict[str, list[GpuSpec]] = {}
+    catalogue = gpu_catalogue().values()
+    named = [(name, spec) for spec in catalogue for name in (spec.name, *spec.aliases)]
+    for name, spec in [*named, *((spec.product, spec) for spec in catalogue)]:
+        alike = found.setdefault(_bare(name), [])
+        if spec not in alike:
+            alike.append(spec)
     return found
 
 
 def _bare(name: str) -> str:
-    """Return a GPU's name without maker, family, case and spaces: ``a100-80gb-pcie``."""
-    words = name.lower().replace("_", " ").replace("-", " ").split()
-    return "-".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
+    """Return a GPU's name without maker, family, case, spaces and hyphens: ``a10080gbpcie``."""
+    bare = re.sub(r"[\s_-]", "", name.lower())
+    return re.sub(r"^(nvidia)?(geforce|tesla)?(rtx)?", "", bare)

@@ -21,7 +21,7 @@ from search_spaces.documents import (
     validate,
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
-from search_spaces.gpus import find_gpu
+from search_spaces.gpus import find_gpu, match_product
 from search_spaces.models import located
 from search_spaces.presets import preset_space, preset_texts
 from search_spaces.space import SearchSpace, largest_whole
@@ -62,6 +62,10 @@ def load_space(name_or_path: str) -> SearchSpace:
         return preset_space(preset)
     path = home_expanded(name_or_path)
     if not _is_path(name_or_path, path):
+        gpu = match_product(name_or_path)
+        if gpu is not None:
+            written = f"`sweep init --gpu {gpu.name} -o {gpu.name}.yaml`"
+            raise InputError(f"the {gpu.name} has no preset: {written} writes a space for it")
         raise InputError(
             f"unknown preset '{name_or_path}'"
             f"{did_you_mean(name_or_path, preset_texts(), lists='sweep presets')} "

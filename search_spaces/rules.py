@@ -112,6 +112,22 @@ class Setting:
         return f"{what} needs compute capability {needed}{name}, this GPU has {has}: use {instead}"
 
 
+def torch_for(capability: tuple[int, int] | None) -> str | None:
+    """Return which torch runs on a GPU that most of its builds have left behind; None elsewhere, or
+    where the GPU is not known.
+
+    Of torch 2.11 to 2.14 the builds for CUDA 12.6 alone have kernels for what is older than Turing,
+    and 2.15 is to be without these builds (pytorch/pytorch, issues 172352, 178665 and 190385).
+    """
+    if capability is None or capability >= TURING:
+        return None
+    has = ".".join(map(str, capability))
+    return (
+        "of torch 2.11 to 2.14 only the builds for CUDA 12.6 (from pytorch.org) have kernels for "
+        f"compute capability {has}, and 2.15 is to be without them"
+    )
+
+
 Asked = Iterator[tuple[str, str | None]]
 """Names of rules, each with why it forbids a configuration, or None."""
 

@@ -110,7 +110,8 @@ def contribution_of(snapshot: StudySnapshot) -> Contribution:
         raise NothingFits(f"{name} has no trial of its own to contribute")
     gpu, environment = find_gpu(header["measured_on"]), snapshot.environment
     # The newest run may have been on another machine.
-    is_here = match_product(environment.get("gpu") or "") == gpu
+    here = match_product(environment.get("gpu") or "", environment.get("gpu_memory_bytes"))
+    is_here = here == gpu
     driver = re.fullmatch(_DRIVER, environment.get("driver") or "") if is_here else None
     limits = ("gpu_memory_bytes", "power_limit_watts")
     versions = environment.get("versions") or {}

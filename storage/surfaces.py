@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.documents import ContradictionError, Document, parse_object, read_text, validate
 from search_spaces.errors import InputError, NothingFits, quote
-from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product
+from search_spaces.gpus import GpuSpec, find_gpu, gpu_catalogue, match_product, product_of
 from search_spaces.models import ModelSpec, checked_config
 from storage.definition import StudySnapshot
 from storage.records import TrialRecord, Verdict
@@ -211,7 +211,7 @@ def surface_lines(
     if target.recorded is not None:
         raise InputError(f"{name}: its trials are those of a surface; nothing of it was measured")
     card = gpu_catalogue().get(target.gpu)
-    product = target.emulated_on or (card.product if card else target.gpu)
+    product = target.emulated_on or (product_of(card) if card else target.gpu)
     if match_product(product) is None or target.device != "cuda":
         raise InputError(f"{name}: a surface is of a GPU of the catalogue, and this is '{product}'")
     rows = {canonical(r.config): row for r in records if (row := _row_of(r))}

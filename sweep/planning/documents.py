@@ -7,6 +7,7 @@ from typing import Any
 
 from search_spaces.costs import Bill, OfferComparison, ties, usd_per_training_second
 from search_spaces.linears import standard_capacity
+from search_spaces.rules import torch_for
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, LongestRow, Outcome
 from sweep.planning.candidates import speed_ratio
 from sweep.planning.plan import CardComparison, CardPlan, WhatIf
@@ -129,7 +130,7 @@ def card_document(plan: CardPlan) -> dict[str, Any]:
             **_of(evidence, "is_same_card", "memory_error"),
             "speed_error": evidence.calibration and evidence.calibration.relative_error,
         },
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *filter(None, [torch_for(plan.gpu.compute_capability)])],
     }
 
 

@@ -423,11 +423,10 @@ def _space(
     """
     if name is None:
         return "standard", None, None
-    cards = gpu_names()
-    card = cards.get(name.strip().lower())
+    card = match_product(name)
     preset = preset_name(name) or (preset_name(card.name) if card else None)
     if preset is not None:
-        return "preset", preset_space(preset, model=model), cards.get(preset)
+        return "preset", preset_space(preset, model=model), match_product(preset)
     if card is not None and not Path(name).exists():
         return "standard", None, card
     try:
@@ -435,7 +434,7 @@ def _space(
     except InputError:
         if "/" in name or Path(name).suffix or Path(name).exists():
             raise
-        known = [*cards, *(preset.name for preset in shipped_presets())]
+        known = [*gpu_names(), *(preset.name for preset in shipped_presets())]
         near = did_you_mean(name, known) or "; `sweep presets` and `sweep gpus` list them"
         raise InputError(f"'{name}' is no preset, no YAML file and no GPU{near}") from None
 
@@ -452,10 +451,10 @@ def _gpu(name: str, card: Callable[[], Card | None]) -> GpuSpec:
     here = card()
     if here is None:
         raise InputError("no GPU is named and none is here: name one with --gpu (`sweep gpus`)")
-    if (spec := match_product(here.product)) is None:
+    if (spec := here.known) is None:
         raise InputError(
-            f"the catalogue does not have the {here.product} that is here: name a GPU with --gpu "
-            "(`sweep gpus`)"
+            f"the catalogue does not have the {here.size_and_product} that is here: name a GPU "
+            "with --gpu (`sweep gpus`)"
         )
     return spec
 

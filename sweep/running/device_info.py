@@ -17,6 +17,7 @@ from typing import Any
 
 from reports import units
 from search_spaces.errors import EnvironmentFault, InputError
+from search_spaces.gpus import GpuSpec, match_product
 from storage.environment import fingerprint
 from sweep.nvml import NVML, CardProcess, NvmlCard, visible_cards
 
@@ -47,6 +48,20 @@ class Card:
     """What CUDA knows it by, whatever else is visible."""
     power_limit_watts: float | None = None
     """What the driver enforces."""
+
+    @property
+    def known(self) -> GpuSpec | None:
+        """The catalogue's GPU that it is; None where it has none of this name and memory."""
+        return match_product(self.product, self.memory_bytes)
+
+    def is_like(self, other: Card) -> bool:
+        """Whether it is a GPU of the same kind, of which one study may have several."""
+        return self.product == other.product and self.known == other.known
+
+    @property
+    def size_and_product(self) -> str:
+        """What it is called, with its memory: drivers call GPUs of several sizes alike."""
+        return f"{self.product} with {units.gib(self.memory_bytes)}"
 
 
 def environment_with(card: Card | None) -> dict[str, Any]:
@@ -215,11 +230,11 @@ def choose_cards(typed: str, cards: Sequence[Card]) -> tuple[ChosenCard, ...]:
                 f"--devices {typed}: {other.name} and {card.name} are one and the same: "
                 "CUDA_VISIBLE_DEVICES names it twice"
             )
-        if card.card.product != first.card.product:
-            alike = [at for at, c in enumerate(cards) if c.product == first.card.product]
+        if not card.card.is_like(first.card):
+            alike = [at for at, c in enumerate(cards) if c.is_like(first.card)]
             raise InputError(
-                f"--devices {typed}: {first.name} is a {first.card.product} and {card.name} a "
-                f"{card.card.product}, whose speeds do not compare in one study: "
+                f"--devices {typed}: {first.name} is a {first.card.size_and_product} and "
+                f"{card.name} a {card.card.size_and_product}, which do not compare in one study: "
                 f"choose GPUs of one product, as --devices {_listed(alike)} does"
             )
     busy = {c.index: words for c in chosen if (words := _in_use(c.card)) is not None}

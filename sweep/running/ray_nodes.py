@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from search_spaces.errors import NAMED_MAX, EnvironmentFault, InputError, install_extra, quote
-from search_spaces.gpus import find_gpu, match_product
+from search_spaces.gpus import find_gpu
 from search_spaces.redaction import shown
 from storage.environment import fingerprint
 from sweep.running import child
@@ -256,7 +256,7 @@ def chosen(nodes: Sequence[Node], *, gpu: str) -> tuple[Node, ...]:
     counts = Counter(card.product for node in with_cards for card in node.cards)
     if len(counts) == 1:
         return with_cards
-    specs = {product: match_product(product) for product in counts}
+    specs = {card.product: card.known for node in with_cards for card in node.cards}
     meant = find_gpu(gpu) if gpu != AUTO else None
     named = tuple(product for product in counts if meant and specs[product] == meant)
     if only := tuple(node for node in with_cards if node.products == named):

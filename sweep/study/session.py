@@ -18,7 +18,7 @@ from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting
+from search_spaces.rules import Setting, torch_for
 from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
@@ -258,6 +258,8 @@ def _checked(
     if space.weights == "pretrained":
         check_weights(model)
     resolved = resolve_target(space, here)
+    if (needed := torch_for(resolved.host_capability)) is not None:
+        notes += (f"{needed[0].upper()}{needed[1:]}.",)
     check_budget(space, model, resolved.target)
     refuse_impossible(
         space,

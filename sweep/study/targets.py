@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reports import units
 from search_spaces.config import WEIGHT_BITS, TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
-from search_spaces.gpus import GIB, GpuSpec, find_gpu, match_product
+from search_spaces.gpus import GIB, GpuSpec, find_gpu, product_of
 from search_spaces.linears import expert_weights, is_tied, linear_shapes
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation, violation
@@ -70,15 +70,16 @@ def resolve_target(space: SearchSpace, card: Card | None) -> ResolvedTarget:
         raise EnvironmentFault(
             f"space '{space.name}' is for {asked}, and this machine shows no NVIDIA GPU: {ADVICE}"
         )
-    host = match_product(card.product)
+    host = card.known
     capability = card.compute_capability or (None if host is None else host.compute_capability)
     stands_in = wanted is not None and wanted != host
+    here = card.product if host is None else product_of(host)
     spec = wanted if stands_in else host
     target = Target(
         gpu=card.product if spec is None else spec.name,
         device="cuda",
         budget_bytes=_budget(space, card, spec, stands_in=stands_in),
-        emulated_on=card.product if stands_in else None,
+        emulated_on=here if stands_in else None,
     )
     both = (capability, spec.compute_capability if stands_in and spec is not None else None)
     least = min((known for known in both if known is not None), default=None)

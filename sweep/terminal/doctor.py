@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 from reports import units
 from search_spaces.errors import install_extra
-from search_spaces.gpus import GIB, match_product
+from search_spaces.gpus import GIB
+from search_spaces.rules import torch_for
 from storage.environment import PACKAGES, fingerprint
 from sweep import namesakes
 from sweep.child_environment import child_environment
@@ -141,7 +142,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
     found, versions = machine.libraries, machine.versions
     errors = found["errors"]
     if "torch" in errors:
-        advice = "install it again: pip install --force-reinstall torch"
+        advice = _other_torch(machine) or "install it again: pip install --force-reinstall torch"
         yield Finding("fail", "torch", errors["torch"], advice)
     else:
         kind = f"built for CUDA {found['cuda']}" if found["cuda"] else "built for the CPU"
@@ -156,6 +157,38 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
     if machine.card is not None and versions.get("liger-kernel") is None:
         detail = "not installed, so kernels fused-loss and liger cannot run"
         yield Finding("note", "liger-kernel", detail, install_extra("gpu"))
+
+
+def _other_torch(machine: Machine) -> str | None:
+    """Return which torch to install where the one that is here has no kernels for the GPU."""
+    card, built = machine.card, machine.libraries.get("architectures")
+    if card is None or card.compute_capability is None or not built:
+        return None
+    if runs_on(card.compute_capability, built):
+        return None
+    needed = torch_for(card.compute_capability)
+    has = f"torch has kernels for {', '.join(built)} alone"
+    return f"{has}: {needed or 'install one that is built for a newer CUDA, from pytorch.org'}"
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a build of torch has kernels for a GPU.
+
+    Those of one architecture run on later ones of its major version, what is still to be compiled
+    (``compute_90``) on all later ones, and an ``a`` behind the number means that GPU alone.
+
+    Args:
+        capability: of the GPU.
+        architectures: as `torch.cuda.get_arch_list` has them: ``sm_86``, ``compute_120``.
+    """
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("af")
+        built = (int(digits[:-1]), int(digits[-1]))
+        is_later = built <= capability and (kind == "compute" or built[0] == capability[0])
+        if built == capability or (is_later and not number.endswith("a")):
+            return True
+    return False
 
 
 def _gpu(machine: Machine) -> Iterator[Finding]:
@@ -177,12 +210,14 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         driver = f"driver {card.driver or 'unknown'} (CUDA up to {card.cuda or 'unknown'})"
         detail = f"{card.product}, {units.gib(card.memory_bytes)}, {driver}"
         yield Finding("ok", "GPU", detail)
-    if (spec := match_product(card.product)) is None:
-        detail = f"'{card.product}' is not in it: budget and speed are then less well known"
+    if (spec := card.known) is None:
+        detail = f"{card.size_and_product} is not in it: budget and speed are then less well known"
         yield Finding("note", "catalogue", detail, "`sweep gpus` lists the GPUs that are")
     else:
         budget = units.gib(spec.budget_bytes)
         yield Finding("ok", "catalogue", f"{spec.name}, trainings may take {budget}")
+    if builds := torch_for(card.compute_capability):
+        yield Finding("note", "old GPU", builds, "stay with such a build when you update torch")
     yield _gpu_memory(card)
     if card.memory_bytes <= _SMALL_GPU_BYTES:
         detail = "in 12 GB or less Unsloth, which keeps checkpoints in the host's memory, fits more"

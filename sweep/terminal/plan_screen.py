@@ -18,6 +18,7 @@ from search_spaces.errors import listed
 from search_spaces.gpus import Interconnect
 from search_spaces.linears import standard_capacity, unquantized
 from search_spaces.prices import PRICE_OPTION
+from search_spaces.rules import torch_for
 from sweep.export.grpo import grpo_config
 from sweep.planning import candidates
 from sweep.planning.backwards import LENGTH_STEP, Cheapest, JobCard, Longest, Outcome
@@ -379,7 +380,9 @@ def _in_words(held: Mapping[str, Any]) -> str:
 
 
 def _next(plan: CardPlan) -> Iterator[Fact]:
-    """Yield the command to go on with."""
+    """Yield which torch the GPU needs, where not every one does, and the command to go on with."""
+    if (needed := torch_for(plan.gpu.compute_capability)) is not None:
+        yield "torch", needed
     if plan.shown is None:
         model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 from search_spaces.errors import InputError
-from search_spaces.gpus import match_product
 from search_spaces.presets import starting_text
 from search_spaces.schema import schema_text
 from storage.files import checked_output, write_output
@@ -46,7 +45,9 @@ def _card_here() -> str:
     if card is None:
         note("No NVIDIA GPU here, so the space is for the CPU; --gpu names a GPU.")
         return "cpu"
-    spec = match_product(card.product)
-    if spec is None:
-        raise InputError(f"the catalogue does not know '{card.product}': name a GPU with --gpu")
-    return spec.name
+    if card.known is None:
+        raise InputError(
+            f"the catalogue does not have the {card.size_and_product} that is here: name a GPU "
+            "with --gpu (`sweep gpus`)"
+        )
+    return card.known.name

@@ -66,12 +66,14 @@ def probe() -> dict[str, Any]:
     from search_spaces.errors import words_of
 
     answer: dict[str, Any] = {"torch": None, "cuda": None, "has_cuda": False, "errors": {}}
+    answer["architectures"] = []
     try:
         import torch
 
         answer["torch"] = torch.__version__
         answer["cuda"] = torch.version.cuda
         answer["has_cuda"] = torch.cuda.is_available()
+        answer["architectures"] = torch.cuda.get_arch_list()
         device = torch.device("cuda" if answer["has_cuda"] else "cpu")
         ones = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
         if float((ones @ ones).sum()) != 16.0**3:

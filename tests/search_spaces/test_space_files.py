@@ -201,6 +201,10 @@ def test_a_space_without_a_name_is_called_like_its_file() -> None:
     ("name", "message"),
     [
         ("a1O", "unknown preset 'a1O'; did you mean 'a10'?"),
+        (
+            "RTX 3060 12GB",
+            "the rtx-3060 has no preset: `sweep init --gpu rtx-3060 -o rtx-3060.yaml`",
+        ),
         ("", "unknown preset ''; known are a10"),
         ("nope.yaml", "nope.yaml: no such file"),
         ("a/b", "a/b: no such file"),

@@ -170,6 +170,12 @@ def test_cards_are_all_so_many_or_those_that_are_named(
         ("all", [], EnvironmentFault, "shows no NVIDIA GPU"),
         ("0,1", [], EnvironmentFault, "shows no NVIDIA GPU"),
         ("all", [FREE, L4, LAST], InputError, "GPU 0 is a NVIDIA A10.*L4.*--devices 0,2"),
+        (
+            "all",
+            [FREE, replace(FREE, memory_bytes=40 * GIB, uuid="GPU-m"), LAST],
+            InputError,
+            "GPU 1 a NVIDIA A10 with 40.00 GiB.*--devices 0,2",
+        ),
         ("all", [FREE, BUSY, LAST], EnvironmentFault, "GPU 1 .*4711 has 3.00 GiB.*--devices 0,2"),
         (
             "all",

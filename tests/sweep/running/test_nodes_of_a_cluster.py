@@ -22,11 +22,13 @@ from sweep.running.wire import TrialRequest
 from tests.sweep.simulated_device import a_record, train
 
 A10, H200 = "NVIDIA A10", "NVIDIA H200"
+MEMORY = {A10: 23 * 2**30, H200: 140 * 2**30}
 HERE = {"qlora-sweep": "0.1.0", "torch": "2.13.0"}
 
 
 def a_node(number: int, *products: str | None, processors: int = 4, **versions: str) -> Node:
-    cards = (Card(one, 2**34, 2**34, (9, 0), "580.1", "13.0") for one in products if one)
+    sizes = ((one, MEMORY[one]) for one in products if one)
+    cards = (Card(one, size, size, (9, 0), "580.1", "13.0") for one, size in sizes)
     return Node(
         id=str(number),
         address=f"10.0.0.{number}",

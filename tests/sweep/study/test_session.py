@@ -483,7 +483,11 @@ def a_card(name: str = "h200", **changes: Any) -> Card:
 A10 = find_gpu("a10")
 UNKNOWN = a_card("h200", product="NVIDIA Z1", memory_bytes=40 * GIB)
 SLICE = a_card("a10", memory_bytes=A10.memory_bytes - 4 * GIB)
-SHARED = a_card("h200", product="NVIDIA GB10", memory_bytes=120 * GIB, shares_host_memory=True)
+SHARED = a_card("h200", product="NVIDIA Z2", memory_bytes=120 * GIB, shares_host_memory=True)
+SPARK = a_card("gb10", memory_bytes=find_gpu("gb10").memory_bytes, shares_host_memory=True)
+GEFORCE = "NVIDIA GeForce RTX 4060 Ti"
+EIGHT = a_card("rtx-4060-ti-16gb", memory_bytes=8188 * 2**20)
+ODD = a_card("rtx-4060-ti-16gb", memory_bytes=32 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +501,18 @@ SHARED = a_card("h200", product="NVIDIA GB10", memory_bytes=120 * GIB, shares_ho
         # own target; what shares the host's memory leaves the host some.
         ({"gpu": "a10"}, SLICE, "a10", A10.budget_bytes - 4 * GIB, None),
         ({"gpu": "auto"}, UNKNOWN, "NVIDIA Z1", 39 * GIB, None),
-        ({"gpu": "auto"}, SHARED, "NVIDIA GB10", 0.85 * 120 * GIB, None),
+        ({"gpu": "auto"}, SHARED, "NVIDIA Z2", 0.85 * 120 * GIB, None),
+        ({"gpu": "auto"}, SPARK, "gb10", 0.85 * SPARK.memory_bytes, None),
+        # Drivers call GPUs of several sizes alike.
+        ({"gpu": "auto"}, EIGHT, "rtx-4060-ti-8gb", find_gpu("4060ti-8gb").budget_bytes, None),
+        ({"gpu": "auto"}, ODD, GEFORCE, 31 * GIB, None),
+        (
+            {"gpu": "4060ti-8gb"},
+            ODD,
+            "rtx-4060-ti-8gb",
+            find_gpu("4060ti-8gb").budget_bytes,
+            GEFORCE,
+        ),
         ({"gpu": "cpu", "budget_gib": 0.5}, None, "cpu", GIB // 2, None),
     ],
 )
@@ -536,6 +551,7 @@ def test_a_card_that_tells_no_capability_is_taken_at_the_catalogues_word() -> No
         ({"gpu": "auto"}, None, EnvironmentFault, "no NVIDIA GPU.*sweep doctor"),
         ({"gpu": "a10"}, None, EnvironmentFault, "is for the a10.*no NVIDIA GPU"),
         ({"gpu": "h200"}, a_card("a10"), EnvironmentFault, "cannot stand in for the h200"),
+        ({"gpu": "4060ti"}, EIGHT, EnvironmentFault, "has 8.00 GiB and cannot stand in"),
         ({"gpu": "cpu"}, None, InputError, "budget_gib is missing"),
         ({"gpu": "a10", "budget_gib": 30}, a_card("a10"), InputError, "30 is more than the 21"),
         ({"gpu": "a11"}, a_card("a10"), InputError, "unknown GPU 'a11'"),

@@ -20,6 +20,7 @@ from sweep.terminal.doctor import (
     findings_text,
     is_healthy,
     probe_libraries,
+    runs_on,
 )
 
 A10 = find_gpu("a10")
@@ -40,6 +41,7 @@ MACHINE = Machine(
     free_disk_bytes=100 * GIB,
 )
 BUSY = replace(CARD, processes=(CardProcess(42, GIB),))
+WITHOUT_KERNELS = BROKEN_TORCH | {"architectures": ["sm_75", "sm_80", "sm_90", "sm_120"]}
 UNTOLD = replace(CARD, free_bytes=None, driver=None, cuda=None, compute_capability=None)
 SMALL = replace(CARD, memory_bytes=12 * GIB, free_bytes=12 * GIB)
 CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "urls"))
@@ -69,6 +71,8 @@ CHANGED = tuple(f"storage/{name}.py" for name in ("study", "records", "lease", "
         ({"card": UNTOLD}, "note", "GPU memory", "does not tell how much is free"),
         ({"card": UNTOLD}, "ok", "GPU", "driver unknown (CUDA up to unknown)"),
         ({"card": SMALL}, "note", "small GPU", "Unsloth"),
+        ({"card": replace(CARD, memory_bytes=48 * GIB)}, "note", "catalogue", "with 48.0"),
+        ({"card": replace(CARD, compute_capability=(7, 0))}, "note", "old GPU", "CUDA 12.6"),
         ({"versions": {"bitsandbytes": "0.50.2"}}, "note", "liger-kernel", "not installed"),
     ],
 )
@@ -113,3 +117,35 @@ def test_a_checkup_is_folded_under_what_it_found() -> None:
     assert lines[1].startswith(" " * 11 + "-> install")
     assert all(line.startswith(" " * 14 + "install") for line in lines[2:])
     assert max(map(len, lines)) <= 50
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "has_kernels"),
+    [
+        ((6, 0), ("sm_50", "sm_60", "sm_70"), True),
+        ((6, 0), ("sm_75", "sm_80", "compute_120"), False),
+        ((7, 0), ("sm_75", "sm_80"), False),
+        ((8, 9), ("sm_80", "sm_90"), True),
+        ((12, 0), ("sm_80", "sm_90"), False),
+        ((12, 0), ("sm_80", "compute_90"), True),
+        ((12, 1), ("sm_100", "sm_120"), True),
+        ((12, 1), ("sm_120a",), False),
+        ((9, 0), ("sm_90a",), True),
+        ((10, 3), ("sm_100f",), True),
+    ],
+)
+def test_a_build_of_torch_has_kernels_for_a_gpu_or_not(
+    capability: tuple[int, int], architectures: tuple[str, ...], has_kernels: bool
+) -> None:
+    assert runs_on(capability, architectures) is has_kernels
+
+
+def test_a_torch_without_kernels_for_the_gpu_says_which_one_has_them() -> None:
+    def advice(capability: tuple[int, int]) -> str:
+        card = replace(CARD, compute_capability=capability)
+        findings = check(replace(MACHINE, card=card, libraries=WITHOUT_KERNELS))
+        return next(f.advice for f in findings if f.what == "torch" and f.state == "fail")
+
+    assert "CUDA 12.6" in advice((6, 0))
+    assert "newer CUDA" in advice((13, 0))
+    assert "force-reinstall" in advice((8, 6))
