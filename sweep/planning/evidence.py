@@ -7,11 +7,14 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
+from storage.confirmations import noise
 from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
 from storage.ranking import fitting, rankable
 from storage.records import Measurement, OutOfMemory, TrialRecord
@@ -21,6 +24,7 @@ from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import StepTimes, within
+from sweep.predict.speed.stand_in import StandIn
 
 
 def evidence_from(
@@ -105,36 +109,65 @@ def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
 def target_speeds(
     definition: StudyDefinition, records: Sequence[TrialRecord]
 ) -> Mapping[int, TargetSpeed]:
-    """Return what is predicted of a study's trials on the GPU it is for, by number; nothing where
-    that GPU ran itself, or is not in the catalogue.
+    """Return the speeds of a study's trials on the GPU it is for, by number; nothing where that GPU
+    ran itself, or is not in the catalogue.
 
-    It is what `sweep plan` says of each configuration there. What the stand-in measured does not
-    calibrate that: factors fitted to a study's steps on an H200 leave the published steps of six
-    other GPUs no better predicted.
+    It is what `sweep plan` says of each configuration there, corrected by what the GPU that stood
+    in measured of it (`sweep.predict.speed.stand_in`). A trial that was not measured has what is
+    predicted. Every trial of a configuration has one speed.
     """
-    measured = [(record, record.measurement) for record in records if record.measurement]
-    gpu = match_product(definition.target.gpu)
-    if definition.target.emulated_on is None or gpu is None or not measured:
+    gpu, stood_in = match_product(definition.target.gpu), definition.target.emulated_on
+    if stood_in is None or gpu is None:
         return {}
     model = ModelSpec.from_json(definition.model)
-    times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
-    seconds, unsure = times.seconds.tolist(), times.log_spread.tolist()
-    return {
-        record.number: _speed(measurement, step, spread)
-        for (record, measurement), step, spread in zip(measured, seconds, unsure, strict=True)
-        if math.isfinite(step)
-    }
+    configs = dict.fromkeys(canonical(record.config) for record in records)
+    rows = {config: row for row, config in enumerate(configs)}
+    if not rows:
+        return {}
+    target = StepTimes(list(rows), model=model, gpu=gpu)
+    log_seconds, own_spread = np.log(target.seconds), np.array(target.own_spread)
+    host, measured = match_product(stood_in), _measured_by_row(records, rows)
+    if host is not None and measured:
+        both = StandIn(StepTimes(list(rows), model=model, gpu=host), target)
+        at = np.array(list(measured))
+        noises = np.array([noise([one]) for one in measured.values()])
+        took = np.log([one.step_seconds for one in measured.values()])
+        log_seconds[at] += both.log_corrections(at, took, noises)
+        own_spread[at] = both.left_spread(at, noises)
+    # What is gained by a measurement is of the step's own part alone.
+    spreads = np.sqrt(target.log_spread**2 - target.own_spread**2 + own_spread**2)
+    tokens = target.tokens_per_second * target.seconds
+    found = {}
+    for record in records:
+        row = rows[canonical(record.config)]
+        seconds = math.exp(log_seconds[row])
+        if not math.isfinite(seconds):
+            continue
+        trained = float(tokens[row])
+        if record.measurement is not None:
+            # As many tokens that carry loss as where it was measured: all of them, but for rows
+            # that the user's texts left padded.
+            trained = record.measurement.tokens_per_second * record.measurement.step_seconds
+        spread = float(spreads[row])
+        low, high = within(speed := trained / seconds, spread)
+        common = tuple(target.common_spreads[row].tolist())
+        own = float(own_spread[row])
+        found[record.number] = TargetSpeed(speed, low, high, "predicted", spread, own, common)
+    return found
 
 
-def _speed(measured: Measurement, step_seconds: float, log_spread: float) -> TargetSpeed:
-    """Return a speed from a predicted step.
-
-    A step holds as many tokens that carry loss as it did where it was measured: all of them, but
-    for rows that the user's texts left padded.
-    """
-    tokens = measured.tokens_per_second * measured.step_seconds
-    low, high = within(speed := tokens / step_seconds, log_spread)
-    return TargetSpeed(speed, low=low, high=high, basis="predicted")
+def _measured_by_row(
+    records: Sequence[TrialRecord], rows: Mapping[TrialConfig, int]
+) -> Mapping[int, Measurement]:
+    """Return what decides what was measured of each configuration: its newest trial of the search,
+    else the newest run that confirmed it. Speeds of two processes do not compare."""
+    measured: dict[int, Measurement] = {}
+    for is_search in (False, True):
+        for record in records:
+            known = record.measurement
+            if known is not None and known.is_sound and (record.purpose == "search") is is_search:
+                measured[rows[canonical(record.config)]] = known
+    return measured
 
 
 def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:
