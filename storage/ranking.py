@@ -315,7 +315,7 @@ class Ranking:
 
     @cached_property
     def _chosen_numerics(self) -> Numerics:
-        """The fastest class of numerics that is sure to be faster than 16-bit compute, else that."""
+        """The fastest class of numerics that surely outruns 16-bit compute, else that."""
         plain = self._fastest_of_numerics.get("16-bit")
         for numerics, record in self._fastest_of_numerics.items():
             if plain is None or record is plain or self._is_surely_faster(record, plain):
@@ -502,7 +502,7 @@ class Ranking:
         if self.is_predicted:
             mine, theirs = (self.target_speeds.get(each.number) for each in (record, over))
             if mine is not None and theirs is not None:
-                return Ratio(*mine.ratio(theirs))
+                return Ratio(*mine.ratio(theirs), is_predicted=True)
         return self.measured_ratio(record, over)
 
     def measured_ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:

@@ -7,24 +7,22 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
-from storage.confirmations import noise
+from storage.confirmations import BETWEEN_RUNS
 from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
 from storage.ranking import fitting, rankable
-from storage.records import Measurement, OutOfMemory, TrialRecord
+from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import StepTimes, within
-from sweep.predict.speed.stand_in import StandIn
+from sweep.predict.speed.stand_in import StandIn, Took
 
 
 def evidence_from(
@@ -116,58 +114,89 @@ def target_speeds(
     in measured of it (`sweep.predict.speed.stand_in`). A trial that was not measured has what is
     predicted. Every trial of a configuration has one speed.
     """
-    gpu, stood_in = match_product(definition.target.gpu), definition.target.emulated_on
-    if stood_in is None or gpu is None:
-        return {}
-    model = ModelSpec.from_json(definition.model)
-    configs = dict.fromkeys(canonical(record.config) for record in records)
-    rows = {config: row for row, config in enumerate(configs)}
-    if not rows:
-        return {}
-    target = StepTimes(list(rows), model=model, gpu=gpu)
-    log_seconds, own_spread = np.log(target.seconds), np.array(target.own_spread)
-    host, measured = match_product(stood_in), _measured_by_row(records, rows)
-    if host is not None and measured:
-        both = StandIn(StepTimes(list(rows), model=model, gpu=host), target)
-        at = np.array(list(measured))
-        noises = np.array([noise([one]) for one in measured.values()])
-        took = np.log([one.step_seconds for one in measured.values()])
-        log_seconds[at] += both.log_corrections(at, took, noises)
-        own_spread[at] = both.left_spread(at, noises)
-    # What is gained by a measurement is of the step's own part alone.
-    spreads = np.sqrt(target.log_spread**2 - target.own_spread**2 + own_spread**2)
-    tokens = target.tokens_per_second * target.seconds
-    found = {}
-    for record in records:
-        row = rows[canonical(record.config)]
-        seconds = math.exp(log_seconds[row])
-        if not math.isfinite(seconds):
-            continue
-        trained = float(tokens[row])
-        if record.measurement is not None:
-            # As many tokens that carry loss as where it was measured: all of them, but for rows
-            # that the user's texts left padded.
-            trained = record.measurement.tokens_per_second * record.measurement.step_seconds
-        spread = float(spreads[row])
-        low, high = within(speed := trained / seconds, spread)
+    known = OnTarget(definition, records)
+    found = ((record.number, known.speed(record)) for record in records)
+    return {number: speed for number, speed in found if speed is not None}
+
+
+class OnTarget:
+    """What is predicted of configurations on the GPU that a study is for, where another stood in.
+
+    Args:
+        definition: the study's.
+        records: its trials, whose configurations are asked about, and what they measured.
+        running: a configuration that runs, and the tokens/s that it would end at.
+    """
+
+    def __init__(
+        self,
+        definition: StudyDefinition,
+        records: Sequence[TrialRecord],
+        running: tuple[TrialConfig, float] | None = None,
+    ) -> None:
+        self._rows: dict[TrialConfig, int] = {}
+        gpu, ran_on = match_product(definition.target.gpu), definition.target.emulated_on
+        configs = [record.config for record in records]
+        configs += [] if running is None else [running[0]]
+        if ran_on is None or gpu is None or not configs:
+            return
+        model, stood_in = ModelSpec.from_json(definition.model), match_product(ran_on)
+        unique = list(dict.fromkeys(map(canonical, configs)))
+        self._target = StepTimes(unique, model=model, gpu=gpu)
+        if not self._target.is_known.any():
+            return
+        self._rows = {config: row for row, config in enumerate(unique)}
+        measured = {self._rows[config]: took for config, took in _steps(records).items()}
+        if running is not None:
+            row = self._rows[canonical(running[0])]
+            measured[row] = Took(self._tokens(row) / running[1], BETWEEN_RUNS)
+        host = None if stood_in is None else StepTimes(unique, model=model, gpu=stood_in)
+        both = StandIn(host, self._target)
+        self._log_seconds, self._own = both.corrected(measured), both.own_spread(measured)
+
+    def _tokens(self, row: int) -> float:
+        return float(self._target.tokens_per_second[row] * self._target.seconds[row])
+
+    def speed(self, record: TrialRecord) -> TargetSpeed | None:
+        """Return the speed of a trial that is among the records; None where nothing is predicted.
+
+        A step holds as many tokens that carry loss as where it was measured: all of them, but for
+        rows that the user's texts left padded.
+        """
+        measured = record.measurement
+        tokens = None if measured is None else measured.tokens_per_second * measured.step_seconds
+        return self.speed_of(record.config, tokens=tokens)
+
+    def speed_of(self, config: TrialConfig, *, tokens: float | None = None) -> TargetSpeed | None:
+        """Return the speed of a configuration that is among those asked about.
+
+        Args:
+            config: that.
+            tokens: of a step that carry loss; by default what is predicted.
+        """
+        row = self._rows.get(canonical(config))
+        if row is None or not self._target.is_known[row]:
+            return None
+        target, own = self._target, float(self._own[row])
+        speed = (self._tokens(row) if tokens is None else tokens) / math.exp(self._log_seconds[row])
+        # What a measurement tells is of the step's own part alone.
+        others = float(target.log_spread[row]) ** 2 - float(target.own_spread[row]) ** 2
+        spread = math.sqrt(others + own**2)
+        low, high = within(speed, spread)
         common = tuple(target.common_spreads[row].tolist())
-        own = float(own_spread[row])
-        found[record.number] = TargetSpeed(speed, low, high, "predicted", spread, own, common)
-    return found
+        return TargetSpeed(speed, low, high, "predicted", spread, own, common)
 
 
-def _measured_by_row(
-    records: Sequence[TrialRecord], rows: Mapping[TrialConfig, int]
-) -> Mapping[int, Measurement]:
-    """Return what decides what was measured of each configuration: its newest trial of the search,
-    else the newest run that confirmed it. Speeds of two processes do not compare."""
-    measured: dict[int, Measurement] = {}
+def _steps(records: Sequence[TrialRecord]) -> Mapping[TrialConfig, Took]:
+    """Return what was measured of each configuration: by its newest trial of the search, else by
+    the newest run that confirmed it, as speeds of two processes do not compare."""
+    steps: dict[TrialConfig, Took] = {}
     for is_search in (False, True):
         for record in records:
             known = record.measurement
             if known is not None and known.is_sound and (record.purpose == "search") is is_search:
-                measured[rows[canonical(record.config)]] = known
-    return measured
+                steps[canonical(record.config)] = Took.of(known)
+    return steps
 
 
 def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:

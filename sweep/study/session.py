@@ -359,7 +359,12 @@ def drive(
     forecaster, space = _forecaster(prepared, warn=warn), prepared.space
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
-        space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
+        space.sampler,
+        space,
+        seed=space.seed,
+        forecaster=forecaster,
+        model=prepared.model,
+        lanes=len(lanes.all),
     )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     if carried is not None:
@@ -442,6 +447,7 @@ def _stopping(
         usd_per_hour=prepared.usd_per_hour,
         outlook=outlook,
         fastest_of=partial(sampler.fastest_of, study.study),
+        unmeasured_classes=partial(sampler.unmeasured_classes, study.study),
     )
 
 

@@ -400,7 +400,7 @@ def test_of_a_tie_the_plainer_is_recommended() -> None:
 
     fp16 = classed(0, at(203, 10), compute_dtype="fp16", micro_batch_size=8)
     bf16 = classed(1, at(200, 10), micro_batch_size=8)
-    less = classed(2, at(199, 8), micro_batch_size=4)
+    less = classed(2, at(199.5, 8), micro_batch_size=4)
     assert best(fp16, bf16) == 1
     assert best(fp16, bf16, less) == 2
     faster = fp16.model_copy(update={"outcome": at(206, 10)})

@@ -15,12 +15,17 @@ GPU that stands in.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.confirmations import noise
+from storage.records import Measurement
 from sweep.predict.speed.predictor import StepTimes
 
 Array = NDArray[np.float64]
@@ -35,19 +40,44 @@ and an H200 alone say 0.8, those on GPUs of other generations nothing that is to
 """
 
 
+class Took(NamedTuple):
+    """A step that was measured on the GPU that stands in."""
+
+    seconds: float
+    noise: float
+    """Standard deviation of its logarithm."""
+
+    @classmethod
+    def of(cls, measured: Measurement) -> Took:
+        """Return the step of a trial."""
+        return cls(measured.step_seconds, noise([measured]))
+
+
 @dataclass(frozen=True)
 class StandIn:
     """The steps of configurations on the GPU that runs them and on the target, a row each."""
 
-    host: StepTimes
+    host: StepTimes | None
+    """By the catalogue's rates, not by trials; None of a GPU that the catalogue does not have."""
     target: StepTimes
+
+    @cached_property
+    def log_seconds(self) -> Array:
+        """Logarithm of what is predicted of each step on the target; that of the median step where
+        nothing is. (configurations,)"""
+        seconds = self.target.seconds
+        return np.asarray(np.log(np.where(np.isnan(seconds), np.nanmedian(seconds), seconds)))
 
     @cached_property
     def _shared(self) -> Array:
         """Covariance of each step's own errors on the two GPUs. (configurations,)"""
+        if self.host is None:
+            return np.zeros(len(self.target.seconds))
         return np.nan_to_num(TRANSFERS * self.host.waiting_spread * self.target.waiting_spread)
 
     def _weights(self, rows: NDArray[np.intp], noise: Array) -> Array:
+        if self.host is None:
+            return np.zeros(len(rows))
         variance = np.nan_to_num(self.host.own_spread[rows], nan=1.0) ** 2 + noise**2
         return np.asarray(self._shared[rows] / variance)
 
@@ -62,23 +92,47 @@ class StandIn:
         told = self._weights(rows, np.full(len(rows), noise)) * self._shared
         return np.asarray(np.sqrt(told))
 
-    def left_spread(self, rows: NDArray[np.intp], noise: Array) -> Array:
-        """Return what is left of the target's `own_spread` after some rows were measured."""
-        own = self.target.own_spread[rows] ** 2
-        return np.asarray(np.sqrt(own - self._weights(rows, noise) * self._shared[rows]))
-
-    def log_corrections(
-        self, rows: NDArray[np.intp], log_seconds: Array, noise: Array
-    ) -> Array:
-        """Return what is added to the target's log seconds of the rows that were measured.
+    def own_spread(self, measured: Mapping[int, Took]) -> Array:
+        """Return what is left of the target's `StepTimes.own_spread`. (configurations,)
 
         Args:
-            rows: of the configurations.
-            log_seconds: of each one's step on the GPU that stands in.
-            noise: standard deviation of each.
+            measured: on the GPU that stands in, by row.
         """
-        weights = self._weights(rows, noise)
-        residuals = np.nan_to_num(log_seconds - np.log(self.host.seconds[rows]))
+        own = np.array(self.target.own_spread)
+        rows, _, noises = _columns(measured)
+        told = self._weights(rows, noises) * self._shared[rows]
+        own[rows] = np.sqrt(own[rows] ** 2 - told)
+        return own
+
+    def corrected(self, measured: Mapping[int, Took]) -> Array:
+        """Return `log_seconds`, corrected by what was measured. (configurations,)
+
+        Args:
+            measured: on the GPU that stands in, by row.
+        """
+        seconds = np.array(self.log_seconds)
+        if self.host is None or not measured:
+            return seconds
+        rows, took, noises = _columns(measured)
+        weights = self._weights(rows, noises)
+        residuals = np.nan_to_num(took - np.log(self.host.seconds[rows]))
         total = weights.sum()
         level = float(weights @ residuals / total) if total > 0.0 else 0.0
-        return np.asarray(weights * (residuals - level))
+        seconds[rows] += weights * (residuals - level)
+        return seconds
+
+    def ratio_spread(self, row: int, other: int) -> float:
+        """Return how far the ratio of two steps on the target may be off: a logarithm's standard
+        deviation."""
+        target = self.target
+        shared = math.dist(target.common_spreads[row], target.common_spreads[other])
+        of_both = math.hypot(shared, target.own_spread[row], target.own_spread[other])
+        return min(of_both, math.hypot(target.log_spread[row], target.log_spread[other]))
+
+
+def _columns(measured: Mapping[int, Took]) -> tuple[NDArray[np.intp], Array, Array]:
+    """Return rows, log seconds and noise of what was measured."""
+    rows = np.array(list(measured), dtype=np.intp)
+    took = np.log([one.seconds for one in measured.values()])
+    noises = np.array([one.noise for one in measured.values()])
+    return rows, took, noises
