@@ -61,15 +61,10 @@ def _too_large(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     """Yield what more memory would buy, by expected speed; without any, what missed narrowly."""
     ranking, expected = view.ranking, list[tuple[float, records.TrialRecord]]()
     for record in view.snapshot.records:
-        if record.verdict not in records.OUT_OF_MEMORY or record.prediction is None:
-            continue
-        rate = record.prediction.tokens_per_second
-        if ranking.is_predicted:
-            # What is kept of a trial is what was predicted of the GPU that stood in.
-            on_target = ranking.target_speeds.get(record.number)
-            rate = None if on_target is None else on_target.tokens_per_second
-        if rate is not None:
-            expected.append((rate, record))
+        if record.verdict in records.OUT_OF_MEMORY:
+            rate = ranking.expected_speed(record)
+            if rate is not None:
+                expected.append((rate, record))
     if not expected:
         yield from _nearest_to_fitting(view)
     best = ranking.speed_of(winner)

@@ -27,6 +27,13 @@ def unusual_settings(config: TrialConfig) -> int:
     )
 
 
+def compute_order(config: TrialConfig) -> int:
+    """Return how plain a configuration's compute dtype is, the plainest first: all that multiplies
+    in 8 bits is alike."""
+    dtype = config.compute_dtype
+    return _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
+
+
 def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int]:
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
@@ -37,6 +44,4 @@ def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int]:
         config: the configuration.
         peak_bytes: its peak allocated memory, measured or predicted.
     """
-    dtype = config.compute_dtype
-    order = _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
-    return order, peak_bytes, unusual_settings(config)
+    return compute_order(config), peak_bytes, unusual_settings(config)

@@ -26,8 +26,9 @@ the one nearest to the standard recipe's. A space that holds one class asks for 
 compute comes first, unless 8 bits are sure to be faster: the interval of the ratio to the fastest
 with 16-bit compute lies above 1. Of the fastest and what is within `TIE` of it, the plainer is
 recommended (`search_spaces.preference`), one that never made the allocator give memory back before
-all others. What another one beats, being no worse in speed and memory and better in one of them by
-more than `TIE`, is never recommended: so the recommended one lies on the front of its class.
+all others. What another one beats in speed and memory is never recommended, but for one of a less
+plain compute dtype that is no more than `TIE` better: so the recommended one lies on the front of
+its class, or within a tie of it.
 
 What was measured side by side and is not distinguishable, as the interval of the ratio of the two
 holds 1, is named as a tie.
@@ -52,7 +53,7 @@ from pydantic import BaseModel, ConfigDict
 from search_spaces.config import Numerics, TrialConfig, canonical
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE, plainness
+from search_spaces.preference import TIE, compute_order, plainness
 from search_spaces.space import Objective
 from storage.confirmations import (
     RUNS_TO_CONFIRM,
@@ -272,11 +273,10 @@ class Ranking:
 
     def _preference(self, record: TrialRecord) -> tuple[object, ...]:
         """Return what sorts trials that tie, the one to recommend first."""
-        measured = measured_of(record)
-        gave_back = measured.allocator_retries > 0
         if not self.is_for_speed_alone:
-            return (gave_back,)
-        return gave_back, *plainness(record.config, measured.peak_allocated_bytes)
+            return (_gave_back(record),)
+        peak = measured_of(record).peak_allocated_bytes
+        return _gave_back(record), *plainness(record.config, peak)
 
     @cached_property
     def _alternatives(self) -> list[TrialRecord]:
@@ -296,12 +296,16 @@ class Ranking:
         return [one for one in tied if not any(self._beats(other, one) for other in rivals)]
 
     def _beats(self, one: TrialRecord, other: TrialRecord) -> bool:
-        """Whether a trial is no worse than another in speed and memory, and better in one of them
-        by more than a tie."""
+        """Whether a trial is no worse than another in speed and memory and better in one of them,
+        one of a less plain compute dtype by more than a tie. One that made the allocator give
+        memory back beats none that did not."""
+        if _gave_back(one) > _gave_back(other):
+            return False
+        margin = TIE if compute_order(one.config) > compute_order(other.config) else 0.0
         faster = self.speed_of(one) / self.speed_of(other)
         mine, theirs = (measured_of(record).peak_allocated_bytes for record in (one, other))
         is_no_worse = faster >= 1.0 and mine <= theirs
-        return is_no_worse and (faster > 1.0 + TIE or mine * (1.0 + TIE) < theirs)
+        return is_no_worse and (faster > 1.0 + margin or mine * (1.0 + margin) < theirs)
 
     @cached_property
     def _fastest_of_numerics(self) -> Mapping[Numerics, TrialRecord]:
@@ -404,6 +408,14 @@ class Ranking:
         """Return the tokens/s of a measured trial that decide, and are shown first."""
         known = self.target_speeds.get(record.number) if self.is_predicted else None
         return measured_of(record).tokens_per_second if known is None else known.tokens_per_second
+
+    def expected_speed(self, record: TrialRecord) -> float | None:
+        """Return the tokens/s that are predicted of a trial that was not measured, on the GPU whose
+        speeds decide; None where nothing is."""
+        if self.is_predicted:
+            on_target = self.target_speeds.get(record.number)
+            return None if on_target is None else on_target.tokens_per_second
+        return None if record.prediction is None else record.prediction.tokens_per_second
 
     @property
     def numerics_choice(self) -> Literal["measured", "predicted"]:
@@ -788,6 +800,11 @@ def _leveled(records: tuple[TrialRecord, ...]) -> tuple[TrialRecord, ...]:
         return _with(record, measured.model_copy(update={"quality": quality}))
 
     return tuple(leveled(record) for record in records)
+
+
+def _gave_back(record: TrialRecord) -> bool:
+    """Whether a trial made the allocator give memory back."""
+    return measured_of(record).allocator_retries > 0
 
 
 def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:

@@ -274,18 +274,19 @@ class Rivals:
         """Return what a running trial has to beat.
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-        interval beats nobody for sure. What would be recommended from is stopped by its like alone,
-        though smaller adapters are faster. Where another GPU stands in for the target, so is what
+        interval beats nobody for sure. The capacity class that would be recommended from and the
+        baseline's are stopped by their like alone, though smaller adapters are faster. Where another GPU stands in for the target, so is what
         is of one class of numerics: which of them is faster there is not sure.
         """
         capacities = {self._space.capacity_class(rival.config) for rival in self._known.values()}
         own = self._space.capacity_class(config)
         is_asked = nearest_capacity({*capacities, own}, self._model) == own
+        is_apart = is_asked or self._space.is_of_baselines_class(config)
         return tuple(
             rival
             for rival in self._known.values()
             if (self._is_target or rival.config.numerics == config.numerics)
-            and (not is_asked or self._space.capacity_class(rival.config) == own)
+            and (not is_apart or self._space.capacity_class(rival.config) == own)
         )
 
 

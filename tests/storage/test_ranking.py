@@ -362,7 +362,8 @@ def test_a_gain_is_the_targets_and_the_stand_ins_is_named_beside_it() -> None:
     assert gain.reason == "not_shown", "1.1 times, give or take 0.12"
     surer = {0: predicted(500.0, 0.3, own=0.01), 1: predicted(550.0, 0.3, own=0.01)}
     gain = for_a_target(baseline, *FOUR[1:2], speeds=surer).gain
-    assert gain.ratio is not None and gain.measured is not None
+    assert gain.ratio is not None
+    assert gain.measured is not None
     assert gain.ratio.value == pytest.approx(1.1)
     # What both are off by in common cancels.
     assert gain.ratio.high == pytest.approx(1.1 * math.exp(1.645 * math.hypot(0.01, 0.01)))
@@ -386,7 +387,8 @@ def test_8_bits_have_to_be_sure_to_gain_on_the_target(int8: TargetSpeed, is_chos
 def test_8_bits_have_to_be_sure_to_gain_where_the_gpu_itself_runs(speed: float, first: int) -> None:
     int8 = classed(3, at(speed, 10, spread=0.03), compute_dtype="int8")
     ranking = for_a_target(FOUR[1], int8, emulated_on=None)
-    assert ranking.winner is not None and ranking.winner.number == first
+    assert ranking.winner is not None
+    assert ranking.winner.number == first
     assert ranking.other_numerics is not None
     # Runs in turns may tell.
     assert numbers(ranking.close) == ([3] if first == 1 else [])

@@ -30,6 +30,7 @@ from sweep.predict.speed.predictor import StepTimes
 
 Array = NDArray[np.float64]
 
+LEAST = 1e-12
 TRANSFERS = 0.2
 """Correlation of a step's own errors on two GPUs.
 
@@ -100,8 +101,10 @@ class StandIn:
         """
         own = np.array(self.target.own_spread)
         rows, _, noises = _columns(measured)
-        told = self._weights(rows, noises) * self._shared[rows]
-        own[rows] = np.sqrt(own[rows] ** 2 - told)
+        weights = self._weights(rows, noises)
+        # A single step tells the level of the GPU that stands in, and nothing beside it.
+        beside = 1.0 - weights / max(float(weights.sum()), LEAST)
+        own[rows] = np.sqrt(own[rows] ** 2 - weights * self._shared[rows] * beside)
         return own
 
     def corrected(self, measured: Mapping[int, Took]) -> Array:
