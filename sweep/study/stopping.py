@@ -275,8 +275,9 @@ class Rivals:
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
         interval beats nobody for sure. The capacity class that would be recommended from and the
-        baseline's are stopped by their like alone, though smaller adapters are faster. Where another GPU stands in for the target, so is what
-        is of one class of numerics: which of them is faster there is not sure.
+        baseline's are stopped by their like alone, though smaller adapters are faster. So is a
+        class of numerics where another GPU stands in for the target: which of them is the faster
+        there is not sure.
         """
         capacities = {self._space.capacity_class(rival.config) for rival in self._known.values()}
         own = self._space.capacity_class(config)
