@@ -146,11 +146,13 @@ class _Cells:
         of_batch = [record for record in group if record.config.micro_batch_size == batch]
         for length in lengths:
             here = [record for record in of_batch if record.config.seq_len == length]
-            size = {"micro_batch_size": batch, "seq_len": length}
-            yield self._tried(here) if here else self._expected(model, size)
+            yield self._tried(here) if here else self._expected(model, batch, length)
 
-    def _expected(self, model: TrialRecord, size: dict[str, int]) -> Cell:
-        snapshot, config = self.document.snapshot, model.config.model_copy(update=size)
+    def _expected(self, model: TrialRecord, batch: int, length: int) -> Cell:
+        if not model.config.takes_micro_batch(batch):
+            return Cell("untried")
+        snapshot = self.document.snapshot
+        config = model.config.changed(micro_batch_size=batch, seq_len=length)
         forecast = snapshot.memory_forecasts.get(config)
         if forecast is None or snapshot.definition.space.params_of(config) is None:
             return Cell("untried")

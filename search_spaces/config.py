@@ -11,6 +11,7 @@ training shows its prediction in `sweep.predict`, and where it does not go with 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ Sharding = Literal["none", "fsdp"]
 EIGHT_BIT = ("fp8", "int8")
 """What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
 FOUR_BIT = ("nf4", "fp4")
+WEIGHT_BITS: Mapping[Quantization, int] = {"nf4": 4, "fp4": 4, "fp8": 8, "int8": 8, "none": 16}
+"""Bits of a frozen weight of a linear layer, scales not counted."""
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
@@ -146,7 +149,8 @@ def _number(value: object) -> object:
     """Accept what YAML reads as a number or as its text (``1e-4``), and never a truth value."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, got {quote(value)}")
-    if _NOT_FINITE.fullmatch(str(value)):
+    is_not_finite = isinstance(value, float) and not math.isfinite(value)
+    if is_not_finite or (isinstance(value, str) and _NOT_FINITE.fullmatch(value)):
         raise ValueError(f"must be a finite number, got {quote(value)}")
     return value
 
@@ -563,7 +567,7 @@ class TrialConfig(BaseModel):
     @property
     def weight_bits(self) -> int:
         """Bits of a frozen weight, scales not counted."""
-        return 4 if self.is_4bit else 8 if self.is_quantized else 16
+        return WEIGHT_BITS[self.quantization]
 
     @property
     def numerics(self) -> Numerics:
@@ -601,6 +605,20 @@ class TrialConfig(BaseModel):
     def quantized_layers(self, layers: int) -> frozenset[int]:
         """Return which of so many decoder layers are quantized, evenly spread."""
         return _spread(self.quantized_count(layers), layers)
+
+    def changed(self, **changes: Any) -> TrialConfig:
+        """Return the configuration with other values of some settings.
+
+        Raises:
+            pydantic.ValidationError: it is none, as at construction; `takes_micro_batch` asks first
+                of what most often is.
+        """
+        return TrialConfig.model_validate({**self.__dict__, **changes})
+
+    def takes_micro_batch(self, size: int) -> bool:
+        """Whether a micro-batch of that size on each of its GPUs goes into its effective batch."""
+        samples = self.effective_batch_size
+        return samples is None or samples % (size * self.data_parallel) == 0
 
     def base(self) -> TrialConfig:
         """Return what of this configuration shapes the frozen base; equal ones share one base."""
@@ -681,7 +699,7 @@ def canonical(config: TrialConfig) -> TrialConfig:
     Two configurations with the same canonical form are one run: alpha left out is twice the rank,
     for one.
     """
-    return config.model_copy(update={key: value(config) for key, value in _RESOLVED.items()})
+    return config.changed(**{key: value(config) for key, value in _RESOLVED.items()})
 
 
 def as_typed(value: Any) -> str:

@@ -591,8 +591,9 @@ class Ranking:
         spells its modules."""
         if self.is_of_baselines_class(config):
             return self._recipe
-        shared = {"lora_rank": config.lora_rank, "target_modules": config.target_modules}
-        return TrialConfig.model_validate({**self._recipe.model_dump(), **shared})
+        return self._recipe.changed(
+            lora_rank=config.lora_rank, target_modules=config.target_modules
+        )
 
     def reference_for(self, config: TrialConfig) -> TrialRecord | None:
         """Return what the gain of ``config`` is stated over: the measured baseline, in another
@@ -687,12 +688,9 @@ class Ranking:
         space = self.definition.space
         if space.holds(config):
             return True
-        spellings = (
-            value if isinstance(value, str) else tuple(sorted(set(value)))
-            for value in space.values_of("target_modules")
-        )
-        values, wanted = config.model_dump(), self.capacity_class(config)
-        same = (TrialConfig.model_validate({**values, "target_modules": s}) for s in spellings)
+        spellings = space.values_of("target_modules")
+        same = (config.changed(target_modules=value) for value in spellings)
+        wanted = self.capacity_class(config)
         return any(self.capacity_class(one) == wanted and space.holds(one) for one in same)
 
 

@@ -350,7 +350,7 @@ def _rows(
                 have += int(loss[number])
     chosen = np.array(numbers, dtype=np.int64)
     if config.packing == "grouped":
-        of_texts = config.model_copy(update={"method": "sft"})
+        of_texts = config.changed(method="sft")
         whole = epoch(lengths[chosen], loss[chosen], of_texts, seed=seed)
         return [chosen[whole.rows.of(row)] for row in range(len(chosen))]
     if not is_packed:

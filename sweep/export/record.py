@@ -262,7 +262,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         ),
         weights=definition.space.weights,
         gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=canonical(trial.config).model_copy(update={"target_modules": targets}),
+        config=canonical(trial.config).changed(target_modules=targets),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
         texts=_texts(snapshot),

@@ -118,13 +118,8 @@ def rows_of(job: TrainingJob, model: PeftModel) -> Rows:
     training: Any = training_rows(directory, config, indices=trained, seed=job.seed)
     left_out = int(np.count_nonzero((loss[trained].reshape(-1, each) == 0).any(1)))
     # Evaluated are single examples, however few there are.
-    alone = config.model_copy(
-        update={
-            "micro_batch_size": 1,
-            "effective_batch_size": None,
-            "packing": "none",
-            "data_parallel": 1,
-        }
+    alone = config.changed(
+        micro_batch_size=1, effective_batch_size=None, packing="none", data_parallel=1
     )
     held_out: Any = None
     if np.any(loss[held] > 0):
@@ -178,7 +173,7 @@ def is_keeping_apart(model: Any, training: Any, config: TrialConfig) -> bool | N
     if (found := next(several, None)) is None:
         return None
     # Compiled, a micro-batch would have all its rows, and this one is asked of one.
-    batch = Collator(config.model_copy(update={"compile": False}))([training[found]])
+    batch = Collator(config.changed(compile=False))([training[found]])
     device = model.get_input_embeddings().weight.device
     on_device = {key: v.to(device) if hasattr(v, "to") else v for key, v in batch.items()}
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):

@@ -120,13 +120,13 @@ def candidates(config: TrialConfig) -> Iterator[TrialConfig]:
         if samples % (n * config.data_parallel) == 0
     ]
     sizes = [{"micro_batch_size": n, "effective_batch_size": samples} for n in smaller]
-    yield from (config.model_copy(update=size) for size in sizes)
+    yield from (config.changed(**size) for size in sizes)
     whole = {"checkpoint_fraction": 1.0}
     if config.checkpoint_fraction < 1:
-        yield from (config.model_copy(update={**size, **whole}) for size in ({}, *sizes))
+        yield from (config.changed(**{**size, **whole}) for size in ({}, *sizes))
     last, length = {**(sizes[-1] if sizes else {}), **whole}, config.seq_len // 2
     while length >= 1:
-        yield config.model_copy(update={**last, "seq_len": length})
+        yield config.changed(**{**last, "seq_len": length})
         length //= 2
 
 

@@ -281,7 +281,7 @@ class Models:
         """Return logits of the base, quantized so, and of base and adapter; of the merged model if
         no base is asked for. In fp32 on the host, of shape (rows, tokens, vocabulary).
         """
-        config = (base or _PLAIN).model_copy(update={"compute_dtype": self.dtype})
+        config = (base or _PLAIN).changed(compute_dtype=self.dtype)
         spec = load_model_spec(str(self.base if base else self.merged))
         # What is left of the model before refers to itself.
         gc.collect()
@@ -352,7 +352,7 @@ def _trained_as(adapter: Path) -> TrialConfig:
         config = TrialConfig.model_validate(written)
     except (InputError, KeyError, ValueError):
         config = TrialConfig()
-    return config.model_copy(update={"attention": "sdpa"})
+    return config.changed(attention="sdpa")
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> dict[str, float]:

@@ -166,13 +166,13 @@ def lessons(survey: Survey, *, offers: Sequence[Offer] = ()) -> Lessons | None:
     answer = survey.recommended
     if answer is None or answer.fit is not Fit.YES or answer.speed is None:
         return None
-    forecaster, own = survey.forecaster, answer.config.model_dump()
-    same = {key: own[key] for key in _SAME}
+    forecaster = survey.forecaster
+    same = {key: getattr(answer.config, key) for key in _SAME}
     others = [forecast.config for forecast in survey.fastest_by_numerics.values()]
     # At the same micro-batch they may only fit at half the length.
     lengths = (answer.config.seq_len, max(1, answer.config.seq_len // 2))
     reshaped = [
-        TrialConfig.model_validate(config.model_dump() | same | {"seq_len": length})
+        config.changed(**same | {"seq_len": length})
         for config, length in itertools.product(others, lengths)
     ]
     changes = [

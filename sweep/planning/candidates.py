@@ -164,7 +164,7 @@ def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialCon
     for key in KNOBS:
         for value in _other_values(key, config):
             try:
-                changed = TrialConfig.model_validate({**config.model_dump(), key: value})
+                changed = config.changed(**{key: value})
             except ValueError:
                 continue
             if canonical(changed) != canonical(config) and forecaster.is_valid(changed):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
@@ -16,13 +16,14 @@ from storage.confirmations import BETWEEN_RUNS
 from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
+from sweep.predict.building import build_forecaster, shapes_of_study
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import StepTimes, within
-from sweep.predict.speed.stand_in import StandIn, Took
+from sweep.predict.speed.predictor import within
+from sweep.predict.speed.stand_in import Took
 
 
 def evidence_from(
@@ -108,14 +109,14 @@ def target_speeds(
     definition: StudyDefinition, records: Sequence[TrialRecord]
 ) -> Mapping[int, TargetSpeed]:
     """Return the speeds of a study's trials on the GPU it is for, by number; nothing where that GPU
-    ran itself, or is not in the catalogue.
+    ran itself, is not in the catalogue, or the study's dataset is not here.
 
     It is what `sweep plan` says of each configuration there, corrected by what the GPU that stood
     in measured of it (`sweep.predict.speed.stand_in`). A trial that was not measured has what is
     predicted. Every trial of a configuration has one speed.
     """
     known = OnTarget(definition, records)
-    found = ((record.number, known.speed(record)) for record in records)
+    found = ((record.number, known.speed_of(record.config)) for record in records)
     return {number: speed for number, speed in found if speed is not None}
 
 
@@ -135,50 +136,41 @@ class OnTarget:
         running: tuple[TrialConfig, float] | None = None,
     ) -> None:
         self._rows: dict[TrialConfig, int] = {}
-        gpu, ran_on = match_product(definition.target.gpu), definition.target.emulated_on
-        configs = [record.config for record in records]
-        configs += [] if running is None else [running[0]]
-        if ran_on is None or gpu is None or not configs:
+        target = definition.target
+        configs = [canonical(record.config) for record in records]
+        configs += [] if running is None else [canonical(running[0])]
+        if target.emulated_on is None or match_product(target.gpu) is None or not configs:
             return
-        model, stood_in = ModelSpec.from_json(definition.model), match_product(ran_on)
-        unique = list(dict.fromkeys(map(canonical, configs)))
-        self._target = StepTimes(unique, model=model, gpu=gpu)
-        if not self._target.is_known.any():
+        try:
+            shapes = shapes_of_study(definition)
+        except EnvironmentFault:
             return
+        model, unique = ModelSpec.from_json(definition.model), list(dict.fromkeys(configs))
+        forecaster = build_forecaster(model, target, shapes=shapes, predictor=None)
+        stand_in = forecaster.forecast(unique).target
+        if stand_in is None:
+            return
+        self._target = stand_in.target
         self._rows = {config: row for row, config in enumerate(unique)}
         measured = {self._rows[config]: took for config, took in _steps(records).items()}
         if running is not None:
             row = self._rows[canonical(running[0])]
             measured[row] = Took(self._tokens(row) / running[1], BETWEEN_RUNS)
-        host = None if stood_in is None else StepTimes(unique, model=model, gpu=stood_in)
-        both = StandIn(host, self._target)
-        self._log_seconds, self._own = both.corrected(measured), both.own_spread(measured)
+        self._log_seconds = stand_in.corrected(measured)
+        self._own = stand_in.own_spread(measured)
 
     def _tokens(self, row: int) -> float:
+        """Return how many tokens that carry loss a step trains on."""
         return float(self._target.tokens_per_second[row] * self._target.seconds[row])
 
-    def speed(self, record: TrialRecord) -> TargetSpeed | None:
-        """Return the speed of a trial that is among the records; None where nothing is predicted.
-
-        A step holds as many tokens that carry loss as where it was measured: all of them, but for
-        rows that the user's texts left padded.
-        """
-        measured = record.measurement
-        tokens = None if measured is None else measured.tokens_per_second * measured.step_seconds
-        return self.speed_of(record.config, tokens=tokens)
-
-    def speed_of(self, config: TrialConfig, *, tokens: float | None = None) -> TargetSpeed | None:
-        """Return the speed of a configuration that is among those asked about.
-
-        Args:
-            config: that.
-            tokens: of a step that carry loss; by default what is predicted.
-        """
+    def speed_of(self, config: TrialConfig) -> TargetSpeed | None:
+        """Return the speed of a configuration that was asked about; None where nothing is
+        predicted."""
         row = self._rows.get(canonical(config))
         if row is None or not self._target.is_known[row]:
             return None
         target, own = self._target, float(self._own[row])
-        speed = (self._tokens(row) if tokens is None else tokens) / math.exp(self._log_seconds[row])
+        speed = self._tokens(row) / math.exp(self._log_seconds[row])
         # What a measurement tells is of the step's own part alone.
         others = float(target.log_spread[row]) ** 2 - float(target.own_spread[row]) ** 2
         spread = math.sqrt(others + own**2)
@@ -203,11 +195,16 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
     """Return a study with what its configurations would need, each worked out when it is asked for.
 
     Args:
-        snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added.
+        snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added,
+            nor where the study's dataset is not here.
         cache_dir: where structures that were traced are kept; a report waits for no other.
     """
     target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
     if target.device != "cuda":
+        return snapshot
+    try:
+        shapes = shapes_of_study(snapshot.definition)
+    except EnvironmentFault:
         return snapshot
     ran_on = match_product(target.emulated_on or target.gpu)
     predictor = TracingPredictor(
@@ -216,12 +213,8 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
         compute_capability=None if ran_on is None else ran_on.compute_capability,
         tracer=_Nobody(),
     )
-    forecaster = Forecaster(
-        model=model,
-        budget_bytes=target.budget_bytes,
-        predictor=predictor,
-        violation=lambda _: None,
-        warn=lambda _: None,
+    forecaster = build_forecaster(
+        model, target, shapes=shapes, predictor=predictor, warn=lambda _: None
     )
     known = KeptForecasts([record.config for record in snapshot.records], forecaster)
     return replace(snapshot, memory_forecasts=known)

@@ -286,7 +286,7 @@ def shape_table(forecaster: Forecaster, base: TrialConfig) -> ShapeTable:
     """
     positions = forecaster.model.max_positions or max(base.seq_len, *LENGTHS)
     lengths = sorted({base.seq_len, *(length for length in LENGTHS if length <= positions)})
-    batches = [b for b in sorted({base.micro_batch_size, *BATCHES}) if goes_into(b, base)]
+    batches = [b for b in sorted({base.micro_batch_size, *BATCHES}) if base.takes_micro_batch(b)]
     sizes = [(batch, length) for batch in batches for length in lengths]
     forecasts = forecaster.forecast([reshaped(base, *size) for size in sizes])
     cells: dict[Size, Forecast] = {}
@@ -302,17 +302,12 @@ def shape_table(forecaster: Forecaster, base: TrialConfig) -> ShapeTable:
 
 def reshaped(base: TrialConfig, batch: int, length: int) -> TrialConfig:
     """Return ``base`` at another size."""
-    return base.model_copy(update={"micro_batch_size": batch, "seq_len": length})
-
-
-def goes_into(batch: int, config: TrialConfig) -> bool:
-    """Whether a micro-batch goes into the effective batch of a configuration."""
-    return config.effective_batch_size is None or config.effective_batch_size % batch == 0
+    return base.changed(micro_batch_size=batch, seq_len=length)
 
 
 def _largest_batch(forecaster: Forecaster, base: TrialConfig, length: int) -> LargestBatch:
     most = min(base.effective_batch_size or MICRO_BATCH_MAX, MICRO_BATCH_MAX)
-    allowed = [batch for batch in range(1, most + 1) if goes_into(batch, base)]
+    allowed = [batch for batch in range(1, most + 1) if base.takes_micro_batch(batch)]
     first = forecaster.forecast([reshaped(base, allowed[0], length)])[0]
     if first.broken is not None or first.memory is None:
         return LargestBatch(sure=0, possible=0)

@@ -469,8 +469,8 @@ def _step_seconds(
     timed = []
     for config in random.Random(0).sample(sure, min(STEPS_SAMPLED, len(sure))):
         micro_steps = min(config.accumulation_steps, MICRO_STEPS_TIMED)
-        size = {"effective_batch_size": micro_steps * config.micro_batch_size}
-        timed.append(config.model_copy(update=size))
+        samples = micro_steps * config.micro_batch_size * config.data_parallel
+        timed.append(config.changed(effective_batch_size=samples))
     times = forecaster.forecast(timed).times
     if not times.is_known.any():
         return None, 0.0

@@ -86,11 +86,11 @@ class ShapesOnTexts:
     def for_memory(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that needs as much; one that the texts make no
         batch of stands for itself."""
-        return config.model_copy(update=self.of(config).largest)
+        return config.changed(**self.of(config).largest)
 
     def for_speed(self, config: TrialConfig) -> TrialConfig:
         """Return the configuration of full rows that takes as long, but for less than a token."""
-        return config.model_copy(update=self.of(config).mean)
+        return config.changed(**self.of(config).mean)
 
     def loss_tokens_per_step(self, config: TrialConfig) -> float:
         """Return the tokens that carry loss in an optimizer step, as a mean of the epoch."""

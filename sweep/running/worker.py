@@ -336,7 +336,7 @@ def crashed(phase: Phase, error: Exception | SystemExit) -> Crashed:
 
 def _speed_key(request: TrialRequest) -> str:
     """Return what a speed is the speed of."""
-    config = canonical(request.config).model_copy(update={"learning_rate": 1.0})
+    config = canonical(request.config).changed(learning_rate=1.0)
     return f"{config.key()} {request.steps.model_dump_json()} {request.is_soak}"
 
 

@@ -101,7 +101,7 @@ class Encoding:
             for part, values in row:
                 params |= part
                 known |= values
-            yield params, parsed.model_copy(update=known)
+            yield params, parsed.changed(**known)
 
     def with_whole_batches(self, params: Params, *, draw: random.Random) -> Params:
         """Return ``params`` with other batches where these do not go into each other, and with

@@ -26,6 +26,7 @@ from storage import codec
 from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.predict.forecast import Forecaster
+from sweep.predict.memory.prediction import stated_uncertainty
 from sweep.predict.speed.predictor import NINE_IN_TEN
 from sweep.predict.speed.stand_in import Took
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
@@ -170,7 +171,8 @@ class _World:
             # Compiled layers keep other tensors than eager ones, and recomputed ones are predicted
             # worse: each says nothing of the other.
             is_compiled = np.array([config.compile for config in configs], dtype=float)
-            pairs = np.column_stack([is_compiled, forecasts.uncertainty])
+            stated = [stated_uncertainty(config).allocated for config in configs]
+            pairs = np.column_stack([is_compiled, stated])
             _, kinds = np.unique(pairs, axis=0, return_inverse=True)
             self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
         self.numerics = np.array([config.numerics for config in configs])

@@ -102,7 +102,7 @@ def build_base(
             else:
                 model = load_pretrained(config, spec=spec, device=device)
             if weights == "pretrained" and config.is_sharded:
-                plain = config.model_copy(update={"quantization": "none"})
+                plain = config.changed(quantization="none")
                 whole = load_pretrained(plain, spec=spec, device=torch.device("cpu"))
                 on_host = {m: whole.get_submodule(name) for name, m in model.named_modules()}
             if weights == "random" and not config.is_sharded:

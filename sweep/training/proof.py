@@ -363,8 +363,8 @@ def _padded(seen: StepEvidence, packing: str) -> int:
     assert made is not None
     config = made.epoch.config
     rows = config.micro_batch_size * config.data_parallel
-    together = {"packing": packing, "micro_batch_size": rows, "data_parallel": 1}
-    return trained_epoch(made.texts, config.model_copy(update=together)).padded_tokens
+    together = config.changed(packing=packing, micro_batch_size=rows, data_parallel=1)
+    return trained_epoch(made.texts, together).padded_tokens
 
 
 def _dropout(config: TrialConfig, seen: StepEvidence) -> str | None:

@@ -149,8 +149,8 @@ class Quality:
     def _evaluate(self, loop: TrainingLoop) -> tuple[_Judged, tuple[tuple[float, int], ...]] | None:
         """Return what all held-out texts come to, and the mean loss and the weight of each block of
         them."""
-        asked, changes = self.question, {"packing": "none", "compile": False}
-        plain = self.config.model_copy(update={**changes, "seq_len": asked.eval_seq_len})
+        asked = self.question
+        plain = self.config.changed(packing="none", compile=False, seq_len=asked.eval_seq_len)
         most = min(_EVALUATED_AT_ONCE, self.config.tokens_per_micro_batch)
         batches = held_out_batches(self.texts, plain, tokens=asked.eval_tokens, tokens_at_once=most)
         total, blocks = _Judged(), defaultdict[int, _Judged](_Judged)

@@ -297,6 +297,16 @@ def test_what_was_not_tried_is_predicted_where_that_is_at_hand() -> None:
     ]
 
 
+def test_a_size_that_does_not_go_into_the_effective_batch_is_untried() -> None:
+    batches = {"micro_batch_size": [4, 8], "effective_batch_size": [8, 12], "seq_len": [512, 1024]}
+    about = definition(space={"dimensions": batches})
+    fast = TrialConfig(micro_batch_size=4, effective_batch_size=12)
+    slow = TrialConfig(micro_batch_size=8, effective_batch_size=8, seq_len=1024)
+    trials = [fits(0, 9_000.0, fast), fits(1, 8_000.0, slow)]
+    study = snapshot(trials, definition=about, memory_forecasts={})
+    assert [kind for kind, *_ in _cells(study)] == ["fits", "fits"]
+
+
 # How far to trust it
 
 

@@ -82,6 +82,57 @@ def test_a_bad_value_is_refused_with_key_and_value(values: dict[Any, Any], messa
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 3},
+        {"data_parallel": 3},
+        {"effective_batch_size": 12},
+        {"seq_len": 0},
+        {"seq_len": 512.0},
+        {"quantization": "nf5"},
+        {"lora_rnak": 8},
+    ],
+)
+def test_what_cannot_exist_is_not_made_of_what_can(changes: dict[str, Any]) -> None:
+    config = TrialConfig(micro_batch_size=4, data_parallel=2, effective_batch_size=16)
+    with pytest.raises(ValidationError):
+        config.changed(**changes)
+
+
+def test_a_changed_configuration_is_the_one_built_so() -> None:
+    config = TrialConfig(micro_batch_size=4, effective_batch_size=16)
+    modules = config.changed(target_modules=["v_proj", "q_proj"], lora_alpha="8")
+    assert modules == TrialConfig(
+        micro_batch_size=4,
+        effective_batch_size=16,
+        target_modules=("q_proj", "v_proj"),
+        lora_alpha=8.0,
+    )
+    assert hash(config.changed(micro_batch_size=8).changed(micro_batch_size=4)) == hash(config)
+    assert config.changed() == config
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 64),
+)
+def test_a_micro_batch_is_taken_where_the_configuration_exists(
+    micro: int, gpus: int, steps: int, other: int
+) -> None:
+    config = TrialConfig(
+        micro_batch_size=micro, data_parallel=gpus, effective_batch_size=micro * gpus * steps
+    )
+    try:
+        exists = bool(config.changed(micro_batch_size=other))
+    except ValidationError:
+        exists = False
+    assert config.takes_micro_batch(other) == exists
+    assert config.changed(effective_batch_size=None).takes_micro_batch(other)
+
+
 @given(st.dictionaries(st.sampled_from(list(TrialConfig.model_fields)), st.none() | st.text()))
 def test_whatever_is_accepted_comes_back_from_json(values: dict[str, Any]) -> None:
     try:

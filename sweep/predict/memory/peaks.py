@@ -7,11 +7,10 @@ split off comes on top (`sweep.predict.memory.replay`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from sweep.predict.memory.replay import Step, base_allocator
 
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "loss")
 """What a peak is made of, in the order it is shown."""
+KNOWN_PARTS = ("weights", "adapters", "optimizer")
+"""Those that are known exactly, as they are counted and not traced."""
 
 _ROWS = [PARTS.index(part) for part in VARYING]
 _MOMENTS = ("forward", "loss", "backward")
@@ -33,6 +34,8 @@ _WIDE = 2**48
 """Tokens by length from which a sum may not go into 64 bits."""
 _AT_ONCE = 1024
 """Steps whose numbers take some MiB."""
+_NEVER = -(2**62)
+"""Bytes before a segment that no layer of a kind has."""
 _BESIDE = {"embed": 0, "head": -1, "head_backward": -1}
 """The layer whose kind decides over a segment that happens once."""
 
@@ -61,6 +64,11 @@ class Peaks:
         """Return each peak, with so much that blocks hold beyond what was asked for."""
         passing = self.passing.sum(axis=0) + wasted_bytes
         return np.asarray(np.maximum(self._update.sum(axis=0), passing))
+
+    @cached_property
+    def known_bytes(self) -> Bytes:
+        """What of each peak is known exactly: weights, adapters and optimizer states."""
+        return np.asarray(self.there[[PARTS.index(part) for part in KNOWN_PARTS]].sum(axis=0))
 
     def of(self, row: int, *, wasted_bytes: int = 0) -> tuple[dict[str, int], str]:
         """Return the parts of one step's peak, and when that is: ``forward``, ``loss``,
@@ -91,8 +99,7 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
     """Return the peak of each of steps `alike`, as if every block were as large as what was asked
     for."""
     width = _width(steps)
-    known: dict[Hashable, list[int]] = {}
-    there = np.array([_resident(step, known) for step in steps], width).T
+    there = np.array([_resident(step) for step in steps], width).T
     moments, highest = _highest(steps, width)
     passing = there.copy()
     passing[_ROWS] += highest
@@ -104,76 +111,108 @@ def _width(steps: Sequence[Step]) -> Any:
     return np.int64 if batch * length * max(length, _LENGTHY) < _WIDE else object
 
 
-def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
+def _resident(step: Step) -> list[int]:
     """Return the bytes of each of `PARTS` that are there throughout; many steps of the same
     profiles have the same adapters."""
-    config, base = step.config, step.profile.base
+    config = step.config
     sharded = config.is_sharded and config.data_parallel
     trained = config.lora_rank, config.adapter_dtype, config.optimizer, sharded
     key = *trained, config.expandable_segments, step.workspace_bytes, step.held_gradients
+    known = step.profile.resident_bytes
     if key not in known:
-        expands, allocator = config.expandable_segments, base_allocator(step)
+        known[key] = _worked_out_resident(step)
+    return known[key]
+
+
+def _worked_out_resident(step: Step) -> list[int]:
+    """Return the bytes of each of `PARTS` that are there throughout.
+
+    No small block holds more than was asked for, and none does where segments expand.
+    """
+    base = step.profile.base
+    if step.config.expandable_segments:
 
         def taken(sizes: Sequence[int]) -> int:
-            """Return what blocks of these sizes take: no small one holds more than was asked for,
-            and none does where segments expand."""
-            before = allocator.allocated_bytes
-            large = [size for size in sizes if size > SMALL_BYTES and not expands]
-            allocator.run([(grains(size), 0) for size in large], [0])
-            exact = (Counter(sizes) - Counter(large)).items()
-            exact_bytes = sum(grains(size) * count for size, count in exact) * GRAIN_BYTES
-            return exact_bytes + allocator.allocated_bytes - before
+            return sum(grains(size) for size in sizes) * GRAIN_BYTES
 
-        known[key] = [
-            base.requested_bytes if expands else base.allocated_bytes,
-            taken(step.adapters),
-            sum(taken(step.adapters) for _ in range(step.held_gradients)),
-            taken(step.states),
-            step.workspace_bytes,
-            0,
-        ]
-    return known[key]
+        weights = base.requested_bytes
+    else:
+        allocator = base_allocator(step)
+
+        def taken(sizes: Sequence[int]) -> int:
+            before = allocator.allocated_bytes
+            large = [size for size in sizes if size > SMALL_BYTES]
+            allocator.run([(grains(size), 0) for size in large], [0])
+            small = sum(grains(size) for size in sizes if size <= SMALL_BYTES)
+            return small * GRAIN_BYTES + allocator.allocated_bytes - before
+
+        weights = base.allocated_bytes
+    adapters = taken(step.adapters)
+    gradients = sum(taken(step.adapters) for _ in range(step.held_gradients))
+    return [weights, adapters, gradients, taken(step.states), step.workspace_bytes, 0]
 
 
 def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes]:
     """Return when the most comes and goes in steps with the same profiles, and how much of it is
     alive then: `VARYING`.
 
+    A segment peaks in the visit before which most is alive, so that of all visits of one segment in
+    layers of one kind a single one is looked at. Of equal peaks it is the earliest.
+
     Args:
         steps: they differ in their sizes and in which layers are recomputed.
         width: of the numbers.
     """
-    visits, names = list(steps[0].visits()), steps[0].profile.segments
-    of_visit = [list(names).index(visit.name) for visit in visits]
-    flags = np.array([step.flags for step in steps], np.bool_)
+    visits = list(steps[0].visits())
+    names = list(steps[0].profile.segments)
+    segments = np.array([names.index(visit.name) for visit in visits])  # (visits,)
     layers = [_BESIDE.get(visit.name, visit.layer) for visit in visits]
-    is_recomputed = flags[:, layers].T
+    flags = np.array([step.flags for step in steps], np.bool_)  # (steps, layers)
+    is_recomputed = flags[:, layers].T  # (visits, steps)
     left = np.zeros((len(visits), len(VARYING), len(steps)), width)
-    risen: list[Bytes] = []
-    births: list[tuple[int, int, bool]] = []
+    risen: dict[bool, Bytes] = {}
     for flag, profile in steps[0].profiles.items():
         columns = _columns(steps, profile, flags == flag, width)
-        of_segment = [profile.levels[name] for name in names]
-        ends = np.stack([levels[-1] for levels in of_segment])
+        ends = (
+            profile.ends
+            if list(profile.levels) == names
+            else profile.ends[[list(profile.levels).index(name) for name in names]]
+        )
         once, repeated = ends[:, :, 0], ends[:, :, 1:]
-        left += np.tensordot(once, columns[0], 1)[of_visit] * (is_recomputed == flag)[:, None]
+        left += np.tensordot(once, columns[0], 1)[segments] * (is_recomputed == flag)[:, None]
         # What a segment that happens once (embedding, head) lets go of for each layer of one kind
         # stands in the profile of that kind, whichever the segment itself is of.
-        left += np.tensordot(repeated, columns[1:], 2)[of_visit]
-        bounds = [*accumulate(map(len, of_segment), initial=sum(map(len, risen)))]
-        rows = [range(start, end - 1) for start, end in pairwise(bounds)]
-        births += [(at, row, flag) for at, own in enumerate(of_visit) for row in rows[own]]
-        risen.append(np.tensordot(np.concatenate(of_segment), columns, 2))
+        left += np.tensordot(repeated, columns[1:], 2)[segments]
+        risen[flag] = np.tensordot(profile.births, columns, 2)  # (births, varying, steps)
     # Gradients that earlier micro-batches have left are there throughout.
     left[:, GRADIENTS, [step.held_gradients > 0 for step in steps]] = 0
-    alive, above = left.cumsum(axis=0) - left, np.concatenate(risen)
-    at, row, kind = map(np.array, zip(*sorted(births), strict=True))
-    totals = alive.sum(axis=1)[at] + above.sum(axis=1)[row]
-    highest = np.where(is_recomputed[at] == kind[:, None], totals, -1).argmax(axis=0)
-    at, row, step = at[highest], row[highest], np.arange(len(steps))
+    alive = left.cumsum(axis=0) - left  # (visits, varying, steps)
+    alive_in_all = alive.sum(axis=1)  # (visits, steps)
+    step = np.arange(len(steps))
+    found_visits: list[NDArray[np.intp]] = []
+    found_above: list[Bytes] = []
+    found_totals: list[Bytes] = []
+    for segment in dict.fromkeys(segments.tolist()):
+        of_segment_visits = np.flatnonzero(segments == segment)
+        for flag, above_of in risen.items():
+            is_own = is_recomputed[of_segment_visits] == flag  # (visits of it, steps)
+            before = np.where(is_own, alive_in_all[of_segment_visits], _NEVER)
+            first = before.argmax(axis=0)  # (steps,)
+            above = above_of[steps[0].profiles[flag].births_of[names[segment]]]
+            found_above.append(above)
+            found_totals.append(
+                np.where(is_own.any(axis=0), before[first, step], _NEVER) + above.sum(axis=1)
+            )
+            found_visits.append(np.broadcast_to(of_segment_visits[first], (len(above), len(steps))))
+    totals = np.concatenate(found_totals)  # (births, steps)
+    visit = np.concatenate(found_visits)
+    earliest = np.where(totals == totals.max(axis=0), visit, len(visits))
+    birth = earliest.argmin(axis=0)  # (steps,)
+    at = visit[birth, step]
     kinds = [visit.name.partition(" ")[0] for visit in visits]
     moments = np.array([_MOMENTS.index(_MOMENT_OF.get(kind, kind)) for kind in kinds], np.int8)
-    return moments[at], (alive[at, :, step] + above[row, :, step]).T
+    above = np.concatenate(found_above)
+    return moments[at], (alive[at, :, step] + above[birth, :, step]).T
 
 
 def _columns(

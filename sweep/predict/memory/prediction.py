@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError
 from sweep.predict.memory.allocator import paged
-from sweep.predict.memory.peaks import Peaks, alike, find_peaks
+from sweep.predict.memory.peaks import KNOWN_PARTS, Peaks, alike, find_peaks
 from sweep.predict.memory.profile_store import OnProgress, tell_nobody
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.memory.replay import Step, Uncapped, replay_all, replay_uncapped, runs_under
@@ -23,38 +23,38 @@ from sweep.predict.memory.replay import Step, Uncapped, replay_all, replay_uncap
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How far a truth may be from its prediction, relative to that.
+    """How far a truth may be from its prediction.
 
-    Each is the worst error of the rows that it is claimed for, widened by 3 / rows (of so many that
-    stayed within it, that share may pass it, at 95 % confidence) and rounded up to half a percent.
+    Weights, adapters and optimizer states are counted, and so known exactly: that of the allocated
+    peak is relative to all else in it. Each is the worst error of the rows that it is claimed for,
+    widened by 3 / rows (of so many that stayed within it, that share may pass it, at 95 %
+    confidence) and rounded up to half a percent.
     `tests/sweep/predict/memory/test_stated_uncertainty.py` derives them from the committed rows
     again, and fails where one is too small or far too large.
     """
 
     allocated: float
+    """Relative to what of the peak is not known exactly."""
     reserved: float
-    """Where nothing caps it."""
+    """Relative to the reserved peak, where nothing caps it."""
 
 
 EAGER = Uncertainty(allocated=0.015, reserved=0.10)
-"""Of 189 rows of eleven models: 1.2 % and 9.6 % at worst; of the 12 packed ones among
-them, of two models (one with eager attention, none with windows), 0.24 % and 1.4 %; of the 23 on
-pairs, of three models, 0.5 % and 2.8 %."""
+"""Of 189 rows of eleven models: 1.5 % and 9.6 % at worst."""
 COMPILED = Uncertainty(allocated=0.045, reserved=0.19)
-"""Where some layers keep what they made: of 28 rows of two models, 3.8 % and 15.9 % at worst; of
-the two packed ones 2.4 % and 4 %, of the four on pairs 0.3 % and 2.6 %."""
-COMPILED_8_BIT = Uncertainty(allocated=0.02, reserved=0.04)
-"""The same of 8-bit compute: of nine rows of two models, 1.4 % and 2.9 % at worst."""
-COMPILED_UPCAST = Uncertainty(allocated=0.295, reserved=0.33)
-"""The same with norms and activations in fp32: of one row, 7.4 % and 8.2 %."""
-COMPILED_RECOMPUTED = Uncertainty(allocated=0.24, reserved=0.285)
-"""Where all are recomputed: of eight rows, 17.2 % and 20.5 % at worst. The graph that a layer goes
+"""Where some layers keep what they made: of 28 rows of two models, 4.0 % and 15.9 % at worst."""
+COMPILED_8_BIT = Uncertainty(allocated=0.03, reserved=0.04)
+"""The same of 8-bit compute: of nine rows of two models, 2.2 % and 2.9 % at worst."""
+COMPILED_UPCAST = Uncertainty(allocated=0.525, reserved=0.33)
+"""The same with norms and activations in fp32: of one row, 13.1 % and 8.2 %."""
+COMPILED_RECOMPUTED = Uncertainty(allocated=0.315, reserved=0.285)
+"""Where all are recomputed: of eight rows, 22.7 % and 20.5 % at worst. The graph that a layer goes
 back through is then all that is alive, and the compiler decides what is alive in it."""
-SHARDED = Uncertainty(allocated=0.02, reserved=0.10)
-"""Of a model that two GPUs share, in NF4 or 16 bits: of 17 rows of three models, 1.7 % and 8.4 % at
+SHARDED = Uncertainty(allocated=0.03, reserved=0.10)
+"""Of a model that two GPUs share, in NF4 or 16 bits: of 17 rows of three models, 2.5 % and 8.4 % at
 worst, eight of them compiled. What is gathered when is derived from FSDP2's code."""
-OF_GRPO = Uncertainty(allocated=0.015, reserved=0.185)
-"""Of the step of TRL's GRPOTrainer on one GPU: of ten rows of two models, 1.0 % and 14 % at worst.
+OF_GRPO = Uncertainty(allocated=0.025, reserved=0.185)
+"""Of the step of TRL's GRPOTrainer on one GPU: of ten rows of two models, 1.8 % and 14 % at worst.
 """
 UNSEEN = Uncertainty(allocated=0.15, reserved=0.3)
 """Of a model that more GPUs share, or in other types: derived, and measured nowhere."""
@@ -267,11 +267,15 @@ class WholeMemory:
 
     @cached_property
     def uncertainty(self) -> NDArray[np.float64]:
-        """How far each peak may be off, as predictions state it."""
-        stated = [stated_uncertainty(config).allocated for config in self._configs]
+        """How far each peak may be off, relative to it, as predictions state it."""
+        stated = np.array([stated_uncertainty(config).allocated for config in self._configs], float)
+        least = self.least_allocated_bytes.astype(float)
+        for group, rows in enumerate(self._alike):
+            known_bytes = self._peaks_of(group).known_bytes.astype(float)
+            stated[rows] *= 1.0 - known_bytes / least[rows]
         for row, known in self._predicted.items():
             stated[row] = known.uncertainty
-        return np.array(stated, float)
+        return stated
 
     def prediction(self, row: int) -> MemoryPrediction:
         """Return what is predicted of one configuration.
@@ -288,12 +292,13 @@ class WholeMemory:
         uncapped = self._uncapped(row) if step.may_waste else self._replays.get(row)
         wasted_bytes = uncapped.wasted_bytes if step.may_waste and uncapped else 0
         parts, moment = self._peaks_of(group).of(place, wasted_bytes=wasted_bytes)
-        stated = stated_uncertainty(step.config)
+        stated, peak = stated_uncertainty(step.config), sum(parts.values())
+        known_bytes = sum(parts[part] for part in KNOWN_PARTS)
         return MemoryPrediction(
-            peak_allocated_bytes=sum(parts.values()),
+            peak_allocated_bytes=peak,
             breakdown=parts,
             moment=moment,
-            uncertainty=stated.allocated,
+            uncertainty=stated.allocated * (1.0 - known_bytes / peak),
             reserved_uncertainty=stated.reserved,
             step=step,
             uncapped=uncapped,
@@ -353,9 +358,15 @@ class WholeMemory:
         fits[least * (1 - unsure) > budget_bytes] = Fit.NO
         fits[list(self.refused)] = Fit.UNCERTAIN
         # Whole pages take no replay, nor does what was predicted elsewhere.
-        pages = [r for r, s in self.steps.items() if s.config.expandable_segments]
-        simple = {row: self.prediction(row) for row in pages if fits[row] is None}
-        for row, known in (simple | self._predicted).items():
+        near = [
+            row
+            for row, step in self.steps.items()
+            if fits[row] is None and step.config.expandable_segments
+        ]
+        reserved = paged(self.least_allocated_bytes[near])
+        slack = np.hypot(unsure[near], CAPPED_EXPANDABLE)
+        fits[near] = _fits_in_pages(reserved, slack, budget_bytes)
+        for row, known in self._predicted.items():
             fits[row] = known.widened(float(unsure[row])).fits(budget_bytes)
         return list(fits)
 
@@ -390,6 +401,20 @@ class WholeMemory:
         for row, known in self._predicted.items():
             result[row] = known.peak_allocated_bytes
         return result
+
+
+def _fits_in_pages(
+    reserved_bytes: NDArray[np.int64], slack: NDArray[np.float64], budget_bytes: int
+) -> NDArray[np.object_]:
+    """Return whether steps run under a budget whose least caps are their reserved peaks, each
+    known but for its slack: `MemoryPrediction.fits` of many."""
+    fits = np.full(len(slack), Fit.UNCERTAIN, object)
+    surely = (budget_bytes / (1.0 + slack)).astype(np.int64)
+    fits[reserved_bytes <= surely] = Fit.YES
+    is_bounded = slack < 1.0
+    possibly = (budget_bytes / np.where(is_bounded, 1.0 - slack, 1.0)).astype(np.int64)
+    fits[is_bounded & (reserved_bytes > possibly)] = Fit.NO
+    return fits
 
 
 def predict_nothing(configs: Sequence[TrialConfig] = ()) -> WholeMemory:

@@ -166,7 +166,7 @@ class Layout:
 
     def unquantized(self) -> Layout:
         """Return the same configurations with 16-bit layers."""
-        wide = [config.model_copy(update={"quantization": "none"}) for config in self.configs]
+        wide = [config.changed(quantization="none") for config in self.configs]
         return Layout(wide, self.model)
 
     def input_bytes(self, name: str) -> Sizes:

@@ -35,8 +35,8 @@ TRANSFERS = 0.24
 """Correlation of a step's own errors on two GPUs.
 
 By 16 differences between steps that two GPUs ran, the same but for the micro-batch, published and
-ours: 0.24, with a standard error of 0.25. Single pairs of GPUs say anything from -0.8 to 1; those of
-ours with the most in common, four 8-bit steps of an H100 and an H200, 0.84.
+ours: 0.24, with a standard error of 0.25. Single pairs of GPUs say anything from -0.8 to 1; those
+of ours with the most in common, four 8-bit steps of an H100 and an H200, 0.84.
 `tests/sweep/predict/speed/test_stand_in.py` derives it.
 """
 

@@ -154,6 +154,10 @@ def test_the_table_keeps_to_what_can_be() -> None:
     base = TrialConfig(micro_batch_size=6, effective_batch_size=24)
     table = shape_table(a_forecaster(gpu="h200"), base)
     assert (table.batches, table.largest[512].sure) == ((1, 2, 4, 6, 8), 24)
+    # Each of several GPUs has a micro-batch of its own.
+    two = TrialConfig(micro_batch_size=2, data_parallel=2, effective_batch_size=12)
+    table = shape_table(a_forecaster(gpu="h200"), two)
+    assert (table.batches, table.largest[512].sure) == ((1, 2), 6)
     nothing = shape_table(a_forecaster(budget_gib=1), TrialConfig())
     assert {cell.fit for cell in nothing.cells.values()} == {Fit.NO}
     assert {largest.possible for largest in nothing.largest.values()} == {0}
@@ -444,6 +448,14 @@ def test_a_studys_length_follows_from_its_trials_and_its_time_budget() -> None:
     )
     seconds = [survey(one, a_forecaster()).study_seconds() for one in (twice, often)]
     assert seconds[0] == seconds[1]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_a_studys_length_is_that_of_steps_on_all_of_a_trials_gpus(gpus: int) -> None:
+    fixed = {"data_parallel": gpus, "effective_batch_size": 24 * gpus}
+    looked = survey(a_space(**choices(micro_batch_size=[4]), fixed=fixed), a_forecaster())
+    timed = TrialConfig(micro_batch_size=4, data_parallel=gpus, effective_batch_size=8 * gpus)
+    assert looked.found.step_seconds == pytest.approx(a_forecaster().expect(timed).step_seconds)
 
 
 class Peaks(ImaginedPredictor):

@@ -95,7 +95,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
                 f"{base.config.weight_bits} bits, as linear layers alone are: use quantization none"
             )
         # Neither kernels nor adapters have a part in what the base takes.
-        plain = base.config.model_copy(update={"kernels": "hf"})
+        plain = base.config.changed(kernels="hf")
         key = part.spec.fingerprint, part.positions, plain
         if key not in _known_bases:
             _known_bases[key] = _base_memory(base.model, base.config, part.positions)
@@ -152,6 +152,7 @@ def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable
     """Put adapters on the configuration's target modules."""
     try:
         layers = decoder_layers(base.model)
+        # With a symbol for a rank it is no configuration.
         ranked = config.model_copy(update={"lora_rank": symbols.r})
         with torch.device("meta"):
             model = with_adapters(base, ranked, init_lora_weights=False)
@@ -294,7 +295,7 @@ def _build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     """Return the frozen base as it trains, but without data and without other kernels."""
     # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
     attention = "eager" if config.attention == "eager" else "sdpa"
-    traced = config.base().model_copy(update={"attention": attention})
+    traced = config.base().changed(attention=attention)
     model = skeleton(traced, spec=spec)
     if traced.is_8bit_compute:
         compute_in_8_bits(model, traced.compute_dtype)
