@@ -144,9 +144,7 @@ def _entries(lines: Sequence[str], indent: str = "") -> list[_Entry]:
     return found
 
 
-def _composed(
-    schema: str, title: str, texts: Sequence[str], *, without: Sequence[str] = ()
-) -> str:
+def _composed(schema: str, title: str, texts: Sequence[str], *, without: Sequence[str] = ()) -> str:
     """Return a text with the keys of overlays, and their comments, in place of its own.
 
     What an overlay searches is no longer fixed, and the other way round.
@@ -263,7 +261,9 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     types, kernels and layers that both take."""
     lengths = offered_lengths(model, spec.budget_bytes)
     batches = offered_batches(model, spec.budget_bytes, lengths)
-    eight_bit = [kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since]
+    eight_bit = [
+        kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since
+    ]
     has_bf16 = spec.compute_capability >= AMPERE
     half = ["bf16"] if has_bf16 else []
     if not has_bf16 or model.model_type not in OVERFLOWS_FP16:

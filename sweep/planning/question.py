@@ -21,8 +21,10 @@ from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
 from search_spaces.loading import Offered, load_space, preset_name, shipped_presets, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.presets import preset_space
 from search_spaces.prices import Offer, load_prices
 from search_spaces.rules import Setting, adapter_dtype_of_trl
+from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace, largest_whole
 from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
@@ -175,6 +177,8 @@ class Question:
             refuse_without_texts(self._space_of(gpu)[0])
             space = self._of_grpo(self._offered(gpu).space)
             asked = with_fixed(space, self.held) if self.held else space
+            if isinstance(asked, SearchSpace) and self._space_of(gpu)[1] != "file":
+                asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
@@ -316,7 +320,7 @@ def resolve_request(
         EnvironmentFault: a file or the hub is not to be had.
     """
     _check(request)
-    kind, space, named = _space(request.space)
+    kind, space, named = _space(request.space, request.model)
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
@@ -409,7 +413,9 @@ def _check(request: PlanRequest) -> None:
         raise InputError("--storage needs --from: which study to calibrate from")
 
 
-def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
+def _space(
+    name: str | None, model: str | None
+) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
     """Return the space that was named and what it is, and the GPU where it is one's name.
 
     A GPU by any of its names is the preset that is called like it, if one is: how a name is
@@ -421,7 +427,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     card = cards.get(name.strip().lower())
     preset = preset_name(name) or (preset_name(card.name) if card else None)
     if preset is not None:
-        return "preset", load_space(preset), cards.get(preset)
+        return "preset", preset_space(preset, model=model), cards.get(preset)
     if card is not None and not Path(name).exists():
         return "standard", None, card
     try:

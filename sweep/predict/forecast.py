@@ -599,6 +599,11 @@ class Forecaster:
         assert self._gpu is not None, "a plan is of a GPU"
         return self._gpu
 
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether speeds are predicted by a GPU's data sheet."""
+        return isinstance(self.target_speed or self.speed, SpeedForecast)
+
     def forecast(
         self,
         configs: Sequence[TrialConfig],

@@ -24,14 +24,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, Numerics, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, Numerics, TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.preference import TIE, plainness
 from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
 from sweep.predict.memory.prediction import Fit
 
 WHOLE_MAX = 4_000
@@ -268,7 +269,7 @@ class Shortlist:
         """Return the plainest of a class that surely fits and is within a tie of a speed."""
         least = speed / (1.0 + TIE)
         near = [row for row in of.rows if row.best(row.sure)[0] >= least]
-        found: list[tuple[tuple[int, int, int], int, _Row, int]] = []
+        found: list[tuple[tuple[int, ...], int, _Row, int]] = []
         for number, row in enumerate(near):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
             at = min(
@@ -280,46 +281,94 @@ class Shortlist:
         _, _, row, at = min(found, key=lambda each: each[:2])
         return row, at
 
-    def candidates(self, most: int) -> list[TrialConfig]:
-        """Return what a study may try of the recommended capacity class: of each row the largest
-        micro-batches that surely fit and that may, and smaller ones; the fastest first."""
-        found: dict[TrialConfig, float] = {}
+    def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
+        """Return what a study may try, with the values that the space has for it: of each row the
+        largest micro-batches that surely fit and that may, and smaller ones; the fastest first.
+
+        Of the recommended capacity class they are many, of any other few.
+        """
+        found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
             if row.kind.capacity == self.capacity:
-                for at, speed in row.speeds.items():
-                    if at <= row.possible:
-                        found[row.configs[at]] = speed
-        return sorted(found, key=lambda config: -found[config])[:most]
+                places = [at for at in row.speeds if at <= row.possible]
+            else:
+                places = [at for at in (row.sure,) if at >= 0]
+            found += [(row.speeds[at], row, at) for at in places]
+        found.sort(key=lambda each: each[0], reverse=True)
+        params = [
+            ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
+            for _, row, at in found[:most]
+        ]
+        known = self._space.dimensions
+        return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The sequence lengths of the space."""
+        return tuple(self._values.get("seq_len") or self._space.values_of("seq_len"))
+
+    def surely_fitting(self) -> list[TrialConfig]:
+        """Return of each row that was looked at the largest micro-batch that surely fits."""
+        return [row.configs[row.sure] for row in self._all_rows if row.sure >= 0]
+
+    def largest(self, length: int) -> tuple[int, int]:
+        """Return the largest micro-batches of the recommended capacity class that surely fit at a
+        length, and that may; 0 where none does."""
+        rows = [
+            row
+            for row in self._all_rows
+            if row.kind.capacity == self.capacity and row.kind.seq_len == length
+        ]
+        leanest = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
+        left = [
+            row
+            for row in rows
+            if not row.is_fitted and row.configs[0].checkpoint_fraction == leanest
+        ]
+        self._fit(left)
+        places = [(row, at) for row in rows for at in (row.sure,) if at >= 0]
+        sure = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        places = [(row, row.possible) for row in rows if row.possible >= 0]
+        possible = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        return sure, possible
 
     def at_sizes(
         self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
     ) -> dict[tuple[int, int], Pick]:
-        """Return the fastest of the recommended capacity class at each size, which fits if anything
-        does; sizes that the space does not hold are left out."""
-        found: dict[tuple[int, int], Pick] = {}
+        """Return the fastest of the recommended capacity class and a class of numerics at each
+        size, which fits if anything does; sizes that the space does not hold are left out."""
+        points: dict[tuple[int, int], list[tuple[_Row, int]]] = {}
         for length in lengths:
-            of = self._classes.get(Kind(self._asked_capacity, length, numerics))
-            rows = [] if of is None else self._rows_alike(of)
-            points = [
-                (row, at)
-                for row in rows
-                for at, config in enumerate(row.configs)
-                if config.micro_batch_size in batches
-            ]
-            self._predict(points)
-            self._time(points)
-            for batch in batches:
-                sized = [(r, at) for r, at in points if r.configs[at].micro_batch_size == batch]
-                if sized:
-                    row, at = max(sized, key=_fit_then_speed)
-                    found[batch, length] = Pick(row.configs[at], row.fits[at] or Fit.UNCERTAIN)
+            for row in self._near_fastest(length, numerics):
+                for at, config in enumerate(row.configs):
+                    if config.micro_batch_size in batches:
+                        points.setdefault((config.micro_batch_size, length), []).append((row, at))
+        every = [point for some in points.values() for point in some]
+        self._predict(every)
+        self._time(every)
+        found: dict[tuple[int, int], Pick] = {}
+        for size, some in points.items():
+            row, at = max(some, key=_fit_then_speed)
+            found[size] = Pick(row.configs[at], self._known_fit(row, at))
         return found
 
-    def _rows_alike(self, of: _Class) -> list[_Row]:
-        structures = {row.structure for row in of.fastest_rows(REFINED)}
-        if not structures:
+    def _near_fastest(self, length: int, numerics: Numerics) -> list[_Row]:
+        """Return the rows of the fastest structures of the recommended capacity class."""
+        assert self.capacity is not None, "something may fit"
+        of = self._classes.get(Kind(self.capacity, length, numerics))
+        if of is None:
+            return []
+        if self.is_whole:
             return of.rows
-        return [row for row in of.rows if row.structure in structures]
+        structures = {row.structure for row in of.fastest_rows(REFINED)}
+        return [row for row in of.rows if row.structure in structures or not structures]
+
+    def _known_fit(self, row: _Row, at: int) -> Fit:
+        """Return whether a configuration fits, by a replay where only that tells."""
+        known = row.fits.get(at)
+        if known is None:
+            known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
+        return known
 
     # The search
 
@@ -333,7 +382,7 @@ class Shortlist:
     @cached_property
     def _capacities(self) -> dict[CapacityClass, Params]:
         """The values that make each capacity class, the first of equal ones."""
-        keys = [key for key in ("lora_rank", "target_modules") if key in self._values]
+        keys = [key for key in CAPACITY_KEYS if key in self._values]
         found: dict[CapacityClass, Params] = {}
         for row in itertools.product(*(self._values[key] for key in keys)):
             params = dict(zip(keys, row, strict=True))
@@ -365,7 +414,8 @@ class Shortlist:
         if not found:
             return
         best = max(found, key=lambda row: row.best(row.possible)[0])
-        like = self._classes[best.kind].fastest_rows(1)
+        of_length = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
+        like = [row for of in of_length for row in of.fastest_rows(1)]
         others = [capacity for capacity in by_need if capacity != best.kind.capacity]
         self._look(row for other in others for row in self._carried(like, self._capacities[other]))
 
@@ -385,23 +435,11 @@ class Shortlist:
         known = [row for of in self._classes.values() for row in of.fastest_rows(CARRIED)]
         classes = self._look(self._carried(known, own))
         fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
-        first = {key: self._values[key] for key in self._firsts}
+        first = {key: self._values[key] for key in _firsts(self._values)}
         if "compute_dtype" in first:
             first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
         classes |= self._look(self._rows({**fixed, **first}))
         self._refine(classes.values())
-
-    @cached_property
-    def _firsts(self) -> list[str]:
-        """Settings of which all combinations are looked at."""
-        keys: list[str] = []
-        count = 1
-        for key in FIRST:
-            values = self._values.get(key, ())
-            if len(values) > 1 and count * len(values) <= FIRST_MAX:
-                keys.append(key)
-                count *= len(values)
-        return [*keys, SHARE] if SHARE in self._values else keys
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
         """Yield the structures of rows with other values of some settings, and every share."""
@@ -416,9 +454,10 @@ class Shortlist:
 
     def _refine(self, classes: Collection[_Class]) -> None:
         """Turn one setting after another of the fastest of classes, until nothing is faster."""
-        capacity_keys = ("lora_rank", "target_modules", "seq_len", SHARE)
-        turned = [key for key, values in self._values.items() if len(values) > 1]
-        turned = [key for key in turned if key not in capacity_keys]
+        fixed = (*CAPACITY_KEYS, "seq_len", SHARE)
+        turned = [
+            key for key, values in self._values.items() if len(values) > 1 and key not in fixed
+        ]
         done: set[tuple[Any, ...]] = set()
         while True:
             rows = [row for of in classes for row in of.fastest_rows(REFINED)]
@@ -608,16 +647,16 @@ class Shortlist:
 
     def _replay(self, row: _Row) -> None:
         """Find the largest micro-batches of a row again, each looked at as closely as it takes."""
-
-        def fit(at: int) -> Fit:
-            known = row.fits.get(at)
-            if known is None:
-                known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
-            return known
-
         first = row.sure + 1
-        row.possible = _last(range(first, row.possible + 1), lambda at: fit(at) is not Fit.NO)
-        row.sure = _last(range(first, row.possible + 1), lambda at: fit(at) is Fit.YES)
+
+        def may_fit(at: int) -> bool:
+            return self._known_fit(row, at) is not Fit.NO
+
+        def surely_fits(at: int) -> bool:
+            return self._known_fit(row, at) is Fit.YES
+
+        row.possible = _last(range(first, row.possible + 1), may_fit)
+        row.sure = _last(range(first, row.possible + 1), surely_fits)
         row.is_open = False
         self._time([(row, last) for last in (row.sure, row.possible) if last >= 0])
 
@@ -626,11 +665,16 @@ class Shortlist:
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
         if not missing:
             return
-        speeds = self._forecaster.forecast(
-            [row.configs[at] for row, at in missing]
-        ).tokens_per_second
+        speeds = self._speeds([row.configs[at] for row, at in missing])
         for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
             row.speeds[at] = speed
+
+    def _speeds(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
+        """Return tokens/s on the GPU that the answer is for; 0 where nothing is known."""
+        target = self._forecaster.target_speed
+        if isinstance(target, SpeedForecast):
+            return np.nan_to_num(target.times(configs).tokens_per_second)
+        return self._forecaster.forecast(configs).tokens_per_second
 
     def _predict(self, points: Iterable[tuple[_Row, int]]) -> None:
         """Predict whether some micro-batches of rows fit, as far as that takes no replay."""
@@ -683,6 +727,41 @@ class _Configs(Sequence[TrialConfig]):
         if at not in self._made:
             self._made[at] = self._first.changed(micro_batch_size=self._batches[at])
         return self._made[at]
+
+
+def structures(space: SearchSpace) -> list[TrialConfig]:
+    """Return the combinations of a space that are looked at first, of every capacity class, in
+    their smallest size."""
+    values = {key: _listed(space, key) for key in space.dimensions if key != "seq_len"}
+    every = _firsts(values)
+    sizes = sorted(set(space.values_of("micro_batch_size")))
+    found: dict[TrialConfig, None] = {}
+    some = {
+        key: known if key in (*every, *CAPACITY_KEYS) else [_leanest(key, known)]
+        for key, known in values.items()
+        if key != "micro_batch_size"
+    }
+    if "seq_len" in space.dimensions:
+        some["seq_len"] = [min(_listed(space, "seq_len"))]
+    for combination in itertools.product(*some.values()):
+        params = dict(zip(some, combination, strict=True))
+        sized = ({**params, "micro_batch_size": size} for size in sizes)
+        smallest = next((each for each in sized if space.goes_together(each)), None)
+        if smallest is not None:
+            found[space.config(smallest)] = None
+    return list(found)
+
+
+def _firsts(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return settings of which all combinations are looked at."""
+    keys: list[str] = []
+    count = 1
+    for key in FIRST:
+        known = values.get(key, ())
+        if len(known) > 1 and count * len(known) <= FIRST_MAX:
+            keys.append(key)
+            count *= len(known)
+    return [*keys, SHARE] if SHARE in values else keys
 
 
 def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:

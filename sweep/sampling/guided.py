@@ -544,7 +544,7 @@ class GuidedSampler(CandidateSampler):
         rows = []
         for record in trials.learned:
             row = world.row(record.config)
-            is_inside = row < len(world.candidates) or not self._candidates.is_listed
+            is_inside = row < len(world.candidates) or not self._candidates.is_whole
             if is_inside and isinstance(record.outcome, Measured):
                 rows.append(row)
         return rows

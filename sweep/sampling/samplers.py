@@ -15,7 +15,13 @@ from search_spaces.errors import InputError
 from search_spaces.models import ModelSpec
 from search_spaces.space import SamplerName, SearchSpace
 from sweep.predict.forecast import Forecaster
-from sweep.sampling.encoding import Candidates, Params, SpaceCandidates, identity
+from sweep.sampling.encoding import (
+    Candidates,
+    Params,
+    ShortlistedCandidates,
+    SpaceCandidates,
+    identity,
+)
 from sweep.sampling.guided import SETTLED_BELOW, CandidateSampler, GuidedSampler
 
 REFUSALS_MAX = 1024
@@ -65,6 +71,9 @@ def make_sampler(
         return WithoutRepeats(RandomSampler(), candidates, forecaster=None, attempts=0)
     if name == "guided":
         assert forecaster is not None, "what is predicted guides it"
+        is_of_speed = space.objectives == ("tokens_per_second",)
+        if is_of_speed and not candidates.is_listed and forecaster.predicts_speed:
+            candidates = ShortlistedCandidates(space, forecaster=forecaster, seed=seed)
         return GuidedSampler(
             candidates,
             forecaster=forecaster,

@@ -361,6 +361,7 @@ class Rows(Candidates):
     """
 
     is_listed = True
+    is_whole = True
 
     def __init__(self, surface: Surface, *, seed: int) -> None:
         by_key = {identity(row.config): row for row in surface.rows}

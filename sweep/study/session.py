@@ -19,6 +19,7 @@ from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting
+from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.directory import keep_outcomes
@@ -171,7 +172,7 @@ def prepare(
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
-    resolve_target(space, here)
+    resolved = resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
     offered, texts = Offered(space), None
@@ -186,6 +187,9 @@ def prepare(
         is_preset = preset_name(request.space) is not None
         offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held)
     space, changed = held_in(offered.space, held, changed, typed=request.space)
+    target = match_product(resolved.target.gpu)
+    if preset_name(request.space) is not None and target is not None:
+        space = with_offered_batches(space, model, target.budget_bytes)
     notes = offered.notes
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.

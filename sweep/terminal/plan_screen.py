@@ -309,23 +309,32 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         yield "capacity", f"{capacity(best.config)} is {why}{''.join(rates)}"
     other = survey.alternative
     if other and other.memory and (times := candidates.speed_ratio(other, best)):
-        peak, error = units.gib(other.peak_allocated_bytes), units.error(other.memory.uncertainty)
-        is_surer = candidates.certainty(other) > candidates.certainty(best)
-        label, surely = ("surer fit", "more surely") if is_surer else ("riskier", "less surely")
+        peak = units.gib(other.peak_allocated_bytes)
+        error = units.error(other.memory.uncertainty)
         change = units.changes(other.config, baseline=best.config)
-        fits = f"its {peak} (within {error}) fit {surely}"
-        yield label, f"{change} is predicted {_times(times)} as fast, and {fits}"
+        fits = f"its {peak} (within {error}) may not fit"
+        yield "riskier", f"{change} is predicted {_times(times)} as fast, and {fits}"
 
 
 def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
-    """Yield what 8 bits are expected to bring, where a space has several classes of numerics."""
+    """Yield how fast other classes of numerics are beside 16-bit compute, where a space has
+    several: the plainest of those that may be the fastest is recommended."""
     classes = survey.fastest_by_numerics
+    wide = classes.get("16-bit")
+    if wide is None:
+        return
     gains = {n: plan.times_16_bit(f) for n, f in classes.items() if n != "16-bit"}
-    if told := " and ".join(f"{n} compute is {_times(of)}" for n, of in gains.items() if of):
-        wide = classes["16-bit"]
-        compute = units.phrase("compute_dtype", wide.config.compute_dtype)
-        speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
-        yield "numerics", f"by prediction {told} as fast as {speed} (--set numerics=16-bit)"
+    told = [f"{numerics} compute is {_times(of)}" for numerics, of in gains.items() if of]
+    if not told:
+        return
+    compute = units.phrase("compute_dtype", wide.config.compute_dtype)
+    speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
+    words = f"by prediction {' and '.join(told)} as fast as {speed}"
+    if plan.shown is not None and plan.shown.config.is_8bit_compute:
+        yield "numerics", f"{words} (--set numerics=16-bit)"
+    else:
+        settled = f"`sweep run` on the {plan.gpu.name} itself settles it"
+        yield "numerics", f"{words}: not sure to gain, so that 16 bits are recommended; {settled}"
 
 
 def _times(ratio: Range) -> str:
@@ -342,16 +351,11 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         return
     spaces, free = dict[str, None](), dict[str, None]()
     for plan, survey in looked:
-        found, total = survey.found, survey.total
+        total = survey.total
         whole = "a continuous space" if total is None else units.plural(total, "configuration")
-        if survey.is_sampled:
-            whole = f"{found.looked_at:,} drawn from {whole}"
         which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
-        fits = ""
-        if len(looked) == 1:
-            cannot = found.looked_at - found.fit - found.uncertain
-            fits = f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
-        spaces[f"{which}, {whole}{fits}"] = None
+        how = _how_searched(survey) if len(looked) == 1 else ""
+        spaces[f"{which}, {whole}{how}"] = None
         space = survey.space
         free |= dict.fromkeys(key for key in space.dimensions if len(space.values_of(key)) != 1)
     yield "searched", "; ".join(spaces)
@@ -359,6 +363,15 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
     plan, survey = looked[0]
     if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
         yield "you fixed", _in_words(held)
+
+
+def _how_searched(survey: Survey) -> str:
+    """Return how many of a space fit; of a large one, how the fastest was found."""
+    found = survey.found
+    if not found.is_whole:
+        return ", of which bounds rule out all that is slower"
+    cannot = found.looked_at - found.fit - found.uncertain
+    return f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
 
 
 def _in_words(held: Mapping[str, Any]) -> str:
@@ -441,7 +454,9 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     """Return the longest sequences on each GPU, by micro-batch."""
-    most = candidates.BATCHES_MAX if is_detailed else max(3, _LINES_SHOWN // len(answers))
+    most = max(3, _LINES_SHOWN // len(answers))
+    if is_detailed:
+        most = candidates.VALUES_SHOWN
     parts: list[RenderableType] = []
     for answer in answers:
         best = answer.best
