@@ -31,6 +31,13 @@ def unusual_settings(config: TrialConfig) -> int:
     )
 
 
+def compute_order(config: TrialConfig) -> int:
+    """Return how plain a configuration's compute dtype is, the plainest first: all that multiplies
+    in 8 bits is alike."""
+    dtype = config.compute_dtype
+    return _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
+
+
 def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int, int]:
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
@@ -41,7 +48,5 @@ def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int, int]
         config: the configuration.
         peak_bytes: its peak allocated memory, measured or predicted.
     """
-    dtype = config.compute_dtype
-    order = _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
     memory = round(math.log(max(1, peak_bytes)) / ALIKE_MEMORY)
-    return order, memory, unusual_settings(config), peak_bytes
+    return compute_order(config), memory, unusual_settings(config), peak_bytes

@@ -66,6 +66,8 @@ class Ratio:
     high: float | None
     is_paired: bool = False
     """Whether both ran in turns; else its ends are those of single runs, which differ by more."""
+    is_predicted: bool = False
+    """Whether it is of two predictions, with the ends of nine in ten such ratios."""
 
     @property
     def is_open(self) -> bool:

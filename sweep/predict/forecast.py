@@ -54,6 +54,7 @@ from sweep.predict.speed.predictor import (
     calibrate,
     within,
 )
+from sweep.predict.speed.stand_in import StandIn
 from sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
@@ -319,10 +320,17 @@ class Forecasts:
         return None if speed is None else speed.physics(self.configs)
 
     @cached_property
-    def target(self) -> StepTimes | None:
-        """The same on the target, where another GPU stands in for it; else None."""
-        speed = self.forecaster.target_speed
-        return None if speed is None else speed.physics(self.configs)
+    def target(self) -> StandIn | None:
+        """The steps on the target, where another GPU stands in for it, beside that GPU's; else
+        None."""
+        speed, host = self.forecaster.target_speed, self.forecaster.speed
+        steps = None if speed is None else speed.physics(self.configs)
+        if steps is None:
+            return None
+        if not isinstance(host, SpeedForecast):
+            return StandIn(None, steps)
+        known: dict[str, Any] = {"model": host.model, "gpu": host.gpu, "shapes": host.shapes}
+        return StandIn(StepTimes(self.configs, **known), steps)
 
     @cached_property
     def trainable_parameters(self) -> Array | None:

@@ -100,7 +100,7 @@ class Plan:
         if winner is None or over is None or over.purpose == "search":
             return None
         high = ranking.ratio(winner, over).high
-        is_faster = high is not None and high < 1.0 and ranking.compares(winner, over)
+        is_faster = high is not None and high < 1.0
         tried = {canonical(record.config) for record in ranking.records}
         is_new = ranking.holds(over.config) and canonical(over.config) not in tried
         return over if is_faster and is_new else None
@@ -377,9 +377,9 @@ def _loss(record: TrialRecord) -> float:
 
 def ranking_of(study: OpenStudy) -> Ranking:
     """Return the order of a study's trials as it stands, the same that every reader sees."""
-    records = study.records()
-    speeds = target_speeds(study.definition, records)
-    return rank(records, study.definition, study.confirmations(), target_speeds=speeds)
+    records, confirmations = study.records(), study.confirmations()
+    speeds = target_speeds(study.definition, (*records, *confirmations))
+    return rank(records, study.definition, confirmations, target_speeds=speeds)
 
 
 class Confirmation(Source):

@@ -410,8 +410,8 @@ class Driver:
         config, rivals = trial.record.config, trial.rivals
         if rivals is None or trial.record.is_baseline:
             return False
-        known, objectives = rivals.of(config), self.space.objectives
-        return is_hopeless(progress, config=config, rivals=known, objectives=objectives)
+        decided, objectives = rivals.as_decided(progress, config), self.space.objectives
+        return is_hopeless(decided, config=config, rivals=rivals.of(config), objectives=objectives)
 
     def _conclude(self, ended: Ended, source: Source) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""

@@ -388,7 +388,12 @@ def drive(
         run_time.refuse_too_short(opening_seconds + least_seconds, space)
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
-        space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
+        space.sampler,
+        space,
+        seed=space.seed,
+        forecaster=forecaster,
+        model=prepared.model,
+        lanes=len(lanes.all),
     )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     if carried is not None:
@@ -478,6 +483,7 @@ def _stopping(
         usd_per_hour=prepared.usd_per_hour,
         outlook=outlook,
         fastest_of=partial(sampler.fastest_of, study.study),
+        unmeasured_classes=partial(sampler.unmeasured_classes, study.study),
     )
 
 

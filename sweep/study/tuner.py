@@ -42,7 +42,11 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
         if reason is not StopReason.INTERRUPTED:
             if not is_anew:
                 with interruption.interruptible():
-                    study.note(ended=outlook_document(reason, driver.limits.outlook(None)))
+                    limits = driver.limits
+                    found = outlook_document(
+                        reason, limits.outlook(None), limits.unmeasured_classes()
+                    )
+                    study.note(ended=found)
             reason = driver.run(Confirmation(driver, then=reason, is_anew=is_anew))
     driver.on_event(StudyFinished(reason))
     fault = None if is_anew else nothing_concluded(study.records())

@@ -170,7 +170,8 @@ class Board:
         """
         if self._ranked is None:
             known, budget = self.ledger, self.definition.space.confirm
-            speeds = target_speeds(self.definition, known.records)
+            ran = (*known.records, *known.confirmations)
+            speeds = target_speeds(self.definition, ran)
             ranking = rank(
                 known.records, self.definition, known.confirmations, target_speeds=speeds
             )

@@ -293,6 +293,30 @@ class StepTimes:
         by_itself = np.hypot((1.0 - host) * known.step, host * known.host)
         return np.asarray(np.hypot(by_itself, pairs))
 
+    @property
+    def waiting_spread(self) -> Array:
+        """Standard deviation of each step's own error as far as it waits for the GPU."""
+        return np.asarray((1.0 - self.host_shares) * self._gpu.speed.step)
+
+    @cached_property
+    def common_spreads(self) -> Array:
+        """How far each of what steps have in common moves each configuration's log seconds, one
+        standard deviation each. (configurations, directions)
+
+        The length of the difference of two rows is how far the ratio of their steps may be off by
+        what they share; what is each step's own (`own_spread`) comes on top. Beside the factors'
+        that is attention over packed rows, and how several GPUs wait for each other.
+        """
+        slopes = self.phases.log_slopes(self._factors)
+        of_factors = slopes @ np.linalg.cholesky(prior_of(self._gpu)[1])
+        doubts = np.array([_attention_doubt(config) for config in self._full])
+        attention = slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN
+        apart = [(config.data_parallel, config.sharding) for config in self._full]
+        ways = sorted({way for way in apart if way[0] > 1})
+        together = [[self._gpu.speed.shared * (way == own) for way in ways] for own in apart]
+        columns = [of_factors, attention[:, None], np.reshape(together, (len(apart), len(ways)))]
+        return np.hstack(columns)
+
     @cached_property
     def host_shares(self) -> Array:
         """By how much the log seconds of each step rise with the host's, between a fast host and a
