@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from search_spaces.config import Numerics, TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
@@ -30,13 +31,21 @@ from sweep.planning.candidates import (
     shown_batches,
     speed_order,
 )
-from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from sweep.predict.forecast import (
+    UNBUILDABLE,
+    Forecast,
+    Forecaster,
+    Progress,
+    nothing_known,
+    silent,
+)
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.memory.shipped import is_as_committed, read
 from sweep.predict.shortlist import Pick, Shortlist
 from sweep.predict.speed.contributed import contributed_speed
+from sweep.predict.speed.layers import layers_of
 from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
@@ -312,7 +321,12 @@ def _digest(space: SearchSpace, forecaster: Forecaster, *code: str) -> str:
 
 
 def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Found:
-    shortlist = Shortlist(space, forecaster, progress=progress)
+    try:
+        shortlist = Shortlist(space, forecaster, progress=progress)
+    except Untraceable as error:
+        if isinstance(layers_of(forecaster.model), InputError):
+            raise InputError(nothing_known(forecaster.model, error)) from error
+        raise
     picks = shortlist.picks()
     fit, uncertain, too_large = shortlist.counts()
     sure = shortlist.surely_fitting()
