@@ -269,14 +269,14 @@ def product(layout: Layout, rows: int, columns: int) -> Work:
 def shared_product(layout: Layout, of: Product) -> Work:
     """A product with frozen matrices that share the rows, forward or for the rows' gradient.
 
-    Each row goes by one of the matrices: the experts that a token is sent to. A kernel of its own
+    Where each row is sent to one of the matrices, as a token is to experts, a kernel of its own
     takes them in tiles. Where there is none, torch multiplies by one matrix after another, and the
     host waits to learn how many rows each has (`_grouped_mm_fallback` of torch 2.13).
     """
     rows = layout.tokens * of.rows_per_token
     flops = 2.0 * rows * of.rows * of.columns
-    if of.groups == 1:
-        moved = rows * (of.rows + of.columns) + of.rows * of.columns
+    if not of.is_routed:
+        moved = rows * (of.rows + of.columns) + of.groups * of.rows * of.columns
         return asked(layout, flops, moved=layout.compute * moved, launches=1)
     # Of matrices that rows are sent to at random, so many get one.
     used = of.groups * -np.expm1(rows * np.log1p(-1.0 / of.groups))

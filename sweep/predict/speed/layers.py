@@ -46,6 +46,8 @@ class Product:
     """Widths of a matrix."""
     groups: int
     """Matrices that share the rows."""
+    is_routed: bool
+    """Whether each row is sent to one of them, as to an expert; else all have as many rows."""
 
 
 @dataclass(frozen=True)

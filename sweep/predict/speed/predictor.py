@@ -203,7 +203,7 @@ def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSp
     kinds = layers_of(model)
     if isinstance(kinds, InputError) or kinds[0].walked is None:
         return np.zeros(len(configs))
-    if not any(product.groups > 1 for kind in kinds for product in kind.products):
+    if not any(product.is_routed for kind in kinds for product in kind.products):
         return np.full(len(configs), TYPE_SPREAD)
     is_grouped = [has_grouped_kernel(config, gpu) for config in configs]
     return np.where(is_grouped, EXPERTS_SPREAD, LOOPED_SPREAD)

@@ -35,13 +35,14 @@ from sweep.training.adapters import with_adapters
 from sweep.training.model import BaseModel, decoder_layers
 
 _aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default
 _PRODUCTS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
-        _aten._grouped_mm.default,
+        _GROUPED,
     }
 )
 _WITH_SUMMAND = frozenset({_aten.addmm.default, _aten.baddbmm.default})
@@ -74,9 +75,9 @@ class _Pass:
     """Name within the layer, input and output features, of those that take each token once."""
     norms: list[int] = field(default_factory=list)
     """Elements of each token that a norm takes."""
-    products: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Others with a frozen matrix: rows for each token, the matrix's two widths, and how many such
-    matrices share the rows."""
+    products: list[tuple[float, int, int, int, bool]] = field(default_factory=list)
+    """Others with a frozen matrix: rows for each token, the matrix's two widths, how many such
+    matrices share the rows, and whether each row is sent to one of them."""
     attention: list[tuple[int, int, int]] = field(default_factory=list)
     """Heads, width of all of them, and width of the keys' heads, each a mean of what is scored and
     what is summed."""
@@ -195,9 +196,10 @@ class Recorder(Ledger):
             self._now.score_bytes += sum(size.get(_SCORE, 0) for size in (*sizes, written))
             self._now.score_launches += 1
         elif self._linear is None:
-            # A product over the tokens has none of a frozen matrix's widths inside.
-            self._now.products.append((self._per_token(all_rows), inner, columns, groups))
             self._now.since_linear.append(str(func.overloadpacket))
+            if per_token := self._per_token(all_rows):
+                is_routed = func is _GROUPED
+                self._now.products.append((per_token, inner, columns, groups, is_routed))
 
     def _begin_scores(self) -> None:
         if not self._now.score_launches and not self._now.attention:
