@@ -22,8 +22,9 @@ from search_spaces.documents import (
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
 from search_spaces.gpus import find_gpu, match_product
-from search_spaces.models import located
+from search_spaces.models import ModelSpec, located
 from search_spaces.presets import preset_space, preset_texts
+from search_spaces.rules import attention_of, attention_words
 from search_spaces.space import SearchSpace, largest_whole
 from search_spaces.texts import TextsChoice
 
@@ -182,6 +183,23 @@ class Offered:
     space: SearchSpace
     notes: tuple[str, ...] = ()
     """For a person, a sentence each."""
+
+
+def with_own_attention(space: SearchSpace, model: ModelSpec, *, is_preset: bool) -> Offered:
+    """Return a space with the attention that the model takes, where the person named none.
+
+    Args:
+        space: as it was named.
+        model: what is trained.
+        is_preset: whether what the space says of attention is ours.
+    """
+    words = attention_words(model)
+    is_named = "attention" in {*space.dimensions, *space.fixed} and not is_preset
+    if words is None or is_named:
+        return Offered(space)
+    free = {key: of for key, of in space.dimensions.items() if key != "attention"}
+    changes = {"dimensions": free, "fixed": {**space.fixed, "attention": attention_of(model)}}
+    return Offered(space.changed(changes), (f"{words}.",))
 
 
 def with_texts(

@@ -27,7 +27,8 @@ from search_spaces.rules import (
     LIGER_MODEL_TYPES,
     OVERFLOWS_FP16,
     WITHOUT_CHECKPOINTING,
-    WITHOUT_SDPA,
+    attention_of,
+    attention_words,
 )
 from search_spaces.sizes import offered_batches, offered_lengths
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
@@ -222,7 +223,7 @@ def starting_text(gpu: str, model: str | None) -> str:
     if spec is not None:
         parts.append(_baseline_for(spec, trained, overlay))
     elif trained.name != _said(overlay, "model"):
-        parts.append(_room_on_cpu(trained))
+        parts += [_room_on_cpu(trained), "\n".join(_attention(trained))]
     words = "a CPU" if spec is None else spec.name
     title = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
     return _composed(schema_path(), title, parts, without=("name", "description"))
@@ -270,7 +271,6 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         half.append("fp16")
     types = [*half, *eight_bit]
     bases = ["nf4", "none", *eight_bit]
-    fixed = []
     if unquantized(model) is not None:
         types, bases = half, ["none"]
     lines = [
@@ -284,11 +284,15 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         lines.append("  kernels: [hf]")
     if model.model_type in WITHOUT_CHECKPOINTING:
         lines.append("  checkpoint_fraction: [0.0]")
-    if model.model_type in WITHOUT_SDPA:
-        fixed.append("  attention: eager")
-    if fixed:
-        lines += ["fixed:", *fixed]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_attention(model)])
+
+
+def _attention(model: ModelSpec) -> list[str]:
+    """Return what is said of a model's attention where it is not torch's own."""
+    why = attention_words(model)
+    if why is None:
+        return []
+    return ["fixed:", f"  # {why}.", f"  attention: {attention_of(model)}"]
 
 
 def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:

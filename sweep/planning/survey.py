@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from search_spaces.config import Numerics, TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
@@ -30,13 +31,21 @@ from sweep.planning.candidates import (
     shown_batches,
     speed_order,
 )
-from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Progress, silent
+from sweep.predict.forecast import (
+    UNBUILDABLE,
+    Forecast,
+    Forecaster,
+    Progress,
+    nothing_known,
+    silent,
+)
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.memory.shipped import is_as_committed, read
 from sweep.predict.shortlist import Pick, Shortlist
 from sweep.predict.speed.contributed import contributed_speed
+from sweep.predict.speed.layers import layers_of
 from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
@@ -312,18 +321,23 @@ def _digest(space: SearchSpace, forecaster: Forecaster, *code: str) -> str:
 
 
 def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Found:
-    shortlist = Shortlist(space, forecaster, progress=progress)
+    try:
+        shortlist = Shortlist(space, forecaster, progress=progress)
+    except Untraceable as error:
+        if isinstance(layers_of(forecaster.model), InputError):
+            raise InputError(nothing_known(forecaster.model, error)) from error
+        raise
     picks = shortlist.picks()
     fit, uncertain, too_large = shortlist.counts()
     sure = shortlist.surely_fitting()
     step_seconds, step_log_spread = _step_seconds(sure, forecaster)
     invalid = +shortlist.invalid
     unpredicted: Counter[str] = Counter()
-    for error, count in shortlist.refused:
-        if isinstance(error, Untraceable):
+    for reason, count in shortlist.refused:
+        if isinstance(reason, Untraceable):
             # One sentence of what libraries put in words of their own, which one configuration's
             # plan has.
-            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(error))] += count
+            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(reason))] += count
         else:
             invalid[UNBUILDABLE] += count
     batches = shown_batches(space)

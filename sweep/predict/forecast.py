@@ -61,6 +61,8 @@ PREDICTIONS_KEPT = 4096
 """Configurations whose memory is not predicted again; one takes some 30 KiB."""
 TOO_FEW_TEXTS = "texts-make-no-micro-batch"
 """The rule of a configuration for which the dataset is too small, or cut too short."""
+UNPREDICTED = "memory is not predicted: "
+"""What a reason begins with why nothing is said of memory."""
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
 TRIALS_TO_CALIBRATE = 5
@@ -77,6 +79,12 @@ Rule = Callable[[TrialConfig], Violation | None]
 """Returns the rule that forbids a configuration, bound to a model and a device."""
 Progress = Callable[[str], OnProgress]
 """Returns what is told how much is done of what is named, and of how much."""
+
+
+def nothing_known(model: ModelSpec, why: InputError) -> str:
+    """Return that neither speed nor memory is known: what cannot be walked for the one cannot for
+    the other."""
+    return f"speed unknown for {model.name}, and memory: {str(why).rpartition(UNPREDICTED)[2]}"
 
 
 def silent(_: str) -> OnProgress:
@@ -431,9 +439,21 @@ class Forecast:
         """Why something is missing."""
         if self.broken is not None:
             return ()
-        why = {"memory is": self._all.refused.get(self._row), "speed and cost are": self._step}
-        errors = {what: error for what, error in why.items() if isinstance(error, InputError)}
-        return tuple(f"{what} not predicted: {error}" for what, error in errors.items())
+        refused = self._all.refused.get(self._row)
+        if refused is None:
+            return () if self.speed_unknown is None else (self.speed_unknown,)
+        reason = str(refused).rpartition(UNPREDICTED)[2]
+        if self.speed_unknown is None:
+            return (f"{UNPREDICTED}{reason}",)
+        return (nothing_known(self.forecaster.model, refused),)
+
+    @property
+    def speed_unknown(self) -> str | None:
+        """Why its speed is not known, neither predicted nor measured; None where it is, or a rule
+        forbids it."""
+        if not isinstance(self._step, InputError) or self.measured is not None:
+            return None
+        return f"speed unknown for {self.forecaster.model.name}: {self._step}"
 
     @property
     def step_seconds(self) -> float | None:

@@ -16,7 +16,7 @@ from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
-from search_spaces.loading import Offered, preset_name, with_fixed
+from search_spaces.loading import Offered, preset_name, with_fixed, with_own_attention
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, torch_for
 from search_spaces.sizes import with_offered_batches
@@ -180,7 +180,9 @@ def prepare(
     resolved = resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    offered, texts = Offered(space), None
+    is_preset = preset_name(request.space) is not None
+    own = with_own_attention(space, model, is_preset=is_preset)
+    offered, texts = Offered(own.space), None
     if space.data is not None:
         if known is None and study is None and not held:
             known = stored(default_study_name(space, changed))
@@ -189,13 +191,12 @@ def prepare(
         else:
             texts = read_texts(TextsRequest.of(space.data, model))
     if texts is not None:
-        is_preset = preset_name(request.space) is not None
-        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held)
+        offered = space_with_texts(own.space, texts, model=model, is_preset=is_preset, held=held)
     space, changed = held_in(offered.space, held, changed, typed=request.space)
     target = match_product(resolved.target.gpu)
-    if preset_name(request.space) is not None and target is not None:
+    if is_preset and target is not None:
         space = with_offered_batches(space, model, target.budget_bytes)
-    notes = offered.notes
+    notes = offered.notes if "attention" in held else (*own.notes, *offered.notes)
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.
         space = space.model_copy(update={"sampler": "tpe"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -44,9 +44,22 @@ _SPACE_WORDS = {
 }
 
 
-def _answer(sentence: str, table: Sequence[RenderableType], said: Sequence[Fact]) -> Group:
-    """Return a sentence that stands alone, a table where there is one, and facts."""
-    return Group(Text(f"{sentence}\n", style="bold"), *table, facts(said))
+def _answer(
+    sentence: str,
+    table: Sequence[RenderableType],
+    said: Sequence[Fact],
+    shown: Iterable[Forecast | None] = (),
+) -> Group:
+    """Return a sentence that stands alone, a table where there is one, and facts; before them why
+    the speed of any that is shown is not known."""
+    title = Text(f"{sentence}\n", style="bold")
+    return Group(*_unknown_speeds(shown), title, *table, facts(said))
+
+
+def _unknown_speeds(shown: Iterable[Forecast | None]) -> list[RenderableType]:
+    """Return why the speeds of configurations are not known, once each."""
+    told = (forecast.speed_unknown for forecast in shown if forecast is not None)
+    return [Text(words, style="bold") for words in dict.fromkeys(filter(None, told))]
 
 
 def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
@@ -67,7 +80,8 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
             sentence = f"Recommended {where}: {what}: {numbers}"
         said += _facts(plan, shown, bill)
     said += [*_searched([plan]), *_next(plan), _DETAILS]
-    return Group(_answer(sentence, (), said), *(plan_details.details(plan) if is_detailed else ()))
+    answer = _answer(sentence, (), said, [shown])
+    return Group(answer, *(plan_details.details(plan) if is_detailed else ()))
 
 
 def several_gpus(
@@ -102,7 +116,8 @@ def several_gpus(
     for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
         cost = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
         rows.append(_row(gpu, forecast, cost))
-    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
+    table = [grid(_HEADER, rows)] if rows else []
+    parts: list[RenderableType] = [_answer(sentence, table, said, chosen.values())]
     if is_detailed and bills is not None:
         parts += section(
             "Prices", plan_details.offers(bills.bills), *plan_details.break_even_lines(bills)
@@ -140,7 +155,8 @@ def ways(
     said += [*refused.items(), ("link", _link_words(link_of(best.gpu)))]
     said += [*_searched(plans), *_next(best), _DETAILS]
     rows = [_row(name, of, next(iter(able[name].bills), None)) for name, of in shown.items()]
-    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
+    table = [grid(_HEADER, rows)] if rows else []
+    parts: list[RenderableType] = [_answer(sentence, table, said, shown.values())]
     for plan in plans if is_detailed else ():
         title = Text(f"\n== {plan.name}\n", style="bold")
         parts += [title, one_gpu(plan, is_detailed=True)]
@@ -292,7 +308,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     """Yield what other lengths and capacities come to, and what was passed over."""
     rivals = survey.fastest_by_class
     lengths = {n: f for (capacity, n), f in rivals.items() if capacity == survey.capacity}
-    if len(lengths) > 1:
+    if len(lengths) > 1 and best.tokens_per_second is not None:
         speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
         yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     searched = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
@@ -304,6 +320,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
             why = "the standard recipe's"
         length = best.config.seq_len
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
+        others = [f for f in others if f.tokens_per_second is not None]
         ends = [pick(others, key=candidates.speed_order) for pick in (min, max) if others]
         told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
         rates = (f"; {name} is predicted at {speed} tokens/s" for name, speed in told.items())
@@ -471,6 +488,7 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
             what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
             numbers = _numbers(best.forecast, None)
             sentence = f"The longest sequences that surely fit for {where}: {what}: {numbers}"
+        parts += _unknown_speeds(row.forecast for row in answer.rows)
         parts.append(Text(f"{sentence}\n", style="bold"))
         shown = candidates.evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
         rows = [
@@ -541,7 +559,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
     table = [plan_details.offers([card.bill for card in shown]), Text("")] if shown else []
-    return _answer(sentence, table, said)
+    return _answer(sentence, table, said, [card.forecast for card in answer.cards])
 
 
 def _why_unable(card: JobCard) -> str:

@@ -255,6 +255,17 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
     prepare(RunRequest(space="cpu-demo"), card=read)
 
 
+def test_a_preset_takes_the_attention_that_the_model_has() -> None:
+    request = RunRequest(space="h200", overrides={"model": "gpt-oss-20b"})
+    what = prepare(request, card=lambda: a_card("h200"))
+    assert what.definition.space.values_of("attention") == ("eager",)
+    assert any("eager" in note for note in what.notes)
+    typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
+    held = prepare(typed, card=lambda: a_card("h200"))
+    assert held.definition.space.values_of("attention") == ("flash_attention_2",)
+    assert held.notes == ()
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

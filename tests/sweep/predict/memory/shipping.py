@@ -19,6 +19,7 @@ from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import find_gpu
+from search_spaces.linears import linear_shapes
 from search_spaces.loading import load_space, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.space import SearchSpace
@@ -26,9 +27,16 @@ from sweep.planning.candidates import single_changes
 from sweep.planning.survey import SURVEYS, shipped_name, survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
-from sweep.predict.memory.profile_store import Traced, Tracer, TracingChildren, versions
+from sweep.predict.memory.profile_store import (
+    Traced,
+    Tracer,
+    TracingChildren,
+    trace_layers,
+    versions,
+)
 from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
 from sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
+from sweep.predict.speed.layers import SHIPPED as LAYERS
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -174,6 +182,15 @@ def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
             yield model.fingerprint, packed(model, known)
 
 
+def layers() -> dict[str, Any]:
+    """The layers of shipped models whose type is not known, by the model's fingerprint."""
+    return {
+        model.fingerprint: trace_layers(model)
+        for model in shipped_models()
+        if linear_shapes(model) is None
+    }
+
+
 def surveys() -> Iterator[tuple[str, Any]]:
     """The presets' surveys, from profiles that ship."""
     for space in preset_spaces():
@@ -189,6 +206,7 @@ def surveys() -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     kept = PROFILES if sys.argv[1] == "surveys" else None
+    LAYERS.write_text(json.dumps(layers(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with closing(TracingChildren(outlive=True)) as children:
         members = sorted(profiles(children, kept))
     write(PROFILES, members)

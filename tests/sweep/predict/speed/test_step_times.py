@@ -442,7 +442,7 @@ def test_what_has_no_rate_or_no_known_layers_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="t4 has no matrix rate for bf16"):
         predict_step(make_config(), model=MISTRAL, gpu=find_gpu("t4"))
     strange = replace(MISTRAL, name="mine", config=dict(MISTRAL.config, model_type="brand_new"))
-    with pytest.raises(InputError, match=r"model 'mine'.*'brand_new'.*not known"):
+    with pytest.raises(InputError, match=r"'brand_new'.*not known"):
         predict_step(make_config(), model=strange, gpu=H200)
 
 
