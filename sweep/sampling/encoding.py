@@ -21,7 +21,7 @@ from optuna.distributions import (
 from search_spaces.config import BATCH_KEYS, TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
 from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster
+from sweep.predict.forecast import Forecaster, Progress, silent
 from sweep.predict.shortlist import Shortlist
 
 IDENTITIES_KEPT = 32_768
@@ -215,6 +215,9 @@ class Candidates(Protocol):
     free: dict[str, BaseDistribution]
     """The dimensions that Optuna samples."""
 
+    def prepare(self, progress: Progress) -> None:
+        """Do once what `near` takes first, and tell how far it is."""
+
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """Return what to choose from, with more of what is like ``best`` where not all is."""
 
@@ -313,12 +316,17 @@ class ShortlistedCandidates(SpaceCandidates):
     def __init__(self, space: SearchSpace, *, forecaster: Forecaster, seed: int) -> None:
         super().__init__(space, is_valid=forecaster.is_valid, seed=seed)
         self._forecaster = forecaster
+        self._progress: Progress = silent
         self.is_listed = True
         self.is_whole = False
 
+    def prepare(self, progress: Progress) -> None:
+        """See `Candidates.prepare`."""
+        self._progress = progress
+
     @cached_property
     def _all(self) -> tuple[Candidate, ...]:
-        shortlist = Shortlist(self.space, self._forecaster)
+        shortlist = Shortlist(self.space, self._forecaster, progress=self._progress)
         encoded = ((self.encode(own), config) for own, config in shortlist.candidates(SHORTLISTED))
         return self._valid(
             ({name: params[name] for name in self.free}, config) for params, config in encoded

@@ -25,7 +25,7 @@ from search_spaces.space import Objective, SearchSpace, StepBudget
 from storage import codec
 from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.predict.forecast import Forecaster
+from sweep.predict.forecast import Forecaster, Progress, silent
 from sweep.predict.memory.prediction import stated_uncertainty
 from sweep.predict.speed.predictor import NINE_IN_TEN
 from sweep.predict.speed.stand_in import Took
@@ -366,8 +366,9 @@ class GuidedSampler(CandidateSampler):
             self._best = tuple(world.candidates[at].params for at in order)
         return {} if chosen is None else {name: chosen.params[name] for name in search_space}
 
-    def prepare(self) -> None:
+    def prepare(self, progress: Progress = silent) -> None:
         """Do once, before anything is asked, what every choice takes first."""
+        self._candidates.prepare(progress)
         if self._candidates.is_listed:
             self._weighed(Trials())
 

@@ -52,6 +52,7 @@ from sweep.running.ray_nodes import Cluster
 from sweep.running.runner import Lane, Lanes, Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
+from sweep.sampling.encoding import LISTED_MAX
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import refuse_incomparable, take_over
@@ -458,12 +459,13 @@ def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
         driver.time.refuse_too_short(driver.least_seconds, driver.space)
 
     with driver.interruption.interruptible():
-        driver.forecaster.whole_memory(
-            list(filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))),
-            on_progress=on_progress,
-        )
+        size = driver.space.size()
+        if size is not None and size <= LISTED_MAX:
+            # Of a larger space only what bounds leave of it, or what is drawn, is traced.
+            kinds = filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))
+            driver.forecaster.whole_memory(list(kinds), on_progress=on_progress)
         if isinstance(sampler, GuidedSampler):
-            sampler.prepare()
+            sampler.prepare(lambda _: on_progress)
 
 
 def _stopping(

@@ -31,7 +31,6 @@ from sweep.planning.survey import survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import Fit
 from sweep.predict.memory.profiles import Untraceable
-from sweep.predict.shortlist import structures
 from tests.sweep.imagined_memory import ImaginedPredictor
 from tests.sweep.imagined_study import MISTRAL, TRIALS, a_snapshot, a_space
 from tests.sweep.planning.imagined import a_forecaster, an_offer
@@ -80,7 +79,8 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     assert held["effective_batch_size"] >= 16
     for space in spaces:
         asked = with_fixed(space, held)
-        assert all(config.samples_per_step == held["effective_batch_size"] for config in of(asked))
+        assert isinstance(asked, SearchSpace)
+        assert {effective for *_, effective in asked.batches} == {held["effective_batch_size"]}
     alone = job({"data_parallel": gpus})
     assert TrialConfig.model_validate(alone).accumulation_steps >= 1
     typed = job({"data_parallel": gpus, "micro_batch_size": 5})
@@ -88,11 +88,6 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     # What a space searches of GPUs goes into it too.
     either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
     assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
-
-
-def of(asked: SearchSpace | TrialConfig) -> list[TrialConfig]:
-    assert isinstance(asked, SearchSpace)
-    return structures(asked)
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])
