@@ -217,6 +217,7 @@ class Candidates(Protocol):
 
     def prepare(self, progress: Progress) -> None:
         """Do once what `near` takes first, and tell how far it is."""
+        return None
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """Return what to choose from, with more of what is like ``best`` where not all is."""
@@ -247,6 +248,9 @@ class SpaceCandidates(Encoding):
         self._random = random.Random(seed)
         self.is_listed = self.size is not None and self.size <= LISTED_MAX
         self.is_whole = self.is_listed
+
+    def prepare(self, progress: Progress) -> None:
+        """See `Candidates.prepare`: nothing takes long."""
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """See `Candidates.near`."""
