@@ -26,7 +26,7 @@ from storage import codec
 from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
 from sweep.predict.forecast import Forecaster, Progress, silent
-from sweep.predict.memory.prediction import stated_uncertainty
+from sweep.predict.memory.prediction import CAPPED_EXPANDABLE, stated_uncertainty
 from sweep.predict.speed.predictor import NINE_IN_TEN
 from sweep.predict.speed.stand_in import Took
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
@@ -61,7 +61,7 @@ NOISE_UNEVEN = 0.10
 """Of a speed that was measured beside another process, or of uneven steps."""
 FRAGMENTATION = 0.06
 """How far below the budget the peak of a trial may be that ran out of memory all the same, where
-free memory is in pieces."""
+free memory is in pieces. In expandable segments it is not."""
 REFINED = 4
 """Best candidates around which a space that is not listed is looked at more closely."""
 BOLDNESS = 0.25
@@ -603,7 +603,7 @@ def _fit(world: _World, trials: Trials) -> Array:
     """Return the probability that each configuration fits."""
     if world.peaks is None:
         return np.ones(len(world.configs))
-    budget, slack = world.forecasts.budget_bytes, FRAGMENTATION * world.forecasts.is_cut_up
+    budget = world.forecasts.budget_bytes
     seen: list[tuple[int, float, bool]] = []
     for record in trials.records[-REMEMBERED_MAX:]:
         match record.outcome:
@@ -613,6 +613,10 @@ def _fit(world: _World, trials: Trials) -> Array:
             case OutOfMemory(stage=stage, flags=flags) if (
                 stage != "load" and NEIGHBOUR not in flags
             ):
+                slack = 0.0
+                if world.forecasts.is_cut_up:
+                    is_in_pages = record.config.expandable_segments
+                    slack = CAPPED_EXPANDABLE if is_in_pages else FRAGMENTATION
                 seen.append((world.row(record.config), np.log(budget * (1.0 - slack)), True))
     return chance_to_fit(world.peaks, seen, log_budget=float(np.log(budget)))
 
