@@ -217,7 +217,7 @@ class Candidates(Protocol):
 
     def prepare(self, progress: Progress) -> None:
         """Do once what `near` takes first, and tell how far it is."""
-        return None
+        return
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """Return what to choose from, with more of what is like ``best`` where not all is."""
