@@ -54,11 +54,11 @@ H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0
 0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
 `docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
 """
-TYPE_SPREAD = 0.105
+TYPE_SPREAD = 0.073
 """How far steps of a model type of which none was measured may be off as a whole, beside all else.
 
-Types of which steps were are 0.066 apart within a session: 14 means of a type over a session's
-steps, of four sessions with several types. This is the upper end of what nineteen in twenty of
+Types of which steps were are 0.049 apart within a session: 20 means of a type over a session's
+steps, of seven sessions with several types. This is the upper end of what nineteen in twenty of
 such estimates are below (`pytest tests/sweep/predict/speed/test_other_types.py`).
 """
 EXPERTS_SPREAD = 0.33

@@ -28,6 +28,7 @@ from sweep.predict.memory.profiles import Untraceable
 from sweep.running.device_info import Card
 from sweep.sampling.samplers import make_sampler
 from sweep.terminal.plan import plan
+from tests.families import spec_of
 from tests.sweep.imagined_memory import ImaginedMemory, ImaginedPredictor
 from tests.sweep.imagined_study import INTERFACE_KEYS, TRIALS, a_snapshot
 
@@ -672,3 +673,22 @@ def test_a_space_that_names_sdpa_is_kept_as_written(ask: Asked) -> None:
     unnamed = named.replace("attention: sdpa, ", "")
     found = ask.document(space=ask.space(unnamed + free))
     assert found["recommended"]["config"]["attention"] == "eager"
+
+
+def test_a_model_that_cannot_be_walked_says_first_that_its_speed_is_unknown(
+    ask: Asked, tmp_path: Path
+) -> None:
+    model = spec_of("jamba")
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+
+    class Refusing(ImaginedPredictor):
+        def predict(self, config: TrialConfig) -> ImaginedMemory:
+            raise Untraceable("model 'x': memory is not predicted: module 'y' loops")
+
+    ask.memory = Refusing()
+    typed = {"gpus": ("h200",), "model": str(tmp_path)}
+    for more in ({}, {"is_exact": True, "configuration": {"quantization": "none"}}):
+        with pytest.raises(
+            InputError, match=r"^speed unknown for .*, and memory: module 'y' loops"
+        ):
+            ask.shown(**typed, **more)
