@@ -57,6 +57,8 @@ Sharding = Literal["none", "fsdp"]
 EIGHT_BIT = ("fp8", "int8")
 """What a matrix product of 8 bits multiplies, and what a base of 8 bits is held in."""
 FOUR_BIT = ("nf4", "fp4")
+WEIGHT_BITS: Mapping[Quantization, int] = {"nf4": 4, "fp4": 4, "fp8": 8, "int8": 8, "none": 16}
+"""Bits of a frozen weight of a linear layer, scales not counted."""
 TARGET_SETS = ("qv", "attention", "all-linear")
 
 SIZE_KEYS = ("micro_batch_size", "seq_len")
@@ -565,7 +567,7 @@ class TrialConfig(BaseModel):
     @property
     def weight_bits(self) -> int:
         """Bits of a frozen weight, scales not counted."""
-        return 4 if self.is_4bit else 8 if self.is_quantized else 16
+        return WEIGHT_BITS[self.quantization]
 
     @property
     def numerics(self) -> Numerics:

@@ -16,16 +16,25 @@ from typing import Any
 
 import yaml
 
-from search_spaces.config import EIGHT_BIT
+from search_spaces.config import TrialConfig
 from search_spaces.documents import parse_yaml, validate
 from search_spaces.gpus import GIB, GpuSpec, find_gpu
-from search_spaces.linears import parameters
+from search_spaces.linears import parameters, unquantized
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import AMPERE, EIGHT_BIT_SINCE
+from search_spaces.rules import (
+    AMPERE,
+    EIGHT_BIT_SINCE,
+    LIGER_MODEL_TYPES,
+    OVERFLOWS_FP16,
+    WITHOUT_CHECKPOINTING,
+    WITHOUT_SDPA,
+)
+from search_spaces.sizes import offered_batches, offered_lengths
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
 
 DEMO = "cpu-demo"
 """The preset for a machine without a GPU."""
+_PRESET_SCHEMA = "../space.schema.json"
 _SECTIONS = ("dimensions", "fixed", "baseline")
 _USUAL_PARAMETERS = 7e9
 """What an architecture that is not known from here is taken to have."""
@@ -36,13 +45,63 @@ _CPU_BYTES_EACH = 4
 @cache
 def preset_texts() -> dict[str, str]:
     """Return the YAML of every shipped preset, by name: complete, with all comments."""
-    base = (files("search_spaces") / "base.yaml").read_text(encoding="utf-8")
+    return {name: _preset_text(name) for name in _overlays()}
+
+
+@cache
+def preset_space(name: str, gpu: str | None = None, model: str | None = None) -> SearchSpace:
+    """Return a shipped preset for a GPU and a model: its own, or those that a person names.
+
+    What is searched follows from both; all else, the baseline among it, is the preset's.
+
+    Args:
+        name: of the preset.
+        gpu: a GPU of the catalogue; None for the preset's.
+        model: what a person names; None for the preset's.
+
+    Raises:
+        InputError: no such GPU or model, or the two do not go together.
+        EnvironmentFault: a hub id, and the hub is not to be had.
+    """
+    document = parse_yaml(_preset_text(name, gpu, model), label=f"{name}.yaml")
+    return validate(SearchSpace, document.values, document)
+
+
+def _preset_text(name: str, gpu: str | None = None, model: str | None = None) -> str:
+    overlay = _overlays()[name]
+    title = overlay.partition("\n\n")[0]
+    if name == DEMO:
+        own = _asked(gpu if gpu != "cpu" else None, model)
+        return _composed(_PRESET_SCHEMA, title, [_base_text(), overlay, *own])
+    spec = find_gpu(gpu or _said(overlay, "gpu"))
+    trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
+    parts = [_base_text(), _searched(spec, trained), overlay, *_asked(gpu and spec.name, model)]
+    return _composed(_PRESET_SCHEMA, title, parts)
+
+
+def _asked(gpu: str | None, model: str | None) -> list[str]:
+    """Return an overlay of what a person names; none where they name nothing."""
+    named = {"gpu": gpu, "model": model}
+    lines = [f"{key}: {json.dumps(value)}" for key, value in named.items() if value is not None]
+    return ["\n".join(lines)] if lines else []
+
+
+def _said(overlay: str, key: str) -> str:
+    """Return the word that an overlay says of a key at its top; empty where it says nothing."""
+    found = re.search(rf"^{key}: (\S+)$", overlay, re.MULTILINE)
+    return "" if found is None else found[1]
+
+
+@cache
+def _base_text() -> str:
+    return (files("search_spaces") / "base.yaml").read_text(encoding="utf-8")
+
+
+@cache
+def _overlays() -> dict[str, str]:
+    """Return what each preset says beside the base, by name."""
     shipped = sorted((files("search_spaces") / "presets").iterdir(), key=lambda file: file.name)
-    overlays = {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in shipped}
-    return {
-        name: _composed("../space.schema.json", text.partition("\n\n")[0], base, text)
-        for name, text in overlays.items()
-    }
+    return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in shipped}
 
 
 def schema_path() -> str:
@@ -86,21 +145,34 @@ def _entries(lines: Sequence[str], indent: str = "") -> list[_Entry]:
 
 
 def _composed(
-    schema: str, title: str, text: str, overlay: str, *, without: Sequence[str] = ()
+    schema: str, title: str, texts: Sequence[str], *, without: Sequence[str] = ()
 ) -> str:
-    """Return a text with an overlay's keys, and their comments, in place of its own.
+    """Return a text with the keys of overlays, and their comments, in place of its own.
 
-    What the overlay searches is no longer fixed, and the other way round.
+    What an overlay searches is no longer fixed, and the other way round.
+
+    Args:
+        schema: where an editor finds it.
+        title: comment at the top.
+        texts: the text and its overlays, each over all before it.
+        without: keys to leave out.
     """
-    entries = [each for each in _entries(text.splitlines()) if each.key not in without]
-    others = [each for each in _entries(overlay.splitlines()) if each.key != "extends"]
-    own, new = ({each.key: each.section or [] for each in of} for of in (entries, others))
+    first, *overlays = texts
+    entries = [each for each in _entries(first.splitlines()) if each.key not in without]
+    for overlay in overlays:
+        found = _entries(overlay.splitlines())
+        _overlay(entries, [each for each in found if each.key not in ("extends", *without)])
+    head = f"# yaml-language-server: $schema={schema}\n{title}\n#\n"
+    return head + "".join(f"{line}\n" for line in _lines(entries))
+
+
+def _overlay(entries: list[_Entry], others: Sequence[_Entry]) -> None:
+    own = {each.key: each.section or [] for each in entries}
+    new = {each.key: each.section or [] for each in others}
     for here, there in (("dimensions", "fixed"), ("fixed", "dimensions")):
         moved = {each.key for each in new.get(here, ()) if each.key.isidentifier()}
         own[there][:] = [each for each in own[there] if each.key not in moved]
     _put(entries, others)
-    head = f"# yaml-language-server: $schema={schema}\n{title}\n#\n"
-    return head + "".join(f"{line}\n" for line in _lines(entries))
 
 
 def _put(entries: list[_Entry], others: Sequence[_Entry]) -> None:
@@ -126,17 +198,12 @@ def _lines(entries: Sequence[_Entry]) -> Iterator[str]:
         yield from (*entry.comment, *entry.lines, *_lines(entry.section or ()))
 
 
-@cache
-def _presets() -> dict[str, SearchSpace]:
-    read = {name: parse_yaml(text, label=name) for name, text in preset_texts().items()}
-    return {name: validate(SearchSpace, of.values, of) for name, of in read.items()}
-
-
 def starting_text(gpu: str, model: str | None) -> str:
     """Return a commented space for a GPU, ready to be run.
 
-    It is the preset of the GPU, or else of that which has about as much memory for each of the
-    model's parameters. It has no name: the file's names it, and its study.
+    What it searches follows from the GPU and the model. The baseline is that of the GPU's preset,
+    or else of the preset which has about as much memory for each of the model's parameters. It has
+    no name: the file's names it, and its study.
 
     Args:
         gpu: a GPU of the catalogue, or ``cpu``.
@@ -148,42 +215,41 @@ def starting_text(gpu: str, model: str | None) -> str:
     """
     spec = None if gpu == "cpu" else find_gpu(gpu)
     chosen = DEMO if spec is None else _nearest(spec, model)
-    trained = load_model_spec(model or _presets()[chosen].model)
-    overlay = [f"gpu: {'cpu' if spec is None else spec.name}"]
-    if model is not None:
-        overlay.append(f"model: {json.dumps(model)}")
+    overlay = _overlays()[chosen]
+    trained = load_model_spec(model or _said(overlay, "model") or DEFAULT_MODEL)
+    own: list[str] = []
     if spec is not None:
-        overlay += _for_gpu(spec, chosen, trained)
-    elif trained.name != _presets()[DEMO].model:
-        room = math.ceil((parameters(trained) or _USUAL_PARAMETERS) * _CPU_BYTES_EACH / GIB)
-        overlay += [
-            "# In GiB. A CPU has no memory of its own, so it must be said: here "
-            f"{_CPU_BYTES_EACH} bytes for each of the model's parameters.",
-            "# On a CPU a trial of a billion of them takes minutes.",
-            f"budget_gib: {room}",
-        ]
+        own.append(_searched(spec, trained))
+    parts = [_base_text(), *own, overlay, *_asked(gpu, model)]
+    if spec is not None:
+        parts.append(_baseline_for(spec, trained, overlay))
+    elif trained.name != _said(overlay, "model"):
+        parts.append(_room_on_cpu(trained))
     words = "a CPU" if spec is None else spec.name
     title = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
-    text = preset_texts()[chosen].partition("\n#\n# Every key")
-    return _composed(
-        schema_path(),
-        title,
-        f"# Every key{text[2]}",
-        "\n".join(overlay),
-        without=("name", "description"),
+    return _composed(schema_path(), title, parts, without=("name", "description"))
+
+
+def _room_on_cpu(model: ModelSpec) -> str:
+    room = math.ceil((parameters(model) or _USUAL_PARAMETERS) * _CPU_BYTES_EACH / GIB)
+    return (
+        "# In GiB. A CPU has no memory of its own, so it must be said: here "
+        f"{_CPU_BYTES_EACH} bytes for each of the model's parameters.\n"
+        "# On a CPU a trial of a billion of them takes minutes.\n"
+        f"budget_gib: {room}"
     )
 
 
 def _nearest(spec: GpuSpec, model: str | None) -> str:
     """Return the preset with the most similar memory for each parameter; the GPU's own first."""
-    spaces = _presets()
-    if spec.name in spaces and model is None:
+    gpus = {name: _said(overlay, "gpu") for name, overlay in _overlays().items() if name != DEMO}
+    if spec.name in gpus and model is None:
         return spec.name
+    standard = load_model_spec(DEFAULT_MODEL)
     asked = _bytes_each(spec, load_model_spec(model or DEFAULT_MODEL))
     distance = {
-        name: abs(math.log(_bytes_each(find_gpu(space.gpu), load_model_spec(space.model)) / asked))
-        for name, space in spaces.items()
-        if space.gpu != "cpu"
+        name: abs(math.log(_bytes_each(find_gpu(gpu), standard) / asked))
+        for name, gpu in gpus.items()
     }
     return min(distance, key=lambda name: (distance[name], name != spec.name))
 
@@ -192,36 +258,49 @@ def _bytes_each(spec: GpuSpec, model: ModelSpec) -> float:
     return spec.budget_bytes / (parameters(model) or _USUAL_PARAMETERS)
 
 
-def _for_gpu(spec: GpuSpec, chosen: str, model: ModelSpec) -> Iterator[str]:
-    """Yield what of the chosen preset is otherwise for this GPU and model: lengths that the model
-    takes, and the types that the GPU multiplies."""
-    space, limit = _presets()[chosen], model.max_positions or math.inf
-    units = [kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since]
+def _searched(spec: GpuSpec, model: ModelSpec) -> str:
+    """Return an overlay of what is searched on a GPU with a model: the sizes that may fit, and the
+    types, kernels and layers that both take."""
+    lengths = offered_lengths(model, spec.budget_bytes)
+    batches = offered_batches(model, spec.budget_bytes, lengths)
+    eight_bit = [kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since]
     has_bf16 = spec.compute_capability >= AMPERE
+    half = ["bf16"] if has_bf16 else []
+    if not has_bf16 or model.model_type not in OVERFLOWS_FP16:
+        half.append("fp16")
+    types = [*half, *eight_bit]
+    bases = ["nf4", "none", *eight_bit]
+    fixed = []
+    if unquantized(model) is not None:
+        types, bases = half, ["none"]
+    lines = [
+        "dimensions:",
+        f"  micro_batch_size: {_flow(batches.model_dump(exclude={'step'}))}",
+        f"  seq_len: {_flow(lengths)}",
+        f"  compute_dtype: {_flow(types)}",
+        f"  quantization: {_flow(bases)}",
+    ]
+    if model.model_type not in LIGER_MODEL_TYPES:
+        lines.append("  kernels: [hf]")
+    if model.model_type in WITHOUT_CHECKPOINTING:
+        lines.append("  checkpoint_fraction: [0.0]")
+    if model.model_type in WITHOUT_SDPA:
+        fixed.append("  attention: eager")
+    if fixed:
+        lines += ["fixed:", *fixed]
+    return "\n".join(lines)
 
-    def own(values: Sequence[Any]) -> list[Any]:
-        plain = [x for x in values if x not in EIGHT_BIT and (x != "bf16" or has_bf16)]
-        return [*plain, *units] if set(values) & set(EIGHT_BIT) else plain
 
-    yield "dimensions:"
-    if chosen != spec.name:
-        whose = f"Those of the preset {chosen}, which has about as much memory for each parameter."
-        yield f"  # {whose}"
-        yield f"  micro_batch_size: {_flow(space.values_of('micro_batch_size'))}"
-    lengths = [n for n in space.values_of("seq_len") if n <= limit] or [limit]
-    yield f"  seq_len: {_flow(lengths)}"
-    if not has_bf16:
-        yield "  # The GPU has no bf16; fp16 needs loss scaling. fp32 is there as well."
-    yield f"  compute_dtype: {_flow(own(space.values_of('compute_dtype')))}"
-    yield f"  quantization: {_flow(own(space.values_of('quantization')))}"
-    left = [{key: own(of) for key, of in entry.items()} for entry in space.leave_out]
-    entries = [entry for entry in left if all(entry.values())]
-    yield "leave_out:" if entries else "leave_out: []"
-    yield from (f"  - {_flow(entry)}" for entry in entries)
-    yield "baseline:"
-    yield f"  seq_len: {min(space.baseline['seq_len'], limit)}"
-    if not has_bf16:
-        yield "  compute_dtype: fp16"
+def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:
+    """Return an overlay of a baseline that the GPU and the model take."""
+    said = parse_yaml(overlay, label="preset").values.get("baseline", {})
+    lines = ["baseline:"]
+    length = said.get("seq_len", TrialConfig().seq_len)
+    if model.max_positions is not None and length > model.max_positions:
+        lines.append(f"  seq_len: {model.max_positions}")
+    if spec.compute_capability < AMPERE:
+        lines.append("  compute_dtype: fp16")
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def _flow(value: Any) -> str:

@@ -40,6 +40,10 @@ WITHOUT_SDPA = types(
 WITHOUT_CHECKPOINTING = types("cpmant ctrl gpt_neox_japanese jetmoe openai-gpt xlm xlnet")
 """Decoders whose layers transformers 5.17 cannot checkpoint."""
 
+OVERFLOWS_FP16 = types("gemma2 gemma3_text")
+"""Decoders whose activations pass the largest number of fp16 (65,504), so that a loss in fp16 is
+often no number: Gemma 2 and 3 were trained in bf16 and have far larger ones."""
+
 MISNAMED = "unknown-target-module"
 """The rule against what is not there under its name."""
 AMPERE = (8, 0)

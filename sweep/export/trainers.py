@@ -133,7 +133,7 @@ def cases_of(record: Record) -> dict[str, str]:
     elif rows == "packed" and record.texts_kind == "text":
         rows = "packed texts"
     parts = "each n-th" if _every_nth(record) else "part"
-    bits = "4" if config.is_4bit else "8" if config.is_quantized else "16"
+    bits = str(config.weight_bits)
     return {
         "lora_alpha": "" if config.alpha == _whole_alpha(record) else "fraction",
         "targets": "every" if record.target_modules is None else "named",

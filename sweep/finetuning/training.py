@@ -28,16 +28,15 @@ from search_spaces.space import SearchSpace, Weights
 from search_spaces.texts import TextsChoice
 from storage import files, records
 from sweep.data.choice import ReadTexts, refuse_other_kind, texts_of_study, typed_texts
-from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest
 from sweep.data.tokenizers import TokenizerFiles, find_tokenizer
 from sweep.finetuning import checkpoints, output, protocol
 from sweep.finetuning.protocol import TrainingJob, TrainingOutcome, TrainingResult
 from sweep.finetuning.subject import ReadStudy, Subject, refuse_too_large, subject_of
 from sweep.paths import cache_directory
+from sweep.predict.building import build_forecaster, shapes_of_texts
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import TracingPredictor
-from sweep.predict.on_texts import ShapesOnTexts
 from sweep.running import child
 from sweep.running.device_info import Card, ChosenCard
 from sweep.running.supervisor import Deadlines
@@ -177,12 +176,12 @@ def prepare_training(
         subject=subject,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
-        forecaster=Forecaster(
-            model=model,
-            budget_bytes=budget,
-            violation=rule,
+        forecaster=build_forecaster(
+            model,
+            resolved.target,
+            shapes=shapes_of_texts(texts, choice, seed=seed),
             predictor=None if is_on_cpu else traced,
-            shapes=ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed)),
+            violation=rule,
             warn=warn,
         ),
         card=None if is_on_cpu else here,

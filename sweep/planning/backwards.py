@@ -45,20 +45,48 @@ POSITIONS_MAX = 1_048_576
 NOTHING: Mapping[str, Any] = {}
 
 
-def job(held: Mapping[str, Any], *, fixed: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+def job(
+    held: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Any] = NOTHING,
+    spaces: Sequence[SearchSpace] = (),
+) -> dict[str, Any]:
     """Return settings that are held on every GPU: what was typed, and of what makes a training the
     same training the standard recipe's.
 
     Args:
         held: what was typed.
         fixed: what the space that was named has no other value of.
+        spaces: what would be searched; none where one configuration is asked about.
     """
     given = {key: value for key, value in {**fixed, **held}.items() if value is not None}
     standard = {key: getattr(TrialConfig(), key) for key in JOB_KEYS}
-    micro = given.get("micro_batch_size", 1)
-    standard["effective_batch_size"] = -(-EFFECTIVE_BATCH // micro) * micro
+    standard["effective_batch_size"] = whole_step(EFFECTIVE_BATCH, held=given, spaces=spaces)
     made_same = {key: given.get(key, value) for key, value in standard.items()}
     return {**made_same, **held}
+
+
+def whole_step(least: int, *, held: Mapping[str, Any], spaces: Sequence[SearchSpace] = ()) -> int:
+    """Return the fewest samples of an optimizer step, so many at least, that the GPUs of a trial
+    make of whole micro-batches: of those that are held, else of each space's smallest, or of the
+    standard recipe's where there is no space.
+    """
+    multiples: list[int] = []
+    for space in spaces or (None,):
+        micro_batches = _values("micro_batch_size", held, space)
+        gpus = _values("data_parallel", held, space)
+        multiples.append(min(micro_batches) * math.lcm(*gpus))
+    multiple = math.lcm(*multiples)
+    return -(-least // multiple) * multiple
+
+
+def _values(key: str, held: Mapping[str, Any], space: SearchSpace | None) -> tuple[int, ...]:
+    """Return the values of a setting that are asked about."""
+    if held.get(key) is not None:
+        return (held[key],)
+    if space is None:
+        return (getattr(TrialConfig(), key),)
+    return space.values_of(key)
 
 
 class Outcome(Enum):

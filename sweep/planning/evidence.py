@@ -8,19 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from search_spaces.config import TrialConfig, canonical
-from search_spaces.errors import InputError
+from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
-from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
+from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, Target, TargetSpeed
 from storage.ranking import fitting, rankable
-from storage.records import Measurement, OutOfMemory, TrialRecord
+from storage.records import OutOfMemory, TrialRecord
+from sweep.predict.building import build_forecaster, shapes_of_study
 from sweep.predict.forecast import Evidence, Forecaster, calibrated
 from sweep.predict.memory.predictor import TracingPredictor
 from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
-from sweep.predict.speed.predictor import StepTimes, within
+from sweep.predict.speed.predictor import within
 
 
 def evidence_from(
@@ -106,46 +107,47 @@ def target_speeds(
     definition: StudyDefinition, records: Sequence[TrialRecord]
 ) -> Mapping[int, TargetSpeed]:
     """Return what is predicted of a study's trials on the GPU it is for, by number; nothing where
-    that GPU ran itself, or is not in the catalogue.
+    that GPU ran itself, is not in the catalogue, or the study's dataset is not here.
 
     It is what `sweep plan` says of each configuration there. What the stand-in measured does not
     calibrate that: factors fitted to a study's steps on an H200 leave the published steps of six
     other GPUs no better predicted.
     """
-    measured = [(record, record.measurement) for record in records if record.measurement]
-    gpu = match_product(definition.target.gpu)
-    if definition.target.emulated_on is None or gpu is None or not measured:
+    measured = [record for record in records if record.measurement]
+    target = definition.target
+    if target.emulated_on is None or match_product(target.gpu) is None or not measured:
         return {}
+    try:
+        shapes = shapes_of_study(definition)
+    except EnvironmentFault:
+        return {}
+    alone = Target(gpu=target.gpu, device="cuda", budget_bytes=target.budget_bytes)
     model = ModelSpec.from_json(definition.model)
-    times = StepTimes([record.config for record, _ in measured], model=model, gpu=gpu)
-    seconds, unsure = times.seconds.tolist(), times.log_spread.tolist()
-    return {
-        record.number: _speed(measurement, step, spread)
-        for (record, measurement), step, spread in zip(measured, seconds, unsure, strict=True)
-        if math.isfinite(step)
-    }
-
-
-def _speed(measured: Measurement, step_seconds: float, log_spread: float) -> TargetSpeed:
-    """Return a speed from a predicted step.
-
-    A step holds as many tokens that carry loss as it did where it was measured: all of them, but
-    for rows that the user's texts left padded.
-    """
-    tokens = measured.tokens_per_second * measured.step_seconds
-    low, high = within(speed := tokens / step_seconds, log_spread)
-    return TargetSpeed(speed, low=low, high=high, basis="predicted")
+    forecaster = build_forecaster(model, alone, shapes=shapes, predictor=None)
+    times = forecaster.forecast([record.config for record in measured]).times
+    found: dict[int, TargetSpeed] = {}
+    for row, record in enumerate(measured):
+        speed = float(times.tokens_per_second[row])
+        if math.isfinite(speed):
+            low, high = within(speed, float(times.log_spread[row]))
+            found[record.number] = TargetSpeed(speed, low=low, high=high, basis="predicted")
+    return found
 
 
 def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:
     """Return a study with what its configurations would need, each worked out when it is asked for.
 
     Args:
-        snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added.
+        snapshot: of a study on a GPU; on the CPU memory is not predicted, and nothing is added,
+            nor where the study's dataset is not here.
         cache_dir: where structures that were traced are kept; a report waits for no other.
     """
     target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
     if target.device != "cuda":
+        return snapshot
+    try:
+        shapes = shapes_of_study(snapshot.definition)
+    except EnvironmentFault:
         return snapshot
     ran_on = match_product(target.emulated_on or target.gpu)
     predictor = TracingPredictor(
@@ -154,12 +156,8 @@ def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudyS
         compute_capability=None if ran_on is None else ran_on.compute_capability,
         tracer=_Nobody(),
     )
-    forecaster = Forecaster(
-        model=model,
-        budget_bytes=target.budget_bytes,
-        predictor=predictor,
-        violation=lambda _: None,
-        warn=lambda _: None,
+    forecaster = build_forecaster(
+        model, target, shapes=shapes, predictor=predictor, warn=lambda _: None
     )
     known = KeptForecasts([record.config for record in snapshot.records], forecaster)
     return replace(snapshot, memory_forecasts=known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +23,15 @@ from search_spaces.loading import Offered, load_space, preset_name, shipped_pres
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.prices import Offer, load_prices
 from search_spaces.rules import Setting, adapter_dtype_of_trl
-from search_spaces.space import SearchSpace
-from storage.definition import StudySnapshot
+from search_spaces.space import SearchSpace, largest_whole
+from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
-from sweep.data.study_epochs import StudyEpochs
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import own_price_file
-from sweep.planning.backwards import job
+from sweep.planning.backwards import job, whole_step
 from sweep.planning.candidates import Asked, SpaceKind, own_space
 from sweep.planning.evidence import evidence_from
+from sweep.predict.building import build_forecaster, shapes_of_texts
 from sweep.predict.forecast import NO_EVIDENCE, Forecaster
 from sweep.predict.memory.predictor import MemoryPredictor
 from sweep.predict.on_texts import ShapesOnTexts
@@ -127,17 +128,23 @@ class Question:
     predictors: dict[tuple[int, int], MemoryPredictor] = field(default_factory=dict)
     """By compute capability: GPUs that share one share all that is traced and read."""
 
-    @property
+    @cached_property
     def held(self) -> Mapping[str, Any]:
         """Settings that are the same on every GPU: what was typed, and what makes jobs the same."""
         typed = self.request.configuration
+        spaces = [] if self.request.is_exact else [self._space_of(gpu)[0] for gpu in self.gpus]
         if self.is_grpo:
-            prompts = PROMPTS * self.grpo["num_generations"]
             is_free = self.space is None or self.space.values_of("effective_batch_size") == (None,)
-            return {**({"effective_batch_size": prompts} if is_free else {}), **typed}
-        if not self.request.is_cheapest:
-            return typed
-        return job(typed, fixed={} if self.space is None else self.space.fixed)
+            if not is_free or "effective_batch_size" in typed:
+                return typed
+            completions = PROMPTS * self.grpo["num_generations"]
+            samples = whole_step(completions, held=typed, spaces=spaces)
+            whole = math.lcm(samples, self.grpo["num_generations"])
+            return {"effective_batch_size": whole, **typed}
+        if self.request.is_cheapest:
+            fixed = {} if self.space is None else self.space.fixed
+            return job(typed, fixed=fixed, spaces=spaces)
+        return typed
 
     @property
     def is_grpo(self) -> bool:
@@ -160,7 +167,8 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            asked = parse_config({**needed_by(self.held), **self.held}, where="options")
+            values = _with_micro_batch({**needed_by(self.held), **self.held})
+            asked = parse_config(values, where="options")
             if self.is_grpo and "adapter_dtype" not in self.held:
                 asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
@@ -256,21 +264,34 @@ class Question:
         asked, shared = self._space_of(gpu)[0].budget_gib_on(gpu.name), gpu.compute_capability
         if shared not in self.predictors:
             self.predictors[shared] = self.predictor(self.model, gpu)
-        own, evidence = gpu.budget_bytes, NO_EVIDENCE
+        evidence = NO_EVIDENCE
         if self.request.study is not None:
             snapshot = self.read_study(self.request.study, self.request.storage)
             texts = None if self.texts is None else self.texts.summary
             evidence = evidence_from(
                 snapshot, model=self.model, gpu=gpu, texts=texts, shapes=self.shapes
             )
-        return Forecaster(
-            model=self.model,
-            gpu=gpu,
-            budget_bytes=own if asked is None else min(own, int(asked * GIB)),
+        budget_bytes = gpu.budget_bytes
+        if asked is not None:
+            budget_bytes = min(budget_bytes, int(asked * GIB))
+        return build_forecaster(
+            self.model,
+            Target(gpu=gpu.name, device="cuda", budget_bytes=budget_bytes),
+            shapes=self.shapes,
             predictor=self.predictors[shared],
             evidence=evidence,
-            shapes=self.shapes,
         )
+
+
+def _with_micro_batch(typed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with the standard recipe's micro-batch lowered until it goes into a typed
+    effective batch, where nobody typed one."""
+    effective, gpus = typed.get("effective_batch_size"), typed.get("data_parallel", 1)
+    if effective is None or "micro_batch_size" in typed or effective % gpus:
+        return typed
+    standard = TrialConfig().micro_batch_size
+    micro = largest_whole(standard, effective // gpus)
+    return typed if micro == standard else {**typed, "micro_batch_size": micro}
 
 
 def resolve_request(
@@ -307,7 +328,7 @@ def resolve_request(
     texts = shapes = None
     if choice is not None:
         texts = read_texts(TextsRequest.of(choice, model))
-        shapes = ShapesOnTexts(StudyEpochs.of(texts, choice, seed=of_first.seed))
+        shapes = shapes_of_texts(texts, choice, seed=of_first.seed)
     if space is not None:
         space = space.model_copy(update={"data": choice})
     question = Question(

@@ -52,7 +52,6 @@ ROUNDS = 5
 """The model is made linear again around each solution."""
 _TOLERANCE = 1e-6
 """Relative, of numbers that are worked out of each other."""
-_WEIGHT_BYTES = {"nf4": 0.5, "fp4": 0.5, "fp8": 1.0, "int8": 1.0, "none": 2.0}
 
 
 def check(
@@ -115,7 +114,7 @@ def _faults(row: SurfaceRow, contribution: Contribution) -> tuple[tuple[bool, st
     phases = StepTimes([config], model=model, gpu=card, evidence=None).phases
     flops = float(np.nan_to_num(phases.model_flops[0] / phases.peak_flops[0]))
     weights = sum(a * b for a, b in (linear_shapes(model) or {}).values()) * model.hidden_layers
-    read = 2 * config.accumulation_steps * weights * _WEIGHT_BYTES[config.quantization]
+    read = 2 * config.accumulation_steps * weights * config.weight_bits / 8
     least = max(flops, read / card.bandwidth_bytes_per_second)
     return (
         (config.data_parallel > 1, "several GPUs took it, and a contribution is of one"),

@@ -72,6 +72,8 @@ TRACED = "structures traced"
 Array = NDArray[np.float64]
 Basis = Literal["predicted", "calibrated", "measured"]
 """Where a number comes from: a GPU's rates and a model's code, those with trials, or a trial."""
+Rule = Callable[[TrialConfig], Violation | None]
+"""Returns the rule that forbids a configuration, bound to a model and a device."""
 Progress = Callable[[str], OnProgress]
 """Returns what is told how much is done of what is named, and of how much."""
 
@@ -228,7 +230,7 @@ class Forecasts:
     def replay(self, progress: Progress) -> Iterator[int]:
         """Replay all steps, on all processors, where each is going to be looked at; yield the rows,
         each as soon as it is."""
-        near = [row for row, fit in enumerate(self._quick_fits()) if fit is None]
+        near = [row for row, fit in enumerate(self.quick_fits()) if fit is None]
         return self._memory.replay(near, on_progress=progress("steps replayed"))
 
     @property
@@ -265,7 +267,7 @@ class Forecasts:
         shown = self.forecaster.evidence.fits(self.configs[row], budget_bytes=self.budget_bytes)
         if shown is not None:
             return Fit.YES if shown else Fit.NO
-        fits = self._quick_fits()
+        fits = self.quick_fits()
         fit = fits[row]
         if fit is None:
             memory = self.memory(row)
@@ -273,7 +275,8 @@ class Forecasts:
             fits[row] = fit
         return fit
 
-    def _quick_fits(self) -> list[Fit | None]:
+    def quick_fits(self) -> list[Fit | None]:
+        """Return whether each row fits, whatever the rules say; None where only a replay tells."""
         if self.fits is None:
             self.fits = self._memory.quick_fits(self.budget_bytes, uncertainty=self.errors)
         return self.fits
@@ -520,7 +523,8 @@ class Forecaster:
     Args:
         model: what is trained.
         budget_bytes: what a training may take.
-        gpu: whose rules and rates hold where neither ``violation`` nor ``speed`` is given.
+        gpu: that runs, whose rules and rates hold where neither ``violation`` nor ``speed`` is
+            given; None for a CPU, and for a GPU that the catalogue does not have.
         violation: the rules, bound to model and device.
         predictor: None where memory cannot be predicted; the device then decides.
         speed: None where speed cannot be predicted.
@@ -538,7 +542,7 @@ class Forecaster:
         model: ModelSpec,
         budget_bytes: int,
         gpu: GpuSpec | None = None,
-        violation: Callable[[TrialConfig], Violation | None] | None = None,
+        violation: Rule | None = None,
         predictor: MemoryPredictor | None = None,
         speed: SpeedModel | None = None,
         target_speed: SpeedModel | None = None,

@@ -35,6 +35,7 @@ from storage import codec
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.records import Measured, Measurement, Outcome, OutOfMemory, TrialRecord
 from storage.surfaces import Surface, SurfaceRow, read_surface
+from sweep.predict.building import build_forecaster
 from sweep.predict.forecast import Forecaster, SpeedForecast, SpeedModel
 from sweep.predict.memory.prediction import MemoryPrediction, WholeMemory, stated_uncertainty
 from sweep.predict.memory.predictor import MemoryPredictor
@@ -310,12 +311,14 @@ def trials_of(
 
 def forecaster_of(recorded: Recorded) -> Forecaster:
     """Return what is predicted of a surface's rows; every one was run, so no rule forbids it."""
-    return Forecaster(
-        model=recorded.surface.model,
-        budget_bytes=recorded.budget_bytes,
-        violation=lambda _: None,
+    surface = recorded.surface
+    return build_forecaster(
+        surface.model,
+        Target(gpu=surface.card.name, device="cuda", budget_bytes=recorded.budget_bytes),
+        shapes=None,
         predictor=RecordedPeaks(recorded.peaks),
-        speed=recorded.speed(recorded.surface),
+        violation=lambda _: None,
+        speed=recorded.speed(surface),
         is_cut_up=False,
     )
 

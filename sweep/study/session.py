@@ -12,14 +12,13 @@ from typing import Any
 from optuna.samplers import BaseSampler
 
 from search_spaces.checkpoints import check_weights
-from search_spaces.config import TrialConfig
 from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
 from search_spaces.loading import Offered, preset_name, with_fixed
 from search_spaces.models import ModelSpec, load_model_spec
-from search_spaces.rules import Setting, Violation, torch_for
+from search_spaces.rules import Setting, torch_for
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
 from storage.directory import keep_outcomes
@@ -30,7 +29,8 @@ from sweep.data.choice import ReadTexts, is_same_choice, space_with_texts, texts
 from sweep.data.study_epochs import StudyEpochs, refuse_too_few
 from sweep.data.texts import PreparedTexts, TextsRequest, prepare_texts
 from sweep.paths import cache_directory, runs_directory, worker_log_path
-from sweep.predict.forecast import Forecaster, SpeedForecast
+from sweep.predict.building import build_forecaster
+from sweep.predict.forecast import Forecaster, Rule
 from sweep.predict.memory.predictor import (
     CpuMemory,
     MemoryPredictor,
@@ -456,26 +456,16 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
         least = resolved.host_capability
         memory = TracingPredictor(model, cache_dir=cache, compute_capability=least)
     has_texts = prepared.texts is not None
-    rule: Callable[[TrialConfig], Violation | None] = partial(
-        resolved.violation, model=model, has_texts=has_texts
-    )
+    rule: Rule = partial(resolved.violation, model=model, has_texts=has_texts)
     if prepared.surface is not None:
         memory = RecordedPeaks(recorded_peaks(prepared.surface))
         rule = only_recorded(prepared.surface)
-
-    def speed_on(product: str) -> SpeedForecast | None:
-        gpu = match_product(product) if is_on_card else None
-        return None if gpu is None else SpeedForecast(model=model, gpu=gpu, shapes=shapes)
-
-    return Forecaster(
-        model=model,
-        budget_bytes=target.budget_bytes,
-        violation=rule,
-        predictor=memory,
-        # Speed is that of the GPU that really runs, where it has a data sheet.
-        speed=speed_on(target.emulated_on or target.gpu),
-        target_speed=None if target.emulated_on is None else speed_on(target.gpu),
+    return build_forecaster(
+        model,
+        target,
         shapes=shapes,
+        predictor=memory,
+        violation=rule,
         is_cut_up=is_on_card,
         warn=warn,
     )

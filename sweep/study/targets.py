@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reports import units
-from search_spaces.config import TrialConfig
+from search_spaces.config import WEIGHT_BITS, TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, product_of
 from search_spaces.linears import expert_weights, is_tied, linear_shapes
@@ -148,8 +148,7 @@ def least_weight_bytes(space: SearchSpace, model: ModelSpec) -> int | None:
         return 2 * (experts + model.vocab_size * model.hidden_size)
     if shapes is None:
         return None
-    kinds = space.values_of("quantization")
-    halves = min({"none": 4, "fp8": 2, "int8": 2}.get(str(kind), 1) for kind in kinds)
+    bits = min(WEIGHT_BITS[kind] for kind in space.values_of("quantization"))
     linears = model.hidden_layers * sum(rows * columns for rows, columns in shapes.values())
     tables = 1 if is_tied(model) else 2
-    return linears * halves // 2 + 2 * tables * model.vocab_size * model.hidden_size
+    return linears * bits // 8 + 2 * tables * model.vocab_size * model.hidden_size

@@ -135,7 +135,10 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
         if all(table.cells[batch, length].broken is not None for batch in table.batches):
             return _FORBIDDEN
         sure, possible = table.largest[length].sure, table.largest[length].possible
-        return f"{sure or '-':,}" + (f" ({possible:,}?)" if possible > sure else "")
+        words = f"{sure:,}" if sure else "-"
+        if possible > sure:
+            words += f" ({possible:,}?)"
+        return words
 
     # Up to the first micro-batch from which on nothing fits at any length.
     most = max((size.possible for size in table.largest.values()), default=0)

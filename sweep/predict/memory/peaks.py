@@ -7,8 +7,8 @@ split off comes on top (`sweep.predict.memory.replay`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -99,8 +99,7 @@ def find_peaks(steps: Sequence[Step]) -> Peaks:
     """Return the peak of each of steps `alike`, as if every block were as large as what was asked
     for."""
     width = _width(steps)
-    known: dict[Hashable, list[int]] = {}
-    there = np.array([_resident(step, known) for step in steps], width).T
+    there = np.array([_resident(step) for step in steps], width).T
     moments, highest = _highest(steps, width)
     passing = there.copy()
     passing[_ROWS] += highest
@@ -112,35 +111,45 @@ def _width(steps: Sequence[Step]) -> Any:
     return np.int64 if batch * length * max(length, _LENGTHY) < _WIDE else object
 
 
-def _resident(step: Step, known: dict[Hashable, list[int]]) -> list[int]:
+def _resident(step: Step) -> list[int]:
     """Return the bytes of each of `PARTS` that are there throughout; many steps of the same
     profiles have the same adapters."""
-    config, base = step.config, step.profile.base
+    config = step.config
     sharded = config.is_sharded and config.data_parallel
     trained = config.lora_rank, config.adapter_dtype, config.optimizer, sharded
     key = *trained, config.expandable_segments, step.workspace_bytes, step.held_gradients
+    known = step.profile.resident_bytes
     if key not in known:
-        expands, allocator = config.expandable_segments, base_allocator(step)
+        known[key] = _worked_out_resident(step)
+    return known[key]
+
+
+def _worked_out_resident(step: Step) -> list[int]:
+    """Return the bytes of each of `PARTS` that are there throughout.
+
+    No small block holds more than was asked for, and none does where segments expand.
+    """
+    base = step.profile.base
+    if step.config.expandable_segments:
 
         def taken(sizes: Sequence[int]) -> int:
-            """Return what blocks of these sizes take: no small one holds more than was asked for,
-            and none does where segments expand."""
-            before = allocator.allocated_bytes
-            large = [size for size in sizes if size > SMALL_BYTES and not expands]
-            allocator.run([(grains(size), 0) for size in large], [0])
-            exact = (Counter(sizes) - Counter(large)).items()
-            exact_bytes = sum(grains(size) * count for size, count in exact) * GRAIN_BYTES
-            return exact_bytes + allocator.allocated_bytes - before
+            return sum(grains(size) for size in sizes) * GRAIN_BYTES
 
-        known[key] = [
-            base.requested_bytes if expands else base.allocated_bytes,
-            taken(step.adapters),
-            sum(taken(step.adapters) for _ in range(step.held_gradients)),
-            taken(step.states),
-            step.workspace_bytes,
-            0,
-        ]
-    return known[key]
+        weights = base.requested_bytes
+    else:
+        allocator = base_allocator(step)
+
+        def taken(sizes: Sequence[int]) -> int:
+            before = allocator.allocated_bytes
+            large = [size for size in sizes if size > SMALL_BYTES]
+            allocator.run([(grains(size), 0) for size in large], [0])
+            small = sum(grains(size) for size in sizes if size <= SMALL_BYTES)
+            return small * GRAIN_BYTES + allocator.allocated_bytes - before
+
+        weights = base.allocated_bytes
+    adapters = taken(step.adapters)
+    gradients = sum(taken(step.adapters) for _ in range(step.held_gradients))
+    return [weights, adapters, gradients, taken(step.states), step.workspace_bytes, 0]
 
 
 def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes]:
@@ -161,18 +170,20 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
     flags = np.array([step.flags for step in steps], np.bool_)  # (steps, layers)
     is_recomputed = flags[:, layers].T  # (visits, steps)
     left = np.zeros((len(visits), len(VARYING), len(steps)), width)
-    risen: dict[bool, list[Bytes]] = {}
+    risen: dict[bool, Bytes] = {}
     for flag, profile in steps[0].profiles.items():
         columns = _columns(steps, profile, flags == flag, width)
-        of_segment = [profile.levels[name] for name in names]
-        ends = np.stack([levels[-1] for levels in of_segment])
+        ends = (
+            profile.ends
+            if list(profile.levels) == names
+            else profile.ends[[list(profile.levels).index(name) for name in names]]
+        )
         once, repeated = ends[:, :, 0], ends[:, :, 1:]
         left += np.tensordot(once, columns[0], 1)[segments] * (is_recomputed == flag)[:, None]
         # What a segment that happens once (embedding, head) lets go of for each layer of one kind
         # stands in the profile of that kind, whichever the segment itself is of.
         left += np.tensordot(repeated, columns[1:], 2)[segments]
-        # Of each segment: (births, varying, steps).
-        risen[flag] = [np.tensordot(levels[:-1], columns, 2) for levels in of_segment]
+        risen[flag] = np.tensordot(profile.births, columns, 2)  # (births, varying, steps)
     # Gradients that earlier micro-batches have left are there throughout.
     left[:, GRADIENTS, [step.held_gradients > 0 for step in steps]] = 0
     alive = left.cumsum(axis=0) - left  # (visits, varying, steps)
@@ -187,7 +198,7 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
             is_own = is_recomputed[of_segment_visits] == flag  # (visits of it, steps)
             before = np.where(is_own, alive_in_all[of_segment_visits], _NEVER)
             first = before.argmax(axis=0)  # (steps,)
-            above = above_of[segment]
+            above = above_of[steps[0].profiles[flag].births_of[names[segment]]]
             found_above.append(above)
             found_totals.append(
                 np.where(is_own.any(axis=0), before[first, step], _NEVER) + above.sum(axis=1)

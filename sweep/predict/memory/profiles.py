@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -280,6 +280,31 @@ class Profile:
         """Of each size, by monomial."""
         return coefficients(self.sizes, self.monomials)
 
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """How much more is alive at the end of each segment than at its beginning (`levels`)."""
+        return np.stack([levels[-1] for levels in self.levels.values()])
+
+    @cached_property
+    def births(self) -> NDArray[np.int64]:
+        """How much more is alive after the highest births of all segments, one after another."""
+        return np.concatenate([levels[:-1] for levels in self.levels.values()])
+
+    @cached_property
+    def births_of(self) -> Mapping[str, slice]:
+        """Which of those are each segment's."""
+        counts = [len(levels) - 1 for levels in self.levels.values()]
+        ends = np.cumsum(counts).tolist()
+        return {
+            name: slice(end - count, end)
+            for name, count, end in zip(self.levels, counts, ends, strict=True)
+        }
+
+    @cached_property
+    def resident_bytes(self) -> dict[Hashable, list[int]]:
+        """What was worked out of what is there throughout a step; filled by `peaks`."""
+        return {}
+
     def scale(self, values: Values, *, one: Any = 1) -> list[Any]:
         """Return each monomial's value; ``one`` is as long as those of ``values`` are."""
         return [math.prod((values[s] for s in m), start=one) for m in self.monomials]
@@ -446,7 +471,6 @@ _WIDE_BYTES = 2
 """Of an element of the base that is not packed."""
 _ADAPTER_BYTES = 4
 """Of one of the adapters, which are gathered as they are stored."""
-_PACKED_BYTES = 0.5
 LAYERS_GATHERED = 2
 """Decoder layers that are whole at once: the one that computes, and one that is on its way, or was
 and is not let go of yet."""
@@ -478,7 +502,7 @@ def sharded(profile: Profile, config: TrialConfig, model: ModelSpec) -> Profile:
             "so what each GPU holds of them is not predicted"
         )
     linears = sum(rows * columns for rows, columns in shapes.values())
-    width = _PACKED_BYTES if config.is_quantized else _WIDE_BYTES
+    width = config.weight_bits / 8
     # What a decoder layer takes when it is whole, its adapters included; and what the head does.
     adapters = (lora_parameters(config, model) or 0) / model.hidden_layers
     layer = round(linears * width + adapters * _ADAPTER_BYTES)

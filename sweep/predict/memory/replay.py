@@ -16,11 +16,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import AdapterDtype, OptimizerName, TrialConfig
 from sweep.predict.memory.allocator import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
@@ -44,7 +44,7 @@ _AT_ONCE = 50
 _HEAVY_STATES = 0.05
 """Share of what is allocated, above which it matters where the optimizer's states lie."""
 _FP32_BYTES = 4
-_ADAPTER_BYTES = {"fp32": _FP32_BYTES, "bf16": 2}
+_ADAPTER_BYTES: Mapping[AdapterDtype, int] = {"fp32": _FP32_BYTES, "bf16": 2}
 """Bytes of an element of an adapter, and of its gradient."""
 
 _MIN_8BIT_ELEMENTS = 4096
@@ -159,7 +159,11 @@ class Step:
 
 @lru_cache(maxsize=1024)
 def _held_sizes(
-    of_layers: Sequence[Sequence[int]], rank: int, dtype: str, optimizer: str, shares: int
+    of_layers: Sequence[Sequence[int]],
+    rank: int,
+    dtype: AdapterDtype,
+    optimizer: OptimizerName,
+    shares: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Return the bytes of each adapter's tensor, and of each of the optimizer's on the GPU."""
     trained = [-(-elements * rank // shares) for layer in of_layers for elements in layer]
@@ -168,17 +172,28 @@ def _held_sizes(
     return adapters, tuple(itertools.chain.from_iterable(map(states.__getitem__, trained)))
 
 
-def _state_bytes(optimizer: str, dtype: str, elements: int) -> tuple[int, ...]:
+def _state_bytes(optimizer: OptimizerName, dtype: AdapterDtype, elements: int) -> tuple[int, ...]:
     """Return the bytes of each tensor that is kept on the GPU for a trained one."""
-    if optimizer == "adamw_torch_fused":
-        # Moments of the parameter's own type; the step count is on the GPU too, always in fp32.
-        moment = elements * _ADAPTER_BYTES[dtype]
-        return (_FP32_BYTES, moment, moment)
+    match optimizer:
+        case "adamw_torch_fused":
+            # Moments of the parameter's own type; the step count is on the GPU too, in fp32.
+            moment = elements * _ADAPTER_BYTES[dtype]
+            return (_FP32_BYTES, moment, moment)
+        case "adamw_8bit":
+            return _states_of_8_bits(elements)
+        case "paged_adamw_8bit":
+            whole = _states_of_8_bits(elements)
+            # The two moments of a large tensor are paged, their scales are not.
+            return whole[2:] if elements >= _MIN_PAGED_ELEMENTS else whole
+        case _:
+            assert_never(optimizer)
+
+
+def _states_of_8_bits(elements: int) -> tuple[int, ...]:
+    """Return the bytes of a tensor's moments and of their scales, as bitsandbytes keeps them."""
     if elements < _MIN_8BIT_ELEMENTS:
         return (elements * _FP32_BYTES,) * 2
     scales = -(-elements // _BLOCK_ELEMENTS) * _FP32_BYTES
-    if optimizer == "paged_adamw_8bit" and elements >= _MIN_PAGED_ELEMENTS:
-        return (scales, scales)
     return (elements, elements, scales, scales)
 
 

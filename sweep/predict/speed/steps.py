@@ -10,7 +10,7 @@ other GPU was anything measured, nor of PCIe.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from search_spaces.config import LOGITS_AT_ONCE, TrialConfig
+from search_spaces.config import LOGITS_AT_ONCE, OptimizerName, TrialConfig
 from search_spaces.gpus import GpuSpec, Interconnect
 from search_spaces.linears import linear_shapes, training_flops_per_token
 from search_spaces.models import ModelSpec
@@ -46,7 +46,11 @@ Term = Literal[
 TERMS: tuple[Term, ...] = get_args(Term)
 COMPILED_LAUNCH = 0.4
 """A compiled layer launches from generated code, which costs less than an eager operation."""
-OPTIMIZER_LAUNCHES = {"adamw_8bit": 3.0, "paged_adamw_8bit": 5.0, "adamw_torch_fused": 0.1}
+OPTIMIZER_LAUNCHES: Mapping[OptimizerName, float] = {
+    "adamw_8bit": 3.0,
+    "paged_adamw_8bit": 5.0,
+    "adamw_torch_fused": 0.1,
+}
 """Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
 GATHER_LAUNCHES = 290.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as

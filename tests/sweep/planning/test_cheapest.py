@@ -23,7 +23,7 @@ from sweep.planning.backwards import (
     on_card,
     ranked,
 )
-from sweep.planning.candidates import Asked, is_faster, own_space
+from sweep.planning.candidates import Asked, is_faster, own_space, rows
 from sweep.planning.documents import cheapest_document, longest_document
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
@@ -70,6 +70,28 @@ def test_what_is_not_typed_of_a_job_is_the_recipes() -> None:
     assert job({}, fixed=fixed)["effective_batch_size"] == 20
     assert job({"seq_len": 64}, fixed=fixed)["seq_len"] == 64
     assert job({"effective_batch_size": 64, "micro_batch_size": 8})["effective_batch_size"] == 64
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 8])
+def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gpus: int) -> None:
+    spaces = [own_space(gpu, None)[0] for gpu in ("t4", "a10", "a100-80gb", "h200")]
+    held = job({"data_parallel": gpus}, spaces=spaces)
+    assert held["effective_batch_size"] >= 16
+    for space in spaces:
+        asked = with_fixed(space, held)
+        assert all(config.samples_per_step == held["effective_batch_size"] for config in of(asked))
+    alone = job({"data_parallel": gpus})
+    assert TrialConfig.model_validate(alone).accumulation_steps >= 1
+    typed = job({"data_parallel": gpus, "micro_batch_size": 5})
+    assert typed["effective_batch_size"] % (5 * gpus) == 0
+    # What a space searches of GPUs goes into it too.
+    either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
+    assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
+
+
+def of(asked: SearchSpace | TrialConfig) -> list[TrialConfig]:
+    assert isinstance(asked, SearchSpace)
+    return [config for row in rows(asked) for config in row]
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])

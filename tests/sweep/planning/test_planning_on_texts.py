@@ -202,14 +202,6 @@ def test_a_configuration_has_one_interval_wherever_it_is_shown() -> None:
     }
 
 
-def test_a_step_holds_the_tokens_that_it_was_measured_with() -> None:
-    full = synthetic.fits(0, 17_000.0)
-    padded = synthetic.fits(1, 8_500.0, step_seconds=4096 / 17_000.0)
-    snapshot = study(full, padded)
-    whole, half = snapshot.target_speed(full), snapshot.target_speed(padded)
-    assert half.tokens_per_second == pytest.approx(whole.tokens_per_second / 2)
-
-
 def test_a_card_that_ran_itself_has_the_speed_that_was_measured() -> None:
     record = synthetic.fits(0, 17_000.0)
     speed = study(record, emulated_on=None).target_speed(record)

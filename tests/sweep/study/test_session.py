@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from search_spaces.config import TrialConfig
+from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GIB, find_gpu
 from search_spaces.loading import load_space, with_fixed
@@ -580,6 +580,13 @@ def test_the_least_that_weights_take_depends_on_how_they_may_be_stored() -> None
     assert 3.5 * GIB < quantized < 4 * GIB
     assert 13 * GIB < plain < 14 * GIB
     assert least_weight_bytes(either, model) == quantized
+    for base in EIGHT_BIT:
+        # Of 4, 8 and 16 bits the second is a third of the way.
+        eight = least_weight_bytes(a_space(fixed={"quantization": base}), model)
+        assert eight == pytest.approx(quantized + (plain - quantized) / 3)
+    unknown = a_space().model_copy(update={"fixed": {"quantization": "nf3"}})
+    with pytest.raises(KeyError, match="nf3"):
+        least_weight_bytes(unknown, model)
 
 
 def test_experts_that_are_one_tensor_take_two_bytes_a_weight() -> None:

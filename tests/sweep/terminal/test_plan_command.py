@@ -357,6 +357,36 @@ def test_a_space_is_answered_with_counts_a_recommendation_and_its_grounds(ask: A
     assert changes[0].keys() >= {"key", "value", "fits", "speed_change", "peak_change_bytes"}
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("budget", [4, 6, 7])
+def test_details_are_shown_of_what_fits_at_some_length_at_none_and_perhaps(
+    ask: Asked, budget: int, is_exact: bool
+) -> None:
+    space = ask.space(f"{SMALL}  seq_len: [512, 2048, 4096]\nbudget_gib: {budget}\n")
+    whole = ask.shown(space=space, is_exact=is_exact, is_detailed=True)
+    assert "Grounds" in whole
+    largest = [line.split() for line in whole.splitlines() if line.strip().startswith("largest")]
+    assert bool(largest) or budget == 4
+    assert all(words[-1] == "-" for words in largest)
+
+
+@pytest.mark.parametrize(("gpus", "effective", "micro"), [(2, 12, 3), (3, 6, 2), (1, 6, 3)])
+@pytest.mark.parametrize("mode", [{}, {"is_longest": True}])
+def test_a_typed_effective_batch_is_not_refused_over_a_micro_batch_that_nobody_typed(
+    ask: Asked, gpus: int, effective: int, micro: int, mode: dict[str, bool]
+) -> None:
+    typed = {"data_parallel": gpus, "effective_batch_size": effective}
+    document = ask.document(space="a10", is_exact=True, configuration=typed, **mode)
+    if not mode:
+        assert document["config"]["micro_batch_size"] == micro
+    else:
+        asked = [row["micro_batch_size"] for row in document["rows"]]
+        assert asked == [n for n in (1, 2, 4, 8) if effective % (n * gpus) == 0]
+    held = {**typed, "micro_batch_size": 5}
+    with pytest.raises(InputError, match="multiple of micro_batch_size"):
+        ask.shown(space="a10", is_exact=True, configuration=held, **mode)
+
+
 # Several GPUs of one host
 
 SHARDABLE = {"optimizer": "adamw_torch_fused", "upcast_fp32": False, "compute_dtype": "bf16"}

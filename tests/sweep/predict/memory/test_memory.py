@@ -115,6 +115,13 @@ def test_an_optimizer_keeps_states(predict: Predict, optimizer: str, bytes_by_te
     assert predict(optimizer=optimizer).breakdown["optimizer"] == LAYERS * bytes_by_tensor
 
 
+def test_an_optimizer_that_nobody_described_is_not_taken_for_another(tmp_path: Path) -> None:
+    predictor = TracingPredictor(MODEL, cache_dir=tmp_path, tracer=ImaginedTracer())
+    new = TrialConfig.model_construct(optimizer="lion_8bit", micro_batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lion_8bit"):
+        predictor.predict(new)
+
+
 def test_a_large_paged_state_is_not_on_the_card(predict: Predict) -> None:
     resident = predict(lora_rank=128, optimizer="adamw_8bit").breakdown["optimizer"]
     paged = predict(lora_rank=128, optimizer="paged_adamw_8bit").breakdown["optimizer"]

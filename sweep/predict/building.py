@@ -1,0 +1,113 @@
+"""The one way to a `Forecaster`: plans, studies, trainings and reports ask the same of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+from search_spaces import rules
+from search_spaces.gpus import GpuSpec, match_product
+from search_spaces.models import ModelSpec
+from search_spaces.texts import TextsChoice
+from storage.definition import StudyDefinition, Target
+from sweep.data.study_epochs import StudyEpochs
+from sweep.data.texts import PreparedTexts, open_prepared, texts_directory
+from sweep.predict.forecast import (
+    NO_EVIDENCE,
+    Evidence,
+    Forecaster,
+    Rule,
+    SpeedForecast,
+    SpeedModel,
+)
+from sweep.predict.memory.predictor import MemoryPredictor
+from sweep.predict.on_texts import ShapesOnTexts
+
+STUDIES_KEPT = 8
+"""Studies whose datasets are not read again: a page of one asks of each of its trials."""
+
+
+def build_forecaster(
+    model: ModelSpec,
+    target: Target,
+    *,
+    shapes: ShapesOnTexts | None,
+    predictor: MemoryPredictor | None,
+    violation: Rule | None = None,
+    speed: SpeedModel | None = None,
+    evidence: Evidence = NO_EVIDENCE,
+    is_cut_up: bool = True,
+    warn: Callable[[str], None] | None = None,
+) -> Forecaster:
+    """Return what predicts of a model on a target.
+
+    Args:
+        model: what is trained.
+        target: the GPU and what a training may take. Where another GPU stands in for it, speeds are
+            that one's, and the target's beside them.
+        shapes: what configurations come to on the dataset; None where sequences are full.
+        predictor: of full sequences' memory; None where nothing is to be predicted of it.
+        violation: the rules; by default those of the target and what stands in for it.
+        speed: of the GPU that runs; by default its data sheet's and its trials'.
+        evidence: what a stored study has shown.
+        is_cut_up: whether the allocator may fail below the budget, as free memory is in pieces.
+        warn: told once of each reason why memory is not predicted; without it, faults of the
+            environment are raised.
+    """
+    runs = _gpu(target, target.emulated_on or target.gpu)
+    meant = _gpu(target, target.gpu)
+    known = [gpu.compute_capability for gpu in (runs, meant) if gpu is not None]
+    if violation is None:
+        violation = partial(
+            rules.violation,
+            model=model,
+            compute_capability=min(known, default=None),
+            device=target.device,
+            has_texts=shapes is not None,
+        )
+    target_speed = None
+    if target.emulated_on is not None and meant is not None:
+        target_speed = SpeedForecast(model=model, gpu=meant, shapes=shapes)
+    return Forecaster(
+        model=model,
+        budget_bytes=target.budget_bytes,
+        gpu=runs,
+        violation=violation,
+        predictor=predictor,
+        speed=speed,
+        target_speed=target_speed,
+        shapes=shapes,
+        evidence=evidence,
+        is_cut_up=is_cut_up,
+        warn=warn,
+    )
+
+
+def _gpu(target: Target, product: str) -> GpuSpec | None:
+    """Return a GPU's data sheet; None on a CPU, and of a GPU that the catalogue does not have."""
+    return match_product(product) if target.device == "cuda" else None
+
+
+def shapes_of_texts(texts: PreparedTexts, choice: TextsChoice, *, seed: int) -> ShapesOnTexts:
+    """Return what configurations come to on the rows of a dataset that are trained on."""
+    return ShapesOnTexts(StudyEpochs.of(texts, choice, seed=seed))
+
+
+def shapes_of_study(definition: StudyDefinition) -> ShapesOnTexts | None:
+    """Return the same of a stored study's dataset, as it was prepared for it; None where its
+    sequences are full.
+
+    Raises:
+        EnvironmentFault: it is not on this machine any more.
+    """
+    texts, choice = definition.texts, definition.space.data
+    if texts is None or choice is None:
+        return None
+    directory = texts_directory() / texts.fingerprint
+    return _shapes_in(directory, choice, definition.space.seed)
+
+
+@lru_cache(maxsize=STUDIES_KEPT)
+def _shapes_in(directory: Path, choice: TextsChoice, seed: int) -> ShapesOnTexts:
+    return shapes_of_texts(open_prepared(directory), choice, seed=seed)

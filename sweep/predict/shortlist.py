@@ -1,0 +1,798 @@
+"""The configurations of a space that can be the fastest of their class: found by bounds, not drawn.
+
+A space that follows a question has millions of combinations. What is recommended of them, and what
+that is compared with, is found class by class (`Kind`).
+
+- A *row* is all combinations that differ in their micro-batch alone. Memory only grows along it, so
+  a few predictions tell the largest micro-batches that surely fit, and that may.
+- Speeds are quick to predict and peaks are not. So a row's memory is looked at only while the
+  fastest that it could be, whatever fits, is not slower than what was found by more than a tie.
+- First come all combinations of the settings that matter most (`FIRST`), with every share of
+  recomputed layers. Then the fastest are refined: each setting is turned, one at a time, again with
+  every share and every micro-batch, until nothing is faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from search_spaces.config import BATCH_KEYS, KNOBS, Numerics, TrialConfig
+from search_spaces.dimensions import FloatRange
+from search_spaces.errors import InputError
+from search_spaces.linears import CapacityClass, nearest_capacity
+from search_spaces.preference import TIE, plainness
+from search_spaces.space import SearchSpace
+from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.memory.prediction import Fit
+
+WHOLE_MAX = 4_000
+"""Combinations up to which every row of a space is looked at."""
+FIRST = (
+    "compute_dtype",
+    "quantization",
+    "kernels",
+    "compile",
+    "packing",
+    "data_parallel",
+    "sharding",
+)
+"""Settings of which all combinations are looked at first."""
+SHARE = "checkpoint_fraction"
+"""The setting that buys memory for larger micro-batches: every value of it is always looked at."""
+FIRST_MAX = 256
+"""Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
+POINTS = 9
+"""Values that are taken of a range of numbers that has no steps."""
+ROWS_FIRST, ROWS_AT_ONCE = 40, 400
+"""Of one class, whose memory is looked at together: the first few mostly rule the others out."""
+SIZES_FIRST = 7
+"""Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
+REFINED = 2
+"""Fastest structures of a class around which settings are turned."""
+CARRIED = 6
+"""Fastest structures of a class that are looked at first in another one."""
+BATCHES_TIMED = 6
+"""Micro-batches of a row that bound its speed, evenly spread by their logarithm."""
+BETWEEN_TIMED = 0.03
+"""Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
+are padded to the longest, or a tensor leaves the GPU's cache."""
+ESTIMATED_WITHIN = 0.08
+"""Relative: how much faster than its estimate a row may turn out to be."""
+NEAR_MAX = 16
+"""Rows of a class among which the plainest is looked for."""
+SIZES_LOOKED_AT = 48
+"""Micro-batches of such a row."""
+SURE_SHARE = 0.95
+"""Of a budget, about as much as surely fits: the first guess."""
+STARTS_TRIED = 32
+"""First micro-batches of a row that a rule may forbid: too few tokens, or nothing to group."""
+
+Params = Mapping[str, Any]
+"""A value for each dimension but the micro-batch."""
+
+
+class Kind(NamedTuple):
+    """What speeds compare within: what an adapter can learn, from how much context, and how its
+    products are rounded."""
+
+    capacity: CapacityClass
+    seq_len: int
+    numerics: Numerics
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A configuration that was found, and whether it fits."""
+
+    config: TrialConfig
+    fit: Fit
+
+
+@dataclass(eq=False)
+class _Row:
+    """Combinations that differ in their micro-batch alone, the smallest first."""
+
+    params: Params
+    kind: Kind
+    configs: Sequence[TrialConfig]
+    """By micro-batch; the first is one that no rule forbids."""
+    fits: dict[int, Fit | None] = field(default_factory=dict)
+    """Of those that were looked at; None where only a replay tells."""
+    peaks: dict[int, int] = field(default_factory=dict)
+    """Least allocated bytes, alike."""
+    speeds: dict[int, float] = field(default_factory=dict)
+    """Predicted tokens/s, alike."""
+    sure: int = -1
+    """The largest that surely fits; -1 for none."""
+    possible: int = -1
+    """The largest that may fit; -1 for none."""
+    estimate: float | None = None
+    """The speed that it is expected to reach, by peaks of rows like it; None where nothing is."""
+    is_open: bool = False
+    """Whether a replay may find a larger one that surely fits."""
+    is_fitted: bool = False
+
+    @property
+    def bound(self) -> float:
+        """The speed that it may reach, whatever fits."""
+        return max(self.speeds.values(), default=0.0) * (1.0 + BETWEEN_TIMED)
+
+    @property
+    def hope(self) -> float:
+        """No less than the speed that it will turn out to have, as a rule."""
+        if self.estimate is None:
+            return self.bound
+        return min(self.bound, self.estimate * (1.0 + ESTIMATED_WITHIN))
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What tells it apart beside its share of recomputed layers."""
+        return tuple(value for key, value in self.params.items() if key != SHARE)
+
+    def best(self, last: int) -> tuple[float, int]:
+        """Return the fastest up to a micro-batch, and which; minus infinity for none."""
+        known = [(speed, at) for at, speed in self.speeds.items() if at <= last]
+        return max(known, default=(float("-inf"), -1))
+
+
+@dataclass(eq=False)
+class _Class:
+    """The rows of one kind."""
+
+    kind: Kind
+    rows: list[_Row] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> float:
+        """The speed of the fastest that surely fits; minus infinity for none."""
+        return max((row.best(row.sure)[0] for row in self.rows), default=float("-inf"))
+
+    def open_rows(self) -> list[_Row]:
+        """Return rows whose memory was not looked at and that may be as fast, the fastest first."""
+        least = self.fastest / (1.0 + TIE)
+        left = [row for row in self.rows if not row.is_fitted and row.hope >= least]
+        return sorted(left, key=lambda row: row.hope, reverse=True)
+
+    def fastest_rows(self, most: int) -> list[_Row]:
+        """Return the fastest rows that surely fit, or may where none surely does, of different
+        structures."""
+        found: dict[tuple[Any, ...], _Row] = {}
+        for is_sure in (True, False):
+            able = [row for row in self.rows if (row.sure if is_sure else row.possible) >= 0]
+            able.sort(key=lambda row: row.best(row.sure if is_sure else row.possible)[0])
+            for row in reversed(able):
+                found.setdefault(row.structure, row)
+            if found:
+                break
+        return list(found.values())[:most]
+
+
+class Shortlist:
+    """Looks for the fastest of each class.
+
+    Args:
+        space: what is looked over.
+        forecaster: of the GPU; its speed and memory decide.
+        progress: told of what takes its time.
+
+    Raises:
+        InputError: memory can be predicted of no configuration.
+        EnvironmentFault: the tracing process does not answer.
+    """
+
+    def __init__(
+        self, space: SearchSpace, forecaster: Forecaster, *, progress: Progress = silent
+    ) -> None:
+        self._space = space
+        self._forecaster = forecaster
+        self._progress = progress
+        self._values = {key: _listed(space, key) for key in space.dimensions}
+        self._values.pop("micro_batch_size", None)
+        self._classes: dict[Kind, _Class] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self.invalid: Counter[str] = Counter()
+        """Rows that a rule forbids, by rule."""
+        self._refused: dict[str, InputError] = {}
+        self.is_whole = (space.size() or WHOLE_MAX + 1) <= WHOLE_MAX
+        """Whether every row was looked at."""
+        if self.is_whole:
+            self._look(self._rows(self._values), is_whole=True)
+        else:
+            self._search()
+        if self._refused and not any(row.fits for row in self._all_rows):
+            raise next(iter(self._refused.values()))
+
+    @property
+    def _all_rows(self) -> Iterator[_Row]:
+        return itertools.chain.from_iterable(of.rows for of in self._classes.values())
+
+    # What was found
+
+    @cached_property
+    def capacity(self) -> CapacityClass | None:
+        """The capacity class that is recommended from: of those that may fit the one that was asked
+        for, the standard recipe's by default; None where nothing may fit."""
+        able = {row.kind.capacity for row in self._all_rows if row.possible >= 0}
+        return nearest_capacity(able, self._forecaster.model)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many of the combinations that were looked at surely fit, may, and cannot."""
+        sure = sum(row.sure + 1 for row in self._all_rows if row.is_fitted)
+        possible = sum(row.possible + 1 for row in self._all_rows if row.is_fitted)
+        total = sum(len(row.configs) for row in self._all_rows if row.is_fitted)
+        return sure, possible - sure, total - possible
+
+    @property
+    def unpredicted(self) -> list[InputError]:
+        """Why no memory is predicted, of the configurations of which none is."""
+        return list(self._refused.values())
+
+    @property
+    def least_bytes(self) -> int | None:
+        """The smallest peak of the rows of which nothing may fit; None where some of each does."""
+        first = [row for row in self._all_rows if row.is_fitted and row.possible < 0]
+        return min((row.peaks[0] for row in first), default=None)
+
+    def picks(self) -> list[Pick]:
+        """Return of each class the fastest that surely fits and the plainest that is as fast, the
+        plainest first; and the fastest that may fit, where it is faster."""
+        found: list[Pick] = []
+        for of in self._classes.values():
+            found += self._picks_of(of)
+        return found
+
+    def _picks_of(self, of: _Class) -> list[Pick]:
+        fastest = max(of.rows, key=lambda row: row.best(row.sure)[0])
+        speed, at = fastest.best(fastest.sure)
+        picked = dict[TrialConfig, Fit]()
+        if at >= 0:
+            row, plain = self._plainest(of, speed)
+            picked[row.configs[plain]] = Fit.YES
+            picked.setdefault(fastest.configs[at], Fit.YES)
+        riskier = max(of.rows, key=lambda row: row.best(row.possible)[0])
+        faster, where = riskier.best(riskier.possible)
+        if where >= 0 and (at < 0 or faster > speed * (1.0 + TIE)):
+            picked.setdefault(riskier.configs[where], Fit.UNCERTAIN)
+        return [Pick(config, fit) for config, fit in picked.items()]
+
+    def _plainest(self, of: _Class, speed: float) -> tuple[_Row, int]:
+        """Return the plainest of a class that surely fits and is within a tie of a speed."""
+        least = speed / (1.0 + TIE)
+        near = [row for row in of.rows if row.best(row.sure)[0] >= least]
+        found: list[tuple[tuple[int, int, int], int, _Row, int]] = []
+        for number, row in enumerate(near):
+            # Speed hardly falls with the micro-batch, so the smallest needs least.
+            at = min(
+                at
+                for at, known in row.speeds.items()
+                if at <= row.sure and at in row.peaks and known >= least
+            )
+            found.append((plainness(row.configs[at], row.peaks[at]), number, row, at))
+        _, _, row, at = min(found, key=lambda each: each[:2])
+        return row, at
+
+    def candidates(self, most: int) -> list[TrialConfig]:
+        """Return what a study may try of the recommended capacity class: of each row the largest
+        micro-batches that surely fit and that may, and smaller ones; the fastest first."""
+        found: dict[TrialConfig, float] = {}
+        for row in self._all_rows:
+            if row.kind.capacity == self.capacity:
+                for at, speed in row.speeds.items():
+                    if at <= row.possible:
+                        found[row.configs[at]] = speed
+        return sorted(found, key=lambda config: -found[config])[:most]
+
+    def at_sizes(
+        self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
+    ) -> dict[tuple[int, int], Pick]:
+        """Return the fastest of the recommended capacity class at each size, which fits if anything
+        does; sizes that the space does not hold are left out."""
+        found: dict[tuple[int, int], Pick] = {}
+        for length in lengths:
+            of = self._classes.get(Kind(self._asked_capacity, length, numerics))
+            rows = [] if of is None else self._rows_alike(of)
+            points = [
+                (row, at)
+                for row in rows
+                for at, config in enumerate(row.configs)
+                if config.micro_batch_size in batches
+            ]
+            self._predict(points)
+            self._time(points)
+            for batch in batches:
+                sized = [(r, at) for r, at in points if r.configs[at].micro_batch_size == batch]
+                if sized:
+                    row, at = max(sized, key=_fit_then_speed)
+                    found[batch, length] = Pick(row.configs[at], row.fits[at] or Fit.UNCERTAIN)
+        return found
+
+    def _rows_alike(self, of: _Class) -> list[_Row]:
+        structures = {row.structure for row in of.fastest_rows(REFINED)}
+        if not structures:
+            return of.rows
+        return [row for row in of.rows if row.structure in structures]
+
+    # The search
+
+    @cached_property
+    def _asked_capacity(self) -> CapacityClass:
+        """The class that is searched first: the nearest to the standard recipe's."""
+        nearest = nearest_capacity(self._capacities, self._forecaster.model)
+        assert nearest is not None, "a space has at least one class"
+        return nearest
+
+    @cached_property
+    def _capacities(self) -> dict[CapacityClass, Params]:
+        """The values that make each capacity class, the first of equal ones."""
+        keys = [key for key in ("lora_rank", "target_modules") if key in self._values]
+        found: dict[CapacityClass, Params] = {}
+        for row in itertools.product(*(self._values[key] for key in keys)):
+            params = dict(zip(keys, row, strict=True))
+            config = self._space.config(self._first | params)
+            found.setdefault(CapacityClass.of(config, self._forecaster.model), params)
+        return found
+
+    @cached_property
+    def _first(self) -> dict[str, Any]:
+        """One combination: of each dimension the value that needs least memory."""
+        leanest = {key: _leanest(key, values) for key, values in self._values.items()}
+        whole = next(iter(self._space.batches), None)
+        if whole is not None:
+            named = zip(BATCH_KEYS, whole, strict=True)
+            leanest |= {key: value for key, value in named if key in self._space.dimensions}
+        return leanest
+
+    def _search(self) -> None:
+        """Look for the fastest of each class: of the recommended capacity class at every length,
+        and of the others at the length that is the fastest there."""
+        by_need = sorted(self._capacities, key=self._nearness)
+        for capacity in by_need:
+            lengths = self._values.get("seq_len", (None,))
+            for length in sorted(lengths, key=lambda length: length or 0):
+                self._search_class(self._capacities[capacity], length)
+            if any(row.possible >= 0 for row in self._all_rows):
+                break
+        found = [row for row in self._all_rows if row.possible >= 0]
+        if not found:
+            return
+        best = max(found, key=lambda row: row.best(row.possible)[0])
+        like = self._classes[best.kind].fastest_rows(1)
+        others = [capacity for capacity in by_need if capacity != best.kind.capacity]
+        self._look(row for other in others for row in self._carried(like, self._capacities[other]))
+
+    def _nearness(self, capacity: CapacityClass) -> int:
+        """Return the place of a class in the order in which classes are recommended."""
+        left = dict.fromkeys(self._capacities)
+        order: list[CapacityClass] = []
+        while left:
+            nearest = nearest_capacity(left, self._forecaster.model)
+            assert nearest is not None
+            order.append(nearest)
+            del left[nearest]
+        return order.index(capacity)
+
+    def _search_class(self, capacity: Params, length: int | None) -> None:
+        own = dict(capacity) if length is None else {**capacity, "seq_len": length}
+        known = [row for of in self._classes.values() for row in of.fastest_rows(CARRIED)]
+        classes = self._look(self._carried(known, own))
+        fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
+        first = {key: self._values[key] for key in self._firsts}
+        if "compute_dtype" in first:
+            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
+        classes |= self._look(self._rows({**fixed, **first}))
+        self._refine(classes.values())
+
+    @cached_property
+    def _firsts(self) -> list[str]:
+        """Settings of which all combinations are looked at."""
+        keys: list[str] = []
+        count = 1
+        for key in FIRST:
+            values = self._values.get(key, ())
+            if len(values) > 1 and count * len(values) <= FIRST_MAX:
+                keys.append(key)
+                count *= len(values)
+        return [*keys, SHARE] if SHARE in self._values else keys
+
+    def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
+        """Yield the structures of rows with other values of some settings, and every share."""
+        for row in rows:
+            yield from self._with_every_share({**row.params, **own})
+
+    def _with_every_share(self, params: Params) -> Iterator[_Row]:
+        values = {key: (value,) for key, value in params.items()}
+        if SHARE in self._values:
+            values[SHARE] = tuple(self._values[SHARE])
+        yield from self._rows(values)
+
+    def _refine(self, classes: Collection[_Class]) -> None:
+        """Turn one setting after another of the fastest of classes, until nothing is faster."""
+        capacity_keys = ("lora_rank", "target_modules", "seq_len", SHARE)
+        turned = [key for key, values in self._values.items() if len(values) > 1]
+        turned = [key for key in turned if key not in capacity_keys]
+        done: set[tuple[Any, ...]] = set()
+        while True:
+            rows = [row for of in classes for row in of.fastest_rows(REFINED)]
+            rows = [row for row in rows if row.structure not in done]
+            if not rows:
+                return
+            changed: list[_Row] = []
+            for row in rows:
+                done.add(row.structure)
+                for key in turned:
+                    for value in self._values[key]:
+                        changed += self._with_every_share({**row.params, key: value})
+            kinds = {of.kind for of in classes}
+            self._look(row for row in changed if row.kind in kinds)
+
+    # Rows
+
+    def _rows(self, values: Mapping[str, Sequence[Any]]) -> Iterator[_Row]:
+        """Yield the rows of combinations of values that were not looked at."""
+        for combination in itertools.product(*values.values()):
+            params = dict(zip(values, combination, strict=True))
+            if self._space.leaves_out(params):
+                continue
+            row = self._row(params)
+            if row is not None:
+                yield row
+
+    def _row(self, params: dict[str, Any]) -> _Row | None:
+        key = tuple(repr(params[name]) for name in self._values)
+        if key in self._seen:
+            return None
+        self._seen.add(key)
+        batches = self._batches(params)
+        if not batches:
+            return None
+        config = self._space.config({**params, "micro_batch_size": batches[0]})
+        rule = ""
+        for start, size in enumerate(batches[:STARTS_TRIED]):
+            first = config.changed(micro_batch_size=size)
+            broken = self._forecaster.broken(first)
+            if broken is None:
+                kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
+                return _Row(params, kind, _Configs(first, batches[start:]))
+            rule = rule or broken.rule
+        self.invalid[rule] += 1
+        return None
+
+    def _capacity_of(self, config: TrialConfig) -> CapacityClass:
+        key = config.lora_rank, config.target_modules
+        if key not in self._known_capacities:
+            self._known_capacities[key] = CapacityClass.of(config, self._forecaster.model)
+        return self._known_capacities[key]
+
+    @cached_property
+    def _known_capacities(self) -> dict[tuple[Any, Any], CapacityClass]:
+        return {}
+
+    def _batches(self, params: Params) -> Sequence[int]:
+        """Return the micro-batches that go with a combination, the smallest first."""
+        together = tuple(params.get(key) for key in ("data_parallel", "effective_batch_size"))
+        if together not in self._known_batches:
+            sizes = sorted(set(self._space.values_of("micro_batch_size")))
+            self._known_batches[together] = [
+                size
+                for size in sizes
+                if self._space.holds_batches_of({**params, "micro_batch_size": size})
+            ]
+        return self._known_batches[together]
+
+    @cached_property
+    def _known_batches(self) -> dict[tuple[Any, ...], list[int]]:
+        return {}
+
+    # Predictions
+
+    def _look(self, rows: Iterable[_Row], *, is_whole: bool = False) -> dict[Kind, _Class]:
+        """Look at rows while they may be as fast as what was found; return their classes."""
+        found: dict[Kind, _Class] = {}
+        added: list[_Row] = []
+        for row in rows:
+            of = self._classes.setdefault(row.kind, _Class(row.kind))
+            of.rows.append(row)
+            found[row.kind] = of
+            added.append(row)
+        self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
+        if not is_whole:
+            self._estimate(added)
+        for most in itertools.chain((ROWS_FIRST,), itertools.repeat(ROWS_AT_ONCE)):
+            chunk: list[_Row] = []
+            for of in found.values():
+                left = of.open_rows()
+                if is_whole:
+                    left = [row for row in of.rows if not row.is_fitted]
+                chunk += left[:most]
+            if not chunk:
+                break
+            self._fit(chunk)
+            points: list[tuple[_Row, int]] = []
+            for row in chunk:
+                for last in {row.sure, row.possible} - {-1}:
+                    points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
+            self._time(points)
+            for of in found.values():
+                self._resolve(of, is_whole=is_whole)
+        for of in found.values():
+            self._look_closer(of)
+        return found
+
+    def _estimate(self, rows: Sequence[_Row]) -> None:
+        """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
+
+        A peak is nearly a straight line over the micro-batch, and over the share of recomputed
+        layers from the first that is recomputed to the last.
+        """
+        structures: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in rows:
+            structures.setdefault((row.kind, *row.structure), []).append(row)
+        anchors: dict[_Row, list[int]] = {}
+        for alike in structures.values():
+            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+            for row in dict.fromkeys((*alike[:2], alike[-1])):
+                top = len(row.configs) - 1
+                anchors[row] = sorted({0, min(top, math.isqrt(top))})
+        self._predict([(row, at) for row, places in anchors.items() for at in places])
+        wanted: list[tuple[_Row, int]] = []
+        for alike in structures.values():
+            lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
+            wanted += self._expected(alike, lines)
+        self._time(wanted)
+        for row, at in wanted:
+            row.estimate = row.speeds[at]
+
+    def _expected(
+        self, alike: Sequence[_Row], lines: Mapping[_Row, tuple[float, float]]
+    ) -> Iterator[tuple[_Row, int]]:
+        """Yield rows of one structure with the largest micro-batch that is expected to fit; where
+        not even the smallest is, the row is done.
+
+        Args:
+            alike: the rows, by their share of recomputed layers.
+            lines: peaks of some of them, as constant and slope over the place.
+        """
+        budget = SURE_SHARE * self._forecaster.budget_bytes
+        least, most = alike[min(1, len(alike) - 1)], alike[-1]
+        for row in alike:
+            if row in lines:
+                constant, slope = lines[row]
+                if row.fits[0] is Fit.NO:
+                    row.is_fitted = True
+                    continue
+            else:
+                ends = least.configs[0].checkpoint_fraction, most.configs[0].checkpoint_fraction
+                share = (row.configs[0].checkpoint_fraction - ends[0]) / (ends[1] - ends[0])
+                constant, slope = (
+                    (1.0 - share) * low + share * high
+                    for low, high in zip(lines[least], lines[most], strict=True)
+                )
+            place = int((budget - constant) / slope) if slope > 0 else len(row.configs) - 1
+            yield row, min(max(place, 0), len(row.configs) - 1)
+
+    def _look_closer(self, of: _Class) -> None:
+        """Predict what tells the plainest of a class: speeds of all sizes, and peaks, of the rows
+        that are within a tie of the fastest."""
+        least = of.fastest / (1.0 + TIE)
+        near = [row for row in of.rows if row.best(row.sure)[0] >= least]
+        near.sort(key=lambda row: row.best(row.sure)[0], reverse=True)
+        by_dtype: dict[str, list[_Row]] = {}
+        for row in near:
+            by_dtype.setdefault(row.configs[0].compute_dtype, []).append(row)
+        near = [row for rows in by_dtype.values() for row in rows[:NEAR_MAX]]
+        points = [(row, at) for row in near for at in _spread(row.sure + 1, SIZES_LOOKED_AT)]
+        self._time(points)
+        least = of.fastest / (1.0 + TIE)
+        self._predict([(row, at) for row, at in points if row.speeds[at] >= least])
+
+    def _resolve(self, of: _Class, *, is_whole: bool) -> None:
+        """Replay steps where only that tells what fits, as far as it may be the fastest."""
+        while True:
+            fastest = of.fastest
+            rows = [row for row in of.rows if row.is_open]
+            if not is_whole:
+                rows = [row for row in rows if row.best(row.possible)[0] > fastest]
+            if not rows:
+                return
+            row = max(rows, key=lambda row: row.best(row.possible)[0])
+            self._replay(row)
+
+    def _replay(self, row: _Row) -> None:
+        """Find the largest micro-batches of a row again, each looked at as closely as it takes."""
+
+        def fit(at: int) -> Fit:
+            known = row.fits.get(at)
+            if known is None:
+                known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
+            return known
+
+        first = row.sure + 1
+        row.possible = _last(range(first, row.possible + 1), lambda at: fit(at) is not Fit.NO)
+        row.sure = _last(range(first, row.possible + 1), lambda at: fit(at) is Fit.YES)
+        row.is_open = False
+        self._time([(row, last) for last in (row.sure, row.possible) if last >= 0])
+
+    def _time(self, points: Iterable[tuple[_Row, int]]) -> None:
+        """Predict the speed of some micro-batches of rows."""
+        missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
+        if not missing:
+            return
+        speeds = self._forecaster.forecast(
+            [row.configs[at] for row, at in missing]
+        ).tokens_per_second
+        for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
+            row.speeds[at] = speed
+
+    def _predict(self, points: Iterable[tuple[_Row, int]]) -> None:
+        """Predict whether some micro-batches of rows fit, as far as that takes no replay."""
+        missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].fits))
+        if not missing:
+            return
+        configs = [row.configs[at] for row, at in missing]
+        forecasts = self._forecaster.forecast(configs, progress=self._progress)
+        quick = forecasts.quick_fits()
+        least = forecasts.least_bytes.tolist()
+        refused = forecasts.refused
+        for number, (row, at) in enumerate(missing):
+            fit = quick[number]
+            if number in refused:
+                error = refused[number]
+                self._refused.setdefault(str(error), error)
+                fit = Fit.NO
+            elif at and self._forecaster.broken(configs[number]) is not None:
+                fit = Fit.NO
+            row.fits[at] = fit
+            row.peaks[at] = least[number]
+
+    def _fit(self, rows: Sequence[_Row]) -> None:
+        """Find the largest micro-batches of rows that surely fit, and that may."""
+        searches = {row: _largest(row, self._forecaster.budget_bytes) for row in rows}
+        while searches:
+            points: list[tuple[_Row, int]] = []
+            for row, search in list(searches.items()):
+                wanted = next(search, None)
+                if wanted is None:
+                    row.is_fitted = True
+                    del searches[row]
+                else:
+                    points += [(row, at) for at in wanted]
+            self._predict(points)
+
+
+class _Configs(Sequence[TrialConfig]):
+    """A row's configurations, each made when it is first asked for."""
+
+    def __init__(self, first: TrialConfig, batches: Sequence[int]) -> None:
+        self._first = first
+        self._batches = batches
+        self._made: dict[int, TrialConfig] = {0: first}
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, at: Any) -> Any:
+        if at not in self._made:
+            self._made[at] = self._first.changed(micro_batch_size=self._batches[at])
+        return self._made[at]
+
+
+def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
+    """Find the largest micro-batches of a row that surely fit, and that may.
+
+    Peaks are nearly straight lines over the micro-batch: where the line between what fits and what
+    does not meets the budget is guessed, and looked at with its neighbours.
+
+    Yields:
+        The places of micro-batches of which predictions are wanted next.
+    """
+    top = len(row.configs) - 1
+    yield [0]
+    if row.fits[0] is Fit.NO:
+        return
+    yield _spread(top + 1, SIZES_FIRST)
+    while True:
+        row.possible, above_possible = _bracket(row, (Fit.YES, Fit.UNCERTAIN, None))
+        row.sure, above_sure = _bracket(row, (Fit.YES,))
+        wanted = _between(row, row.possible, above_possible, limit_bytes=budget_bytes)
+        limit_bytes = int(SURE_SHARE * budget_bytes)
+        wanted |= _between(row, row.sure, above_sure, limit_bytes=limit_bytes)
+        if not wanted:
+            break
+        yield sorted(wanted)
+    row.is_open = row.fits.get(row.sure + 1, Fit.NO) is None
+
+
+def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
+    """Return a row's peaks as a line over the place, by some of them: constant and slope."""
+    first, last = places[0], places[-1]
+    slope = (row.peaks[last] - row.peaks[first]) / max(1, last - first)
+    return row.peaks[first] - slope * first, slope
+
+
+def _bracket(row: _Row, wanted: Sequence[Fit | None]) -> tuple[int, int]:
+    """Return the last place known to fit as is wanted, -1 for none, and the next known one."""
+    places = sorted(row.fits)
+    able = [at for at in places if row.fits[at] in wanted]
+    last = max(able, default=-1)
+    above = next((at for at in places if at > last), len(row.configs))
+    return last, above
+
+
+def _between(row: _Row, low: int, high: int, *, limit_bytes: int) -> set[int]:
+    """Return guesses, between two places, of where peaks pass a limit; none where nothing is."""
+    if high - low <= 1:
+        return set()
+    guess = (low + high) // 2
+    if low >= 0 and high in row.peaks and row.peaks[high] > row.peaks[low]:
+        share = (limit_bytes - row.peaks[low]) / (row.peaks[high] - row.peaks[low])
+        guess = low + int(share * (high - low))
+    near = range(guess - 1, guess + 3)
+    return {min(max(at, low + 1), high - 1) for at in near}
+
+
+def _last(places: range, holds: Callable[[int], bool]) -> int:
+    """Return the last of places at which something holds that holds up to it; the one before the
+    first where it holds nowhere."""
+    return places.start - 1 + bisect_left(places, True, key=lambda at: not holds(at))
+
+
+def _fit_then_speed(point: tuple[_Row, int]) -> tuple[int, float]:
+    """Return what sorts configurations of one size, the one to show last."""
+    row, at = point
+    order = (Fit.NO, None, Fit.UNCERTAIN, Fit.YES)
+    return order.index(row.fits[at]), row.speeds[at]
+
+
+def _plainest_of_each_numerics(dtypes: Sequence[str]) -> list[str]:
+    """Return the compute dtypes of which one after another is looked at, but for those of which a
+    plainer one is of the same class of numerics."""
+    plainest: dict[str, TrialConfig] = {}
+    for dtype in dtypes:
+        config = TrialConfig(compute_dtype=dtype)
+        known = plainest.setdefault(config.numerics, config)
+        if plainness(config, 0) < plainness(known, 0):
+            plainest[config.numerics] = config
+    return [config.compute_dtype for config in plainest.values()]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most so many of the places from 0 to a count, evenly spread by their logarithm, the
+    last one among them."""
+    if count <= most:
+        return list(range(count))
+    places = np.geomspace(1, count, most).round().astype(int) - 1
+    return sorted(set(places.tolist()))
+
+
+def _listed(space: SearchSpace, key: str) -> list[Any]:
+    """Return the values of a dimension; of a range without steps some of them."""
+    dimension = space.dimensions[key]
+    values = dimension.values()
+    if values is None:
+        assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
+        return [dimension.at(share) for share in np.linspace(0.0, 1.0, POINTS).tolist()]
+    return list(values)
+
+
+def _leanest(key: str, values: Sequence[Any]) -> Any:
+    """Return the value that needs least memory, as a rule; where none is known to, the standard
+    recipe's."""
+    knob = KNOBS[key]
+    for lean in knob.lean_first:
+        if lean in values:
+            return lean
+    if knob.memory == "shrinks":
+        return max(values)
+    if knob.memory == "grows" and all(isinstance(value, int | float) for value in values):
+        return min(values)
+    standard = getattr(TrialConfig(), key)
+    return standard if standard in values else values[0]

@@ -1,0 +1,103 @@
+"""Plans, the driver of a study, `best` and the report say one speed and one memory of a
+configuration: of a study on a dataset, for a GPU that another stands in for."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.config import TrialConfig
+from search_spaces.errors import EnvironmentFault
+from storage.records import Outcome
+from sweep.data.texts import texts_directory
+from sweep.predict.building import shapes_of_study
+from sweep.request import RunRequest
+from sweep.running.replay import ReplayRunner
+from sweep.study.session import prepare
+from sweep.terminal.commands import read_for_report
+from tests.sweep.simulated_device import at_speed
+from tests.sweep.study.test_session import a_card, read, run
+from tests.sweep.typed import Sweep
+
+SPACE = """
+gpu: a10
+model: demo
+data: {texts}
+confirm: null
+sampler: random
+trials: 4
+dimensions:
+  micro_batch_size: [2, 8]
+  packing: [none, packed]
+fixed: {{seq_len: 512, lora_rank: 8}}
+"""
+
+
+@pytest.fixture
+def texts(home: Path) -> Path:
+    """A dataset whose examples are far shorter than the sequences are allowed to be."""
+    path, draw = home / "mine.jsonl", random.Random(0)
+    lines = [
+        json.dumps({"text": " ".join(f"word{draw.randrange(50)}" for _ in range(size))})
+        for size in (draw.randrange(5, 60) for _ in range(400))
+    ]
+    path.write_text("\n".join(lines))
+    (home / "own.yaml").write_text(SPACE.format(texts=path))
+    return path
+
+
+def answer(config: TrialConfig) -> Outcome:
+    return at_speed(config, 100.0 * config.micro_batch_size)
+
+
+@pytest.fixture
+def url(home: Path, texts: Path) -> str:
+    """Where a study on that dataset is, which an H200 ran for an A10."""
+    url = f"sqlite:///{home}/runs/sweep.db"
+    what = prepare(RunRequest(space=str(home / "own.yaml")), card=lambda: a_card("h200"))
+    run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
+    return url
+
+
+def planned(sweep: Sweep, texts: Path, config: Any, *, gpu: str) -> Any:
+    (texts.parent / "one.jsonl").write_text(json.dumps(config))
+    asked = ("--from-file", texts.parent / "one.jsonl", "--gpu", gpu, "--model", "demo")
+    return json.loads(sweep("plan", *asked, "--data", texts, "--json").out)
+
+
+def test_best_says_the_plans_speed(url: str, texts: Path, sweep: Sweep) -> None:
+    best = json.loads(sweep("best", "own", "--json").out)
+    plan = planned(sweep, texts, best["best"]["config"], gpu="a10")
+    found = best["target_tokens_per_second"]
+    assert found["value"] == pytest.approx(plan["tokens_per_second"])
+    assert [found["low"], found["high"]] == pytest.approx(plan["tokens_per_second_range"])
+
+
+def test_the_report_and_the_driver_say_the_plans_memory(
+    url: str, texts: Path, sweep: Sweep
+) -> None:
+    snapshot = read_for_report("own", url=url)
+    assert len(snapshot.records) == 4
+    for record in snapshot.records:
+        # Peaks are of the GPU that runs, whose libraries take more than the target's.
+        plan = planned(sweep, texts, record.config.model_dump(mode="json"), gpu="h200")
+        known = snapshot.memory_forecasts[record.config]
+        assert known.peak_allocated_bytes == plan["peak_allocated_bytes"]
+        assert record.prediction.peak_allocated_bytes == plan["peak_allocated_bytes"]
+
+
+def test_where_the_dataset_is_gone_nothing_is_said_and_nothing_wrong(
+    url: str, sweep: Sweep
+) -> None:
+    shutil.rmtree(texts_directory())
+    definition = read(url, "own").definition
+    with pytest.raises(EnvironmentFault):
+        shapes_of_study(definition)
+    best = json.loads(sweep("best", "own", "--json").out)
+    assert best["target_tokens_per_second"] is None
+    assert dict(read_for_report("own", url=url).memory_forecasts) == {}
