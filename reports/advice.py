@@ -59,25 +59,24 @@ def _excess(record: records.TrialRecord, view: StudyView) -> str:
 
 def _too_large(view: StudyView, winner: records.TrialRecord) -> Iterator[str]:
     """Yield what more memory would buy, by expected speed; without any, what missed narrowly."""
-    expected = [
-        (record.prediction.tokens_per_second, record)
-        for record in view.snapshot.records
-        if record.verdict in records.OUT_OF_MEMORY
-        and record.prediction is not None
-        and record.prediction.tokens_per_second is not None
-        and view.ranking.compares(winner, record)
-    ]
+    ranking, expected = view.ranking, list[tuple[float, records.TrialRecord]]()
+    for record in view.snapshot.records:
+        if record.verdict in records.OUT_OF_MEMORY:
+            rate = ranking.expected_speed(record)
+            if rate is not None:
+                expected.append((rate, record))
     if not expected:
         yield from _nearest_to_fitting(view)
-    best = measured_of(winner).tokens_per_second
+    best = ranking.speed_of(winner)
     faster = [(rate, record) for rate, record in expected if rate > best]
     nearest = sorted(
         faster, key=lambda pair: (records.predicted_need(pair[1]) or 0, pair[1].number)
     )
-    host = f" on {view.gpu.emulated_on}" if view.gpu.emulated_on else ""
+    host = view.gpu.emulated_on
+    on = f" on {host}" if host is not None and not ranking.is_predicted else ""
     for rate, record in nearest[:_NEAREST_SHOWN]:
         yield (
-            f"More memory: {_named(record, view)} is expected at {units.rate(rate)} tokens/s{host} "
+            f"More memory: {_named(record, view)} is expected at {units.rate(rate)} tokens/s{on} "
             f"and did not fit; {_excess(record, view)}."
         )
 

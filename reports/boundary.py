@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from reports import units, words
@@ -71,7 +72,7 @@ def boundary_of(document: Document) -> Section | None:
         groups.setdefault(tuple(_value(record, key) for key in keys), []).append(record)
     lengths = sorted({record.config.seq_len for record in records})
     batches = sorted({record.config.micro_batch_size for record in records})
-    cells = _Cells(document, max((_speed(r) for r in records), default=0.0))
+    cells = _Cells(document)
     winner = document.ranking.winner
     first = max(groups, key=lambda group: (winner in groups[group], len(groups[group])))
     panels = []
@@ -101,15 +102,11 @@ def _value(record: TrialRecord, key: str) -> object:
     return getattr(canonical(record.config), key)
 
 
-def _speed(record: TrialRecord) -> float:
-    return record.measurement.tokens_per_second if record.measurement else 0.0
-
-
 def _nearest(document: Document, record: TrialRecord) -> tuple[str, ...]:
     """Return what did not fit: trial, changes, need, excess, predicted tokens/s."""
-    definition = document.snapshot.definition
+    definition, ranking = document.snapshot.definition, document.ranking
     need = _need(record, definition.target.budget_bytes)
-    expected = None if record.prediction is None else record.prediction.tokens_per_second
+    expected = ranking.expected_speed(record)
     return (
         str(record.number),
         units.changes(record.config, baseline=definition.space.baseline_config()),
@@ -130,14 +127,22 @@ class _Cells:
     """Makes cells that compare with each other."""
 
     document: Document
-    fastest: float
+
+    @cached_property
+    def fastest(self) -> float:
+        """The speed that the others are shares of."""
+        return max(map(self._speed, self.document.ranking.of_space), default=0.0)
+
+    def _speed(self, record: TrialRecord) -> float:
+        """Return the speed of a trial that decides; 0 of one that was not measured."""
+        return 0.0 if record.measurement is None else self.document.ranking.speed_of(record)
 
     def row(
         self, group: Sequence[TrialRecord], batch: int, lengths: Iterable[int]
     ) -> Iterator[Cell]:
         """Yield the cells of one micro-batch of a panel."""
         # What was not tried is as the panel's fastest at that size.
-        model = max(group, key=_speed)
+        model = max(group, key=self._speed)
         of_batch = [record for record in group if record.config.micro_batch_size == batch]
         for length in lengths:
             here = [record for record in of_batch if record.config.seq_len == length]
@@ -158,7 +163,7 @@ class _Cells:
     def _tried(self, records: Sequence[TrialRecord]) -> Cell:
         unfit = [record for record in records if record.verdict in OUT_OF_MEMORY]
         measured = [record for record in records if record.measurement is not None]
-        best = next(iter(fitting(records)), max(measured, key=_speed, default=None))
+        best = max(fitting(records) or measured, key=self._speed, default=None)
         if best is not None:
             return self._measured(best, len(records), len(unfit))
         if unfit:
@@ -167,8 +172,8 @@ class _Cells:
         return Cell("unknown", "?", "", f"{VERDICT_LABELS[last.verdict]}: no speed", 0, last.number)
 
     def _measured(self, best: TrialRecord, tried: int, unfit: int) -> Cell:
-        known, is_whole = measured_of(best), best.verdict is Verdict.FITS
-        speed, peak = known.tokens_per_second, known.peak_allocated_bytes
+        is_whole, speed = best.verdict is Verdict.FITS, self._speed(best)
+        peak = measured_of(best).peak_allocated_bytes
         part = "" if is_whole else " so far: it was stopped as too slow"
         beside = f"; {unfit} of {units.plural(tried, 'trial')} here did not fit" if unfit else ""
         return Cell(

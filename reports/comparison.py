@@ -114,8 +114,8 @@ class Comparison:
 def of_study(snapshot: StudySnapshot) -> Candidate:
     """Return the GPU that a study is for, with all that was measured to fit on it.
 
-    Speeds are the target GPU's, predicted where another stood in. Which configuration stands for
-    a GPU is the study's own answer: a prediction tells neighbours apart worse than it measured.
+    Speeds are the target GPU's, predicted where another stood in, and which configuration stands
+    for a GPU is the study's own answer.
     """
     target, model = snapshot.definition.target, ModelSpec.from_json(snapshot.definition.model)
     options = []

@@ -2,7 +2,7 @@
 that is.
 
 Speeds are those on the target GPU, and money follows from them. Which trial is the fastest goes by
-what was measured, as one GPU ran them all.
+them as well.
 """
 
 from __future__ import annotations
@@ -113,12 +113,10 @@ def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
     fastest = [record for record in ranking.by_speed if record.number in known]
     if view.winner is None:
         return
-    is_told_apart = ranking.compares(fastest[0], view.winner)
-    is_told_apart &= not ranking.ratio(fastest[0], view.winner).is_open
+    is_told_apart = not ranking.ratio(fastest[0], view.winner).is_open
     own = ranking.fastest_of_baselines_class or ranking.baseline
-    compared = ranking.compared(fastest)
-    limit = (1.0 - SPEED_LOSS) * measured_of(compared[0]).tokens_per_second
-    quick = {r.number for r in compared if measured_of(r).tokens_per_second >= limit}
+    alike = [r for r in fastest if not ranking.is_for_speed_alone or ranking.is_asked(r.config)]
+    limit = (1.0 - SPEED_LOSS) * max(ranking.speed_of(record) for record in alike)
     usd = {r.number: ends for r in (view.winner, *fastest) if (ends := snapshot.usd_interval(r))}
     least, _ = usd.get(view.winner.number, (0.0, 0.0))
     cheaper = [record for record in fastest if usd.get(record.number, (least, least))[1] < least]
@@ -128,7 +126,7 @@ def _instead(view: StudyView) -> Iterator[tuple[str, str]]:
         f"Fastest at {words.capacity(baseline)}, as the baseline": own,
         "Cheapest per token": min(cheaper, key=lambda r: sum(usd[r.number]), default=None),
         f"Most memory left, at most {units.percent(SPEED_LOSS)} slower than the fastest": min(
-            (record for record in fastest if record.number in quick),
+            (record for record in alike if ranking.speed_of(record) >= limit),
             key=lambda record: measured_of(record).peak_allocated_bytes,
         ),
     }

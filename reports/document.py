@@ -74,6 +74,11 @@ class Document:
         return {record.number: row for row, record in enumerate(self.snapshot.records)}
 
     @property
+    def speed_key(self) -> str:
+        """The column of the speed that decides."""
+        return "target_tokens_per_second" if self.ranking.is_predicted else "tokens_per_second"
+
+    @property
     def axes(self) -> dict[str, str]:
         """What the front may be drawn by, with its words."""
         return {key: self.columns[key].label for key in AXES if key in self.columns}
@@ -105,11 +110,17 @@ def document_of(snapshot: StudySnapshot) -> Document:
     effective = {record.number: record for record in ranking.records}
     records = [effective.get(record.number, record) for record in snapshot.records]
     roles, classes = _roles(ranking), class_names(snapshot, ranking)
-    known = [
-        _known(record, snapshot, ranking, unit)
-        | {"role": _text(roles.get(record.number)), "class": _text(classes[record.number])}
-        for record in records
-    ]
+    places = {record.number: place for place, record in enumerate(ranking.ranked, start=1)}
+    known = []
+    for record in records:
+        number = record.number
+        place = places.get(number)
+        named = {
+            "order": UNKNOWN if place is None else (place, str(place)),
+            "role": _text(roles.get(number)),
+            "class": _text(classes[number]),
+        }
+        known.append(_known(record, snapshot, ranking, unit) | named)
     labels = _LABELS | {
         "target_tokens_per_second": f"tokens/s on {units.gpu_name(target.gpu)}, predicted",
         "tokens_per_second": "tokens/s measured on "
@@ -129,6 +140,7 @@ def document_of(snapshot: StudySnapshot) -> Document:
 
 
 _LABELS = {
+    "order": "order",
     "number": "trial",
     "verdict": "ended",
     "role": "is",
@@ -259,7 +271,8 @@ def _roles(ranking: Ranking) -> dict[int, str]:
 
 
 def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
-    """Return each trial's capacity class in words: ``rank 16 on q,k,v,o``.
+    """Return each trial's class in words: ``rank 16 on q,k,v,o``, and ``, int8 compute`` where
+    trials are of several classes of numerics.
 
     Trials of one class have one name, however their configurations spell the layers.
     """
@@ -267,4 +280,9 @@ def class_names(snapshot: StudySnapshot, ranking: Ranking) -> dict[int, str]:
     # The first trial of a class names it.
     first = {classes[r.number]: r.config for r in reversed(snapshot.records)}
     names = {known: shown(words.capacity(config)) for known, config in first.items()}
-    return {number: names[known] for number, known in classes.items()}
+    has_several = len({record.config.numerics for record in snapshot.records}) > 1
+    found = {}
+    for record in snapshot.records:
+        numerics = f", {record.config.numerics} compute" if has_several else ""
+        found[record.number] = f"{names[classes[record.number]]}{numerics}"
+    return found

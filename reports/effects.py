@@ -154,8 +154,9 @@ def effects_of(snapshot: StudySnapshot) -> Section | None:
     measured = list(last.values())
     if len(measured) < 2:
         return None
-    # A speed of few steps has no interval: its peak counts all the same.
-    timed = [pair for pair in measured if pair[1].speed_interval]
+    # A speed of few steps has no interval: its peak counts all the same. Where no speed has one, as
+    # of recorded trials, all count.
+    timed = [pair for pair in measured if pair[1].speed_interval] or measured
     settings = _varied(space, measured, trials=len(timed))
     of_speed, places = _fitted(settings, timed, lambda one: one.tokens_per_second)
     of_memory, _ = _fitted(settings, measured, lambda one: float(one.peak_allocated_bytes))

@@ -1,7 +1,8 @@
 """What is given up for what: the Pareto front of any two numbers of a trial.
 
 What has no speed is never drawn as if it had one: it is in the lane of how it ended, at the memory
-that it needs. The page lets two axes and a capacity class be chosen.
+that it needs. The page lets two axes and a class be chosen; of a study of speed alone it begins
+with the class of the winner, as that is recommended within it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from storage.records import TrialRecord, Verdict, need_of, predicted_need
 MEMORY = "peak_allocated"
 _MEASURED = (Verdict.FITS, Verdict.PRUNED_SLOW)
 _CAPTION = (
-    "The line joins the trials that no other beats in both numbers; its labels are trial numbers. "
+    "The line joins the trials of the class that no other of it beats in both numbers, and the "
+    "winner; its labels are trial numbers. "
     "What was stopped as too slow is hollow. Below, in lanes, what was not measured, at the "
     "memory that it needs: an arrow where it needs at least that, a question mark where nothing "
     "is known. A box drawn around marks lists them alone in the table of all trials."
@@ -53,6 +55,10 @@ def front_of(document: Document) -> Section | None:
     y = next((key for key in AXES if key in columns), "tokens_per_second")
     names = columns["class"].values
     classes = sorted(set(names))
+    winner = document.ranking.winner
+    chosen = ""
+    if winner is not None and document.ranking.is_for_speed_alone and len(classes) > 1:
+        chosen = names[document.rows[winner.number]]
     # The trials on the front of ``first axis|second|class``; the class is empty for all.
     views = {}
     for axes in itertools.combinations(document.axes, 2):
@@ -60,7 +66,8 @@ def front_of(document: Document) -> Section | None:
             own = [row for row in candidates if name in ("", names[row])]
             found = pareto(document, own, axes)
             views["|".join((*axes, name))] = [snapshot.records[row].number for row in found]
-    rows = [document.rows[number] for number in views.get(f"{y}|{MEMORY}|", ())]
+    rows = [document.rows[number] for number in views.get(f"{y}|{MEMORY}|{chosen}", ())]
+    first = None if winner is None else document.rows[winner.number]
     shown = [key for key in columns if key in ("number", "changes", *AXES)]
     figure = PageFigure(
         "front",
@@ -68,26 +75,37 @@ def front_of(document: Document) -> Section | None:
         _CAPTION,
         _figure(document, rows[::-1], y),
         heads=tuple(columns[key].label for key in shown),
-        rows=tuple(tuple(columns[key].pairs[row][1] for key in shown) for row in rows),
+        rows=tuple(
+            tuple(columns[key].pairs[row][1] for key in shown)
+            for row in sorted(rows, key=lambda row: row != first)
+        ),
     )
     title = "What do I give up for less memory, money or rank?"
     title = title if candidates else "How far is each from fitting?"
     drawn = {"axes": document.axes, "classes": classes, "x": MEMORY, "y": y, "views": views}
-    return Section(title=title, figures=[figure], **drawn)
+    return Section(title=title, figures=[figure], chosen=chosen, **drawn)
 
 
 def pareto(document: Document, rows: Sequence[int], axes: tuple[str, str]) -> list[int]:
-    """Return the rows that no other beats in one column and matches in both, the best first."""
+    """Return the rows that no other beats in one column and matches in both, the best first.
+
+    The winner is among them in speed and memory: what beats it there is as good but for a tie, and
+    less plain, or was not measured again.
+    """
     signs = [-1 if AXES[axis] else 1 for axis in axes]
     columns = [document.columns[axis].values for axis in axes]
     known = (row for row in rows if all(of[row] is not None for of in columns))
     points = [(*(s * of[row] for s, of in zip(signs, columns, strict=True)), row) for row in known]
+    winner = document.ranking.winner
+    kept = None
+    if winner is not None and axes == (document.speed_key, MEMORY):
+        kept = document.rows[winner.number]
     found, newest, least = list[int](), None, math.inf
     for x, y, row in sorted(points):
         # What is better in the second column than all that are better in the first, and its equals.
         if y < least:
             newest, least = (x, y), y
-        if (x, y) == newest:
+        if (x, y) == newest or row == kept:
             found.append(row)
     return found
 

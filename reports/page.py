@@ -82,7 +82,9 @@ def render(snapshot: StudySnapshot, *, work: AskedWork | None = None) -> str:
     document = document_of(snapshot)
     made = sections(document, work or AskedWork())
     front = made["front"]
-    controls = None if front is None else {"x": front.x, "y": front.y, "views": front.views}
+    controls = None
+    if front is not None:
+        controls = {"x": front.x, "y": front.y, "class": front.chosen, "views": front.views}
     data = {**document.to_json(), "front": controls}
     return _page("study.html.j2", title_of(snapshot), made, data, snapshot=snapshot)
 

@@ -27,7 +27,8 @@ def search_of(document: Document) -> Section | None:
     """Return how a search went, by the first of its objectives; None where fewer than two trials
     fitted."""
     objective = document.snapshot.definition.space.objectives[0]
-    key = "peak_allocated" if objective == "peak_memory" else objective
+    known = {"peak_memory": "peak_allocated", "tokens_per_second": document.speed_key}
+    key: str = known.get(objective, objective)
     column = document.columns.get(key)
     if column is None:
         return None

@@ -11,7 +11,7 @@ from reports.advice import how_to_go_faster
 from reports.figures import Section
 from reports.view import StudyView, epoch_of, view_of
 from storage.definition import StudySnapshot
-from storage.ranking import measured_of, verdict_counts
+from storage.ranking import verdict_counts
 from storage.records import TrialRecord
 
 
@@ -59,10 +59,10 @@ def _by_length(view: StudyView) -> Iterator[tuple[str, ...]]:
     """Yield the fastest of each length: length, trial, tokens/s, share of the tokens that it cuts
     off or leaves out, epoch."""
     fastest: dict[int, TrialRecord] = {}
-    for record in sorted(view.ranking.ranked, key=lambda r: -measured_of(r).tokens_per_second):
+    for record in sorted(view.ranking.ranked, key=lambda r: -view.ranking.speed_of(r)):
         fastest.setdefault(record.config.seq_len, record)
     for length, record in sorted(fastest.items()):
-        epoch, rate = epoch_of(view.snapshot, record), measured_of(record).tokens_per_second
+        epoch, rate = epoch_of(view.snapshot, record), view.ranking.speed_of(record)
         if epoch is None:
             continue
         money = "" if epoch.dollars is None else f", {units.usd(epoch.dollars)}"

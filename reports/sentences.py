@@ -138,15 +138,16 @@ def speed_on_target(snapshot: StudySnapshot, record: TrialRecord) -> str:
 
 def gain_words(view: StudyView, record: TrialRecord) -> str:
     """Return a trial's gain with what it is over: ``2.2x the baseline (2.1–2.3x)``; empty where
-    none is stated, and for the baseline itself. Where the class of numerics was chosen by what is
-    predicted of the target, it is named whose gain that is."""
-    ratio = view.ranking.gain_of(record).ratio
-    if ratio is None or ratio.value == 1:
+    none is stated, and for the baseline itself. Where it is predicted of the target, what the GPU
+    that stood in measured is named beside it."""
+    gain = view.ranking.gain_of(record)
+    if gain.ratio is None or gain.ratio.value == 1:
         return ""
-    over = words.reference_of(view.ranking, record.config)
-    if view.numerics_choice == "predicted" and view.gpu.emulated_on is not None:
-        over = f"{over} on the {units.gpu_name(view.gpu.emulated_on)}"
-    return words.gain(ratio, over)
+    stated = words.gain(gain.ratio, words.reference_of(view.ranking, record.config))
+    if gain.measured is None or view.gpu.emulated_on is None:
+        return stated
+    host = units.gpu_name(view.gpu.emulated_on)
+    return f"{stated}; measured on the {host}: {words.gain(gain.measured)}"
 
 
 def gain_clause(view: StudyView, record: TrialRecord) -> str:
@@ -175,29 +176,33 @@ def _faster_and_no_answer(ranking: Ranking, record: TrialRecord) -> str:
     over = ranking.baseline if own is None else own
     if over is None or ranking.holds(over.config):
         return ""
-    if measured_of(over).tokens_per_second <= measured_of(record).tokens_per_second:
+    if ranking.speed_of(over) <= ranking.speed_of(record):
         return ""
     why = "the space does not hold it"
     is_offered = over.config.seq_len in ranking.definition.space.values_of("seq_len")
     if over.epoch is not None and not over.epoch.is_whole and not is_offered:
         why = f"its {words.cut_in_words(over.epoch, over.config)}"
     named = "the baseline" if own is None else words.reference_of(ranking, record.config)
-    return f"; {named} was measured faster and is no answer: {why}"
+    how = "is predicted to be" if ranking.is_predicted else "was measured"
+    return f"; {named} {how} faster and is no answer: {why}"
 
 
 def _numerics(view: StudyView) -> str:
-    """Return how fast the fastest with 16-bit compute is where the winner computes in 8 bits, and
-    that a run on the target has to decide between them where another GPU stood in; else nothing."""
-    winner, other, said = view.winner, view.ranking.fastest_with_16_bits, []
-    if other is not None:
-        speed = speed_on_target(view.snapshot, other)
-        said.append(f"The fastest with 16-bit compute is trial {other.number}: {speed}.")
-    if winner is not None and view.numerics_choice == "predicted":
-        gpu = units.with_article(units.gpu_name(view.gpu.name))
-        chosen = units.phrase("compute_dtype", winner.config.compute_dtype)
-        why = f"{chosen} was chosen by predicted speeds"
-        said.append(f"{why}; only a run on {gpu} can measure which is faster.")
-    return " ".join(said)
+    """Return how fast the fastest of the other class of numerics is, 16-bit compute or 8 bits, and
+    what would settle which is the faster where that is not sure; else nothing."""
+    winner, other = view.winner, view.ranking.other_numerics
+    if winner is None or other is None:
+        return ""
+    speed = speed_on_target(view.snapshot, other)
+    ratio = view.ranking.ratio(other, winner)
+    if winner.config.is_8bit_compute:
+        return f"The fastest with 16-bit compute is trial {other.number}: {speed}."
+    computes = units.phrase("compute_dtype", other.config.compute_dtype)
+    said = f"With {computes} trial {other.number} is {words.times(ratio)} as fast: {speed}"
+    if view.numerics_choice == "measured":
+        return f"{said}; that is not sure to be faster."
+    gpu = units.with_article(units.gpu_name(view.gpu.name))
+    return f"{said}; only `sweep run` on {gpu} can measure which is faster."
 
 
 def _epoch(epoch: Epoch, config: TrialConfig) -> str:
@@ -334,34 +339,56 @@ def confirmed_rows(view: StudyView) -> Iterator[ConfirmedRow]:
 def runners_up(view: StudyView) -> Iterator[str]:
     """Yield the next best configurations, of several objectives the rest of the front, each by what
     it changes over the winner: only the first few."""
-    ranking, others = view.ranking, view.ranking.ranked[1:]
-    if view.objectives == ("tokens_per_second",):
-        others = tuple(sorted(others, key=lambda r: -measured_of(r).tokens_per_second))
-    for record in ranking.front[1:6] or others[:3]:
+    ranking = view.ranking
+    for record in ranking.front[1:6] or ranking.ranked[1:4]:
         measured = measured_of(record)
-        is_scaled = bool(ranking.searched) and not ranking.is_measured_again(record)
-        sure = (words.interval(measured), words.doubts(measured), "scaled" if is_scaled else "")
-        ends = ", ".join(filter(None, sure))
-        rate, peak = units.rate(measured.tokens_per_second), measured.peak_allocated_bytes
         asked = [o for o in view.objectives if o not in ("tokens_per_second", "peak_memory")]
         others_asked = "".join(f", {words.value(o, measured)}" for o in asked)
         changes = units.changes(record.config, baseline=ranking.ranked[0].config)
-        known = f"{rate} tokens/s ({ends}), {units.gib(peak)}{others_asked}"
-        yield f"trial {record.number}: {known}: {changes}"
+        known = f"{_rate_of(view, record)}, {units.gib(measured.peak_allocated_bytes)}"
+        yield f"trial {record.number}: {known}{others_asked}: {changes}"
+
+
+def _rate_of(view: StudyView, record: TrialRecord) -> str:
+    """Return the speed of a trial that decides, and how sure it is."""
+    ranking, measured = view.ranking, measured_of(record)
+    if ranking.is_predicted:
+        return speed_on_target(view.snapshot, record)
+    is_scaled = bool(ranking.searched) and not ranking.is_measured_again(record)
+    sure = (words.interval(measured), words.doubts(measured), "scaled" if is_scaled else "")
+    return f"{units.rate(measured.tokens_per_second)} tokens/s ({', '.join(filter(None, sure))})"
 
 
 def classes(view: StudyView) -> Iterator[str]:
-    """Yield the fastest of each capacity class, a line each: its tokens/s at each length."""
+    """Yield the fastest of each capacity class, a line each: its tokens/s at each length. Of
+    classes that were not measured, what is predicted to be the fastest that fits."""
     known, class_of = view.fastest_by_class, attrgetter("lora_rank", "target_modules")
     has_several = len({best.numerics for best in known}) > 1
     for (rank, modules), group in groupby(known, key=class_of):
-        speeds = [
-            f"{units.rate(best.tokens_per_second)} at {best.seq_len:,}"
-            f"{f' in {best.numerics}' if has_several else ''} (trial {best.number}"
-            f"{', stopped early' if best.is_partial else ''})"
-            for best in group
-        ]
+        speeds = []
+        for best in group:
+            rate = best.target_tokens_per_second or best.tokens_per_second
+            numerics = f" in {best.numerics}" if has_several else ""
+            stopped = ", stopped early" if best.is_partial else ""
+            where = f"{units.rate(rate)} at {best.seq_len:,}{numerics}"
+            speeds.append(f"{where} (trial {best.number}{stopped})")
         yield f"rank {rank} on {targets_in_words(modules)}: {', '.join(speeds)}"
+    for config, speed in unmeasured_classes(view):
+        capacity, baseline = words.capacity(config), view.ranking.definition.space.baseline_config()
+        changes = units.changes(config, baseline=baseline)
+        where = f"{units.rate(speed)} at {config.seq_len:,}"
+        yield f"{capacity}: {where} (predicted, not measured: {changes})"
+
+
+def unmeasured_classes(view: StudyView) -> Iterator[tuple[TrialConfig, float]]:
+    """Yield what is predicted to be the fastest of each capacity class in which nothing was
+    measured, with its tokens/s on the GPU that the study is for."""
+    ranking = view.ranking
+    measured = {ranking.capacity_class(record.config) for record in ranking.ranked}
+    for known in (view.ended or {}).get("unmeasured_classes", ()):
+        config = TrialConfig.model_validate(known["config"])
+        if ranking.capacity_class(config) not in measured:
+            yield config, float(known["tokens_per_second"])
 
 
 def rank_claim(ranking: Ranking) -> str:

@@ -112,12 +112,18 @@ class Reference(Sureness):
     """Whether it is the baseline itself, not its recipe in the winner's class."""
     config: TrialConfig
     tokens_per_second: float
+    """Measured."""
+    target_tokens_per_second: Speed | None
 
 
 class Gain(Times):
-    """How many times as fast the winner is, within its capacity class."""
+    """How many times as fast the winner is on the GPU that the study is for, within its capacity
+    class."""
 
     over: Reference
+    basis: Literal["measured", "predicted"]
+    measured: Times | None
+    """The same on the GPU that stood in, where the gain is predicted."""
 
 
 class OfClass(Sureness):
@@ -195,8 +201,8 @@ class StudyView(_Part):
     confirmed: bool
     confirmation: Confirmed | None
     numerics_choice: Literal["measured", "predicted"] | None
-    """``predicted`` where another GPU stood in and several classes of numerics fit: what is
-    predicted of the target chose between them."""
+    """``predicted`` where another GPU stood in: what is predicted of the target chose the winner
+    and its class of numerics."""
     fastest_by_class: tuple[ClassBest, ...]
 
     def document(self) -> dict[str, Any]:
@@ -242,8 +248,11 @@ def view_of(snapshot: StudySnapshot) -> StudyView:
                 baseline=ranking.baseline is not None and over.number == ranking.baseline.number,
                 config=over.config,
                 tokens_per_second=measured_of(over).tokens_per_second,
+                target_tokens_per_second=snapshot.target_speed(over),
                 **_sureness(over),
             ),
+            basis="predicted" if gain.ratio.is_predicted else "measured",
+            measured=gain.measured,
             **vars(gain.ratio),
         ),
         no_gain=gain.reason,

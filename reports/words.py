@@ -174,10 +174,23 @@ def speed(measured: Measurement) -> str:
 
 
 def gain(ratio: Ratio, over: str = "") -> str:
-    """Return a gain with its 95 % interval: ``2.1x the baseline (2.06–2.17x)``."""
+    """Return a gain with its interval, of measurements that of 95 %: ``2.1x the baseline
+    (2.06–2.17x)``."""
     factor_over, ends = f"{factor(ratio)} {over}".rstrip(), factor_interval(ratio)
+    if not ends:
+        return factor_over
+    if ratio.is_predicted:
+        return f"{factor_over} (predicted, {ends})"
     single = "" if ratio.is_paired else ", by single runs"
-    return f"{factor_over} ({ends}{single})" if ends else factor_over
+    return f"{factor_over} ({ends}{single})"
+
+
+def times(ratio: Ratio) -> str:
+    """Return a ratio that may be below 1, with its interval: ``1.47 times (0.92 to 2.37)``."""
+    said = f"{ratio.value:.2f} times"
+    if ratio.low is None or ratio.high is None:
+        return said
+    return f"{said} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def factor(ratio: Ratio) -> str:

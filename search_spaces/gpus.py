@@ -120,7 +120,7 @@ class GpuSpec(Strict):
     cache: Cache | None = None
     power_limit_watts: int | None = Field(default=None, gt=0)
     """Where it holds the clock well below boost in a training."""
-    launch_seconds: float = Field(default=22e-6, gt=0)
+    launch_seconds: float = Field(default=20e-6, gt=0)
     """Host seconds for one eager operation: Python, PEFT's and bitsandbytes' wrappers, launch.
 
     It is the host's figure rather than the GPU's: of the hosts that the GPU is rented with."""
@@ -137,6 +137,11 @@ class GpuSpec(Strict):
     def budget_bytes(self) -> int:
         """Bytes that the allocator may reserve: usable memory less the context and the headroom."""
         return self.memory_bytes - self.context_bytes - self.headroom_bytes
+
+    @property
+    def is_geforce(self) -> bool:
+        """Whether it is a consumer's GPU, whose matrix units add up in fp32 at half their rate."""
+        return "GeForce" in self.product
 
     @property
     def half(self) -> ComputeDtype:

@@ -244,7 +244,7 @@ def training_flops_per_token(
     frozen: float,
     adapters: Quantity,
     layers: int,
-    attention_width: int,
+    attention_width: float,
     seq_len: Quantity,
     references: Quantity | float = 0.0,
 ) -> Quantity:

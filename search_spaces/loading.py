@@ -22,8 +22,9 @@ from search_spaces.documents import (
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
 from search_spaces.gpus import find_gpu, match_product
-from search_spaces.models import located
-from search_spaces.presets import preset_texts
+from search_spaces.models import ModelSpec, located
+from search_spaces.presets import preset_space, preset_texts
+from search_spaces.rules import attention_of, attention_words
 from search_spaces.space import SearchSpace, largest_whole
 from search_spaces.texts import TextsChoice
 
@@ -59,7 +60,7 @@ def load_space(name_or_path: str) -> SearchSpace:
     """
     preset = preset_name(name_or_path)
     if preset is not None:
-        return parse_space(preset_texts()[preset], label=f"{preset}.yaml")
+        return preset_space(preset)
     path = home_expanded(name_or_path)
     if not _is_path(name_or_path, path):
         gpu = match_product(name_or_path)
@@ -147,6 +148,8 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     if not free:
         return parse_config(fixed, where="options")
     baseline, effective = dict(space.baseline), values.get("effective_batch_size")
+    if "seq_len" in values and "seq_len" in baseline:
+        baseline |= _at_length(baseline, values["seq_len"])
     if effective and "micro_batch_size" in baseline and "effective_batch_size" not in baseline:
         share = effective // baseline.get("data_parallel", fixed.get("data_parallel", 1))
         baseline["micro_batch_size"] = largest_whole(baseline["micro_batch_size"], share)
@@ -154,6 +157,14 @@ def with_fixed(space: SearchSpace, held: Mapping[str, Any]) -> SearchSpace | Tri
     left_out = [entry for entry in space.leave_out if not entry.keys() <= values.keys()]
     changes = {"dimensions": free, "fixed": fixed, "baseline": baseline, "leave_out": left_out}
     return space.changed(changes)
+
+
+def _at_length(baseline: Mapping[str, Any], seq_len: int) -> dict[str, int]:
+    """Return the size of a baseline at another length: about as many tokens in a micro-batch, at
+    least one sequence, as published recipes have it."""
+    known = parse_config(baseline, where="baseline")
+    tokens = known.micro_batch_size * known.seq_len
+    return {"seq_len": seq_len, "micro_batch_size": max(1, tokens // seq_len)}
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,23 @@ class Offered:
     space: SearchSpace
     notes: tuple[str, ...] = ()
     """For a person, a sentence each."""
+
+
+def with_own_attention(space: SearchSpace, model: ModelSpec, *, is_preset: bool) -> Offered:
+    """Return a space with the attention that the model takes, where the person named none.
+
+    Args:
+        space: as it was named.
+        model: what is trained.
+        is_preset: whether what the space says of attention is ours.
+    """
+    words = attention_words(model)
+    is_named = "attention" in {*space.dimensions, *space.fixed} and not is_preset
+    if words is None or is_named:
+        return Offered(space)
+    free = {key: of for key, of in space.dimensions.items() if key != "attention"}
+    changes = {"dimensions": free, "fixed": {**space.fixed, "attention": attention_of(model)}}
+    return Offered(space.changed(changes), (f"{words}.",))
 
 
 def with_texts(

@@ -6,10 +6,14 @@ Plans, studies and reports decide a tie here. Within one class of numerics two s
 
 from __future__ import annotations
 
+import math
+
 from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, TrialConfig, canonical
 
 TIE = 0.02
 """Relative difference in speed, within one class of numerics, that nobody has to care about."""
+ALIKE_MEMORY = 0.1
+"""Steps of the logarithm of a peak, within which it is about the same."""
 _STANDARD = canonical(TrialConfig())
 _TASK_KEYS = frozenset(
     {*BATCH_KEYS, *CAPACITY_KEYS, "seq_len", "lora_alpha", "lora_dropout", "learning_rate"}
@@ -27,16 +31,22 @@ def unusual_settings(config: TrialConfig) -> int:
     )
 
 
-def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int]:
+def compute_order(config: TrialConfig) -> int:
+    """Return how plain a configuration's compute dtype is, the plainest first: all that multiplies
+    in 8 bits is alike."""
+    dtype = config.compute_dtype
+    return _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
+
+
+def plainness(config: TrialConfig, peak_bytes: int) -> tuple[int, int, int, int]:
     """Return what sorts configurations that tie in speed, the one to recommend first.
 
-    16-bit compute comes before 8 bits, bf16 before fp16, less memory before more, and then fewer
-    settings that are not the standard recipe's.
+    16-bit compute comes before 8 bits, bf16 before fp16, and less memory before more. Of about as
+    much memory the one with fewer settings that are not the standard recipe's comes first.
 
     Args:
         config: the configuration.
         peak_bytes: its peak allocated memory, measured or predicted.
     """
-    dtype = config.compute_dtype
-    order = _COMPUTE_DTYPES.index(dtype) if dtype in _COMPUTE_DTYPES else len(_COMPUTE_DTYPES)
-    return order, peak_bytes, unusual_settings(config)
+    memory = round(math.log(max(1, peak_bytes)) / ALIKE_MEMORY)
+    return compute_order(config), memory, unusual_settings(config), peak_bytes

@@ -27,7 +27,8 @@ from search_spaces.rules import (
     LIGER_MODEL_TYPES,
     OVERFLOWS_FP16,
     WITHOUT_CHECKPOINTING,
-    WITHOUT_SDPA,
+    attention_of,
+    attention_words,
 )
 from search_spaces.sizes import offered_batches, offered_lengths
 from search_spaces.space import DEFAULT_MODEL, SearchSpace
@@ -144,9 +145,7 @@ def _entries(lines: Sequence[str], indent: str = "") -> list[_Entry]:
     return found
 
 
-def _composed(
-    schema: str, title: str, texts: Sequence[str], *, without: Sequence[str] = ()
-) -> str:
+def _composed(schema: str, title: str, texts: Sequence[str], *, without: Sequence[str] = ()) -> str:
     """Return a text with the keys of overlays, and their comments, in place of its own.
 
     What an overlay searches is no longer fixed, and the other way round.
@@ -224,7 +223,7 @@ def starting_text(gpu: str, model: str | None) -> str:
     if spec is not None:
         parts.append(_baseline_for(spec, trained, overlay))
     elif trained.name != _said(overlay, "model"):
-        parts.append(_room_on_cpu(trained))
+        parts += [_room_on_cpu(trained), "\n".join(_attention(trained))]
     words = "a CPU" if spec is None else spec.name
     title = f"# A search space for {words}, to be changed: `sweep run THIS-FILE`."
     return _composed(schema_path(), title, parts, without=("name", "description"))
@@ -263,14 +262,15 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
     types, kernels and layers that both take."""
     lengths = offered_lengths(model, spec.budget_bytes)
     batches = offered_batches(model, spec.budget_bytes, lengths)
-    eight_bit = [kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since]
+    eight_bit = [
+        kind for kind, since in EIGHT_BIT_SINCE.items() if spec.compute_capability >= since
+    ]
     has_bf16 = spec.compute_capability >= AMPERE
     half = ["bf16"] if has_bf16 else []
     if not has_bf16 or model.model_type not in OVERFLOWS_FP16:
         half.append("fp16")
     types = [*half, *eight_bit]
     bases = ["nf4", "none", *eight_bit]
-    fixed = []
     if unquantized(model) is not None:
         types, bases = half, ["none"]
     lines = [
@@ -284,11 +284,15 @@ def _searched(spec: GpuSpec, model: ModelSpec) -> str:
         lines.append("  kernels: [hf]")
     if model.model_type in WITHOUT_CHECKPOINTING:
         lines.append("  checkpoint_fraction: [0.0]")
-    if model.model_type in WITHOUT_SDPA:
-        fixed.append("  attention: eager")
-    if fixed:
-        lines += ["fixed:", *fixed]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_attention(model)])
+
+
+def _attention(model: ModelSpec) -> list[str]:
+    """Return what is said of a model's attention where it is not torch's own."""
+    why = attention_words(model)
+    if why is None:
+        return []
+    return ["fixed:", f"  # {why}.", f"  attention: {attention_of(model)}"]
 
 
 def _baseline_for(spec: GpuSpec, model: ModelSpec, overlay: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from search_spaces.config import EIGHT_BIT, KNOBS, AdapterDtype, TrialConfig, as_typed
+from search_spaces.config import EIGHT_BIT, KNOBS, AdapterDtype, Attention, TrialConfig, as_typed
 from search_spaces.errors import did_you_mean
 from search_spaces.linears import (
     known_linear_modules,
@@ -126,6 +126,19 @@ def torch_for(capability: tuple[int, int] | None) -> str | None:
         "of torch 2.11 to 2.14 only the builds for CUDA 12.6 (from pytorch.org) have kernels for "
         f"compute capability {has}, and 2.15 is to be without them"
     )
+
+
+def attention_of(model: ModelSpec) -> Attention:
+    """Return the attention that a model takes where nobody asks for another one."""
+    return "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+
+
+def attention_words(model: ModelSpec) -> str | None:
+    """Return why a model takes another attention than torch's own; None where it takes that."""
+    if attention_of(model) == "sdpa":
+        return None
+    kind = model.model_type
+    return f"attention is eager: transformers has no sdpa attention for model type '{kind}'"
 
 
 Asked = Iterator[tuple[str, str | None]]

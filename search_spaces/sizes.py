@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from search_spaces.config import TrialConfig
 from search_spaces.dimensions import VALUES_MAX, IntRange
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
@@ -39,9 +38,7 @@ def offered_lengths(model: ModelSpec, budget_bytes: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def offered_batches(
-    model: ModelSpec, budget_bytes: int, lengths: Sequence[int]
-) -> IntRange:
+def offered_batches(model: ModelSpec, budget_bytes: int, lengths: Sequence[int]) -> IntRange:
     """Return the micro-batches: every one, up to the largest that may fit at the shortest length.
 
     They are spread by their logarithm where a sampler draws them.
@@ -52,22 +49,17 @@ def offered_batches(
 
 
 def with_offered_batches(space: SearchSpace, model: ModelSpec, budget_bytes: int) -> SearchSpace:
-    """Return a shipped space whose micro-batches are those of its lengths; one in which nobody
-    searches them as it is.
+    """Return a shipped space whose micro-batches are those of its lengths; one in which they are
+    listed, or fixed, as it is.
 
     Raises:
         InputError: what is left makes no space.
     """
     lengths = space.values_of("seq_len")
-    if "micro_batch_size" not in space.dimensions or not lengths:
+    known = space.dimensions.get("micro_batch_size")
+    if not isinstance(known, IntRange) or not lengths:
         return space
     batches = offered_batches(model, budget_bytes, lengths)
-    if batches == space.dimensions["micro_batch_size"]:
+    if batches == known:
         return space
     return space.changed({"dimensions": {**space.dimensions, "micro_batch_size": batches}})
-
-
-def scaled_baseline(baseline: TrialConfig, seq_len: int) -> int:
-    """Return the micro-batch of a baseline at another length: about as many tokens, at least one
-    sequence."""
-    return max(1, baseline.micro_batch_size * baseline.seq_len // seq_len)

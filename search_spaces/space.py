@@ -336,6 +336,12 @@ class SearchSpace(Strict):
             return self.dimensions[key].values() or ()
         return (self.fixed.get(key, TrialConfig.model_fields[key].default),)
 
+    @property
+    def gpus_per_trial(self) -> int:
+        """GPUs that the widest of its trials trains on together, the baseline's among them."""
+        searched = self.values_of("data_parallel")
+        return int(max(*searched, self.baseline_config().data_parallel))
+
     @cached_property
     def batches(self) -> tuple[tuple[Any, ...], ...]:
         """Values of `BATCH_KEYS` in the space that go into each other."""

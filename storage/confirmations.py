@@ -66,6 +66,8 @@ class Ratio:
     high: float | None
     is_paired: bool = False
     """Whether both ran in turns; else its ends are those of single runs, which differ by more."""
+    is_predicted: bool = False
+    """Whether it is of two predictions, with the ends of nine in ten such ratios."""
 
     @property
     def is_open(self) -> bool:
@@ -167,9 +169,7 @@ class Confirmations:
         what somebody interrupted, nor the runs of canonical configurations ``besides``."""
         # By the worker's clock where a run came to a measurement.
         return sum(
-            record.measurement.setup_seconds + record.measurement.measured_seconds
-            if record.measurement
-            else record.device_seconds
+            record.run_seconds
             for record in self.records
             if record.series == series
             and record.purpose == "confirm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ _NAME_BYTES_MAX = 200
 _OF_TEXTS = ("data.eval_fraction", "data.quality_tokens", "seed")
 """What says which examples are trained on, and how."""
 _RECIPE = TrialConfig().model_dump(mode="json")
+NINE_IN_TEN = 1.645
+"""Standard deviations to either side that hold nine in ten."""
 
 
 def check_name(name: str) -> None:
@@ -143,7 +146,26 @@ class TargetSpeed:
     """Of the 95 % interval of what was measured, or of a prediction what nine in ten are within."""
     high: float | None
     basis: Literal["measured", "predicted"]
-    """Predicted where another GPU stood in for the target: its speed is its own."""
+    """Predicted where another GPU stood in for the target, and corrected by what that measured."""
+    log_spread: float | None = None
+    """Standard deviation of a predicted speed's logarithm; None where it was measured."""
+    own_spread: float = 0.0
+    """What of that is the configuration's own; a ratio of two has both."""
+    common: tuple[float, ...] = ()
+    """How far each of what all predictions of the study have in common moves it: in a ratio of two
+    the difference counts."""
+
+    def ratio(self, over: TargetSpeed) -> tuple[float, float | None, float | None]:
+        """Return how many times as fast this is as another, and the ends of what nine in ten such
+        ratios of predictions are between; None for ends that are not known."""
+        value = self.tokens_per_second / over.tokens_per_second
+        if self.log_spread is None or over.log_spread is None:
+            return value, None, None
+        shared = math.dist(self.common, over.common)
+        of_both = math.hypot(shared, self.own_spread, over.own_spread)
+        apart = min(of_both, math.hypot(self.log_spread, over.log_spread))
+        factor = math.exp(NINE_IN_TEN * apart)
+        return value, value / factor, value * factor
 
 
 @dataclass(frozen=True)

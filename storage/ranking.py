@@ -17,12 +17,21 @@ not hold in them does not fit. What was not measured again comes after them, unl
 fastest of the search. Its speed is scaled by the fastest that ran in both, as speeds of two
 processes do not compare as those of one do.
 
-Where another GPU stands in for the target, its measured speeds compare within one class of numerics
-(16-bit, FP8 or INT8 compute). Classes compare by what is predicted of the fastest of each on the
-target, where that is known of all: no two GPUs have units for 8 bits that are alike.
+Where another GPU stands in for the target, one speed decides, of what is best, of ties, gains and
+fronts: what is predicted of the target, corrected by what was measured (`TargetSpeed`). Where that
+is not known of all that fits, measured speeds decide.
 
-The fastest is recommended; of a tie, one that never made the allocator give memory back. Only what
-was measured side by side is a tie: where the interval of the ratio of the two holds 1.
+Asked for speed alone, the recommendation is of one capacity class: of those in which anything fits,
+the one nearest to the standard recipe's. A space that holds one class asks for that. In it 16-bit
+compute comes first, unless 8 bits are sure to be faster: the interval of the ratio to the fastest
+with 16-bit compute lies above 1. Of the fastest and what is within `TIE` of it, the plainer is
+recommended (`search_spaces.preference`), one that never made the allocator give memory back before
+all others. What another one beats in speed and memory is never recommended, but for one of a less
+plain compute dtype that is no more than `TIE` better: so the recommended one lies on the front of
+its class, or within a tie of it.
+
+What was measured side by side and is not distinguishable, as the interval of the ratio of the two
+holds 1, is named as a tie.
 
 Rank and target modules cost speed and buy capacity, so a gain is stated within one capacity class:
 over the baseline, and in another class than its own over the baseline's recipe in that class. Noise
@@ -42,9 +51,9 @@ from weakref import WeakKeyDictionary
 from pydantic import BaseModel, ConfigDict
 
 from search_spaces.config import Numerics, TrialConfig, canonical
-from search_spaces.linears import CapacityClass
+from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
-from search_spaces.preference import TIE
+from search_spaces.preference import TIE, compute_order, plainness
 from search_spaces.space import Objective
 from storage.confirmations import (
     RUNS_TO_CONFIRM,
@@ -53,6 +62,7 @@ from storage.confirmations import (
     is_told_apart,
     pooled_qualities,
     scaled,
+    soaked_long_enough,
 )
 from storage.definition import StudyDefinition, StudySnapshot, TargetSpeed
 from storage.records import Measurement, TrialRecord, Verdict
@@ -177,6 +187,9 @@ class ClassBest(BaseModel):
     seq_len: int
     number: int
     tokens_per_second: float
+    """Measured."""
+    target_tokens_per_second: float | None
+    """What is predicted of the target, where another GPU stood in for it: the fastest by that."""
     is_partial: bool
     """Stopped early as slow, in a class where nothing was measured to the end."""
 
@@ -191,6 +204,8 @@ class Gain:
     over: TrialRecord | None = None
     """What it is over: the baseline, or its recipe in the trial's class; None where that was not
     measured."""
+    measured: Ratio | None = None
+    """The same on the GPU that stood in for the target, where one did."""
 
 
 @dataclass(frozen=True)
@@ -227,20 +242,122 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, the recommended one first."""
+        return tuple(sorted(self._by_merit, key=lambda record: record is not self._recommended))
+
+    @property
+    def is_for_speed_alone(self) -> bool:
+        """Whether nothing but speed is asked for."""
+        return self.objectives == ("tokens_per_second",)
+
+    @cached_property
+    def asked_class(self) -> CapacityClass | None:
+        """The capacity class that is recommended from: the nearest to the standard recipe's of
+        those in which anything fits; None where nothing does."""
+        return nearest_capacity(
+            (self.capacity_class(record.config) for record in fitting(self.of_space)), self._model
+        )
+
+    def is_asked(self, config: TrialConfig) -> bool:
+        """Whether a configuration is of the capacity class that is recommended from."""
+        return self.capacity_class(config) == self.asked_class
+
+    @cached_property
+    def _recommended(self) -> TrialRecord | None:
+        """The trial that is recommended; None where nothing fits."""
         ordered = self._by_merit
-        alike = (r for r in ordered if r is ordered[0] or self._is_tied(ordered[0], r))
-        recommended = min(alike, key=lambda r: measured_of(r).allocator_retries > 0, default=None)
-        return tuple(sorted(ordered, key=lambda record: record is not recommended))
+        if not ordered:
+            return None
+        alike = [r for r in ordered if r is ordered[0] or self._is_tied(ordered[0], r)]
+        if self.is_for_speed_alone:
+            alike = self._alternatives
+        return min(alike, key=self._preference)
+
+    def _preference(self, record: TrialRecord) -> tuple[object, ...]:
+        """Return what sorts trials that tie, the one to recommend first."""
+        if not self.is_for_speed_alone:
+            return (_gave_back(record),)
+        peak = measured_of(record).peak_allocated_bytes
+        return _gave_back(record), *plainness(record.config, peak)
+
+    @cached_property
+    def _alternatives(self) -> list[TrialRecord]:
+        """What ties with the fastest of the class of numerics that is chosen, that among it, less
+        what another one beats."""
+        of_class = self._fastest_of_numerics
+        fastest = of_class[self._chosen_numerics]
+        rivals = [
+            record
+            for record in self.by_speed
+            if self.is_asked(record.config)
+            and record.config.numerics == fastest.config.numerics
+            and self._place(record) == self._place(fastest)
+        ]
+        least = self.speed_of(fastest) / (1.0 + TIE)
+        tied = [record for record in rivals if self.speed_of(record) >= least]
+        return [one for one in tied if not any(self._beats(other, one) for other in rivals)]
+
+    def _beats(self, one: TrialRecord, other: TrialRecord) -> bool:
+        """Whether a trial is no worse than another in speed and memory and better in one of them,
+        one of a less plain compute dtype by more than a tie. One that made the allocator give
+        memory back beats none that did not."""
+        if _gave_back(one) > _gave_back(other):
+            return False
+        margin = TIE if compute_order(one.config) > compute_order(other.config) else 0.0
+        faster = self.speed_of(one) / self.speed_of(other)
+        mine, theirs = (measured_of(record).peak_allocated_bytes for record in (one, other))
+        is_no_worse = faster >= 1.0 and mine <= theirs
+        return is_no_worse and (faster > 1.0 + margin or mine * (1.0 + margin) < theirs)
+
+    @cached_property
+    def _fastest_of_numerics(self) -> Mapping[Numerics, TrialRecord]:
+        """The fastest trial of the asked capacity class in each class of numerics, fastest first;
+        of several objectives, of all capacity classes."""
+        found: dict[Numerics, TrialRecord] = {}
+        for record in self.by_speed:
+            if not self.is_for_speed_alone or self.is_asked(record.config):
+                found.setdefault(record.config.numerics, record)
+        return found
+
+    @cached_property
+    def _chosen_numerics(self) -> Numerics:
+        """The fastest class of numerics that surely outruns 16-bit compute, else that."""
+        plain = self._fastest_of_numerics.get("16-bit")
+        for numerics, record in self._fastest_of_numerics.items():
+            if plain is None or record is plain or self._is_surely_faster(record, plain):
+                return numerics
+        raise AssertionError("something fits")
+
+    def _is_surely_faster(self, one: TrialRecord, over: TrialRecord) -> bool:
+        ratio = self.ratio(one, over)
+        return ratio.value > 1.0 + TIE if ratio.low is None else ratio.low > 1.0
+
+    @property
+    def other_numerics(self) -> TrialRecord | None:
+        """What is named beside a winner: where that computes in 8 bits the fastest trial with
+        16-bit compute, else the fastest in 8 bits that may be faster, as their ratio's interval
+        does not lie below 1; None where there is none."""
+        winner = self.winner
+        if winner is None:
+            return None
+        plain = self._fastest_of_numerics.get("16-bit")
+        if winner.config.is_8bit_compute:
+            return plain
+        for numerics, record in self._fastest_of_numerics.items():
+            ratio = self.ratio(record, winner)
+            if numerics != "16-bit" and (ratio.value if ratio.high is None else ratio.high) > 1.0:
+                return record
+        return None
 
     @cached_property
     def _by_merit(self) -> tuple[TrialRecord, ...]:
-        """The trials of the space that fit, each configuration once, best first.
+        """The trials of the space that fit, each configuration once, best first; of speed alone
+        those of the asked capacity class first.
 
         Of several objectives the front comes first, and in both parts what is nearest to the best
         of every objective at once. Equals are ordered by speed, less memory, and number.
         """
-        if self.objectives == ("tokens_per_second",):
-            return self.by_speed
+        if self.is_for_speed_alone:
+            return tuple(sorted(self.by_speed, key=lambda r: not self.is_asked(r.config)))
         # A fit without the held-out loss that was asked for says nothing of that.
         candidates = self.compared(r for r in self.by_speed if _is_judged(r, self.objectives))
         front = pareto_front(candidates, self.objectives)
@@ -265,78 +382,71 @@ class Ranking:
     def by_speed(self) -> tuple[TrialRecord, ...]:
         """The trials of the space that fit, each configuration once, fastest first."""
         fits = {record.number: record for record in fitting(self.of_space)}
-        compared = self.compared(fits.values())
-        place = self._outran_the_confirmed(compared, self._class_factors)
-        return tuple(fits[record.number] for record in sorted(compared, key=place))
+        ordered = (fits[record.number] for record in self.compared(fits.values()))
+        return tuple(sorted(ordered, key=self._place))
 
     def compared(self, records: Iterable[TrialRecord]) -> tuple[TrialRecord, ...]:
-        """Return measured trials with speeds that compare between classes of numerics, fastest
-        first; of several objectives the losses are those that are told apart."""
-        factors, records = self._class_factors, tuple(records)
+        """Return measured trials with the speeds that decide, fastest first; of several objectives
+        the losses are those that are told apart."""
+        records = tuple(records)
         if len(self.objectives) > 1 and "eval_loss" in self.objectives:
             records = _leveled(records)
-        if not factors:
-            return records
-        return _fastest_first(
-            _with(r, scaled(measured_of(r), factors[r.config.numerics])) for r in records
-        )
+        return _fastest_first(self._as_decided(record) for record in records)
+
+    def _as_decided(self, record: TrialRecord) -> TrialRecord:
+        measured = measured_of(record)
+        faster = self.speed_of(record) / measured.tokens_per_second
+        return record if faster == 1.0 else _with(record, scaled(measured, faster))
 
     @cached_property
-    def _fastest(self) -> Mapping[Numerics, TrialRecord]:
-        """The fastest trial of the space of each class of numerics."""
-        classes: dict[Numerics, list[TrialRecord]] = {}
-        for record in fitting(self.of_space):
-            classes.setdefault(record.config.numerics, []).append(record)
-        return {n: min(of, key=self._outran_the_confirmed(of, {})) for n, of in classes.items()}
+    def is_predicted(self) -> bool:
+        """Whether what is predicted of the target decides, as another GPU stood in for it."""
+        if self.definition.target.emulated_on is None:
+            return False
+        return all(record.number in self.target_speeds for record in fitting(self.of_space))
 
-    @cached_property
-    def _class_factors(self) -> Mapping[Numerics, float]:
-        """By class of numerics, what is predicted of its fastest on the target over what the GPU
-        that stood in reached; nothing where measured speeds compare as they are."""
-        known = {n: self.target_speeds.get(record.number) for n, record in self._fastest.items()}
-        if self.definition.target.emulated_on is None or len(known) == 1 or None in known.values():
-            return {}
-        return {
-            n: speed.tokens_per_second / measured_of(self._fastest[n]).tokens_per_second
-            for n, speed in known.items()
-            if speed is not None
-        }
+    def speed_of(self, record: TrialRecord) -> float:
+        """Return the tokens/s of a measured trial that decide, and are shown first."""
+        known = self.target_speeds.get(record.number) if self.is_predicted else None
+        return measured_of(record).tokens_per_second if known is None else known.tokens_per_second
+
+    def expected_speed(self, record: TrialRecord) -> float | None:
+        """Return the tokens/s that are predicted of a trial that was not measured, on the GPU whose
+        speeds decide; None where nothing is."""
+        if self.is_predicted:
+            on_target = self.target_speeds.get(record.number)
+            return None if on_target is None else on_target.tokens_per_second
+        return None if record.prediction is None else record.prediction.tokens_per_second
 
     @property
     def numerics_choice(self) -> Literal["measured", "predicted"]:
-        """How the winner's class of numerics was chosen: by what is predicted of the target where
-        another GPU stood in and several classes fit."""
-        return "predicted" if self._class_factors else "measured"
+        """How the winner and its class of numerics were chosen."""
+        return "predicted" if self.is_predicted else "measured"
 
-    @property
-    def fastest_with_16_bits(self) -> TrialRecord | None:
-        """The fastest trial with 16-bit compute, where the winner computes in 8 bits."""
-        is_8bit = self.winner is not None and self.winner.config.is_8bit_compute
-        return self._fastest.get("16-bit") if is_8bit else None
+    def _place(self, record: TrialRecord) -> int:
+        """Return whether a trial comes before (0), among (1) or after (2) those measured again.
 
-    def _outran_the_confirmed(
-        self, candidates: Sequence[TrialRecord], factors: Mapping[Numerics, float]
-    ) -> Callable[[TrialRecord], int]:
-        """Return what puts a trial before (0), among (1) or after (2) those measured again.
-
-        Within the search all speeds compare, and within a confirmation. Of several objectives speed
-        is only one, and all are taken as they are.
+        Within the search all speeds compare, and within a confirmation. What is predicted of the
+        target compares in both. Of several objectives speed is only one, and all are taken as they
+        are.
         """
+        limit = self._outrun_from
+        if limit is None or self.is_measured_again(record):
+            return 1
+        return 0 if measured_of(record).tokens_per_second > limit else 2
+
+    @cached_property
+    def _outrun_from(self) -> float | None:
+        """What a trial has to reach that outruns all that were measured again; None where that
+        makes no difference."""
         searched = [
-            self.searched[r.number].tokens_per_second * factors.get(r.config.numerics, 1.0)
-            for r in candidates
-            if self.is_measured_again(r)
+            self.searched[record.number].tokens_per_second
+            for record in fitting(self.of_space)
+            if self.is_measured_again(record)
         ]
-        if not searched or self.objectives != ("tokens_per_second",):
-            return lambda _: 1
-        limit = self.scale * max(searched)
-
-        def place(record: TrialRecord) -> int:
-            if self.is_measured_again(record):
-                return 1
-            return 0 if measured_of(record).tokens_per_second > limit else 2
-
-        return place
+        if not searched or self.is_predicted or not self.is_for_speed_alone:
+            return None
+        return self.scale * max(searched)
 
     @cached_property
     def front(self) -> tuple[TrialRecord, ...]:
@@ -365,29 +475,32 @@ class Ranking:
         others = [o for o in self.objectives if o != "tokens_per_second"]
         if len(others) < len(self.objectives):
             both = self.is_measured_again(best) and self.is_measured_again(record)
-            if not (both and self.compares(best, record) and self.ratio(best, record).is_open):
+            if self.is_predicted or not both or not self.ratio(best, record).is_open:
                 return False
         return all(_overlap(o, measured_of(best), measured_of(record)) for o in others)
 
     @cached_property
     def close(self) -> tuple[TrialRecord, ...]:
         """The other trials that at best are faster, by more than a tie, than what the best reached
-        in the search: what measuring side by side may tell apart."""
-        if self.winner is None:
+        in the search, and an 8-bit one that may be faster: what measuring side by side may tell
+        apart. None where what is predicted of the target decides."""
+        winner = self.winner
+        if winner is None or (self.is_predicted and "tokens_per_second" in self.objectives):
             return ()
-        best = self._as_searched(self.winner)
+        best = self._as_searched(winner)
         # Beside a loss, equal speeds are no reason to leave a trial out.
         margin = TIE if len(self.objectives) == 1 else 0.0
+        rivals = self.ranked[1:]
+        if self.is_for_speed_alone:
+            own = winner.config.numerics
+            of_class = [r for r in rivals if self.is_asked(r.config)]
+            other = None if winner.config.is_8bit_compute else self.other_numerics
+            rivals = tuple(r for r in of_class if r.config.numerics == own or r is other)
         return tuple(
             record
-            for record in self.ranked[1:]
-            if self.compares(self.winner, record)
-            and all(_overlap(o, best, self._as_searched(record), margin) for o in self.objectives)
+            for record in rivals
+            if all(_overlap(o, best, self._as_searched(record), margin) for o in self.objectives)
         )
-
-    def compares(self, one: TrialRecord, other: TrialRecord) -> bool:
-        """Whether the measured speeds of two trials say which is the faster on the target."""
-        return not self._class_factors or one.config.numerics == other.config.numerics
 
     def _as_searched(self, record: TrialRecord) -> Measurement:
         """Return what the search measured of a trial, on the scale of what was measured again."""
@@ -395,8 +508,19 @@ class Ranking:
         return measured_of(record) if searched is None else scaled(searched, self.scale)
 
     def ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:
-        """Return how much faster a trial is than another: by the rounds in which both were measured
-        again, else by the interval of each."""
+        """Return how much faster a trial is than another: as predicted of the target where that
+        decides, else as measured."""
+        if canonical(record.config) == canonical(over.config):
+            return Ratio(1.0, 1.0, 1.0)
+        if self.is_predicted:
+            mine, theirs = (self.target_speeds.get(each.number) for each in (record, over))
+            if mine is not None and theirs is not None:
+                return Ratio(*mine.ratio(theirs), is_predicted=True)
+        return self.measured_ratio(record, over)
+
+    def measured_ratio(self, record: TrialRecord, over: TrialRecord) -> Ratio:
+        """Return how much faster a trial ran than another: by the rounds in which both were
+        measured again, else by the interval of each."""
         if canonical(record.config) == canonical(over.config):
             return Ratio(1.0, 1.0, 1.0)
         paired = self.confirmations.ratio(record.config, over.config)
@@ -415,11 +539,13 @@ class Ranking:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the winner was measured again, and soaked where asked."""
+        """Whether the winner was measured again, and soaked for as long as was asked."""
         if self.winner is None or not self.is_measured_again(self.winner):
             return False
         budget = self.definition.space.confirm
-        return (budget is not None and not budget.soak_seconds) or self.soak is not None
+        if budget is None or self.soak is None:
+            return self.soak is not None or (budget is not None and not budget.soak_seconds)
+        return soaked_long_enough(self.soak, seconds=budget.soak_seconds, steps=budget.soak_steps)
 
     @property
     def is_settled(self) -> bool:
@@ -507,10 +633,11 @@ class Ranking:
             fell = canonical(self.recipe_for(trial.config)) in self.confirmations.fallen
             return Gain(reason="did_not_fit" if fell else "not_measured")
         ratio = self.ratio(trial, over)
+        measured = self.measured_ratio(trial, over) if self.is_predicted else None
         is_itself = canonical(trial.config) == canonical(over.config)
         if ratio.is_open and not is_itself:
-            return Gain(reason="not_shown", over=over)
-        return Gain(ratio, over=over)
+            return Gain(reason="not_shown", over=over, measured=measured)
+        return Gain(ratio, over=over, measured=measured)
 
     @cached_property
     def fastest_by_class(self) -> tuple[ClassBest, ...]:
@@ -522,8 +649,9 @@ class Ranking:
         """
         stopped = (r for r in self.of_space if r.verdict is Verdict.PRUNED_SLOW)
         best: dict[tuple[CapacityClass, Numerics, int], ClassBest] = {}
-        for record in (*fitting(self.of_space), *_fastest_first(stopped)):
+        for record in (*self.by_speed, *_fastest_first(stopped)):
             config = record.config
+            on_target = self.target_speeds.get(record.number) if self.is_predicted else None
             found = ClassBest(
                 lora_rank=config.lora_rank,
                 target_modules=config.target_modules,
@@ -531,6 +659,7 @@ class Ranking:
                 seq_len=config.seq_len,
                 number=record.number,
                 tokens_per_second=measured_of(record).tokens_per_second,
+                target_tokens_per_second=on_target and on_target.tokens_per_second,
                 is_partial=record.verdict is Verdict.PRUNED_SLOW,
             )
             key = self.capacity_class(config), config.numerics, config.seq_len
@@ -672,6 +801,11 @@ def _leveled(records: tuple[TrialRecord, ...]) -> tuple[TrialRecord, ...]:
         return _with(record, measured.model_copy(update={"quality": quality}))
 
     return tuple(leveled(record) for record in records)
+
+
+def _gave_back(record: TrialRecord) -> bool:
+    """Whether a trial made the allocator give memory back."""
+    return measured_of(record).allocator_retries > 0
 
 
 def _with(record: TrialRecord, measured: Measurement) -> TrialRecord:

@@ -323,6 +323,8 @@ class Lost(_Told):
 
 INTERRUPTED = Lost(detail="interrupted", is_interrupted=True)
 """Of a trial that was cancelled."""
+OUT_OF_TIME = Lost(detail="cut short, as the time of the run was over", is_interrupted=True)
+"""Of a trial that was stopped by its `TrialRequest.seconds_left` before it was measured."""
 
 Outcome = Annotated[
     Measured
@@ -446,6 +448,15 @@ class TrialRecord(Errand):
     def verdict(self) -> Verdict:
         """The outcome's verdict."""
         return self.outcome.verdict
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds that its worker took for it, without its start; of a trial that came to no
+        measurement those of the device."""
+        measured = self.measurement
+        if measured is None:
+            return self.device_seconds
+        return measured.setup_seconds + measured.measured_seconds
 
     @property
     def is_interrupted(self) -> bool:

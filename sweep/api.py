@@ -7,6 +7,7 @@ Each returns what the command of its name prints with ``--json``, and raises an 
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -235,7 +236,7 @@ def tune(
         study: its name; None derives one from the space.
         storage: URL of the database.
         trials: the most trials, earlier runs included.
-        time_budget_seconds: time after which this call stops.
+        time_budget_seconds: time after which this call ends, confirmation included.
         max_dollars: the most that the study may cost, at the price of the GPU that runs it.
         sampler: ``guided``, ``tpe``, ``gp``, ``random`` or ``grid``.
         numerics: ``16-bit`` excludes 8-bit compute.
@@ -250,9 +251,11 @@ def tune(
         EnvironmentFault: the database, GPU or disk is not available.
         KeyboardInterrupt: the study was stopped. All results are stored.
     """
+    began_seconds = time.monotonic()
     from sweep.paths import storage_url
     from sweep.request import RunRequest, Where
     from sweep.study.events import StopReason
+    from sweep.study.run_time import CommandStart
     from sweep.terminal import driving
 
     overrides = {
@@ -280,7 +283,11 @@ def tune(
 
     quiet: Any = {"watch": unwatched, "tell": _warn, "warn": _warn, "read": _read_texts}
     prepared, reason = driving.tune(
-        request, Where.parse(on), url=storage_url(storage), **({} if progress else quiet)
+        request,
+        Where.parse(on),
+        url=storage_url(storage),
+        start=CommandStart(began_seconds),
+        **({} if progress else quiet),
     )
     if reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt(f"study '{prepared.name}' was stopped; the same call resumes it")

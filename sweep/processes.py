@@ -191,6 +191,14 @@ class Child:
                     time.sleep(0.005)
 
 
+def own_age_seconds() -> float:
+    """Return for how long this process has run."""
+    stat = Path("/proc/self/stat").read_bytes()
+    # Behind its name, which may be anything; counted from the machine's start.
+    ticks = int(stat.rpartition(b")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _kill_marked(mark: str) -> None:
     """Kill the processes below a child that are in no group of its own, until there are none.
 

@@ -20,8 +20,9 @@ from search_spaces.config import KNOBS, TrialConfig, as_options
 from search_spaces.documents import exists, explain, home_expanded, read_text
 from search_spaces.errors import InputError, did_you_mean, quote
 from search_spaces.gpus import find_gpu
-from search_spaces.loading import load_space, with_fixed
+from search_spaces.loading import load_space, preset_name, with_fixed
 from search_spaces.models import load_model_spec
+from search_spaces.presets import preset_space
 from search_spaces.space import ConfirmBudget, SearchSpace
 from search_spaces.texts import TextsChoice
 from storage.definition import NAME_MAX, check_name, is_file_name
@@ -230,6 +231,7 @@ def overridden(
         InputError: a value that the space does not take.
     """
     declared = load_space(name)
+    offered = _for_what_is_there(name, declared, overrides)
     known, confirm = declared.data, overrides.get("confirm")
     if known is None and stored is not None:
         known = stored.space.data
@@ -244,7 +246,21 @@ def overridden(
     budget = declared.budget_gib_on(overrides.get("gpu") or declared.gpu)
     names = {key: f"--{key.replace('_', '-')}" for key in changed}
     names |= {key: f"--set {key}" for key in ("numerics", "weights")}
-    return declared.changed({"budget_gib": budget, **changed}, names=names), changed
+    return offered.changed({"budget_gib": budget, **changed}, names=names), changed
+
+
+def _for_what_is_there(
+    name: str, declared: SearchSpace, overrides: Mapping[str, Any]
+) -> SearchSpace:
+    """Return a preset for the GPU and the model that were typed in place of its own; a person's own
+    space as it is."""
+    preset = preset_name(name)
+    gpu, model = overrides.get("gpu"), overrides.get("model")
+    if gpu in ("auto", "cpu"):
+        gpu = None
+    if preset is None or not (gpu or model):
+        return declared
+    return preset_space(preset, gpu, model)
 
 
 def held_in(

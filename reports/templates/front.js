@@ -6,7 +6,7 @@
   if (form && Object.keys(front.views).length) {
     const whole = figures.front;
     const memory = front.x;
-    const chosen = { x: front.x, y: front.y, class: "" };
+    const chosen = { x: front.x, y: front.y, class: front.class };
     const keys = Object.keys(columns);
     const axis = (old, key) => (key === memory ? whole.layout.xaxis : { ...old, type: "linear", range: undefined, autorange: true, tickformat: "~s", title: { text: columns[key].label.replaceAll("<", "&lt;") } });
     const redraw = () => {

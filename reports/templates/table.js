@@ -7,8 +7,7 @@
   const PAGE = 50;
   const keys = Object.keys(columns);
   const [form, more, count, downloads] = ["controls", "more", "count", "downloads"].map((name) => document.getElementById(`trials-${name}`));
-  const speed = keys.find((key) => key.endsWith("tokens_per_second"));
-  const state = { key: speed ?? "number", falls: Boolean(speed), text: "", verdict: "", shown: PAGE };
+  const state = { key: keys.includes("order") ? "order" : "number", falls: false, text: "", verdict: "", shown: PAGE };
   const isNumber = (key) => columns[key].pairs.some(([value]) => typeof value === "number");
   const visible = () => keys.filter((key) => columns[key].shown);
   const label = (key) => columns[key].label;

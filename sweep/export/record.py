@@ -111,6 +111,14 @@ class RecordedTexts(_Part):
         return self.summary.text_column or "text"
 
 
+class PredictedSpeed(_Part):
+    """A predicted speed in supervised tokens/s, and what nine in ten such are between."""
+
+    value: PositiveFloat
+    low: PositiveFloat | None = None
+    high: PositiveFloat | None = None
+
+
 class Provenance(_Part):
     """Where a measurement comes from; null where nothing recorded it."""
 
@@ -121,6 +129,9 @@ class Provenance(_Part):
     environment: dict[str, Any] = Field(default_factory=dict)
     """`storage.environment.fingerprint` of the machine: GPU, driver, versions, our commit."""
     tokens_per_second_ci95: tuple[float, float] | None = None
+    target_tokens_per_second: PredictedSpeed | None = None
+    """What is predicted of the GPU that the study is for, where another one measured: what decided
+    in the study."""
     confirmed: bool = False
     role: str = ""
     """What the trial is in its study, in words."""
@@ -129,6 +140,8 @@ class Provenance(_Part):
     baseline_trial: int | None = None
     baseline_tokens_per_second: float | None = None
     gain: Ratio | None = None
+    measured_gain: Ratio | None = None
+    """The same on the GPU that measured, where the gain is predicted."""
     no_gain: NoGain | None = None
     """Why no gain over it is stated."""
 
@@ -272,6 +285,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             date=trial.started_at,
             environment=snapshot.environment,
             tokens_per_second_ci95=measured.speed_interval,
+            target_tokens_per_second=_predicted(snapshot, trial),
             confirmed=is_confirmed,
             role=words.best_by(definition.space.objectives, is_confirmed=is_confirmed)
             if is_best
@@ -282,9 +296,17 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             baseline_trial=baseline and baseline.number,
             baseline_tokens_per_second=baseline and measured_of(baseline).tokens_per_second,
             gain=gain.ratio,
+            measured_gain=gain.measured,
             no_gain=gain.reason,
         ),
     )
+
+
+def _predicted(snapshot: StudySnapshot, trial: TrialRecord) -> PredictedSpeed | None:
+    speed = snapshot.target_speed(trial)
+    if speed is None or speed.basis != "predicted":
+        return None
+    return PredictedSpeed(value=speed.tokens_per_second, low=speed.low, high=speed.high)
 
 
 def _trial(snapshot: StudySnapshot, ranking: Ranking, number: int) -> TrialRecord:
@@ -409,7 +431,7 @@ def facts(record: Record) -> tuple[str, ...]:
         f"{WRITTEN_BY}.",
         f"{origin.role}, of study {quote(record.study)}: trial {record.number}, "
         f"{origin.certainty}.",
-        figures(record.measurement),
+        f"{predicted_words(record)}{figures(record.measurement)}",
         words.emulation_note(record.gpu.target)
         or f"Measured on {'a CPU' if record.device == 'CPU' else record.device}.",
         f"{f'Begun {origin.date}' if origin.date else 'At a time that is not recorded'}, by "
@@ -421,6 +443,18 @@ def facts(record: Record) -> tuple[str, ...]:
         f"Libraries: {', '.join(known) or 'not recorded'}.",
         examples_words(record),
     )
+
+
+def predicted_words(record: Record) -> str:
+    """Return what is predicted of the study's GPU, which comes before what another one measured;
+    empty where it measured itself."""
+    speed = None if record.provenance is None else record.provenance.target_tokens_per_second
+    if speed is None:
+        return ""
+    ends = (speed.low, speed.high)
+    between = "" if None in ends else f" ({units.rate_interval(ends)})"
+    rate = f"{units.rate(speed.value)} tokens/s{between} predicted on {record.gpu.name}"
+    return f"{rate}. Measured on {record.gpu.emulated_on}: "
 
 
 def figures(measured: Measurement) -> str:
@@ -447,6 +481,8 @@ def gain_words(record: Record) -> str:
     gained = f"not stated: {words.why_no_gain(origin.no_gain, 'it')}"
     if origin.gain is not None:
         gained = words.gain(origin.gain)
+    if origin.measured_gain is not None:
+        gained = f"{gained}, measured {words.gain(origin.measured_gain)}"
     return (
         f"Baseline: trial {origin.baseline_trial}, "
         f"{units.rate(origin.baseline_tokens_per_second)} tokens/s; gain {gained}."

@@ -5,13 +5,14 @@ shipped model, each with the record of what was measured of it; and what would n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reports import units
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import exists, home_expanded, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.rules import attention_of, attention_words
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.ranking import rank_study
 from sweep.export.record import Record, parse_record, record_of
@@ -61,7 +62,7 @@ def subject_of(
         shipped = [spec.name for spec in shipped_models()]
         if number is None and name in shipped:
             words = f"the standard recipe on model '{model or name}' (no study '{name}')"
-            return Subject(TrialConfig(), load_model_spec(model or name), words)
+            return _with_own_attention(TrialConfig(), load_model_spec(model or name), words)
         hint = did_you_mean(name, shipped)
         meant = f" (or a shipped model{hint})" if hint.startswith("; did") else ""
         words = f"{error}; a configuration is named by its file, x.json{meant}"
@@ -76,11 +77,22 @@ def _of_file(name: str, *, model: str | None) -> Subject:
         record = parse_record(values, where=name)
         if model is None:
             return Subject(record.config, record.model.spec, words, record)
-        return Subject(record.config, load_model_spec(model), words)
+        return _with_own_attention(record.config, load_model_spec(model), words)
     config = parse_config(values, where=name)
     if model is None:
         raise InputError(f"{name} says no model: name one with --model")
-    return Subject(config, load_model_spec(model), words)
+    if "attention" in values:
+        return Subject(config, load_model_spec(model), words)
+    return _with_own_attention(config, load_model_spec(model), words)
+
+
+def _with_own_attention(config: TrialConfig, model: ModelSpec, words: str) -> Subject:
+    """Return a configuration that nobody wrote for this model, with the attention that it takes."""
+    why = attention_words(model)
+    if why is None or config.attention == attention_of(model):
+        return Subject(config, model, words)
+    values = {**config.model_dump(), "attention": attention_of(model)}
+    return Subject(parse_config(values, where=words), model, f"{words}; {why}")
 
 
 def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None) -> Subject:
@@ -95,13 +107,10 @@ def _of_study(snapshot: StudySnapshot, *, number: int | None, model: str | None)
     stored = ModelSpec.from_json(snapshot.definition.model)
     chosen = stored if model is None else load_model_spec(model)
     role = "the winner" if winner is not None and winner.number == record.number else "a trial"
-    return Subject(
-        config=trial.config,
-        model=chosen,
-        words=f"{role} of study {quote(snapshot.name)}, trial {record.number}",
-        record=record if chosen.fingerprint == stored.fingerprint else None,
-        definition=snapshot.definition,
-    )
+    words = f"{role} of study {quote(snapshot.name)}, trial {record.number}"
+    is_same = chosen.fingerprint == stored.fingerprint
+    own = _with_own_attention(trial.config, chosen, words)
+    return replace(own, record=record if is_same else None, definition=snapshot.definition)
 
 
 # What would fit

@@ -233,10 +233,12 @@ def predicted(
     if seconds is None or found.step_seconds is None:
         return Course(None, least, download)
     fewest, ends = space.steps.warmup_min + space.steps.measured_min, []
+    lanes = max(1, machine.gpus // space.gpus_per_trial)
     steps = within(found.step_seconds, found.step_log_spread)
     for end, step, is_least in zip(seconds, steps, (True, False), strict=True):
-        # Trials are spread over the GPUs, each of which starts a worker; one confirms the winner.
-        end = survey.START_SECONDS + max(0.0, end - survey.START_SECONDS) / machine.gpus
+        # Trials are spread over the GPUs, as many of which as one takes are a lane that starts its
+        # worker; one lane confirms the winner.
+        end = survey.START_SECONDS + max(0.0, end - survey.START_SECONDS) / lanes
         if confirm is not None:
             # At most its time is over while a run is under way; twice each is measured in any case.
             run = survey.TRIAL_SECONDS + step * fewest * (
@@ -246,7 +248,8 @@ def predicted(
             end += runs if is_least else max(runs, confirm.seconds + run)
             soak = min(confirm.soak_seconds, confirm.soak_steps * step)
             end += survey.TRIAL_SECONDS + soak if soak else 0.0
-        ends.append(end)
+        # A time budget is of the whole run.
+        ends.append(min(end, space.time_budget_seconds or math.inf))
     least += found.compiled_share * survey.COMPILE_SECONDS + fewest * found.step_seconds
     return Course((ends[0], ends[1]), least, download)
 

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from search_spaces.config import TrialConfig
 from search_spaces.costs import SECONDS_PER_HOUR, AskedWork, Bill, Workload, ratio, ties
 from search_spaces.errors import InputError
+from search_spaces.feasibility import obstacles
 from search_spaces.gpus import GpuSpec
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.prices import Offer
+from search_spaces.rules import Setting
 from search_spaces.space import SearchSpace
-from sweep.planning.candidates import (
-    NOT_ASKED,
-    Asked,
-    Certainty,
-    batches_of,
-    certainty,
-    preferred,
-    rows,
-)
+from sweep.planning.candidates import NOT_ASKED, Asked, recommended, shown_batches
 from sweep.planning.plan import BATCHES, bill_offers, reshaped
 from sweep.predict.forecast import Forecast, Forecaster, Forecasts, Progress, silent
 from sweep.predict.memory.prediction import Fit
+from sweep.predict.shortlist import Shortlist, structures
 
 EFFECTIVE_BATCH = 16
 """Sequences of a step where nobody says: QLoRA's own for 7 B and 13 B (arXiv 2305.14314, B.2)."""
 JOB_KEYS = ("lora_rank", "target_modules", "seq_len")
 """What makes a training the same on every GPU, beside the effective batch."""
 
+LEANEST = 12
+"""Structures by which the longest length is looked for."""
 LENGTH_STEP = 64
 """The longest sequences are multiples of this."""
 POSITIONS_MAX = 1_048_576
@@ -183,25 +178,22 @@ def on_card(
     deadline_seconds: float | None,
     progress: Progress = silent,
 ) -> JobCard:
-    """Return what becomes of the job on one GPU, in the configuration to prefer there.
+    """Return what becomes of the job on one GPU, in the configuration to recommend there.
 
     Raises:
         EnvironmentFault: the tracing process does not answer.
     """
     gpu = forecaster.gpu
-    asked = [about] if isinstance(about, TrialConfig) else [c for row in rows(about) for c in row]
-    broken = {config: forecaster.broken(config) for config in asked}
-    valid = [config for config, rule in broken.items() if rule is None]
-    if not valid:
-        reasons = [rule.reason for rule in broken.values() if rule is not None]
-        return JobCard(gpu, Outcome.FORBIDDEN, None, reason=(reasons or ["no configuration"])[0])
-    forecasts = forecaster.forecast(valid, progress=progress)
-    if len(forecasts.refused) == len(valid):
-        fault = forecasts.refused[0]
+    try:
+        if isinstance(about, TrialConfig):
+            best, least = _of_one(about, forecaster, progress)
+        else:
+            best, least = _of_space(about, forecaster, progress)
+    except InputError as fault:
         return JobCard(gpu, Outcome.FORBIDDEN, None, reason=str(fault), fault=fault)
-    best = preferred(_fastest_of_each_certainty(forecasts))
+    except _Forbidden as rule:
+        return JobCard(gpu, Outcome.FORBIDDEN, None, reason=str(rule))
     if best is None:
-        least = int(forecasts.least_bytes[forecasts.least_bytes >= 0].min())
         return JobCard(gpu, Outcome.TOO_SMALL, None, least_bytes=least)
     bills = bill_offers(best, work=work, offers=offers)
     if not bills:
@@ -210,24 +202,44 @@ def on_card(
     return _in_time(gpu, best, bills, deadline_seconds)
 
 
-def _fastest_of_each_certainty(forecasts: Forecasts) -> Iterator[Forecast]:
-    """Yield the fastest at every certainty, down to the first that surely fits.
+class _Forbidden(Exception):  # noqa: N818 - the name says what happened
+    """A rule forbids every configuration."""
 
-    Asked from the fastest on: most of what is faster is ruled out by its peak alone, so that few
-    steps are ever replayed.
-    """
-    found: set[Certainty] = set()
-    tokens = np.array([config.tokens_per_micro_batch for config in forecasts.configs])
-    for at in np.lexsort((-tokens, -forecasts.tokens_per_second)).tolist():
-        if at in forecasts.refused or forecasts.fit(at) is Fit.NO:
-            continue
-        forecast = forecasts[at]
-        level = certainty(forecast)
-        if level not in found:
-            found.add(level)
-            yield forecast
-        if level is Certainty.SURE:
-            return
+
+def _of_one(
+    config: TrialConfig, forecaster: Forecaster, progress: Progress
+) -> tuple[Forecast | None, int | None]:
+    """Return what is expected of a configuration; of one that cannot fit, the least it needs."""
+    broken = forecaster.broken(config)
+    if broken is not None:
+        raise _Forbidden(broken.reason)
+    forecasts = forecaster.forecast([config], progress=progress)
+    if forecasts.refused:
+        raise forecasts.refused[0]
+    if forecasts.fit(0) is Fit.NO:
+        return None, int(forecasts.least_bytes[0])
+    return forecasts[0], None
+
+
+def _of_space(
+    space: SearchSpace, forecaster: Forecaster, progress: Progress
+) -> tuple[Forecast | None, int | None]:
+    """Return what is recommended of a space; where nothing fits, the least that anything needs."""
+    shortlist = Shortlist(space, forecaster, progress=progress)
+    picks = shortlist.picks()
+    if not picks and shortlist.least_bytes is None:
+        setting = Setting(
+            forecaster.model,
+            "cuda",
+            forecaster.gpu.compute_capability,
+            forecaster.shapes is not None,
+        )
+        reasons = [rule.reason for rule in obstacles(space, setting)]
+        raise _Forbidden((reasons or ["no configuration"])[0])
+    forecasts = forecaster.forecast(
+        [pick.config for pick in picks], fits=[pick.fit for pick in picks]
+    )
+    return recommended(forecasts[at] for at in range(len(picks))), shortlist.least_bytes
 
 
 def _in_time(
@@ -312,7 +324,7 @@ def longest_rows(
     if len(tried) in forecasts.refused:
         raise forecasts.refused[len(tried)]
     if isinstance(about, SearchSpace):
-        batches: Sequence[int] = batches_of(about)
+        batches: Sequence[int] = shown_batches(about)
     else:
         batches = [about.micro_batch_size] if "micro_batch_size" in asked.held else BATCHES
     batches = [batch for batch in batches if any(one.takes_micro_batch(batch) for one in tried)]
@@ -341,8 +353,8 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
     if isinstance(about, TrialConfig):
         tried = [reshaped(about, 1, LENGTH_STEP)]
     else:
-        # Of a space that is judged by a sample, those of the sample.
-        tried = list(dict.fromkeys(reshaped(row[0], 1, LENGTH_STEP) for row in rows(about) if row))
+        every = structures(about)
+        tried = list(dict.fromkeys(reshaped(config, 1, LENGTH_STEP) for config in every))
     valid = [one for one in tried if forecaster.is_valid(one)]
     nearest = nearest_capacity({CapacityClass.of(one, model) for one in valid}, model=model)
     return [one for one in valid if CapacityClass.of(one, model) == nearest]
@@ -351,19 +363,23 @@ def _of_one_class(about: SearchSpace | TrialConfig, forecaster: Forecaster) -> l
 def _longest_row(
     forecaster: Forecaster, tried: Sequence[TrialConfig], batch: int, *, most: int
 ) -> LongestRow:
-    def sized(steps: int) -> Forecasts:
+    def sized(steps: int, some: Sequence[TrialConfig]) -> Forecasts:
         length = steps * LENGTH_STEP
-        return forecaster.forecast([reshaped(one, batch, length) for one in tried])
+        return forecaster.forecast([reshaped(one, batch, length) for one in some])
+
+    # What needs least at one length needs about the least at others.
+    peaks = sized(max(1, most // 2), tried).least_bytes
+    predicted = [at for at in peaks.argsort(kind="stable").tolist() if peaks[at] >= 0]
+    leanest = [tried[at] for at in predicted[:LEANEST]]
 
     def last(most: int, *wanted: Fit) -> int:
         """Return the last length, in steps, at which anything fits as is wanted."""
 
         def is_too_long(steps: int) -> bool:
-            forecasts = sized(steps)
+            forecasts = sized(steps, leanest)
             # The smallest first: hardly more than one is replayed to see that it fits.
             order = forecasts.least_bytes.argsort(kind="stable").tolist()
-            predicted = (at for at in order if at not in forecasts.refused)
-            return all(forecasts.fit(at) not in wanted for at in predicted)
+            return all(forecasts.fit(at) not in wanted for at in order)
 
         return bisect_left(range(1, most + 1), True, key=is_too_long)
 
@@ -371,7 +387,7 @@ def _longest_row(
     sure = last(possible, Fit.YES)
     fastest: Forecast | None = None
     if sure:
-        forecasts = sized(sure)
+        forecasts = sized(sure, tried)
         by_speed = (-forecasts.tokens_per_second).argsort(kind="stable").tolist()
         fastest = next((forecasts[at] for at in by_speed if forecasts.fit(at) is Fit.YES), None)
     return LongestRow(

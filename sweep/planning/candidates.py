@@ -1,25 +1,19 @@
-"""The configurations that a plan looks at, and which of their forecasts it prefers.
-
-A row of a space is every micro-batch of otherwise equal configurations.
-"""
+"""Which of the configurations that were found a plan recommends, and what it sets beside them."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from search_spaces.config import KNOBS, TARGET_SETS, TrialConfig, canonical
-from search_spaces.costs import Range
-from search_spaces.dimensions import Choices, Dimension, FloatRange
-from search_spaces.loading import load_space, parse_space, preset_name
-from search_spaces.presets import starting_text
+from search_spaces.config import KNOBS, TARGET_SETS, Numerics, TrialConfig, canonical
+from search_spaces.costs import Range, ties
+from search_spaces.loading import parse_space, preset_name
+from search_spaces.preference import TIE, plainness
+from search_spaces.presets import preset_space, starting_text
 from search_spaces.space import SearchSpace
 from sweep.predict.forecast import Forecast, Forecaster
 from sweep.predict.memory.prediction import Fit
@@ -28,18 +22,10 @@ from sweep.predict.speed.predictor import ratio_spread, within
 SpaceKind = Literal["preset", "file", "standard"]
 """Where a space comes from: shipped under its name, written by the user, or made for a GPU."""
 
-ROWS_MAX = 6_000
-CONFIGURATIONS_MAX = 60_000
-"""Spaces with more of either, or with a continuous dimension, are judged by a sample of rows."""
-ROWS_SAMPLED = 1_500
-BATCHES_MAX = 256
-"""Micro-batches that are looked at in one row."""
 VALUES_SHOWN = 16
 """Rows or columns that the table takes from one dimension."""
 WORTH_SPEED = 0.005
 """A smaller gain in speed, relative, is none."""
-WELL_PREDICTED = 0.05
-"""A peak whose prediction may be further off than this (compiled layers') is less than sure."""
 
 _TOGETHER = attrgetter("data_parallel", "sharding")
 """Where two configurations differ in these, each has its own doubt of what GPUs wait for each
@@ -73,30 +59,19 @@ def own_space(gpu: str, model: str | None) -> tuple[SearchSpace, SpaceKind]:
         InputError: no such model.
         EnvironmentFault: a hub id, and the hub is not to be had.
     """
-    if preset_name(gpu) is not None:
-        return load_space(gpu), "preset"
+    preset = preset_name(gpu)
+    if preset is not None:
+        return preset_space(preset, model=model), "preset"
     return parse_space(starting_text(gpu, model), label=gpu), "standard"
 
 
-def rows(space: SearchSpace) -> Iterator[list[TrialConfig]]:
-    """Yield configurations that differ in their micro-batch alone, the smallest first.
-
-    All of the space where that is little enough, else a sample that is the same every time.
-    """
-    others = {key: d for key, d in space.dimensions.items() if key != "micro_batch_size"}
-    batches = batches_of(space)
-    # Rows that are left out are not counted.
-    kept = len(space.together) / math.prod(len(space.values_of(key)) for key in space.together[0])
-    for values in _row_values(others, kept=kept, batches=len(batches), seed=space.seed):
-        params = dict(zip(others, values, strict=True))
-        if not space.leaves_out(params):
-            row = [{**params, "micro_batch_size": batch} for batch in batches]
-            yield [space.config(params) for params in row if space.holds_batches_of(params)]
-
-
-def batches_of(space: SearchSpace) -> list[int]:
-    """Return the micro-batches of a space, the smallest first: a dimension's, or the fixed one."""
-    return evenly_spaced(space.values_of("micro_batch_size"), most=BATCHES_MAX)
+def shown_batches(space: SearchSpace) -> tuple[int, ...]:
+    """Return the micro-batches of a space, the smallest first; doublings where it has many."""
+    batches = sorted(set(space.values_of("micro_batch_size")))
+    if len(batches) > VALUES_SHOWN:
+        doublings = {2**power for power in range(max(batches).bit_length())}
+        batches = [batch for batch in batches if batch in doublings] or batches
+    return tuple(evenly_spaced(batches, most=VALUES_SHOWN))
 
 
 def evenly_spaced(values: Iterable[Any], *, most: int) -> list[Any]:
@@ -105,57 +80,6 @@ def evenly_spaced(values: Iterable[Any], *, most: int) -> list[Any]:
     if len(ordered) <= most:
         return ordered
     return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
-
-
-def _row_values(
-    dimensions: Mapping[str, Dimension], *, kept: float, batches: int, seed: int
-) -> Iterator[tuple[Any, ...]]:
-    columns = [dimension.values() for dimension in dimensions.values()]
-    known = [column for column in columns if column is not None]
-    most = min(ROWS_MAX, CONFIGURATIONS_MAX // batches)
-    if len(known) == len(columns) and kept * math.prod(map(len, known)) <= most:
-        yield from itertools.product(*known)
-        return
-    drawn = dict(dimensions)
-    if "seq_len" in drawn:
-        # So few lengths that each has many rows, and a place in the table.
-        lengths = evenly_spaced(drawn["seq_len"].values() or (), most=VALUES_SHOWN)
-        drawn["seq_len"] = Choices(choices=tuple(lengths))
-    lean = list(_leanest(drawn))
-    yield from lean
-    draw = random.Random(seed)
-    for _ in range(min(ROWS_SAMPLED, most) - len(lean)):
-        yield tuple(_drawn(dimension, draw) for dimension in drawn.values())
-
-
-def _leanest(dimensions: Mapping[str, Dimension]) -> Iterator[tuple[Any, ...]]:
-    """Yield the row that needs least memory at each length: a sample must not miss what fits."""
-    columns: list[Sequence[Any]] = []
-    for key, dimension in dimensions.items():
-        values = dimension.values()
-        if values is None:
-            assert isinstance(dimension, FloatRange)
-            values = (dimension.low, dimension.high)
-        columns.append(values if key == "seq_len" else [min(values, key=partial(_weight, key))])
-    yield from itertools.product(*columns)
-
-
-def _weight(key: str, value: Any) -> float:
-    """Return a figure that grows with the memory that a value takes, as a rule."""
-    lean_first = KNOBS[key].lean_first
-    if lean_first:
-        return lean_first.index(value) if value in lean_first else len(lean_first)
-    if not isinstance(value, int | float):
-        return 0.0
-    return -float(value) if KNOBS[key].memory == "shrinks" else float(value)
-
-
-def _drawn(dimension: Dimension, draw: random.Random) -> Any:
-    values = dimension.values()
-    if values is not None:
-        return draw.choice(values)
-    assert isinstance(dimension, FloatRange)
-    return dimension.at(draw.random())
 
 
 def single_changes(config: TrialConfig, forecaster: Forecaster) -> dict[TrialConfig, str]:
@@ -205,29 +129,6 @@ _VALUES: Mapping[str, Callable[[Any], Sequence[Any]]] = {
 """What numbers and lists are turned to, by key; words and truth values go through all of theirs."""
 
 
-class Certainty(IntEnum):
-    """How sure it is that a configuration fits."""
-
-    DOUBTFUL = 0
-    """The budget lies within the prediction's uncertainty."""
-    LIKELY = 1
-    """It fits, by a prediction that is wide of the truth at times."""
-    SURE = 2
-
-
-def certainty(forecast: Forecast, *, fit: Fit | None = None) -> Certainty:
-    """Return how sure it is that a forecast that may fit does.
-
-    Args:
-        forecast: the forecast.
-        fit: whether it fits, where that is known from elsewhere.
-    """
-    if (fit or forecast.fit) is not Fit.YES:
-        return Certainty.DOUBTFUL
-    is_well_predicted = forecast.memory_uncertainty <= WELL_PREDICTED
-    return Certainty.SURE if is_well_predicted else Certainty.LIKELY
-
-
 def speed_order(forecast: Forecast) -> tuple[float, int]:
     """Return what sorts forecasts of one certainty: speed, then tokens where none is known."""
     return forecast.tokens_per_second or 0.0, forecast.config.tokens_per_micro_batch
@@ -269,39 +170,62 @@ def is_faster(one: Forecast, other: Forecast) -> bool:
     return times is not None and times.low > 1.0 and times.value > 1.0 + WORTH_SPEED
 
 
-def preferred(candidates: Iterable[Forecast]) -> Forecast | None:
-    """Return the fastest of the surest, unless a less sure one is so much faster that their
-    intervals are apart.
+def recommended(candidates: Iterable[Forecast]) -> Forecast | None:
+    """Return the one to recommend of one capacity class; None where nothing may fit.
 
-    Any smaller gain, be it sure, is no reason to risk running out of memory.
+    It surely fits, where anything does; else it may. Between classes of numerics it is of the
+    plainest that may be the fastest: of 16-bit compute, unless 8 bits are faster beyond doubt.
+    Within its class it is the plainest of those that tie with the fastest.
     """
-    chosen: Forecast | None = None
-    best = _fastest_by_certainty(candidates)
-    for level in sorted(best, reverse=True):
-        ends, least = best[level].tokens_per_second_range, chosen and chosen.tokens_per_second_range
-        if chosen is None or (ends and least and ends[0] > least[1]):
-            chosen = best[level]
-    return chosen
+    best = best_of_each_numerics(candidates)
+    ranked = sorted(best.values(), key=speed_order, reverse=True)
+    if not ranked:
+        return None
+    fastest = ranked[0]
+    tied = ties(ranked, speed_ratio) if fastest.tokens_per_second else ranked
+    return min(tied, key=lambda forecast: (forecast.config.is_8bit_compute, ranked.index(forecast)))
+
+
+def best_of_each_numerics(candidates: Iterable[Forecast]) -> dict[Numerics, Forecast]:
+    """Return the one to recommend of each class of numerics, of those that fit as surely as any
+    does: the plainest of those that tie with its fastest, whatever their length."""
+    known = [forecast for forecast in candidates if forecast.fit is not Fit.NO]
+    sure = [forecast for forecast in known if forecast.fit is Fit.YES]
+    if not sure:
+        # Whose best guess is that it fits, before what may only just.
+        sure = [forecast for forecast in known if forecast.fits] or known
+    classes: dict[Numerics, list[Forecast]] = {}
+    for forecast in sure:
+        classes.setdefault(forecast.config.numerics, []).append(forecast)
+    return {numerics: _plainest(of) for numerics, of in classes.items()}
+
+
+def _plainest(candidates: Sequence[Forecast]) -> Forecast:
+    """Return the plainest of those of one length that tie with the fastest."""
+    fastest = max(candidates, key=speed_order)
+    speed, length = fastest.tokens_per_second, fastest.config.seq_len
+    if speed is None:
+        return fastest
+    tied = [
+        forecast
+        for forecast in candidates
+        if forecast.config.seq_len == length
+        and (forecast.tokens_per_second or 0.0) * (1.0 + TIE) >= speed
+    ]
+    return min(
+        tied, key=lambda forecast: plainness(forecast.config, forecast.peak_allocated_bytes or 0)
+    )
 
 
 def alternative(candidates: Iterable[Forecast], chosen: Forecast) -> Forecast | None:
-    """Return what is worth naming beside the preferred forecast, if anything is.
-
-    Where a surer one was passed over, that is the surest; else it is the fastest of those that are
-    less sure, where it is faster beyond doubt.
-    """
-    best = _fastest_by_certainty(candidates)
-    surest = max(best, default=Certainty.DOUBTFUL)
-    if surest > certainty(chosen):
-        return best[surest]
-    faster = [rival for rival in best.values() if rival is not chosen and is_faster(rival, chosen)]
-    return max(faster, key=speed_order, default=None)
-
-
-def _fastest_by_certainty(candidates: Iterable[Forecast]) -> dict[Certainty, Forecast]:
-    best: dict[Certainty, Forecast] = {}
-    for candidate in candidates:
-        level = certainty(candidate)
-        if level not in best or speed_order(candidate) > speed_order(best[level]):
-            best[level] = candidate
-    return best
+    """Return what may fit and is faster than what is recommended beyond doubt, of its class of
+    numerics; None for none."""
+    less_sure = [
+        forecast
+        for forecast in candidates
+        if forecast.fit is Fit.UNCERTAIN
+        and forecast is not chosen
+        and forecast.config.numerics == chosen.config.numerics
+        and is_faster(forecast, chosen)
+    ]
+    return max(less_sure, key=speed_order, default=None)

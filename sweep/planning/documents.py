@@ -186,7 +186,7 @@ def _survey(plan: CardPlan, survey: Survey) -> dict[str, Any]:
         "configurations": {
             "total": survey.total,
             "looked_at": found.looked_at,
-            "is_sampled": survey.is_sampled,
+            "is_whole": found.is_whole,
             "fit": found.fit,
             "uncertain": found.uncertain,
             "cannot_fit": found.too_large,

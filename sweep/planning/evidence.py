@@ -12,7 +12,8 @@ from search_spaces.errors import EnvironmentFault, InputError
 from search_spaces.gpus import GpuSpec, match_product
 from search_spaces.models import ModelSpec
 from search_spaces.texts import TextsSummary
-from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, Target, TargetSpeed
+from storage.confirmations import BETWEEN_RUNS
+from storage.definition import MemoryForecast, StudyDefinition, StudySnapshot, TargetSpeed
 from storage.ranking import fitting, rankable
 from storage.records import OutOfMemory, TrialRecord
 from sweep.predict.building import build_forecaster, shapes_of_study
@@ -22,6 +23,7 @@ from sweep.predict.memory.profile_store import Traced
 from sweep.predict.memory.profiles import Structure, Untraceable
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.predict.speed.predictor import within
+from sweep.predict.speed.stand_in import Took
 
 
 def evidence_from(
@@ -97,41 +99,111 @@ def _refuse_other_texts(snapshot: StudySnapshot, texts: TextsSummary | None) -> 
 def with_target_speeds(snapshot: StudySnapshot) -> StudySnapshot:
     """Return a study with its trials' speeds on the target GPU.
 
-    Nothing is added where the target ran itself, or is a GPU that the catalogue does not know.
+    Nothing is added where the target ran itself, or is a GPU that the catalogue does not know; a
+    warning where the study's dataset is not here.
     """
+    definition, warnings = snapshot.definition, snapshot.warnings
     records = (*snapshot.records, *snapshot.confirmations)
-    return replace(snapshot, target_speeds=target_speeds(snapshot.definition, records))
+    speeds = target_speeds(definition, records)
+    if definition.target.emulated_on is not None and not _has_its_texts(definition):
+        assert definition.texts is not None, "a study without a dataset needs none"
+        why = f"what was prepared of {definition.texts.source} is not on this machine"
+        warnings = (*warnings, f"{why}: speeds on the {definition.target.gpu} are not shown")
+    return replace(snapshot, target_speeds=speeds, warnings=warnings)
+
+
+def _has_its_texts(definition: StudyDefinition) -> bool:
+    try:
+        shapes_of_study(definition)
+    except EnvironmentFault:
+        return False
+    return True
 
 
 def target_speeds(
     definition: StudyDefinition, records: Sequence[TrialRecord]
 ) -> Mapping[int, TargetSpeed]:
-    """Return what is predicted of a study's trials on the GPU it is for, by number; nothing where
-    that GPU ran itself, is not in the catalogue, or the study's dataset is not here.
+    """Return the speeds of a study's trials on the GPU it is for, by number; nothing where that GPU
+    ran itself, is not in the catalogue, or the study's dataset is not here.
 
-    It is what `sweep plan` says of each configuration there. What the stand-in measured does not
-    calibrate that: factors fitted to a study's steps on an H200 leave the published steps of six
-    other GPUs no better predicted.
+    It is what `sweep plan` says of each configuration there, corrected by what the GPU that stood
+    in measured of it (`sweep.predict.speed.stand_in`). A trial that was not measured has what is
+    predicted. Every trial of a configuration has one speed.
     """
-    measured = [record for record in records if record.measurement]
-    target = definition.target
-    if target.emulated_on is None or match_product(target.gpu) is None or not measured:
-        return {}
-    try:
-        shapes = shapes_of_study(definition)
-    except EnvironmentFault:
-        return {}
-    alone = Target(gpu=target.gpu, device="cuda", budget_bytes=target.budget_bytes)
-    model = ModelSpec.from_json(definition.model)
-    forecaster = build_forecaster(model, alone, shapes=shapes, predictor=None)
-    times = forecaster.forecast([record.config for record in measured]).times
-    found: dict[int, TargetSpeed] = {}
-    for row, record in enumerate(measured):
-        speed = float(times.tokens_per_second[row])
-        if math.isfinite(speed):
-            low, high = within(speed, float(times.log_spread[row]))
-            found[record.number] = TargetSpeed(speed, low=low, high=high, basis="predicted")
-    return found
+    known = OnTarget(definition, records)
+    found = ((record.number, known.speed_of(record.config)) for record in records)
+    return {number: speed for number, speed in found if speed is not None}
+
+
+class OnTarget:
+    """What is predicted of configurations on the GPU that a study is for, where another stood in.
+
+    Args:
+        definition: the study's.
+        records: its trials, whose configurations are asked about, and what they measured.
+        running: a configuration that runs, and the tokens/s that it would end at.
+    """
+
+    def __init__(
+        self,
+        definition: StudyDefinition,
+        records: Sequence[TrialRecord],
+        running: tuple[TrialConfig, float] | None = None,
+    ) -> None:
+        self._rows: dict[TrialConfig, int] = {}
+        target = definition.target
+        configs = [canonical(record.config) for record in records]
+        configs += [] if running is None else [canonical(running[0])]
+        if target.emulated_on is None or match_product(target.gpu) is None or not configs:
+            return
+        try:
+            shapes = shapes_of_study(definition)
+        except EnvironmentFault:
+            return
+        model, unique = ModelSpec.from_json(definition.model), list(dict.fromkeys(configs))
+        forecaster = build_forecaster(model, target, shapes=shapes, predictor=None)
+        stand_in = forecaster.forecast(unique).target
+        if stand_in is None:
+            return
+        self._target = stand_in.target
+        self._rows = {config: row for row, config in enumerate(unique)}
+        measured = {self._rows[config]: took for config, took in _steps(records).items()}
+        if running is not None:
+            row = self._rows[canonical(running[0])]
+            measured[row] = Took(self._tokens(row) / running[1], BETWEEN_RUNS)
+        self._log_seconds = stand_in.corrected(measured)
+        self._own = stand_in.own_spread(measured)
+
+    def _tokens(self, row: int) -> float:
+        """Return how many tokens that carry loss a step trains on."""
+        return float(self._target.tokens_per_second[row] * self._target.seconds[row])
+
+    def speed_of(self, config: TrialConfig) -> TargetSpeed | None:
+        """Return the speed of a configuration that was asked about; None where nothing is
+        predicted."""
+        row = self._rows.get(canonical(config))
+        if row is None or not self._target.is_known[row]:
+            return None
+        target, own = self._target, float(self._own[row])
+        speed = self._tokens(row) / math.exp(self._log_seconds[row])
+        # What a measurement tells is of the step's own part alone.
+        others = float(target.log_spread[row]) ** 2 - float(target.own_spread[row]) ** 2
+        spread = math.sqrt(others + own**2)
+        low, high = within(speed, spread)
+        common = tuple(target.common_spreads[row].tolist())
+        return TargetSpeed(speed, low, high, "predicted", spread, own, common)
+
+
+def _steps(records: Sequence[TrialRecord]) -> Mapping[TrialConfig, Took]:
+    """Return what was measured of each configuration: by its newest trial of the search, else by
+    the newest run that confirmed it, as speeds of two processes do not compare."""
+    steps: dict[TrialConfig, Took] = {}
+    for is_search in (False, True):
+        for record in records:
+            known = record.measurement
+            if known is not None and known.is_sound and (record.purpose == "search") is is_search:
+                steps[canonical(record.config)] = Took.of(known)
+    return steps
 
 
 def with_memory_forecasts(snapshot: StudySnapshot, *, cache_dir: Path) -> StudySnapshot:

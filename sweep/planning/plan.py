@@ -32,7 +32,7 @@ from sweep.planning.candidates import (
     NOT_ASKED,
     Asked,
     is_faster,
-    preferred,
+    recommended,
     single_changes,
     speed_order,
     speed_ratio,
@@ -400,7 +400,7 @@ def _rivals(able: Sequence[CardPlan], look: Look) -> dict[str, Forecast]:
     # Of the class nearest to the standard one, the length that is fastest on the first GPU.
     model = able[0].forecaster.model
     capacity = nearest_capacity({key[0] for key in common}, model=model)
-    best = preferred(first[key] for key in common if key[0] == capacity)
+    best = recommended(first[key] for key in common if key[0] == capacity)
     if best is None:
         return {}
     shared = class_of(best.config, model)

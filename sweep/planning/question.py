@@ -13,16 +13,32 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from pydantic import Field, StrictInt
 
-from search_spaces.config import Number, TrialConfig, as_options, needed_by, parse_config
+from search_spaces.config import (
+    Attention,
+    Number,
+    TrialConfig,
+    as_options,
+    needed_by,
+    parse_config,
+)
 from search_spaces.costs import AskedWork
 from search_spaces.documents import Document, Strict, parse_object, read_text, validate
 from search_spaces.errors import InputError, did_you_mean
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import GIB, GpuSpec, find_gpu, gpu_catalogue, gpu_names, match_product
-from search_spaces.loading import Offered, load_space, preset_name, shipped_presets, with_fixed
+from search_spaces.loading import (
+    Offered,
+    load_space,
+    preset_name,
+    shipped_presets,
+    with_fixed,
+    with_own_attention,
+)
 from search_spaces.models import ModelSpec, load_model_spec
+from search_spaces.presets import preset_space
 from search_spaces.prices import Offer, load_prices
-from search_spaces.rules import Setting, adapter_dtype_of_trl
+from search_spaces.rules import Setting, adapter_dtype_of_trl, attention_of, attention_words
+from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace, largest_whole
 from storage.definition import StudySnapshot, Target
 from sweep.data.choice import ReadTexts, space_with_texts, typed_texts
@@ -167,14 +183,16 @@ class Question:
         """
         asked: SearchSpace | TrialConfig
         if self.request.is_exact:
-            values = _with_micro_batch({**needed_by(self.held), **self.held})
-            asked = parse_config(values, where="options")
+            given = {"attention": attention_of(self.model), **needed_by(self.held), **self.held}
+            asked = parse_config(_with_micro_batch(given), where="options")
             if self.is_grpo and "adapter_dtype" not in self.held:
                 asked = asked.changed(adapter_dtype=adapter_dtype_of_trl(asked.quantization))
         else:
             refuse_without_texts(self._space_of(gpu)[0])
             space = self._of_grpo(self._offered(gpu).space)
             asked = with_fixed(space, self.held) if self.held else space
+            if isinstance(asked, SearchSpace) and self._space_of(gpu)[1] != "file":
+                asked = with_offered_batches(asked, self.model, gpu.budget_bytes)
         if not self.request.is_cheapest or isinstance(asked, TrialConfig):
             refuse_impossible(asked, Setting(self.model, "cuda", None, self.texts is not None))
         return asked
@@ -215,15 +233,21 @@ class Question:
 
     def text_notes(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Return what the texts make of a GPU's space, for a person."""
-        return () if self.request.is_exact else self._offered(gpu).notes
+        if not self.request.is_exact:
+            return self._offered(gpu).notes
+        words = None if "attention" in self.held else attention_words(self.model)
+        return () if words is None else (f"{words}.",)
 
     def _offered(self, gpu: GpuSpec) -> Offered:
         space, kind = self._space_of(gpu)
+        own = with_own_attention(space, self.model, is_preset=kind != "file")
+        notes = () if "attention" in self.held else own.notes
         if self.texts is None:
-            return Offered(space)
-        return space_with_texts(
-            space, self.texts, model=self.model, is_preset=kind != "file", held=self.held
+            return Offered(own.space, notes)
+        offered = space_with_texts(
+            own.space, self.texts, model=self.model, is_preset=kind != "file", held=self.held
         )
+        return Offered(offered.space, (*notes, *offered.notes))
 
     def asked(self, gpu: GpuSpec) -> Asked:
         """Return what was asked of a GPU, for the answer to say."""
@@ -316,7 +340,7 @@ def resolve_request(
         EnvironmentFault: a file or the hub is not to be had.
     """
     _check(request)
-    kind, space, named = _space(request.space)
+    kind, space, named = _space(request.space, request.model)
     gpus = _cards(request, space, named, card)
     if request.from_file is not None and len(gpus) > 1:
         raise InputError(f"--from-file answers for one GPU, got {len(gpus)}: name one --gpu")
@@ -409,7 +433,9 @@ def _check(request: PlanRequest) -> None:
         raise InputError("--storage needs --from: which study to calibrate from")
 
 
-def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
+def _space(
+    name: str | None, model: str | None
+) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | None]:
     """Return the space that was named and what it is, and the GPU where it is one's name.
 
     A GPU by any of its names is the preset that is called like it, if one is: how a name is
@@ -420,7 +446,7 @@ def _space(name: str | None) -> tuple[SpaceKind, SearchSpace | None, GpuSpec | N
     card = match_product(name)
     preset = preset_name(name) or (preset_name(card.name) if card else None)
     if preset is not None:
-        return "preset", load_space(preset), match_product(preset)
+        return "preset", preset_space(preset, model=model), match_product(preset)
     if card is not None and not Path(name).exists():
         return "standard", None, card
     try:
@@ -459,7 +485,7 @@ def _typed(options: Mapping[str, Any]) -> str:
 
 
 def read_configurations(
-    name: str, *, stdin: BinaryIO | None = None
+    name: str, *, attention: Attention = "sdpa", stdin: BinaryIO | None = None
 ) -> list[tuple[str, TrialConfig]]:
     """Return each line's configuration, with where it stands for messages.
 
@@ -467,6 +493,7 @@ def read_configurations(
 
     Args:
         name: a file, or ``-`` for standard input.
+        attention: of a line that names none.
         stdin: read for ``-``; the process's own by default.
 
     Raises:
@@ -483,12 +510,12 @@ def read_configurations(
             text = (stdin or sys.stdin.buffer).read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise InputError(f"stdin: not UTF-8 text, byte {error.start} is wrong") from error
-    configurations = [
-        (where, parse_config(parse_object(line, where=where), where=where))
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-        for where in [f"{label}: line {number}"]
-    ]
+    configurations = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{label}: line {number}"
+            values = {"attention": attention, **parse_object(line, where=where)}
+            configurations.append((where, parse_config(values, where=where)))
     if not configurations:
         raise InputError(f"{label}: no configuration in it; give one JSON object a line")
     return configurations

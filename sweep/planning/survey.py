@@ -1,13 +1,8 @@
-"""What fits of a space or of one structure, what is fastest at each size, how long a study takes.
-
-Memory only grows with the micro-batch and speed never falls with it, so that a few predictions for
-each row (everything but the micro-batch) tell of all its configurations.
-"""
+"""What fits of a space, what is fastest of each class and size, and how long a study takes."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import random
@@ -23,25 +18,34 @@ import numpy as np
 from pydantic import BaseModel
 
 from search_spaces.config import Numerics, TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.models import ModelSpec
 from search_spaces.space import MICRO_STEPS_TIMED, SearchSpace
 from sweep.planning.candidates import (
     VALUES_SHOWN,
-    Certainty,
     alternative,
-    certainty,
+    best_of_each_numerics,
     evenly_spaced,
-    preferred,
-    rows,
+    recommended,
+    shown_batches,
     speed_order,
 )
-from sweep.predict.forecast import UNBUILDABLE, Forecast, Forecaster, Forecasts, Progress, silent
+from sweep.predict.forecast import (
+    UNBUILDABLE,
+    Forecast,
+    Forecaster,
+    Progress,
+    nothing_known,
+    silent,
+)
 from sweep.predict.memory.prediction import Fit
 from sweep.predict.memory.profile_store import source_digest, tracing_fingerprint, write_cache
 from sweep.predict.memory.profiles import Untraceable
 from sweep.predict.memory.shipped import is_as_committed, read
+from sweep.predict.shortlist import Pick, Shortlist
 from sweep.predict.speed.contributed import contributed_speed
+from sweep.predict.speed.layers import layers_of
 from sweep.predict.speed.predictor import within
 
 STEPS_SAMPLED = 64
@@ -106,9 +110,11 @@ class ShapeTable:
 class Found(BaseModel, frozen=True):
     """What looking over a space found, as it is kept in the cache.
 
-    Counted are the configurations looked at: all, or a sample where there are too many.
+    Counted are the configurations looked at: all, or those that bounds did not rule out.
     """
 
+    is_whole: bool
+    """Whether all were."""
     fit: int
     uncertain: int
     too_large: int
@@ -117,7 +123,8 @@ class Found(BaseModel, frozen=True):
     unpredicted: dict[str, int] = {}
     """By the reason why nothing is predicted of them."""
     candidates: list[Picked] = []
-    """The fastest of each class, class of numerics and certainty."""
+    """Of each class and class of numerics the fastest that surely fits and the plainest that is as
+    fast; and the fastest that may fit, where that is faster."""
     batches: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     cells: list[Picked] = []
@@ -165,8 +172,7 @@ class Survey:
 
     @cached_property
     def candidates(self) -> Mapping[ClassKey, Sequence[Forecast]]:
-        """Of each class, the fastest that surely fits and the fastest of those that are less sure,
-        of every class of numerics."""
+        """What was found of each class, of every class of numerics."""
         candidates: dict[ClassKey, list[Forecast]] = {}
         for forecast in self._forecasts(self.found.candidates):
             candidates.setdefault(class_of(forecast.config, self.model), []).append(forecast)
@@ -174,23 +180,20 @@ class Survey:
 
     @cached_property
     def table(self) -> ShapeTable | None:
-        """The fastest at each size of the space; None where nothing may fit at any."""
+        """The fastest at each size, of the recommended class; None where nothing may fit at any."""
         found = self.found
         if not found.candidates:
             return None
-        sizes = itertools.product(found.batches, found.lengths)
-        cells = dict(zip(sizes, self._forecasts(found.cells), strict=True))
+        cells = {
+            (cell.config.micro_batch_size, cell.config.seq_len): cell
+            for cell in self._forecasts(found.cells)
+        }
         return ShapeTable(None, found.batches, found.lengths, cells, found.largest)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the counts are a sample's."""
-        return self.total != self.found.looked_at
 
     @cached_property
     def fastest_by_class(self) -> Mapping[ClassKey, Forecast]:
-        """The one to prefer of each class; classes of which nothing may fit are left out."""
-        return {key: best for key, of in self.candidates.items() if (best := preferred(of))}
+        """The one to recommend of each class; classes of which nothing may fit are left out."""
+        return {key: best for key, of in self.candidates.items() if (best := recommended(of))}
 
     @cached_property
     def capacity(self) -> CapacityClass | None:
@@ -199,31 +202,38 @@ class Survey:
 
     @cached_property
     def fastest_by_numerics(self) -> Mapping[Numerics, Forecast]:
-        """The one to prefer of each class of numerics, of that capacity, the fastest first."""
-        able = sorted(self._able, key=speed_order, reverse=True)
-        classes = dict.fromkeys(forecast.config.numerics for forecast in able)
-        groups = ((n, [f for f in able if f.config.numerics == n]) for n in classes)
-        return {numerics: best for numerics, of in groups if (best := preferred(of))}
+        """The one to recommend of each class of numerics, of that capacity and of the recommended
+        length, the fastest first."""
+        chosen = self.recommended
+        if chosen is None:
+            return {}
+        of_length = self.candidates[class_of(chosen.config, self.model)]
+        best = best_of_each_numerics(of_length)
+        ordered = sorted(best.values(), key=speed_order, reverse=True)
+        return {forecast.config.numerics: forecast for forecast in ordered}
 
     @cached_property
     def recommended(self) -> Forecast | None:
-        """The one to prefer of that class, whatever its length; None where nothing may fit."""
-        return preferred(self._able)
+        """The one to recommend of that class, whatever its length; None where nothing may fit."""
+        return recommended(
+            forecast
+            for (capacity, _), best in self.candidates.items()
+            if capacity == self.capacity
+            for forecast in best
+        )
 
     @cached_property
     def alternative(self) -> Forecast | None:
         """What is worth naming beside the recommended one, if anything is."""
-        return None if self.recommended is None else alternative(self._able, self.recommended)
-
-    @cached_property
-    def _able(self) -> list[Forecast]:
-        classes = (of for (capacity, _), of in self.candidates.items() if capacity == self.capacity)
-        return list(itertools.chain.from_iterable(classes))
+        chosen = self.recommended
+        if chosen is None:
+            return None
+        return alternative(self.candidates[class_of(chosen.config, self.model)], chosen)
 
     @property
     def trials(self) -> int:
         """Trials of a study: what the space asks for, or all that may fit where those are fewer."""
-        if self.is_sampled:
+        if not self.found.is_whole:
             return self.space.trials
         return min(self.space.trials, self.found.fit + self.found.uncertain)
 
@@ -311,48 +321,64 @@ def _digest(space: SearchSpace, forecaster: Forecaster, *code: str) -> str:
 
 
 def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Found:
-    looked = [(row, config) for row, configs in enumerate(rows(space)) for config in configs]
-    broken = [forecaster.broken(config) for _, config in looked]
-    allowed = [one for one, rule in zip(looked, broken, strict=True) if rule is None]
-    valid = [config for _, config in allowed]
-    forecasts = forecaster.forecast(valid, progress=progress)
-    refused = list(forecasts.refused.values())
-    if valid and len(refused) == len(valid):
-        raise refused[0]
-    faults = (str(error) for error in refused if isinstance(error, Untraceable))
-    # One sentence of what libraries put in words of their own, which one configuration's plan has.
-    unpredicted = [_FAULT.sub(r"\1 cannot be run without data", fault) for fault in faults]
-    rules = [rule.rule for rule in broken if rule is not None]
-    fitting = _Fitting(forecasts, [row for row, _ in allowed])
-    sure = [valid[row] for row in np.flatnonzero(fitting.is_sure)]
+    try:
+        shortlist = Shortlist(space, forecaster, progress=progress)
+    except Untraceable as error:
+        if isinstance(layers_of(forecaster.model), InputError):
+            raise InputError(nothing_known(forecaster.model, error)) from error
+        raise
+    picks = shortlist.picks()
+    fit, uncertain, too_large = shortlist.counts()
+    sure = shortlist.surely_fitting()
     step_seconds, step_log_spread = _step_seconds(sure, forecaster)
-    possible = int(fitting.is_possible.sum())
-    candidates = fitting.candidates()
-    sizes = {(config.micro_batch_size, config.seq_len): config for _, config in reversed(looked)}
-    batches, lengths = (
-        tuple(evenly_spaced({size[axis] for size in sizes if candidates}, most=VALUES_SHOWN))
-        for axis in (0, 1)
-    )
+    invalid = +shortlist.invalid
+    unpredicted: Counter[str] = Counter()
+    for reason, count in shortlist.refused:
+        if isinstance(reason, Untraceable):
+            # One sentence of what libraries put in words of their own, which one configuration's
+            # plan has.
+            unpredicted[_FAULT.sub(r"\1 cannot be run without data", str(reason))] += count
+        else:
+            invalid[UNBUILDABLE] += count
+    batches = shown_batches(space)
+    lengths = tuple(evenly_spaced(shortlist.lengths, most=VALUES_SHOWN))
+    cells: dict[Size, Pick] = {}
+    if picks:
+        cells = shortlist.at_sizes(batches, lengths, _numerics(picks, shortlist, forecaster))
+    shown = [(batch, length) for batch in batches for length in lengths]
+    largest = {length: LargestBatch(*shortlist.largest(length)) for length in lengths if cells}
     return Found(
-        fit=len(sure),
-        uncertain=possible - len(sure),
-        too_large=len(valid) - len(refused) - possible,
-        invalid=Counter([*rules, *[UNBUILDABLE] * (len(refused) - len(unpredicted))]),
-        unpredicted=Counter(unpredicted),
-        candidates=candidates,
-        batches=batches,
-        lengths=lengths,
-        cells=[
-            fitting.cell(batch, length) or (sizes[batch, length], Fit.NO)
-            for batch in batches
-            for length in lengths
-        ],
-        largest={length: fitting.largest(length) for length in lengths},
-        least_bytes=fitting.least_bytes(),
+        is_whole=shortlist.is_whole,
+        fit=fit,
+        uncertain=uncertain,
+        too_large=too_large,
+        invalid=invalid,
+        unpredicted=unpredicted,
+        candidates=[(pick.config, pick.fit) for pick in picks],
+        batches=batches if cells else (),
+        lengths=lengths if cells else (),
+        cells=[(cells[size].config, cells[size].fit) for size in shown if size in cells],
+        largest=largest,
+        least_bytes=shortlist.least_bytes,
         step_seconds=step_seconds,
         step_log_spread=step_log_spread,
         compiled_share=sum(config.compile for config in sure) / max(1, len(sure)),
     )
+
+
+def _numerics(picks: Sequence[Pick], shortlist: Shortlist, forecaster: Forecaster) -> Numerics:
+    """Return the class of numerics that is recommended from."""
+    forecasts = forecaster.forecast(
+        [pick.config for pick in picks], fits=[pick.fit for pick in picks]
+    )
+    of_capacity = [
+        forecasts[at]
+        for at, pick in enumerate(picks)
+        if CapacityClass.of(pick.config, forecaster.model) == shortlist.capacity
+    ]
+    chosen = recommended(of_capacity)
+    assert chosen is not None, "something may fit"
+    return chosen.config.numerics
 
 
 def fitting(row: Sequence[int], fit: Callable[[int], Fit]) -> tuple[int, int]:
@@ -361,101 +387,6 @@ def fitting(row: Sequence[int], fit: Callable[[int], Fit]) -> tuple[int, int]:
     possible = bisect_left(row, True, key=lambda one: fit(one) is Fit.NO)
     sure = bisect_left(row, True, hi=possible, key=lambda one: fit(one) is not Fit.YES)
     return sure, possible
-
-
-class _Fitting:
-    """Columns of the valid configurations of a space: sizes, speeds, and how much of each row fits.
-
-    A row is what differs in its micro-batch alone, the smallest first.
-    """
-
-    def __init__(self, forecasts: Forecasts, rows: Sequence[int]) -> None:
-        self._forecasts = forecasts
-        configs = forecasts.configs
-        self._speeds = forecasts.tokens_per_second
-        self._batches = np.array([config.micro_batch_size for config in configs], int)
-        self._lengths = np.array([config.seq_len for config in configs], int)
-        predicted = (at for at in range(len(configs)) if at not in forecasts.refused)
-        self._rows = [list(row) for _, row in itertools.groupby(predicted, key=rows.__getitem__)]
-        self.is_sure, self.is_possible = np.zeros((2, len(configs)), bool)
-        self._tops = np.zeros(len(configs))
-        """The highest speed of its row that fits at least perhaps."""
-        for row in self._rows:
-            sure, possible = fitting(row, forecasts.fit)
-            self.is_sure[row[:sure]] = self.is_possible[row[:possible]] = True
-            self._tops[row] = self._speeds[row[:possible]].max(initial=0.0)
-
-    def candidates(self) -> list[Picked]:
-        """Return the fastest of each class, class of numerics and certainty."""
-        forecasts = self._forecasts
-        alike: dict[tuple[ClassKey, Numerics, Certainty], list[int]] = {}
-
-        def order(at: int) -> tuple[float, int]:
-            return self._speeds[at], forecasts.configs[at].tokens_per_micro_batch
-
-        for row in self._rows:
-            first = forecasts.configs[row[0]]
-            kind = class_of(first, forecasts.forecaster.model), first.numerics
-            # A larger micro-batch may be slower: padded more, or out of the GPU's cache.
-            for at in (at for at in row if self.is_possible[at]):
-                fit = Fit.YES if self.is_sure[at] else Fit.UNCERTAIN
-                alike.setdefault((*kind, certainty(forecasts[at], fit=fit)), []).append(at)
-        picked = []
-        for some in alike.values():
-            wanted = (Fit.YES,) if self.is_sure[some[0]] else (Fit.YES, Fit.UNCERTAIN)
-            # Which fit was found by bisection: those in between are looked at here.
-            ordered = sorted(some, key=order, reverse=True)
-            best = next((at for at in ordered if forecasts.fit(at) in wanted), None)
-            if best is not None:
-                picked.append((forecasts.configs[best], forecasts.fit(best)))
-        return picked
-
-    def least_bytes(self) -> int | None:
-        """Return the smallest peak of the rows of which nothing may fit."""
-        least, least_of = math.inf, self._forecasts.least_bytes
-        first = [row[0] for row in self._rows if not self.is_possible[row[0]]]
-        for at in sorted(first, key=least_of.__getitem__):
-            if least_of[at] < least:
-                least = min(least, self._peak(at))
-        return int(least) if first else None
-
-    def _peak(self, at: int) -> int:
-        memory = self._forecasts.memory(at)
-        assert memory is not None, "rows are of what is predicted"
-        return memory.peak_allocated_bytes
-
-    def cell(self, batch: int, length: int) -> Picked | None:
-        """Return the fastest that fits at a size: surely if anything does, else perhaps.
-
-        Where nothing fits, it is the structure that comes nearest to it; None where there is none.
-        """
-        forecasts = self._forecasts
-        is_sized = (self._batches == batch) & (self._lengths == length)
-        for wanted, able in ((Fit.YES, self.is_sure), (Fit.UNCERTAIN, self.is_possible)):
-            sized = np.flatnonzero(is_sized & able)
-            order = np.lexsort((sized, -self._tops[sized], -self._speeds[sized]))
-            # Asked from the fastest on, so that hardly more than one is replayed.
-            for at in sized[order].tolist():
-                if forecasts.fit(at) is wanted:
-                    return forecasts.configs[at], wanted
-        held = [row for row in self._rows if is_sized[row].any()]
-        if not held:
-            return None
-        fit = [int(self.is_possible[row].sum()) for row in held]
-        nearest = [row for row, count in zip(held, fit, strict=True) if count == max(fit)]
-        # Of those the one whose first that does not fit needs least.
-        row = min(nearest, key=lambda row: self._peak(row[min(max(fit), len(row) - 1)]))
-        at = next(at for at in row if is_sized[at])
-        return forecasts.configs[at], forecasts.fit(at)
-
-    def largest(self, length: int) -> LargestBatch:
-        """Return the largest micro-batches that fit at a length."""
-        of_length = self._lengths == length
-        sure, possible = (
-            int(self._batches[of_length & fits].max(initial=0))
-            for fits in (self.is_sure, self.is_possible)
-        )
-        return LargestBatch(sure=sure, possible=possible)
 
 
 def _step_seconds(

@@ -54,12 +54,15 @@ from sweep.predict.speed.predictor import (
     calibrate,
     within,
 )
+from sweep.predict.speed.stand_in import StandIn
 from sweep.predict.speed.steps import refusal
 
 PREDICTIONS_KEPT = 4096
 """Configurations whose memory is not predicted again; one takes some 30 KiB."""
 TOO_FEW_TEXTS = "texts-make-no-micro-batch"
 """The rule of a configuration for which the dataset is too small, or cut too short."""
+UNPREDICTED = "memory is not predicted: "
+"""What a reason begins with why nothing is said of memory."""
 UNBUILDABLE = "cannot-be-built"
 """The rule of what only the model's own code forbids: a target module that it does not have."""
 TRIALS_TO_CALIBRATE = 5
@@ -76,6 +79,12 @@ Rule = Callable[[TrialConfig], Violation | None]
 """Returns the rule that forbids a configuration, bound to a model and a device."""
 Progress = Callable[[str], OnProgress]
 """Returns what is told how much is done of what is named, and of how much."""
+
+
+def nothing_known(model: ModelSpec, why: InputError) -> str:
+    """Return that neither speed nor memory is known: what cannot be walked for the one cannot for
+    the other."""
+    return f"speed unknown for {model.name}, and memory: {str(why).rpartition(UNPREDICTED)[2]}"
 
 
 def silent(_: str) -> OnProgress:
@@ -319,10 +328,17 @@ class Forecasts:
         return None if speed is None else speed.physics(self.configs)
 
     @cached_property
-    def target(self) -> StepTimes | None:
-        """The same on the target, where another GPU stands in for it; else None."""
-        speed = self.forecaster.target_speed
-        return None if speed is None else speed.physics(self.configs)
+    def target(self) -> StandIn | None:
+        """The steps on the target, where another GPU stands in for it, beside that GPU's; else
+        None."""
+        speed, host = self.forecaster.target_speed, self.forecaster.speed
+        steps = None if speed is None else speed.physics(self.configs)
+        if steps is None:
+            return None
+        if not isinstance(host, SpeedForecast):
+            return StandIn(None, steps)
+        known: dict[str, Any] = {"model": host.model, "gpu": host.gpu, "shapes": host.shapes}
+        return StandIn(StepTimes(self.configs, **known), steps)
 
     @cached_property
     def trainable_parameters(self) -> Array | None:
@@ -423,9 +439,21 @@ class Forecast:
         """Why something is missing."""
         if self.broken is not None:
             return ()
-        why = {"memory is": self._all.refused.get(self._row), "speed and cost are": self._step}
-        errors = {what: error for what, error in why.items() if isinstance(error, InputError)}
-        return tuple(f"{what} not predicted: {error}" for what, error in errors.items())
+        refused = self._all.refused.get(self._row)
+        if refused is None:
+            return () if self.speed_unknown is None else (self.speed_unknown,)
+        reason = str(refused).rpartition(UNPREDICTED)[2]
+        if self.speed_unknown is None:
+            return (f"{UNPREDICTED}{reason}",)
+        return (nothing_known(self.forecaster.model, refused),)
+
+    @property
+    def speed_unknown(self) -> str | None:
+        """Why its speed is not known, neither predicted nor measured; None where it is, or a rule
+        forbids it."""
+        if not isinstance(self._step, InputError) or self.measured is not None:
+            return None
+        return f"speed unknown for {self.forecaster.model.name}: {self._step}"
 
     @property
     def step_seconds(self) -> float | None:
@@ -590,6 +618,11 @@ class Forecaster:
         """The GPU that is asked about."""
         assert self._gpu is not None, "a plan is of a GPU"
         return self._gpu
+
+    @property
+    def predicts_speed(self) -> bool:
+        """Whether speeds are predicted by a GPU's data sheet."""
+        return isinstance(self.target_speed or self.speed, SpeedForecast)
 
     def forecast(
         self,

@@ -24,14 +24,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from search_spaces.config import BATCH_KEYS, KNOBS, Numerics, TrialConfig
+from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, KNOBS, SIZE_KEYS, Numerics, TrialConfig
 from search_spaces.dimensions import FloatRange
 from search_spaces.errors import InputError
 from search_spaces.linears import CapacityClass, nearest_capacity
 from search_spaces.preference import TIE, plainness
 from search_spaces.space import SearchSpace
-from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.forecast import Forecaster, Progress, SpeedForecast, silent
 from sweep.predict.memory.prediction import Fit
 
 WHOLE_MAX = 4_000
@@ -52,20 +53,20 @@ FIRST_MAX = 256
 """Combinations of `FIRST` that are looked at; of a space with more, those of its first settings."""
 POINTS = 9
 """Values that are taken of a range of numbers that has no steps."""
-ROWS_FIRST, ROWS_AT_ONCE = 40, 400
-"""Of one class, whose memory is looked at together: the first few mostly rule the others out."""
+STRUCTURES_FIRST, ROWS_FIRST = 3, 12
+"""Of one class, the fastest by what bounds them, which mostly rule the others out."""
 SIZES_FIRST = 7
 """Micro-batches of a row that are looked at first, evenly spread by their logarithm."""
 REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
 """Fastest structures of a class that are looked at first in another one."""
-BATCHES_TIMED = 6
+BATCHES_TIMED = 4
 """Micro-batches of a row that bound its speed, evenly spread by their logarithm."""
 BETWEEN_TIMED = 0.03
 """Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
 are padded to the longest, or a tensor leaves the GPU's cache."""
-ESTIMATED_WITHIN = 0.08
+ESTIMATED_WITHIN = 0.04
 """Relative: how much faster than its estimate a row may turn out to be."""
 NEAR_MAX = 16
 """Rows of a class among which the plainest is looked for."""
@@ -117,6 +118,8 @@ class _Row:
     """The largest that may fit; -1 for none."""
     estimate: float | None = None
     """The speed that it is expected to reach, by peaks of rows like it; None where nothing is."""
+    refusal: InputError | None = None
+    """Why no memory is predicted, where none is."""
     is_open: bool = False
     """Whether a replay may find a larger one that surely fits."""
     is_fitted: bool = False
@@ -129,8 +132,7 @@ class _Row:
     @property
     def hope(self) -> float:
         """No less than the speed that it will turn out to have, as a rule."""
-        if self.estimate is None:
-            return self.bound
+        assert self.estimate is not None, "only what is estimated is hoped for"
         return min(self.bound, self.estimate * (1.0 + ESTIMATED_WITHIN))
 
     @property
@@ -142,6 +144,12 @@ class _Row:
         """Return the fastest up to a micro-batch, and which; minus infinity for none."""
         known = [(speed, at) for at, speed in self.speeds.items() if at <= last]
         return max(known, default=(float("-inf"), -1))
+
+    def order(self, last: int) -> tuple[float, int]:
+        """Return what sorts rows by their fastest up to a micro-batch: its speed, then its tokens
+        where none is known."""
+        speed, at = self.best(last)
+        return speed, 0 if at < 0 else self.configs[at].tokens_per_micro_batch
 
 
 @dataclass(eq=False)
@@ -156,10 +164,26 @@ class _Class:
         """The speed of the fastest that surely fits; minus infinity for none."""
         return max((row.best(row.sure)[0] for row in self.rows), default=float("-inf"))
 
-    def open_rows(self) -> list[_Row]:
-        """Return rows whose memory was not looked at and that may be as fast, the fastest first."""
+    def open_structures(self, most: int) -> list[list[_Row]]:
+        """Return the rows of structures of which nothing is estimated and that may be as fast, by
+        their share of recomputed layers; the fastest structures first."""
+        structures: dict[tuple[Any, ...], list[_Row]] = {}
+        for row in self.rows:
+            if row.estimate is None and not row.is_fitted:
+                structures.setdefault(row.structure, []).append(row)
         least = self.fastest / (1.0 + TIE)
-        left = [row for row in self.rows if not row.is_fitted and row.hope >= least]
+        left = [alike for alike in structures.values() if _bound(alike) >= least]
+        left.sort(key=_bound, reverse=True)
+        for alike in left:
+            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
+        return left[:most]
+
+    def open_rows(self) -> list[_Row]:
+        """Return rows whose memory is estimated and was not looked at, and that may be as fast, the
+        fastest first."""
+        left = [row for row in self.rows if row.estimate is not None and not row.is_fitted]
+        least = self.fastest / (1.0 + TIE)
+        left = [row for row in left if row.hope >= least]
         return sorted(left, key=lambda row: row.hope, reverse=True)
 
     def fastest_rows(self, most: int) -> list[_Row]:
@@ -200,16 +224,16 @@ class Shortlist:
         self._classes: dict[Kind, _Class] = {}
         self._seen: set[tuple[Any, ...]] = set()
         self.invalid: Counter[str] = Counter()
-        """Rows that a rule forbids, by rule."""
-        self._refused: dict[str, InputError] = {}
+        """Configurations that a rule forbids, by rule."""
         self.is_whole = (space.size() or WHOLE_MAX + 1) <= WHOLE_MAX
         """Whether every row was looked at."""
         if self.is_whole:
             self._look(self._rows(self._values), is_whole=True)
         else:
             self._search()
-        if self._refused and not any(row.fits for row in self._all_rows):
-            raise next(iter(self._refused.values()))
+        refused = self.refused
+        if refused and not any(row.is_fitted and row.refusal is None for row in self._all_rows):
+            raise refused[0][0]
 
     @property
     def _all_rows(self) -> Iterator[_Row]:
@@ -225,22 +249,23 @@ class Shortlist:
         return nearest_capacity(able, self._forecaster.model)
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many of the combinations that were looked at surely fit, may, and cannot."""
-        sure = sum(row.sure + 1 for row in self._all_rows if row.is_fitted)
-        possible = sum(row.possible + 1 for row in self._all_rows if row.is_fitted)
-        total = sum(len(row.configs) for row in self._all_rows if row.is_fitted)
+        """Return how many of the configurations that were looked at surely fit, may, and cannot."""
+        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
+        sure = sum(row.sure + 1 for row in predicted)
+        possible = sum(row.possible + 1 for row in predicted)
+        total = sum(len(row.configs) for row in predicted)
         return sure, possible - sure, total - possible
 
     @property
-    def unpredicted(self) -> list[InputError]:
-        """Why no memory is predicted, of the configurations of which none is."""
-        return list(self._refused.values())
+    def refused(self) -> list[tuple[InputError, int]]:
+        """Why no memory is predicted, and of how many configurations, a row each."""
+        return [(row.refusal, len(row.configs)) for row in self._all_rows if row.refusal]
 
     @property
     def least_bytes(self) -> int | None:
         """The smallest peak of the rows of which nothing may fit; None where some of each does."""
-        first = [row for row in self._all_rows if row.is_fitted and row.possible < 0]
-        return min((row.peaks[0] for row in first), default=None)
+        predicted = [row for row in self._all_rows if row.is_fitted and row.refusal is None]
+        return min((row.peaks[0] for row in predicted if row.possible < 0), default=None)
 
     def picks(self) -> list[Pick]:
         """Return of each class the fastest that surely fits and the plainest that is as fast, the
@@ -251,14 +276,14 @@ class Shortlist:
         return found
 
     def _picks_of(self, of: _Class) -> list[Pick]:
-        fastest = max(of.rows, key=lambda row: row.best(row.sure)[0])
+        fastest = max(of.rows, key=lambda row: row.order(row.sure))
         speed, at = fastest.best(fastest.sure)
         picked = dict[TrialConfig, Fit]()
         if at >= 0:
             row, plain = self._plainest(of, speed)
             picked[row.configs[plain]] = Fit.YES
             picked.setdefault(fastest.configs[at], Fit.YES)
-        riskier = max(of.rows, key=lambda row: row.best(row.possible)[0])
+        riskier = max(of.rows, key=lambda row: row.order(row.possible))
         faster, where = riskier.best(riskier.possible)
         if where >= 0 and (at < 0 or faster > speed * (1.0 + TIE)):
             picked.setdefault(riskier.configs[where], Fit.UNCERTAIN)
@@ -268,7 +293,7 @@ class Shortlist:
         """Return the plainest of a class that surely fits and is within a tie of a speed."""
         least = speed / (1.0 + TIE)
         near = [row for row in of.rows if row.best(row.sure)[0] >= least]
-        found: list[tuple[tuple[int, int, int], int, _Row, int]] = []
+        found: list[tuple[tuple[int, ...], int, _Row, int]] = []
         for number, row in enumerate(near):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
             at = min(
@@ -280,46 +305,99 @@ class Shortlist:
         _, _, row, at = min(found, key=lambda each: each[:2])
         return row, at
 
-    def candidates(self, most: int) -> list[TrialConfig]:
-        """Return what a study may try of the recommended capacity class: of each row the largest
-        micro-batches that surely fit and that may, and smaller ones; the fastest first."""
-        found: dict[TrialConfig, float] = {}
+    def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
+        """Return what a study may try, with the values that the space has for it: of each row the
+        largest micro-batches that surely fit and that may, and smaller ones; the fastest first.
+
+        Of the recommended capacity class they are many, of any other few.
+        """
+        found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
             if row.kind.capacity == self.capacity:
-                for at, speed in row.speeds.items():
-                    if at <= row.possible:
-                        found[row.configs[at]] = speed
-        return sorted(found, key=lambda config: -found[config])[:most]
+                places = [at for at in row.speeds if at <= row.possible]
+            else:
+                places = [at for at in (row.sure,) if at >= 0]
+            found += [(row.speeds[at], row, at) for at in places]
+        found.sort(key=lambda each: each[0], reverse=True)
+        params = [
+            ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
+            for _, row, at in found[:most]
+        ]
+        known = self._space.dimensions
+        return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The sequence lengths of the space."""
+        return tuple(self._values.get("seq_len") or self._space.values_of("seq_len"))
+
+    def surely_fitting(self) -> list[TrialConfig]:
+        """Return of each row that was looked at the largest micro-batch that surely fits."""
+        return [row.configs[row.sure] for row in self._all_rows if row.sure >= 0]
+
+    def largest(self, length: int) -> tuple[int, int]:
+        """Return the largest micro-batches of the recommended capacity class that surely fit at a
+        length, and that may; 0 where none does."""
+        rows = [
+            row
+            for row in self._all_rows
+            if row.kind.capacity == self.capacity and row.kind.seq_len == length
+        ]
+        leanest = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
+        left = [
+            row
+            for row in rows
+            if not row.is_fitted and row.configs[0].checkpoint_fraction == leanest
+        ]
+        self._fit(left)
+        places = [(row, at) for row in rows for at in (row.sure,) if at >= 0]
+        sure = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        places = [(row, row.possible) for row in rows if row.possible >= 0]
+        possible = max((row.configs[at].micro_batch_size for row, at in places), default=0)
+        return sure, possible
 
     def at_sizes(
         self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
     ) -> dict[tuple[int, int], Pick]:
-        """Return the fastest of the recommended capacity class at each size, which fits if anything
-        does; sizes that the space does not hold are left out."""
-        found: dict[tuple[int, int], Pick] = {}
+        """Return the fastest of the recommended capacity class and a class of numerics at each
+        size, which fits if anything does; batches that do not go into others are left out."""
+        points: dict[tuple[int, int], list[tuple[_Row, int]]] = {}
         for length in lengths:
-            of = self._classes.get(Kind(self._asked_capacity, length, numerics))
-            rows = [] if of is None else self._rows_alike(of)
-            points = [
-                (row, at)
-                for row in rows
-                for at, config in enumerate(row.configs)
-                if config.micro_batch_size in batches
-            ]
-            self._predict(points)
-            self._time(points)
-            for batch in batches:
-                sized = [(r, at) for r, at in points if r.configs[at].micro_batch_size == batch]
-                if sized:
-                    row, at = max(sized, key=_fit_then_speed)
-                    found[batch, length] = Pick(row.configs[at], row.fits[at] or Fit.UNCERTAIN)
+            for row in self._near_fastest(length, numerics):
+                for at, config in enumerate(row.configs):
+                    if config.micro_batch_size in batches:
+                        points.setdefault((config.micro_batch_size, length), []).append((row, at))
+        every = [point for some in points.values() for point in some]
+        self._predict(every)
+        self._time(every)
+        found: dict[tuple[int, int], Pick] = {}
+        for size, some in points.items():
+            row, at = max(some, key=_fit_then_speed)
+            found[size] = Pick(row.configs[at], self._known_fit(row, at))
+        for size in itertools.product(batches, lengths):
+            sized = self._first | dict(zip(SIZE_KEYS, size, strict=True))
+            if size not in found and self._space.holds_batches_of(sized):
+                # What a rule forbids at that size.
+                found[size] = Pick(self._space.config(sized), Fit.NO)
         return found
 
-    def _rows_alike(self, of: _Class) -> list[_Row]:
-        structures = {row.structure for row in of.fastest_rows(REFINED)}
-        if not structures:
+    def _near_fastest(self, length: int, numerics: Numerics) -> list[_Row]:
+        """Return the rows of the fastest structures of the recommended capacity class."""
+        assert self.capacity is not None, "something may fit"
+        of = self._classes.get(Kind(self.capacity, length, numerics))
+        if of is None:
+            return []
+        if self.is_whole:
             return of.rows
-        return [row for row in of.rows if row.structure in structures]
+        structures = {row.structure for row in of.fastest_rows(REFINED)}
+        return [row for row in of.rows if row.structure in structures or not structures]
+
+    def _known_fit(self, row: _Row, at: int) -> Fit:
+        """Return whether a configuration fits, by a replay where only that tells."""
+        known = row.fits.get(at)
+        if known is None:
+            known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
+        return known
 
     # The search
 
@@ -333,7 +411,7 @@ class Shortlist:
     @cached_property
     def _capacities(self) -> dict[CapacityClass, Params]:
         """The values that make each capacity class, the first of equal ones."""
-        keys = [key for key in ("lora_rank", "target_modules") if key in self._values]
+        keys = [key for key in CAPACITY_KEYS if key in self._values]
         found: dict[CapacityClass, Params] = {}
         for row in itertools.product(*(self._values[key] for key in keys)):
             params = dict(zip(keys, row, strict=True))
@@ -365,7 +443,8 @@ class Shortlist:
         if not found:
             return
         best = max(found, key=lambda row: row.best(row.possible)[0])
-        like = self._classes[best.kind].fastest_rows(1)
+        of_length = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
+        like = [row for of in of_length for row in of.fastest_rows(1)]
         others = [capacity for capacity in by_need if capacity != best.kind.capacity]
         self._look(row for other in others for row in self._carried(like, self._capacities[other]))
 
@@ -385,23 +464,11 @@ class Shortlist:
         known = [row for of in self._classes.values() for row in of.fastest_rows(CARRIED)]
         classes = self._look(self._carried(known, own))
         fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
-        first = {key: self._values[key] for key in self._firsts}
+        first = {key: self._values[key] for key in _firsts(self._values)}
         if "compute_dtype" in first:
             first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
         classes |= self._look(self._rows({**fixed, **first}))
         self._refine(classes.values())
-
-    @cached_property
-    def _firsts(self) -> list[str]:
-        """Settings of which all combinations are looked at."""
-        keys: list[str] = []
-        count = 1
-        for key in FIRST:
-            values = self._values.get(key, ())
-            if len(values) > 1 and count * len(values) <= FIRST_MAX:
-                keys.append(key)
-                count *= len(values)
-        return [*keys, SHARE] if SHARE in self._values else keys
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
         """Yield the structures of rows with other values of some settings, and every share."""
@@ -416,9 +483,13 @@ class Shortlist:
 
     def _refine(self, classes: Collection[_Class]) -> None:
         """Turn one setting after another of the fastest of classes, until nothing is faster."""
-        capacity_keys = ("lora_rank", "target_modules", "seq_len", SHARE)
-        turned = [key for key, values in self._values.items() if len(values) > 1]
-        turned = [key for key in turned if key not in capacity_keys]
+        # Of settings of which all combinations were looked at, compute dtypes alone were not all.
+        fixed = (*CAPACITY_KEYS, "seq_len", SHARE, *_firsts(self._values))
+        turned = [
+            key
+            for key, values in self._values.items()
+            if len(values) > 1 and (key not in fixed or key == "compute_dtype")
+        ]
         done: set[tuple[Any, ...]] = set()
         while True:
             rows = [row for of in classes for row in of.fastest_rows(REFINED)]
@@ -454,17 +525,31 @@ class Shortlist:
         batches = self._batches(params)
         if not batches:
             return None
-        config = self._space.config({**params, "micro_batch_size": batches[0]})
         rule = ""
-        for start, size in enumerate(batches[:STARTS_TRIED]):
-            first = config.changed(micro_batch_size=size)
+        tried = batches[:STARTS_TRIED]
+        for start, size in enumerate(tried):
+            first = self._config(params, size)
             broken = self._forecaster.broken(first)
             if broken is None:
+                self.invalid[rule] += start
                 kind = Kind(self._capacity_of(first), first.seq_len, first.numerics)
                 return _Row(params, kind, _Configs(first, batches[start:]))
-            rule = rule or broken.rule
-        self.invalid[rule] += 1
+            rule = broken.rule
+            if start == 0 and self._forecaster.broken(self._config(params, tried[-1])) is not None:
+                # It is not the micro-batch that is forbidden.
+                break
+        self.invalid[rule] += len(batches)
         return None
+
+    def _config(self, params: Params, size: int) -> TrialConfig:
+        """Return a combination's configuration; each of its values was read with the space."""
+        written = {key: _as_read(value) for key, value in params.items()}
+        return self._any.changed(**written, micro_batch_size=size)
+
+    @cached_property
+    def _any(self) -> TrialConfig:
+        """A configuration of the space."""
+        return self._space.config(self._first)
 
     def _capacity_of(self, config: TrialConfig) -> CapacityClass:
         key = config.lora_rank, config.target_modules
@@ -504,47 +589,48 @@ class Shortlist:
             found[row.kind] = of
             added.append(row)
         self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
-        if not is_whole:
-            self._estimate(added)
-        for most in itertools.chain((ROWS_FIRST,), itertools.repeat(ROWS_AT_ONCE)):
-            chunk: list[_Row] = []
-            for of in found.values():
-                left = of.open_rows()
-                if is_whole:
-                    left = [row for row in of.rows if not row.is_fitted]
-                chunk += left[:most]
-            if not chunk:
-                break
-            self._fit(chunk)
-            points: list[tuple[_Row, int]] = []
-            for row in chunk:
-                for last in {row.sure, row.possible} - {-1}:
-                    points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
-            self._time(points)
-            for of in found.values():
-                self._resolve(of, is_whole=is_whole)
+        if is_whole:
+            self._look_at_memory(added)
+        else:
+            # The fastest few rule most others out, before anything of those is traced.
+            for most in (STRUCTURES_FIRST, len(added)):
+                left = [alike for of in found.values() for alike in of.open_structures(most)]
+                self._estimate(left)
+                for most_rows in (ROWS_FIRST, len(added)):
+                    self._look_at_memory(
+                        [row for of in found.values() for row in of.open_rows()[:most_rows]]
+                    )
         for of in found.values():
+            self._resolve(of, is_whole=is_whole)
             self._look_closer(of)
         return found
 
-    def _estimate(self, rows: Sequence[_Row]) -> None:
+    def _look_at_memory(self, rows: Sequence[_Row]) -> None:
+        """Find what of some rows fits, and how fast that is."""
+        self._fit(rows)
+        points: list[tuple[_Row, int]] = []
+        for row in rows:
+            for last in {row.sure, row.possible} - {-1}:
+                points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
+        self._time(points)
+
+    def _estimate(self, structures: Sequence[Sequence[_Row]]) -> None:
         """Estimate which speed each row will reach, by the peaks of a few rows of each structure.
 
         A peak is nearly a straight line over the micro-batch, and over the share of recomputed
-        layers from the first that is recomputed to the last.
+        layers where some are and some are not.
+
+        Args:
+            structures: the rows of each, by their share of recomputed layers.
         """
-        structures: dict[tuple[Any, ...], list[_Row]] = {}
-        for row in rows:
-            structures.setdefault((row.kind, *row.structure), []).append(row)
         anchors: dict[_Row, list[int]] = {}
-        for alike in structures.values():
-            alike.sort(key=lambda row: row.configs[0].checkpoint_fraction)
-            for row in dict.fromkeys((*alike[:2], alike[-1])):
+        for alike in structures:
+            for row in _anchors(alike):
                 top = len(row.configs) - 1
                 anchors[row] = sorted({0, min(top, math.isqrt(top))})
         self._predict([(row, at) for row, places in anchors.items() for at in places])
         wanted: list[tuple[_Row, int]] = []
-        for alike in structures.values():
+        for alike in structures:
             lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
             wanted += self._expected(alike, lines)
         self._time(wanted)
@@ -562,7 +648,7 @@ class Shortlist:
             lines: peaks of some of them, as constant and slope over the place.
         """
         budget = SURE_SHARE * self._forecaster.budget_bytes
-        least, most = alike[min(1, len(alike) - 1)], alike[-1]
+        _, least, most = _anchors(alike)
         for row in alike:
             if row in lines:
                 constant, slope = lines[row]
@@ -608,16 +694,16 @@ class Shortlist:
 
     def _replay(self, row: _Row) -> None:
         """Find the largest micro-batches of a row again, each looked at as closely as it takes."""
-
-        def fit(at: int) -> Fit:
-            known = row.fits.get(at)
-            if known is None:
-                known = row.fits[at] = self._forecaster.forecast([row.configs[at]]).fit(0)
-            return known
-
         first = row.sure + 1
-        row.possible = _last(range(first, row.possible + 1), lambda at: fit(at) is not Fit.NO)
-        row.sure = _last(range(first, row.possible + 1), lambda at: fit(at) is Fit.YES)
+
+        def may_fit(at: int) -> bool:
+            return self._known_fit(row, at) is not Fit.NO
+
+        def surely_fits(at: int) -> bool:
+            return self._known_fit(row, at) is Fit.YES
+
+        row.possible = _last(range(first, row.possible + 1), may_fit)
+        row.sure = _last(range(first, row.possible + 1), surely_fits)
         row.is_open = False
         self._time([(row, last) for last in (row.sure, row.possible) if last >= 0])
 
@@ -626,11 +712,16 @@ class Shortlist:
         missing = list(dict.fromkeys(p for p in points if p[1] not in p[0].speeds))
         if not missing:
             return
-        speeds = self._forecaster.forecast(
-            [row.configs[at] for row, at in missing]
-        ).tokens_per_second
+        speeds = self._speeds([row.configs[at] for row, at in missing])
         for (row, at), speed in zip(missing, speeds.tolist(), strict=True):
             row.speeds[at] = speed
+
+    def _speeds(self, configs: Sequence[TrialConfig]) -> NDArray[np.float64]:
+        """Return tokens/s on the GPU that the answer is for; 0 where nothing is known."""
+        target = self._forecaster.target_speed
+        if isinstance(target, SpeedForecast):
+            return np.nan_to_num(target.times(configs).tokens_per_second)
+        return self._forecaster.forecast(configs).tokens_per_second
 
     def _predict(self, points: Iterable[tuple[_Row, int]]) -> None:
         """Predict whether some micro-batches of rows fit, as far as that takes no replay."""
@@ -642,13 +733,14 @@ class Shortlist:
         quick = forecasts.quick_fits()
         least = forecasts.least_bytes.tolist()
         refused = forecasts.refused
+        has_dataset = self._forecaster.shapes is not None
         for number, (row, at) in enumerate(missing):
             fit = quick[number]
             if number in refused:
-                error = refused[number]
-                self._refused.setdefault(str(error), error)
+                row.refusal = refused[number]
                 fit = Fit.NO
-            elif at and self._forecaster.broken(configs[number]) is not None:
+            elif at and has_dataset and self._forecaster.broken(configs[number]) is not None:
+                # The dataset is too small for such a micro-batch.
                 fit = Fit.NO
             row.fits[at] = fit
             row.peaks[at] = least[number]
@@ -685,6 +777,41 @@ class _Configs(Sequence[TrialConfig]):
         return self._made[at]
 
 
+def structures(space: SearchSpace) -> list[TrialConfig]:
+    """Return the combinations of a space that are looked at first, of every capacity class, in
+    their smallest size."""
+    values = {key: _listed(space, key) for key in space.dimensions if key != "seq_len"}
+    every = _firsts(values)
+    sizes = sorted(set(space.values_of("micro_batch_size")))
+    found: dict[TrialConfig, None] = {}
+    some = {
+        key: known if key in (*every, *CAPACITY_KEYS) else [_leanest(key, known)]
+        for key, known in values.items()
+        if key != "micro_batch_size"
+    }
+    if "seq_len" in space.dimensions:
+        some["seq_len"] = [min(_listed(space, "seq_len"))]
+    for combination in itertools.product(*some.values()):
+        params = dict(zip(some, combination, strict=True))
+        sized = ({**params, "micro_batch_size": size} for size in sizes)
+        smallest = next((each for each in sized if space.goes_together(each)), None)
+        if smallest is not None:
+            found[space.config(smallest)] = None
+    return list(found)
+
+
+def _firsts(values: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return settings of which all combinations are looked at."""
+    keys: list[str] = []
+    count = 1
+    for key in FIRST:
+        known = values.get(key, ())
+        if len(known) > 1 and count * len(known) <= FIRST_MAX:
+            keys.append(key)
+            count *= len(known)
+    return [*keys, SHARE] if SHARE in values else keys
+
+
 def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
     """Find the largest micro-batches of a row that surely fit, and that may.
 
@@ -709,6 +836,18 @@ def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
             break
         yield sorted(wanted)
     row.is_open = row.fits.get(row.sure + 1, Fit.NO) is None
+
+
+def _anchors(alike: Sequence[_Row]) -> tuple[_Row, _Row, _Row]:
+    """Return the rows of a structure by whose peaks the others' are estimated: the first, and the
+    ends of those in which some layers are recomputed and some are not."""
+    inside = alike[1:-1] or alike[-1:]
+    return alike[0], inside[0], inside[-1]
+
+
+def _bound(rows: Sequence[_Row]) -> float:
+    """Return the speed that the fastest of some rows may reach, whatever fits."""
+    return max(row.bound for row in rows)
 
 
 def _line(row: _Row, places: Sequence[int]) -> tuple[float, float]:
@@ -781,6 +920,11 @@ def _listed(space: SearchSpace, key: str) -> list[Any]:
         assert isinstance(dimension, FloatRange), "only a range of numbers has no list of values"
         return [dimension.at(share) for share in np.linspace(0.0, 1.0, POINTS).tolist()]
     return list(values)
+
+
+def _as_read(value: Any) -> Any:
+    """Return a value as a configuration holds it."""
+    return tuple(sorted(set(value))) if isinstance(value, list | tuple) else value
 
 
 def _leanest(key: str, values: Sequence[Any]) -> Any:

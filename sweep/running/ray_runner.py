@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -198,10 +199,16 @@ class RayRunner(Runner):
             return INTERRUPTED
         if self._lost is not None:
             raise self._lost
-        self._phase = "start"
+        self._phase, began = "start", time.monotonic()
         try:
             # It may have ended while it had nothing to do: that is not this trial's doing.
-            return self._follow(request, observe) if self._answers() else INTERRUPTED
+            if not self._answers():
+                return INTERRUPTED
+            if request.seconds_left is not None:
+                # Each machine has a clock of its own.
+                seconds_left = request.seconds_left - (time.monotonic() - began)
+                request = request.model_copy(update={"seconds_left": seconds_left})
+            return self._follow(request, observe)
         except self.ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, EnvironmentFault):
                 raise

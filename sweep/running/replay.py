@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass, field
 from search_spaces.config import TrialConfig
 from storage.records import (
     INTERRUPTED,
+    OUT_OF_TIME,
     Invalid,
     Measured,
     Measurement,
@@ -64,12 +65,17 @@ class ReplayRunner(Runner):
         return [request.config for request in self.requests]
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
-        """Answer with the recorded outcome, or with `PrunedSlow` where ``observe`` stops a measured
-        one."""
+        """Answer with the recorded outcome, with `PrunedSlow` where ``observe`` stops a measured
+        one, or with `OUT_OF_TIME` where the recorded trial took longer than is left."""
         if self._is_cancelled:
             return INTERRUPTED
         self.requests.append(request)
+        began_seconds = self.device_seconds
         outcome = self._replayed(request)
+        seconds_left = request.seconds_left
+        if seconds_left is not None and self.device_seconds >= began_seconds + seconds_left:
+            self.device_seconds = began_seconds + max(0.0, seconds_left)
+            outcome = OUT_OF_TIME
         for beat in _beats(outcome, request):
             self.pause()
             if self._is_cancelled:

@@ -55,6 +55,10 @@ class Runner(Protocol):
         and on the way evaluates and saves a checkpoint as a training does; its measurement says
         what that took.
 
+        Once the request's ``seconds_left`` have passed, no further step is begun. What has as many
+        measured steps as its budget asks for at least is `Measured` by them, also a soak that
+        evaluated and saved; anything else is `OUT_OF_TIME`, and no verdict about the configuration.
+
         Where a runner has texts, the request's ``quality`` lets a configuration that was measured
         to its end train on from fresh adapters; its measurement then says what it learned. A loss
         that is not finite there is `Diverged`, and memory that runs out there `OutOfMemory`.

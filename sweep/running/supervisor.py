@@ -4,6 +4,7 @@ and types every end."""
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,9 +225,13 @@ class SupervisedRunner(Runner):
             raise self._lost
         # One attempt may take several runs, where another process disturbed the first.
         before = self._left_behind(request)
+        # The start of a worker takes of the trial's time, too.
+        seconds_left = request.seconds_left
+        stop_at = None if seconds_left is None else time.monotonic() + seconds_left
+        command = RunCommand(request=request, run_id=uuid.uuid4().hex, stop_at=stop_at)
         self._phase = "start"
         try:
-            outcome = self._follow(self._sound_worker(), request, observe)
+            outcome = self._follow(self._sound_worker(), command, observe)
         except WorkerFault as fault:
             outcome = self._concluded(fault, request, before)
         except BaseException:
@@ -250,13 +255,13 @@ class SupervisedRunner(Runner):
             worker.kill()
         return worker
 
-    def _follow(self, worker: WorkerProcess, request: TrialRequest, observe: Observer) -> Outcome:
+    def _follow(self, worker: WorkerProcess, command: RunCommand, observe: Observer) -> Outcome:
         """Have a worker run a trial as soon as it owns the device, and watch it to its end.
 
         Raises:
             EnvironmentFault: the device is not to be had.
         """
-        command = RunCommand(request=request, run_id=uuid.uuid4().hex)
+        request = command.request
         worker.send(to_line(command))
         self._phase = "attach" if self._is_ready else "start"
         patience, kills, is_stopping = self._patience(request), oom_kills(), False

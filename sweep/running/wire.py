@@ -85,6 +85,9 @@ class TrialRequest(Message):
     """What a configuration that fits is asked on top; None for its speed and memory alone."""
     faithfulness: Faithfulness | None = None
     """Of its 8-bit compute, where an earlier trial of the study compared that."""
+    seconds_left: float | None = None
+    """After which it is stopped between two steps, counted from when it is asked for; None for no
+    limit."""
 
 
 class RunCommand(Message):
@@ -96,6 +99,8 @@ class RunCommand(Message):
     """Of this command, for the answer to name."""
     meeting: str = ""
     """File by which the ranks that run it find each other; a new one is a new process group."""
+    stop_at: float | None = None
+    """When it is stopped between two steps, by this machine's monotonic clock; None for never."""
 
 
 class StopCommand(Message):

@@ -27,6 +27,7 @@ from storage.records import (
     Crashed,
     Diverged,
     Invalid,
+    Lost,
     Measured,
     Outcome,
     OutOfMemory,
@@ -246,6 +247,7 @@ class Worker:
             # Whoever reaches this GPU from another rank is no neighbour.
             self._resident.card.remember()
         self.phase = "attach"
+        limit = team.TimeLimit(command.stop_at)
         before = self._resident.device.allocated_bytes()
         outcome: Outcome | None = team.gathered(self._known_speed(request))[0]
         is_apart = False
@@ -259,6 +261,7 @@ class Worker:
                 budget_bytes=self._settings.budget_bytes,
                 texts=self._texts,
                 is_soak=request.is_soak,
+                limit=limit,
                 report=self._report,
             )
             outcome, is_apart = trial.run(), trial.is_apart
@@ -266,7 +269,7 @@ class Worker:
             outcome = team.gathered(outcome)[0]
             if isinstance(outcome, Measured):
                 self._speeds[_speed_key(request)] = config.learning_rate, outcome
-                outcome, is_apart = self._with_quality(outcome, config, request.quality)
+                outcome, is_apart = self._with_quality(outcome, config, request.quality, limit)
         retire = "other ranks go on in the step" if is_apart else self._others.end()
         return outcome, retire or self._resident.leak(config, before), is_apart
 
@@ -282,7 +285,11 @@ class Worker:
         return Measured(measurement=known.measurement.model_copy(update=changes))
 
     def _with_quality(
-        self, outcome: Measured, config: TrialConfig, asked: QualityCommand
+        self,
+        outcome: Measured,
+        config: TrialConfig,
+        asked: QualityCommand,
+        limit: team.TimeLimit = team.NO_LIMIT,
     ) -> tuple[Outcome, bool]:
         """Train a configuration that fits once more, for what it learns of the texts; return its
         outcome, and whether other ranks go on with it."""
@@ -300,13 +307,14 @@ class Worker:
             asked,
             self._resident.device,
             report=self._report,
+            limit=limit,
         )
         flags = outcome.measurement.flags
         try:
             learned = quality.run()
         except InputError as error:
             return Invalid(rule="quality", detail=str(error)[:DETAIL_LENGTH]), False
-        if isinstance(learned, Diverged | OutOfMemory):
+        if isinstance(learned, Diverged | OutOfMemory | Lost):
             return learned, quality.is_apart
         if learned is None:
             # It trains well, and what it learned is not known.

@@ -21,6 +21,8 @@ from optuna.distributions import (
 from search_spaces.config import BATCH_KEYS, TrialConfig, canonical
 from search_spaces.dimensions import Choices, Dimension, FloatRange, IntRange
 from search_spaces.space import SearchSpace
+from sweep.predict.forecast import Forecaster, Progress, silent
+from sweep.predict.shortlist import Shortlist
 
 IDENTITIES_KEPT = 32_768
 """Identities that are not worked out again; one takes a kilobyte with its configuration."""
@@ -30,6 +32,8 @@ LISTED_MAX = 50_000
 20,000 take two seconds of one core, once, and a choice among them takes less than one among the
 samples of a larger space, of which all is worked out anew each time.
 """
+SHORTLISTED = 3_000
+"""The fastest configurations that bounds leave of a space."""
 SAMPLED = 2048
 """Combinations of a larger space that are looked at for each choice."""
 STEPS_ASIDE = (0.02, 0.1)
@@ -205,9 +209,15 @@ class Candidates(Protocol):
     """What may be chosen."""
 
     is_listed: bool
-    """Whether `near` returns everything there is, and the same at every choice."""
+    """Whether `near` returns the same at every choice."""
+    is_whole: bool
+    """Whether it returns everything there is."""
     free: dict[str, BaseDistribution]
     """The dimensions that Optuna samples."""
+
+    def prepare(self, progress: Progress) -> None:
+        """Do once what `near` takes first, and tell how far it is."""
+        return None
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """Return what to choose from, with more of what is like ``best`` where not all is."""
@@ -237,6 +247,10 @@ class SpaceCandidates(Encoding):
         self._is_valid = is_valid
         self._random = random.Random(seed)
         self.is_listed = self.size is not None and self.size <= LISTED_MAX
+        self.is_whole = self.is_listed
+
+    def prepare(self, progress: Progress) -> None:
+        """See `Candidates.prepare`: nothing takes long."""
 
     def near(self, best: Sequence[Params]) -> tuple[Candidate, ...]:
         """See `Candidates.near`."""
@@ -291,3 +305,33 @@ class SpaceCandidates(Encoding):
                 is_ordered = all(isinstance(value, int | float) for value in near)
                 near = near[max(0, at - 2) : at + 3] if is_ordered else near[:8]
             yield from (params | {name: value} for value in near)
+
+
+class ShortlistedCandidates(SpaceCandidates):
+    """Of a space too large to be listed, what bounds leave of it: where speed alone is asked for,
+    nothing else can be the fastest of its class. See `Candidates`.
+
+    Args:
+        space: what may be tried.
+        forecaster: what bounds it.
+        seed: of what is drawn beside it.
+    """
+
+    def __init__(self, space: SearchSpace, *, forecaster: Forecaster, seed: int) -> None:
+        super().__init__(space, is_valid=forecaster.is_valid, seed=seed)
+        self._forecaster = forecaster
+        self._progress: Progress = silent
+        self.is_listed = True
+        self.is_whole = False
+
+    def prepare(self, progress: Progress) -> None:
+        """See `Candidates.prepare`."""
+        self._progress = progress
+
+    @cached_property
+    def _all(self) -> tuple[Candidate, ...]:
+        shortlist = Shortlist(self.space, self._forecaster, progress=self._progress)
+        encoded = ((self.encode(own), config) for own, config in shortlist.candidates(SHORTLISTED))
+        return self._valid(
+            ({name: params[name] for name in self.free}, config) for params, config in encoded
+        )

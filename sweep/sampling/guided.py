@@ -13,17 +13,22 @@ from typing import Any
 
 import numpy as np
 import optuna
+from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
 from search_spaces.config import KNOBS, TrialConfig
-from search_spaces.space import Objective, StepBudget
+from search_spaces.linears import CapacityClass, nearest_capacity
+from search_spaces.models import ModelSpec
+from search_spaces.space import Objective, SearchSpace, StepBudget
 from storage import codec
 from storage.ranking import merits_of
 from storage.records import NEIGHBOUR, Measured, OutOfMemory, PrunedSlow, TrialRecord
-from sweep.predict.forecast import Forecaster
+from sweep.predict.forecast import Forecaster, Progress, silent
 from sweep.predict.memory.prediction import stated_uncertainty
+from sweep.predict.speed.predictor import NINE_IN_TEN
+from sweep.predict.speed.stand_in import Took
 from sweep.sampling.encoding import Candidate, Candidates, Params, identity
 from sweep.sampling.surrogate import (
     LEAST,
@@ -79,6 +84,7 @@ FASTER = 1.05
 OPEN_CHANCE = 0.05
 """Probability of being faster than the best so far from which a configuration is not ruled out."""
 
+Flags = NDArray[np.bool_]
 _NUMBERS: Mapping[str, tuple[float, Callable[[TrialConfig], float]]] = {
     "micro_batch_size": (1.5, lambda config: np.log2(float(config.tokens_per_micro_batch))),
     "seq_len": (2.0, lambda config: np.log2(config.seq_len)),
@@ -90,6 +96,8 @@ _NUMBERS: Mapping[str, tuple[float, Callable[[TrialConfig], float]]] = {
 """Settings that are compared as numbers, by how far apart two values are alike: doublings, but of
 the fraction. Of a micro-batch its tokens count."""
 DEFAULT_STEPS = StepBudget()
+SETTLED_BELOW: float = SearchSpace.model_fields["stop_below_gain"].default
+"""Expected gain below which a class is settled where a search goes on to its last trial."""
 _OTHER_KIND = 0.5
 """Correlation of two different words of one setting."""
 _NOT_COMPILED_IN = {"effective_batch_size", "optimizer", "lora_alpha", "learning_rate"}
@@ -111,6 +119,16 @@ class Outlook:
     """Configurations that could still be better, with a probability worth naming."""
     looked_at: int = 0
     """Configurations that were weighed, tried ones not among them."""
+
+
+@dataclass(frozen=True)
+class ClassForecast:
+    """What is expected to be the fastest of a capacity class that was not measured."""
+
+    config: TrialConfig
+    tokens_per_second: float
+    """On the target."""
+    peak_allocated_bytes: int | None
 
 
 @dataclass
@@ -138,6 +156,7 @@ class _World:
         known |= {key: config for key, config in tried.items() if key not in known}
         configs = tuple(known.values())
         self.candidates, self.configs = candidates, configs
+        self._capacities: Sequence[CapacityClass] | None = None
         self.rows = {key: row for row, key in enumerate(known)}
         self.forecasts = forecasts = forecaster.forecast(configs)
         tokens = forecasts.tokens_per_step
@@ -156,7 +175,8 @@ class _World:
             pairs = np.column_stack([is_compiled, stated])
             _, kinds = np.unique(pairs, axis=0, return_inverse=True)
             self.peaks = Peaks(np.log(forecasts.peak_bytes), forecasts.uncertainty, kinds)
-        self.classes = np.array([config.numerics for config in configs])
+        self.numerics = np.array([config.numerics for config in configs])
+        self.stand_in = forecasts.target
         self.bases = Column.of_kinds(list(map(_base, configs)), common=0.0).codes
         """Equal for configurations that share a frozen base."""
         self.shapes = {row: _shape(config) for row, config in enumerate(configs) if config.compile}
@@ -165,6 +185,22 @@ class _World:
     def row(self, config: TrialConfig) -> int:
         """Return the row of a configuration."""
         return self.rows[identity(config)]
+
+    @property
+    def is_candidate(self) -> Flags:
+        """Which rows may be asked for."""
+        return np.arange(len(self.configs)) < len(self.candidates)
+
+    def capacities(self, model: ModelSpec) -> Sequence[CapacityClass]:
+        """Return each row's capacity class."""
+        if self._capacities is None:
+            of_spelling: dict[tuple[Any, Any], CapacityClass] = {}
+            for config in self.configs:
+                spelled = config.lora_rank, config.target_modules
+                if spelled not in of_spelling:
+                    of_spelling[spelled] = CapacityClass.of(config, model)
+            self._capacities = [of_spelling[c.lora_rank, c.target_modules] for c in self.configs]
+        return self._capacities
 
 
 @dataclass(frozen=True)
@@ -183,7 +219,15 @@ class _Weighed:
     seconds: Array
     """Of the device that a trial is expected to take."""
     speeds: Array
-    """Expected tokens/s, times the chance to fit."""
+    """Expected tokens/s that decide."""
+    fit: Array
+    """Probability to fit."""
+    asked: Flags
+    """Which rows the recommendation is chosen from."""
+
+    def of_asked(self, scores: Array) -> Array:
+        """Return scores, minus infinity for what the recommendation is not chosen from."""
+        return np.where(self.asked, scores, -np.inf)
 
 
 class CandidateSampler(BaseSampler):
@@ -262,6 +306,10 @@ class GuidedSampler(CandidateSampler):
         objectives: what is searched for.
         steps: how long a trial trains.
         seed: decides between candidates of which the same is expected.
+        model: whose capacity classes compare, where speed alone is searched for: the candidates of
+            the class that is asked for come first. None where all compete.
+        settled_below: expected gain below which that class is settled, and others have their turn;
+            None where the search ends then.
     """
 
     def __init__(
@@ -272,9 +320,13 @@ class GuidedSampler(CandidateSampler):
         objectives: Sequence[Objective] = ("tokens_per_second",),
         steps: StepBudget = DEFAULT_STEPS,
         seed: int,
+        model: ModelSpec | None = None,
+        settled_below: float | None = None,
     ) -> None:
         super().__init__(candidates, inner=RandomSampler(seed=seed))
         self._forecaster = forecaster
+        self._model = model if tuple(objectives) == ("tokens_per_second",) else None
+        self._settled_below = settled_below
         self._objectives = uncertain_first(objectives)
         self._steps = steps
         self._seed = seed
@@ -289,10 +341,18 @@ class GuidedSampler(CandidateSampler):
         """Return the candidate of which most is to be gained."""
         trials = self._read(study, besides=trial.number)
         weighed = self._weighed(trials)
-        world, row = weighed.world, self._first_acceptable(weighed.world, weighed.merits)
-        if row is not None and weighed.gains[row] < WORTH_BOLDNESS:
+        world, gains = weighed.world, weighed.of_asked(weighed.gains)
+        merits = weighed.of_asked(weighed.merits)
+        most = gains[: len(world.candidates)].max(initial=-np.inf)
+        if self._settled_below is not None and most < self._settled_below:
+            # Trials are to be used up.
+            gains, merits = weighed.gains, weighed.merits
+        row = self._first_acceptable(world, merits)
+        if row is not None and gains[row] < WORTH_BOLDNESS:
             # What looks best is as good as found: what may be better by surprise has its turn.
-            row = self._first_acceptable(world, weighed.gains / weighed.seconds)
+            row = self._first_acceptable(world, gains / weighed.seconds)
+        if row is None:
+            row = self._first_acceptable(world, weighed.merits)
         if row is None:
             # All that is left is refused, or was tried: what needs the least memory gets its
             # verdict without the device.
@@ -302,12 +362,13 @@ class GuidedSampler(CandidateSampler):
             chosen = min(left, key=lambda c: needs[world.rows[c.key]], default=None)
         else:
             chosen = world.candidates[row]
-            order = np.argsort(-weighed.merits[: len(world.candidates)])[:REFINED]
+            order = np.argsort(-merits[: len(world.candidates)])[:REFINED]
             self._best = tuple(world.candidates[at].params for at in order)
         return {} if chosen is None else {name: chosen.params[name] for name in search_space}
 
-    def prepare(self) -> None:
+    def prepare(self, progress: Progress = silent) -> None:
         """Do once, before anything is asked, what every choice takes first."""
+        self._candidates.prepare(progress)
         if self._candidates.is_listed:
             self._weighed(Trials())
 
@@ -316,15 +377,16 @@ class GuidedSampler(CandidateSampler):
         self._world, self._weighings = None, {}
 
     def outlook(self, study: optuna.Study, *, besides: int | None = None) -> Outlook:
-        """Return what is still to be gained, by what the study's trials say, one of them apart."""
+        """Return what is still to be gained of what the recommendation is chosen from, by what the
+        study's trials say, one of them apart."""
         weighed = self._weighed(self._read(study, besides=besides))
-        candidates = weighed.world.candidates
-        row = self._first_acceptable(weighed.world, weighed.gains)
+        candidates, gains = weighed.world.candidates, weighed.of_asked(weighed.gains)
+        row = self._first_acceptable(weighed.world, gains)
         if row is None:
             return Outlook(gain=0.0)
-        left = weighed.merits[: len(candidates)] > -np.inf
+        left = gains[: len(candidates)] > -np.inf
         return Outlook(
-            gain=float(weighed.gains[row]),
+            gain=float(gains[row]),
             config=candidates[row].config,
             chance=float(weighed.chances[row]),
             open=int((weighed.chances[: len(candidates)][left] >= OPEN_CHANCE).sum()),
@@ -341,13 +403,40 @@ class GuidedSampler(CandidateSampler):
         that is hardly faster than what was measured of them, or everything left is refused."""
         trials = self._read(study, besides=None)
         weighed = self._weighed(trials)
-        world, speeds = weighed.world, weighed.speeds
+        world, speeds = weighed.world, weighed.speeds * weighed.fit
         left = [c.key not in trials.tried and is_wanted(c.config) for c in world.candidates]
         row = self._first_acceptable(world, np.where(left, speeds[: len(left)], -np.inf))
-        reached = [speeds[world.row(c)] for c in measured if identity(c) in world.rows]
-        if row is None or speeds[row] < FASTER * max(reached, default=0.0):
+        reached = [weighed.speeds[world.row(c)] for c in measured if identity(c) in world.rows]
+        if row is None or weighed.speeds[row] < FASTER * max(reached, default=0.0):
             return None
         return world.candidates[row].config
+
+    def unmeasured_classes(self, study: optuna.Study) -> tuple[ClassForecast, ...]:
+        """Return what is expected to be the fastest that fits of each capacity class in which
+        nothing fitted yet; of what the recommendation is not chosen from."""
+        if self._model is None:
+            return ()
+        trials = self._read(study, besides=None)
+        weighed = self._weighed(trials)
+        world, found = weighed.world, list[ClassForecast]()
+        capacities = world.capacities(self._model)
+        fitted = {capacities[row] for row in self._fitted(world, trials)}
+        for capacity in sorted({*capacities} - fitted, key=str):
+            of_class = np.array([own == capacity for own in capacities])
+            row = self._most_promising(weighed, of_class & ~weighed.asked)
+            if row is not None:
+                config = world.candidates[row].config
+                memory = self._forecaster.expect(config).memory
+                peak = None if memory is None else memory.peak_allocated_bytes
+                found.append(ClassForecast(config, float(weighed.speeds[row]), peak))
+        return tuple(found)
+
+    def _most_promising(self, weighed: _Weighed, rows: Flags) -> int | None:
+        """Return which of some rows is expected to be the fastest, of those that are likely to fit
+        and are not refused; None for none."""
+        is_likely = rows & weighed.world.is_candidate & (weighed.fit >= OPEN_CHANCE)
+        scores = np.where(is_likely, weighed.speeds * weighed.fit, -np.inf)
+        return self._first_acceptable(weighed.world, scores)
 
     def _read(self, study: optuna.Study, *, besides: int | None) -> Trials:
         trials = super()._read(study, besides=besides)
@@ -388,16 +477,19 @@ class GuidedSampler(CandidateSampler):
     def _weigh(self, world: _World, trials: Trials) -> _Weighed:
         """Return what each candidate promises; nothing of what was tried."""
         speed, fit = _speed(world, trials), _fit(world, trials)
-        offsets = _class_offsets(world, speed, fit)
-        compared = self._compared(world, trials, replace(speed, means=speed.means + offsets))
-        goal = Goal.of(self._objectives, forecasts=world.forecasts, speed=compared)
-        best = self._reached(world, trials, offsets)
+        seconds = self._seconds(world, trials, speed)
+        decides = speed if world.stand_in is None else _on_target(world, trials)
+        nothing = np.zeros(len(world.configs))
+        speeds = np.exp(decides.mean)
+        known = _Weighed(world, nothing, nothing, nothing, seconds, speeds, fit, nothing > -1)
+        asked = self._asked(known, trials)
+        goal = Goal.of(self._objectives, forecasts=world.forecasts, speed=decides)
+        best = self._reached(known, trials, asked)
         gains, chances = expected_improvement(goal, best)
         # Without a prediction there is nothing to be bold about.
         share = 1.0 if world.forecasts.physics is None else BOLDNESS
         merits = expected_improvement(replace(goal, first=goal.first.surer(share)), best)[0] * fit
         gains = gains * fit if len(best) else np.full(len(gains), np.inf)
-        seconds = self._seconds(world, trials, speed)
         if len(best):
             merits = merits / seconds
         # Equals are told apart by seed and trial, so that a study that resumes is where it was.
@@ -405,34 +497,69 @@ class GuidedSampler(CandidateSampler):
         merits = merits * (1.0 + 1e-6 * draws)
         tried = [row for key, row in world.rows.items() if key in trials.tried]
         merits[tried] = gains[tried] = -np.inf
-        speeds = np.exp(speed.mean + offsets) * fit
-        return _Weighed(world, merits, gains, chances * fit, seconds, speeds)
+        return replace(known, merits=merits, gains=gains, chances=chances * fit, asked=asked)
 
-    def _compared(self, world: _World, trials: Trials, speed: Mixture) -> Mixture:
-        """Return log speeds that compare between classes of numerics, as unsure as trials can show.
+    def _asked(self, known: _Weighed, trials: Trials) -> Flags:
+        """Return which rows the recommendation is chosen from: of speed alone those of the capacity
+        class nearest to the standard recipe's in which anything fits or may fit, as in the ranking.
 
-        Where another GPU stands in for the target, the order of classes is that predicted there:
-        only of the best's own class may a trial turn out faster than the best.
+        Where another GPU stands in for the target, no measurement says which class of numerics is
+        the faster: there it is that of 16-bit compute, unless 8 bits are sure to gain.
         """
-        measured = [world.row(r.config) for r in trials.learned if isinstance(r.outcome, Measured)]
-        if world.forecasts.target is None or not measured or len(self._objectives) > 1:
-            return speed
-        best = max(measured, key=lambda row: speed.mean[row])
-        own, means = world.classes == world.classes[best], speed.means
-        deviations = np.where(own, speed.deviations, LEAST)
-        return Mixture(speed.weights, np.where(own, means, speed.mean), deviations)
+        world, everything = known.world, np.ones(len(known.world.configs), dtype=bool)
+        if self._model is None:
+            return everything
+        capacities, fitted = world.capacities(self._model), self._fitted(world, trials)
+        is_tried = np.array([key in trials.tried for key in world.rows])
+        left = {*capacities[: len(world.candidates)]}
+        while left:
+            nearest = nearest_capacity(left, self._model)
+            assert nearest is not None, "there are classes"
+            own = np.array([capacity == nearest for capacity in capacities])
+            if own[fitted].any() or self._most_promising(known, own & ~is_tried) is not None:
+                return own if world.stand_in is None else own & self._of_numerics(known, own)
+            left.remove(nearest)
+        return everything
 
-    def _reached(self, world: _World, trials: Trials, offsets: Array) -> Array:
-        """Return the objectives of the trials that count among the best: those that ran to their
-        end, and that the space holds."""
-        reached = []
+    def _of_numerics(self, known: _Weighed, own: Flags) -> Flags:
+        """Return which rows are of the class of numerics that is chosen on the target."""
+        world, stand_in = known.world, known.world.stand_in
+        assert stand_in is not None, "another GPU stands in for the target"
+        likely = own & world.is_candidate & (known.fit >= OPEN_CHANCE)
+        fastest: dict[str, int] = {}
+        for numerics in np.unique(world.numerics[likely]):
+            of_class = likely & (world.numerics == numerics)
+            fastest[str(numerics)] = int(np.argmax(np.where(of_class, known.speeds, -np.inf)))
+        plain = fastest.get("16-bit")
+        for numerics, row in sorted(fastest.items(), key=lambda pair: -known.speeds[pair[1]]):
+            if plain is None or row == plain:
+                return np.asarray(world.numerics == numerics)
+            gain = np.log(known.speeds[row] / known.speeds[plain])
+            if gain > NINE_IN_TEN * stand_in.ratio_spread(row, plain):
+                return np.asarray(world.numerics == numerics)
+        return own
+
+    def _fitted(self, world: _World, trials: Trials) -> list[int]:
+        """Return the rows of the trials that count among the best: those that ran to their end, and
+        that the space holds."""
+        rows = []
         for record in trials.learned:
             row = world.row(record.config)
-            is_inside = row < len(world.candidates) or not self._candidates.is_listed
+            is_inside = row < len(world.candidates) or not self._candidates.is_whole
             if is_inside and isinstance(record.outcome, Measured):
-                values = np.array(merits_of(record, self._objectives), dtype=float)
-                if self._objectives[0] == "tokens_per_second":
-                    values[0] *= np.exp(offsets[row])
+                rows.append(row)
+        return rows
+
+    def _reached(self, known: _Weighed, trials: Trials, asked: Flags) -> Array:
+        """Return the objectives of the trials that count among the best, with the speeds that
+        decide."""
+        world, reached = known.world, []
+        of_row = {world.row(record.config): record for record in trials.learned}
+        for row in self._fitted(world, trials):
+            if asked[row]:
+                values = np.array(merits_of(of_row[row], self._objectives), dtype=float)
+                if world.stand_in is not None and self._objectives[0] == "tokens_per_second":
+                    values[0] = known.speeds[row]
                 reached.append(values)
         return np.array(reached)
 
@@ -490,22 +617,20 @@ def _fit(world: _World, trials: Trials) -> Array:
     return chance_to_fit(world.peaks, seen, log_budget=float(np.log(budget)))
 
 
-def _class_offsets(world: _World, speed: Mixture, fit: Array) -> Array:
-    """Return what is added to each log speed, so that classes of numerics compare.
-
-    Where another GPU stands in for the target, the most promising of each class gets the speed that
-    is predicted of it there, and the rest of its class keeps its distance to that.
-    """
-    target, offsets = world.forecasts.target, np.zeros(len(world.configs))
-    if target is None:
-        return offsets
-    there = world.log_tokens - target.log_seconds(np.zeros(len(target.spread)), slice(None))
-    promising = np.exp(speed.mean) * fit
-    promising[len(world.candidates) :] = 0.0
-    for of_class in (world.classes == each for each in np.unique(world.classes)):
-        best = np.argmax(np.where(of_class, promising, -1.0))
-        offsets[of_class] = there[best] - speed.mean[best]
-    return offsets
+def _on_target(world: _World, trials: Trials) -> Mixture:
+    """Return the log speeds on the target where another GPU stands in for it: as predicted there,
+    corrected by what was measured, and as unsure as a trial here can show."""
+    stand_in = world.stand_in
+    assert stand_in is not None, "another GPU stands in for the target"
+    known = {
+        world.row(record.config): Took.of(record.measurement)
+        for record in trials.learned
+        if record.measurement is not None
+    }
+    deviations = np.maximum(stand_in.told_spread(NOISE), LEAST)
+    deviations[list(known)] = LEAST
+    means = world.log_tokens - stand_in.corrected(known)
+    return Mixture(np.ones(1), means[None, :], deviations[None, :])
 
 
 def columns(configs: Sequence[TrialConfig]) -> list[Column]:

@@ -12,10 +12,17 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from search_spaces.errors import InputError
+from search_spaces.models import ModelSpec
 from search_spaces.space import SamplerName, SearchSpace
 from sweep.predict.forecast import Forecaster
-from sweep.sampling.encoding import Candidates, Params, SpaceCandidates, identity
-from sweep.sampling.guided import CandidateSampler, GuidedSampler
+from sweep.sampling.encoding import (
+    Candidates,
+    Params,
+    ShortlistedCandidates,
+    SpaceCandidates,
+    identity,
+)
+from sweep.sampling.guided import SETTLED_BELOW, CandidateSampler, GuidedSampler
 
 REFUSALS_MAX = 1024
 """Refused draws and combinations before one of them is let through: one in a hundred is found."""
@@ -32,6 +39,7 @@ def make_sampler(
     *,
     seed: int,
     forecaster: Forecaster | None = None,
+    model: ModelSpec | None = None,
     lanes: int = 1,
 ) -> BaseSampler:
     """Return the sampler that a space or a person names.
@@ -44,6 +52,8 @@ def make_sampler(
         seed: makes the draws repeatable.
         forecaster: what it refuses is not asked for as long as something else is left, but by the
             grid, which asks for everything. ``guided`` cannot do without one.
+        model: what is trained; the guided sampler, asked for speed alone, has the capacity class
+            first that is recommended of it. None where all classes compete.
         lanes: trials that run at a time.
 
     Raises:
@@ -61,9 +71,17 @@ def make_sampler(
         return WithoutRepeats(RandomSampler(), candidates, forecaster=None, attempts=0)
     if name == "guided":
         assert forecaster is not None, "what is predicted guides it"
-        objectives, steps = space.objectives, space.steps
+        is_of_speed = space.objectives == ("tokens_per_second",)
+        if is_of_speed and not candidates.is_listed and forecaster.predicts_speed:
+            candidates = ShortlistedCandidates(space, forecaster=forecaster, seed=seed)
         return GuidedSampler(
-            candidates, forecaster=forecaster, objectives=objectives, steps=steps, seed=seed
+            candidates,
+            forecaster=forecaster,
+            objectives=space.objectives,
+            steps=space.steps,
+            seed=seed,
+            model=model,
+            settled_below=None if space.stop_below_gain else SETTLED_BELOW,
         )
     # Each draw of gp is an optimization of its own, and most come out the same.
     attempts = 3 if name == "gp" else 32

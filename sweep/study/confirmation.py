@@ -7,8 +7,9 @@ killed at any moment goes on with the run after the last one that ended.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from search_spaces.config import TrialConfig, canonical
@@ -99,7 +100,7 @@ class Plan:
         if winner is None or over is None or over.purpose == "search":
             return None
         high = ranking.ratio(winner, over).high
-        is_faster = high is not None and high < 1.0 and ranking.compares(winner, over)
+        is_faster = high is not None and high < 1.0
         tried = {canonical(record.config) for record in ranking.records}
         is_new = ranking.holds(over.config) and canonical(over.config) not in tried
         return over if is_faster and is_new else None
@@ -204,10 +205,75 @@ class Plan:
         is_asked = contender in self._references or contender == self._winner
         return is_asked or len(self._runs(contender)) == 1
 
-    def owed(self) -> int:
-        """Return how many runs are still to come, whatever they take."""
+    @cached_property
+    def run_seconds(self) -> float:
+        """Expected seconds of a run; 0 where nothing was measured."""
+        known = self._like_its_runs
+        return statistics.fmean(record.run_seconds for record in known) if known else 0.0
+
+    @cached_property
+    def setup_seconds(self) -> float:
+        """Those of them that go by before anything is measured."""
+        known = self._like_its_runs
+        return statistics.fmean(measured_of(r).setup_seconds for r in known) if known else 0.0
+
+    @cached_property
+    def _like_its_runs(self) -> Sequence[TrialRecord]:
+        """The runs of this series that were measured; before there are any, the contenders as the
+        search measured them."""
+        ran = [record for record in self._of("confirm") if record.measurement is not None]
+        return ran or [r for r in self.ranking.ranked if Contender.of(r) in self.contenders]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run of it was measured."""
+        return any(record.measurement is not None for record in self._of("confirm"))
+
+    @property
+    def least_seconds(self) -> float:
+        """Expected seconds of the runs that are still to come, whatever they take."""
         needed = [contender for contender in self.contenders if self._is_needed(contender)]
-        return sum(max(0, RUNS_TO_CONFIRM - self._rounds_of(contender)) for contender in needed)
+        owed = sum(max(0, RUNS_TO_CONFIRM - self._rounds_of(contender)) for contender in needed)
+        return owed * self.run_seconds
+
+    @property
+    def soak_seconds(self) -> float:
+        """Expected seconds of the soak that is still to come; 0 for none. Evaluating and saving
+        take about as long as the steps of a run."""
+        is_soaked = bool(self._of("soak")) or not self.budget.soak_seconds
+        return 0.0 if is_soaked else self.run_seconds + self.budget.soak_seconds
+
+    @property
+    def expected_seconds(self) -> float:
+        """Expected seconds of all that is still to come; those of trainings with further seeds are
+        not foreseen."""
+        of_runs = max(self.budget.seconds - self._spent, self.least_seconds)
+        return of_runs + self.soak_seconds
+
+    def within(self, left_seconds: float) -> Plan:
+        """Return the plan that leaves time for the soak, where so much is left: its further rounds,
+        and its ties, take no more than the rest."""
+        rest = left_seconds - self.least_seconds - self.soak_seconds
+        # A share of it is what a run may measure for at most, so it is never nothing.
+        seconds = max(self._spent + rest, 1.0)
+        if seconds >= self.budget.seconds:
+            return self
+        return replace(self, budget=self.budget.model_copy(update={"seconds": seconds}))
+
+    def in_time(self, wanted: Wanted, left_seconds: float) -> Wanted | None:
+        """Return a run as far as there is time for it, a soak perhaps a shorter one; None where
+        there is too little. Rounds are begun where the fewest that count can be whole."""
+        needed = self.run_seconds
+        if wanted.errand.purpose == "soak":
+            seconds = min(wanted.steps.seconds_max, left_seconds - self.setup_seconds)
+            shorter = wanted.steps.model_copy(update={"seconds_max": seconds})
+            wanted = replace(wanted, steps=shorter)
+        if wanted.errand.purpose == "confirm" and not self.has_begun:
+            needed = self.least_seconds
+        if wanted.quality is not None:
+            trained = [measured_of(record).quality for record in self.ranking.ranked]
+            needed += max((quality.seconds for quality in trained if quality), default=0.0)
+        return wanted if needed <= left_seconds else None
 
     def _undecided(self) -> list[Contender]:
         """Return what a further round may tell apart: ties, and what an unsure gain is between. One
@@ -311,9 +377,9 @@ def _loss(record: TrialRecord) -> float:
 
 def ranking_of(study: OpenStudy) -> Ranking:
     """Return the order of a study's trials as it stands, the same that every reader sees."""
-    records = study.records()
-    speeds = target_speeds(study.definition, records)
-    return rank(records, study.definition, study.confirmations(), target_speeds=speeds)
+    records, confirmations = study.records(), study.confirmations()
+    speeds = target_speeds(study.definition, (*records, *confirmations))
+    return rank(records, study.definition, confirmations, target_speeds=speeds)
 
 
 class Confirmation(Source):
@@ -321,7 +387,8 @@ class Confirmation(Source):
 
     On one lane while nothing runs on the others, so that what is compared is measured on the same
     GPU and beside nobody. Nothing is run where the space says so, where nothing fits, or where it
-    was all done before.
+    was all done before. It takes what is left of the run's time, with fewer rounds, a shorter soak
+    or none.
 
     Args:
         driver: of this run.
@@ -349,12 +416,15 @@ class Confirmation(Source):
         if is_first:
             self._since = next_number((*self._study.records(), *self._study.confirmations()))
             self._series = self._series_on(lane, self._budget)
-        plan = self._plan(self._series, self._budget)
+        plan = self._plan(self._series, self._budget).within(self._driver.time.left_seconds)
         wanted = plan.next_run()
         if wanted is None:
             return self._then
         if (reason := self._driver.reason_to_stop()) is not None:
             return reason
+        wanted = plan.in_time(wanted, self._driver.time.left_seconds)
+        if wanted is None:
+            return self._driver.time.reason
         if is_first:
             self._lane = lane
             numbers = tuple(c.number for c in plan.contenders if c.number is not None)

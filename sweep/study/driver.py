@@ -5,6 +5,7 @@ Whatever runs beside it, the study is asked and told by one thread alone.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import InitVar, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from math import floor, log10
 from typing import Protocol
 
 import optuna
@@ -23,6 +23,7 @@ from search_spaces.space import SearchSpace, StepBudget
 from storage.ledger import attempts
 from storage.records import (
     INTERRUPTED,
+    OUT_OF_TIME,
     SEARCH,
     Attempt,
     EpochRecord,
@@ -50,6 +51,7 @@ from sweep.study.events import (
     TrialProgress,
     TrialStarted,
 )
+from sweep.study.run_time import RunTime
 from sweep.study.stopping import (
     REMEASURED_AT_MOST,
     Rivals,
@@ -60,7 +62,7 @@ from sweep.study.stopping import (
 )
 
 _WATCH_SECONDS = 0.1
-"""Between two looks at what is left of the money."""
+"""Between two looks at the time that is left."""
 QUALITY_SECONDS = 60.0
 """What a trial's training is to take where nobody said on how many tokens."""
 TOKENS_MIN = 256
@@ -78,6 +80,8 @@ class Wanted:
     """What it is asked to learn; None for its speed and memory alone."""
     rivals: Rivals | None = None
     """What it has to beat; None where only its own end counts."""
+    kept_seconds: float = 0.0
+    """Of the run's time, what is kept for what follows."""
 
 
 @dataclass(eq=False)
@@ -94,7 +98,19 @@ class Running:
     interrupted."""
     rivals: Rivals | None
     started_seconds: float
+    kept_seconds: float = 0.0
+    """As its `Wanted` says."""
     device_seconds: float = 0.0
+    progress: Progress | None = None
+    """The newest of it."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step that is being measured; 0 where none is, or none is known yet."""
+        progress = self.progress
+        if progress is None or progress.phase != "measure" or not progress.tokens_per_second:
+            return 0.0
+        return self.record.config.tokens_per_step / progress.tokens_per_second
 
     @property
     def is_refused(self) -> bool:
@@ -131,8 +147,9 @@ class Driver:
         runner: runs configurations, one at a time, or as many as it has lanes. A lane that is lost
             retires, and its trial is tried again on another; the study ends with the last one.
         forecaster: spares the device what cannot be valid or cannot fit.
-        stopping: says when the search ends, and what an hour costs; by default its trials and its
-            time end it.
+        stopping: says when the search ends, and what an hour costs; by default its trials end it.
+        spent_seconds: of the time budget, what the command took before, and what it takes after.
+        least_seconds: that the run takes from its first launch to a first result.
         clock: seconds; only differences count.
         on_event: hears of everything that happens.
         interruption: whether somebody asked to stop. What runs then is ended by whoever asks; what
@@ -143,11 +160,15 @@ class Driver:
     runner: InitVar[Runner | Lanes]
     forecaster: Forecaster
     stopping: InitVar[Stopping | None] = None
+    spent_seconds: InitVar[float] = 0.0
+    least_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
     on_event: Listener = lambda _: None
     interruption: Interruption = field(default_factory=Interruption)
 
-    def __post_init__(self, runner: Runner | Lanes, stopping: Stopping | None) -> None:
+    def __post_init__(
+        self, runner: Runner | Lanes, stopping: Stopping | None, spent_seconds: float
+    ) -> None:
         self.lanes = Lanes.of(runner)
         self.space = self.study.definition.space
         self.limits = stopping or Stopping(self.space)
@@ -155,28 +176,41 @@ class Driver:
         self.encoding = Encoding(self.space)
         self.asks_for_loss = "eval_loss" in self.space.objectives
         self._counted_seconds = self.clock()
-        self._paid_until: float | None = None
-        """When, by the clock, the study's money is spent; None without a limit."""
-        dollars, price = self.space.max_dollars, self.limits.usd_per_hour
-        if dollars is not None and price is not None:
-            seconds = dollars / price * 3600.0 - self.study.known.card_seconds
-            self._paid_until = self._counted_seconds + seconds / self.study.cards
+        self.has_launched = False
+        """Whether anything ran, or runs, in this run."""
+        self.time = RunTime.of(
+            self.space,
+            self.clock,
+            spent_seconds=spent_seconds,
+            paid_seconds=self._paid_seconds(),
+        )
 
-    def _is_money_spent(self) -> bool:
-        return self._paid_until is not None and self.clock() >= self._paid_until
+    def _paid_seconds(self) -> float:
+        """Return for how long the study's money lasts; infinite without a limit."""
+        dollars, price = self.space.max_dollars, self.limits.usd_per_hour
+        if dollars is None or price is None:
+            return math.inf
+        seconds = dollars / price * 3600.0 - self.study.known.card_seconds
+        return seconds / self.study.cards
 
     @contextmanager
-    def within_money(self) -> Iterator[None]:
-        """End what runs inside the ``with`` once the money is spent; nothing is launched then."""
+    def within_time(self) -> Iterator[None]:
+        """End what runs inside the ``with`` once the run's time is over; nothing is launched then.
+
+        What measures steps stops by itself then (`TrialRequest.seconds_left`), and gets a step to
+        do so; anything else, a compiler say, is ended at once.
+        """
         is_over = threading.Event()
 
         def watch() -> None:
             while not is_over.wait(_WATCH_SECONDS):
-                if self._is_money_spent():
+                running: list[Running] = list(self.lanes.running.values())
+                step_seconds = max((trial.step_seconds for trial in running), default=0.0)
+                if self.time.left_seconds <= -step_seconds:
                     self.lanes.cancel()
                     return
 
-        if self._paid_until is not None:
+        if self.time.is_limited:
             threading.Thread(target=watch, daemon=True).start()
         try:
             yield
@@ -187,7 +221,7 @@ class Driver:
         """Return why nothing more is run, whatever is left to do; None where it may be."""
         if self.interruption.is_requested():
             return StopReason.INTERRUPTED
-        return StopReason.DOLLARS_SPENT if self._is_money_spent() else None
+        return self.time.reason if self.time.is_over else None
 
     def recover(self) -> None:
         """Close what an earlier driver left open, and learn from what it found out."""
@@ -239,10 +273,14 @@ class Driver:
                         wanted = source.next(lane)
                         if wanted is None:
                             break
+                        has_no_time = wanted is StopReason.TIME_SPENT
+                        if not self.has_launched and (has_no_time or isinstance(wanted, Wanted)):
+                            self.time.refuse_too_short(self.least_seconds, self.space)
                         if isinstance(wanted, StopReason):
                             return wanted
                         trial = self._begin(wanted, lane)
                     if not trial.is_refused:
+                        self.has_launched = True
                         self.lanes.launch(lane, trial, partial(self._measure, trial, lane))
                 if trial.is_refused:
                     with self.interruption.settling():
@@ -310,7 +348,15 @@ class Driver:
             quality=wanted.quality,
             faithfulness=None if errand == SEARCH else self._compared(config),
         )
-        return Running(handle, begun, request, record, wanted.rivals, started_seconds)
+        return Running(
+            handle,
+            begun,
+            request,
+            record,
+            wanted.rivals,
+            started_seconds,
+            kept_seconds=wanted.kept_seconds,
+        )
 
     def _compared(self, config: TrialConfig) -> Faithfulness | None:
         """Return what an earlier trial found of a configuration's 8-bit compute."""
@@ -329,7 +375,8 @@ class Driver:
         try:
             while True:
                 try:
-                    outcome = lane.runner.run(trial.request, observe=partial(self._observe, trial))
+                    request = self._timed(trial)
+                    outcome = lane.runner.run(request, observe=partial(self._observe, trial))
                     outcomes.append(held_to_budget(outcome, budget_bytes=budget_bytes))
                 except KeyboardInterrupt:
                     # Asked so often that the runner, which is to cancel it, is not waited for.
@@ -344,17 +391,27 @@ class Driver:
                     break
         finally:
             trial.device_seconds += self.clock() - started
-        return outcome_to_keep(outcomes)
+        kept = outcome_to_keep(outcomes)
+        is_cut = kept == INTERRUPTED and self.reason_to_stop() is self.time.reason
+        return OUT_OF_TIME if is_cut else kept
+
+    def _timed(self, trial: Running) -> TrialRequest:
+        """Return what is asked of a trial now, with the time that it has."""
+        if not self.time.is_limited:
+            return trial.request
+        seconds_left = max(0.0, self.time.left_seconds - trial.kept_seconds)
+        return trial.request.model_copy(update={"seconds_left": seconds_left})
 
     def _observe(self, trial: Running, progress: Progress) -> bool:
         """Return whether a trial is to be stopped, as it cannot matter any more."""
+        trial.progress = progress
         event = TrialProgress(number=trial.record.number, progress=progress)
         self.lanes.say(partial(self.on_event, event))
         config, rivals = trial.record.config, trial.rivals
         if rivals is None or trial.record.is_baseline:
             return False
-        known, objectives = rivals.of(config), self.space.objectives
-        return is_hopeless(progress, config=config, rivals=known, objectives=objectives)
+        decided, objectives = rivals.as_decided(progress, config), self.space.objectives
+        return is_hopeless(decided, config=config, rivals=rivals.of(config), objectives=objectives)
 
     def _conclude(self, ended: Ended, source: Source) -> None:
         """Store what a trial came to that ran to its end, or that its lane was lost under."""
@@ -458,7 +515,7 @@ def default_tokens(tokens_per_second: float, epoch: EpochRecord | None) -> int:
     """
     wanted = max(TOKENS_MIN, tokens_per_second * QUALITY_SECONDS)
     most = wanted if epoch is None else min(wanted, max(TOKENS_MIN, epoch.loss_tokens))
-    unit = 10 ** max(0, floor(log10(most)) - 1)
+    unit = 10 ** max(0, math.floor(math.log10(most)) - 1)
     return int(most // unit * unit)
 
 

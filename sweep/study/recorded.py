@@ -162,7 +162,7 @@ def record_of(row: SurfaceRow, model: ModelSpec, *, number: int, budget_bytes: i
             tokens_per_second=speed,
             samples_per_second=speed / row.config.seq_len,
             step_seconds=seconds,
-            step_seconds_ci95=None,
+            step_seconds_ci95=row.step_seconds_ci95,
             steps_measured=1,
             steps_warmup=1,
             peak_allocated_bytes=row.peak_allocated_bytes or 0,
@@ -361,6 +361,7 @@ class Rows(Candidates):
     """
 
     is_listed = True
+    is_whole = True
 
     def __init__(self, surface: Surface, *, seed: int) -> None:
         by_key = {identity(row.config): row for row in surface.rows}

@@ -16,12 +16,13 @@ from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
-from search_spaces.loading import Offered, preset_name, with_fixed
+from search_spaces.loading import Offered, preset_name, with_fixed, with_own_attention
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, torch_for
+from search_spaces.sizes import with_offered_batches
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot, Target
-from storage.directory import keep_outcomes
+from storage.directory import keep_outcomes, read_identity
 from storage.study import OpenStudy, open_study
 from storage.surfaces import Surface
 from sweep import stop_signals
@@ -51,6 +52,7 @@ from sweep.running.ray_nodes import Cluster
 from sweep.running.runner import Lane, Lanes, Runner
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import TextsSettings
+from sweep.sampling.encoding import LISTED_MAX
 from sweep.sampling.guided import GuidedSampler, Outlook
 from sweep.sampling.samplers import make_sampler, quiet_optuna
 from sweep.study.carrying import refuse_incomparable, take_over
@@ -65,6 +67,7 @@ from sweep.study.events import (
 )
 from sweep.study.recorded import RecordedPeaks, only_recorded, recorded_peaks
 from sweep.study.retracing import retraced_behind
+from sweep.study.run_time import CommandStart, RunTime
 from sweep.study.stopping import Stopping, price_of
 from sweep.study.targets import ResolvedTarget, check_budget, resolve_target
 from sweep.study.tuner import tune
@@ -108,13 +111,17 @@ class Prepared:
         """What it is searched for."""
         return self.definition.target
 
+    def seconds_since(self, start: CommandStart) -> float:
+        """Return what its clock counts since a command began; recorded trials alone take recorded
+        seconds."""
+        return 0.0 if self.surface is not None else time.monotonic() - start.at_seconds
+
     @property
     def cards_per_trial(self) -> int:
         """GPUs that the widest of its trials trains on together; 1 on a CPU, which all share."""
         if self.target.device == "cpu":
             return 1
-        space = self.space
-        return int(max(*space.values_of("data_parallel"), space.baseline_config().data_parallel))
+        return self.space.gpus_per_trial
 
     @property
     def texts_settings(self) -> TextsSettings | None:
@@ -171,10 +178,12 @@ def prepare(
     model = load_model_spec(space.model)
     here = card() if space.gpu != "cpu" else None
     # Texts may take a minute to read: what can be refused without them is refused before.
-    resolve_target(space, here)
+    resolved = resolve_target(space, here)
     if space.weights == "pretrained":
         check_weights(model)
-    offered, texts = Offered(space), None
+    is_preset = preset_name(request.space) is not None
+    own = with_own_attention(space, model, is_preset=is_preset)
+    offered, texts = Offered(own.space), None
     if space.data is not None:
         if known is None and study is None and not held:
             known = stored(default_study_name(space, changed))
@@ -183,10 +192,12 @@ def prepare(
         else:
             texts = read_texts(TextsRequest.of(space.data, model))
     if texts is not None:
-        is_preset = preset_name(request.space) is not None
-        offered = space_with_texts(space, texts, model=model, is_preset=is_preset, held=held)
+        offered = space_with_texts(own.space, texts, model=model, is_preset=is_preset, held=held)
     space, changed = held_in(offered.space, held, changed, typed=request.space)
-    notes = offered.notes
+    target = match_product(resolved.target.gpu)
+    if is_preset and target is not None:
+        space = with_offered_batches(space, model, target.budget_bytes)
+    notes = offered.notes if "attention" in held else (*own.notes, *offered.notes)
     if "eval_loss" in space.objectives and space.sampler == "guided":
         # It knows the physics of speed and memory, and nothing of what is learned.
         space = space.model_copy(update={"sampler": "tpe"})
@@ -221,7 +232,12 @@ def prepare_again(
         InputError: a value that the section does not take, or another GPU than the study's.
         EnvironmentFault: the GPU is not to be had.
     """
-    values = {**stored.space.model_dump(), "confirm": with_confirm(stored.space, confirm)}
+    values = {
+        **stored.space.model_dump(),
+        "confirm": with_confirm(stored.space, confirm),
+        # That is of the runs of the study, and was typed with one of them.
+        "time_budget_seconds": None,
+    }
     if max_dollars is not None:
         values["max_dollars"] = max_dollars
     document = Document(f"study '{name}'", names={"max_dollars": "--max-dollars"})
@@ -339,6 +355,7 @@ def drive(
     carried: StudySnapshot | None = None,
     new_runner: Callable[[Prepared], Runner | Lanes] = supervised_runner,
     is_anew: bool = False,
+    start: CommandStart | None = None,
 ) -> StopReason:
     """Create or resume the study and run it until it stops.
 
@@ -350,18 +367,35 @@ def drive(
         carried: a study whose trials are taken over where they hold.
         new_runner: what runs the trials.
         is_anew: whether its winner is measured again, and nothing is searched.
+        start: of the command, from which on its time budget counts; None for now.
 
     Raises:
         InputError: the storage's study of that name is about something else, or another study's
-            trials cannot be compared with this one's.
+            trials cannot be compared with this one's; or the time budget is too short for a trial.
         EnvironmentFault: database, device or disk is not to be had.
         KeyboardInterrupt: somebody asked to stop before the study was open.
     """
     quiet_optuna()
     forecaster, space = _forecaster(prepared, warn=warn), prepared.space
+    start = start or CommandStart.now()
+    opening_seconds = least_seconds = closing_seconds = 0.0
+    if prepared.surface is None:
+        opening_seconds = start.opening_seconds
+        closing_seconds = start.closing_seconds
+        least_seconds = start.least_seconds(space, forecaster)
+    if read_identity(runs_directory() / prepared.name) is None:
+        # Of a study that is there it is not known yet whether a trial is left to be run.
+        spent_seconds = prepared.seconds_since(start) + closing_seconds
+        run_time = RunTime.of(space, prepared.clock, spent_seconds=spent_seconds)
+        run_time.refuse_too_short(opening_seconds + least_seconds, space)
     lanes = Lanes.of(new_runner(prepared))
     sampler = make_sampler(
-        space.sampler, space, seed=space.seed, forecaster=forecaster, lanes=len(lanes.all)
+        space.sampler,
+        space,
+        seed=space.seed,
+        forecaster=forecaster,
+        model=prepared.model,
+        lanes=len(lanes.all),
     )
     interruption = Interruption(cancel=lanes.cancel, requests=stop_signals.asked())
     if carried is not None:
@@ -396,6 +430,8 @@ def drive(
                     lanes,
                     forecaster,
                     stopping=_stopping(prepared, sampler, study, listener),
+                    spent_seconds=prepared.seconds_since(start) + closing_seconds,
+                    least_seconds=least_seconds,
                     clock=prepared.clock,
                     on_event=listener,
                     interruption=interruption,
@@ -417,13 +453,19 @@ def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
     # Its imports take longer than all that is done here until then.
     for lane in driver.lanes.all:
         lane.runner.start()
+
+    def on_progress(done: int, of: int) -> None:
+        driver.on_event(SpaceTraced(done, of))
+        driver.time.refuse_too_short(driver.least_seconds, driver.space)
+
     with driver.interruption.interruptible():
-        driver.forecaster.whole_memory(
-            list(filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))),
-            on_progress=lambda *done: driver.on_event(SpaceTraced(*done)),
-        )
+        size = driver.space.size()
+        if size is not None and size <= LISTED_MAX:
+            # Of a larger space only what bounds leave of it, or what is drawn, is traced.
+            kinds = filter(driver.forecaster.is_valid, one_of_each_kind(driver.space))
+            driver.forecaster.whole_memory(list(kinds), on_progress=on_progress)
         if isinstance(sampler, GuidedSampler):
-            sampler.prepare()
+            sampler.prepare(lambda _: on_progress)
 
 
 def _stopping(
@@ -444,6 +486,7 @@ def _stopping(
         usd_per_hour=prepared.usd_per_hour,
         outlook=outlook,
         fastest_of=partial(sampler.fastest_of, study.study),
+        unmeasured_classes=partial(sampler.unmeasured_classes, study.study),
     )
 
 

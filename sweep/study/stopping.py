@@ -8,13 +8,14 @@ several objectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from search_spaces.config import EIGHT_BIT, TrialConfig
 from search_spaces.errors import MORE_DESCRIPTORS, EnvironmentFault, InputError
+from search_spaces.linears import nearest_capacity
+from search_spaces.models import ModelSpec
 from search_spaces.preference import TIE
 from search_spaces.prices import load_prices
 from search_spaces.space import Objective, SearchSpace
@@ -35,14 +36,15 @@ from storage.records import (
     Verdict,
 )
 from sweep.paths import own_price_file
+from sweep.planning.evidence import OnTarget
 from sweep.running.wire import Progress
 from sweep.sampling.encoding import identity
-from sweep.sampling.guided import Outlook
+from sweep.sampling.guided import ClassForecast, Outlook
 from sweep.study.events import StopReason
 
 FastestOf = Callable[[Callable[[TrialConfig], bool], Sequence[TrialConfig]], TrialConfig | None]
 CLASS_TRIALS_MAX = 2
-"""Of a class that is owed a trial."""
+"""Of a class of numerics that is owed a trial."""
 FAILURES_IN_A_ROW = 5
 """So many trials that fail alike are the machine's doing; a night of them teaches nothing more."""
 REMEASURED_AT_MOST = 2
@@ -64,12 +66,15 @@ class Stopping:
         fastest_of: says what is expected to be the fastest of some configurations that were not
             tried; None from samplers that cannot tell, where none is left, and where that is
             hardly faster than those that were measured.
+        unmeasured_classes: says what is expected to be the fastest of each capacity class that was
+            not measured; nothing from samplers that cannot tell.
     """
 
     space: SearchSpace
     usd_per_hour: float | None = None
     outlook: Callable[[int | None], Outlook | None] = lambda _: None
     fastest_of: FastestOf = lambda _, measured: None
+    unmeasured_classes: Callable[[], Sequence[ClassForecast]] = tuple
 
     def out_of_trials(
         self, spent: int, *, is_exhausted: Callable[[], bool], records: Sequence[TrialRecord]
@@ -95,41 +100,55 @@ class Stopping:
     def still_owed(self, ranking: Ranking) -> TrialConfig | None:
         """Return what is tried before a search ends for want of gain; None for nothing.
 
-        Whoever asked with a rank and target modules in mind wants the fastest of them, though those
-        of less capacity are faster: the most promising of the baseline's class is measured, or a
-        second one where that came to little. So is that of each class of numerics where another
-        GPU stands in for the target: which of them is faster there is not measured here.
+        A class of numerics is chosen by what its fastest reached (`Ranking`). So where the winner
+        computes in 8 bits, the most promising with 16-bit compute is measured, or a second one
+        where that came to little. Where another GPU stands in for the target, what is predicted
+        decides between them: an 8-bit one that may be faster than a winner with 16-bit compute is
+        measured too, so that it is known to fit.
         """
-        winner, searched = ranking.winner, [r for r in ranking.of_space if not r.is_baseline]
-        if winner is None or self.space.objectives != ("tokens_per_second",):
+        winner = ranking.winner
+        if winner is None or not ranking.is_for_speed_alone:
             return None
-        wanted: list[Callable[[TrialConfig], bool]] = []
-        if not ranking.is_of_baselines_class(winner.config):
-            wanted.append(ranking.is_of_baselines_class)
-        if ranking.definition.target.emulated_on is not None:
-            others = sorted({"16-bit", *EIGHT_BIT} - {winner.config.numerics})
-            wanted += [partial(_computes_in, numerics) for numerics in others]
-        for is_wanted in wanted:
-            tried = [record for record in searched if is_wanted(record.config)]
-            measured = [record.config for record in tried if record.verdict is Verdict.FITS]
-            if len(tried) < CLASS_TRIALS_MAX:
-                owed = self.fastest_of(is_wanted, measured)
-                if owed is not None:
-                    return owed
+        wanted: tuple[str, ...] = ()
+        if winner.config.is_8bit_compute:
+            wanted = ("16-bit",)
+        elif ranking.definition.target.emulated_on is not None:
+            wanted = EIGHT_BIT
+        for numerics in wanted:
+
+            def is_wanted(config: TrialConfig, numerics: str = numerics) -> bool:
+                return config.numerics == numerics and ranking.is_asked(config)
+
+            tried = [r for r in ranking.of_space if not r.is_baseline and is_wanted(r.config)]
+            if len(tried) >= CLASS_TRIALS_MAX:
+                continue
+            to_outrun = [record.config for record in tried if record.verdict is Verdict.FITS]
+            if not winner.config.is_8bit_compute:
+                to_outrun.append(winner.config)
+            owed = self.fastest_of(is_wanted, to_outrun)
+            if owed is not None:
+                return owed
         return None
 
 
-def _computes_in(numerics: str, config: TrialConfig) -> bool:
-    return config.numerics == numerics
-
-
-def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, Any]:
-    """Return what a study keeps of why its search ended, in plain JSON values.
+def outlook_document(
+    reason: StopReason, outlook: Outlook | None, classes: Sequence[ClassForecast] = ()
+) -> dict[str, Any]:
+    """Return what a study keeps of why its search ended, in plain JSON values, with what is
+    predicted of capacity classes that were not measured.
 
     ``gain`` is expected over all cases: the chance that the most promising is better, times what is
     gained where it is, which is ``gain_if_better``.
     """
     document: dict[str, Any] = {"reason": str(reason), "open": None, "most_promising": None}
+    document["unmeasured_classes"] = [
+        {
+            "config": one.config.model_dump(mode="json"),
+            "tokens_per_second": one.tokens_per_second,
+            "peak_allocated_bytes": one.peak_allocated_bytes,
+        }
+        for one in classes
+    ]
     if outlook is None or outlook.config is None:
         return document if outlook is None else document | {"open": 0}
     # Infinite where nothing fits yet, which JSON has no number for.
@@ -141,8 +160,7 @@ def outlook_document(reason: StopReason, outlook: Outlook | None) -> dict[str, A
         "gain": gain,
         "gain_if_better": outlook.gain / outlook.chance if is_possible else None,
     }
-    return {
-        "reason": str(reason),
+    return document | {
         "open": outlook.open,
         "looked_at": outlook.looked_at,
         "most_promising": promising,
@@ -172,7 +190,8 @@ class Rival:
 
     config: TrialConfig
     tokens_per_second: float
-    """The slow end of its 95 % interval: what it reached for sure."""
+    """The slow end of its 95 % interval: what it reached for sure. Where another GPU stands in for
+    the target, what is predicted there."""
     peak_allocated_bytes: int
 
 
@@ -198,8 +217,12 @@ class Rivals:
         self._definition = definition
         self._confirmations = tuple(confirmations)
         self._space = rank((), definition)
+        self._model = ModelSpec.from_json(definition.model)
         self._known: dict[str, Rival] = {}
         """By the identity of what they were of."""
+        self._is_target = definition.target.emulated_on is None
+        self._told: tuple[TrialRecord, ...] = ()
+        """Where another GPU stands in for the target: all that was measured tells of the rest."""
         self.learn(records)
 
     def learn(self, records: Iterable[TrialRecord]) -> None:
@@ -210,8 +233,10 @@ class Rivals:
         """
         told = {record.number: record for record in records}
         ranking = rank(told.values(), self._definition, self._confirmations)
-        # Another, as what runs in another thread reads the one that was.
+        # Others, as what runs in another thread reads the ones that were.
         known = dict(self._known)
+        if not self._is_target:
+            self._told = (*self._told, *told.values())
         for ranked in ranking.records:
             record = ranked if ranked.number in ranking.fallen else told[ranked.number]
             if record.verdict not in CONCLUSIVE or not self._space.holds(record.config):
@@ -222,23 +247,47 @@ class Rivals:
             if record.verdict is Verdict.FITS and measured is not None and interval is not None:
                 peak = measured.peak_allocated_bytes
                 known[key] = Rival(record.config, interval[0], peak)
-        self._known = known
+        self._known = known if self._is_target else self._on_target(known)
+
+    def _on_target(self, known: Mapping[str, Rival]) -> dict[str, Rival]:
+        """Return rivals with what is predicted of them on the target; those of which nothing is
+        stop nobody."""
+        on_target = OnTarget(self._definition, self._told)
+        found: dict[str, Rival] = {}
+        for key, rival in known.items():
+            speed = on_target.speed_of(rival.config)
+            if speed is not None:
+                found[key] = replace(rival, tokens_per_second=speed.tokens_per_second)
+        return found
+
+    def as_decided(self, progress: Progress, config: TrialConfig) -> Progress:
+        """Return a running trial's progress with the speed that rivals are compared by: its best
+        case, on the target where another GPU stands in for it."""
+        high = progress.tokens_per_second_high
+        if self._is_target or high is None:
+            return progress
+        speed = OnTarget(self._definition, self._told, (config, high)).speed_of(config)
+        best_case = None if speed is None else speed.tokens_per_second
+        return progress.model_copy(update={"tokens_per_second_high": best_case})
 
     def of(self, config: TrialConfig) -> tuple[Rival, ...]:
         """Return what a running trial has to beat.
 
         A baseline outside the space cannot win it, so it stops nothing either. A speed without an
-        interval beats nobody for sure. What is of the baseline's capacity class is stopped by its
-        like alone: the fastest of that class is asked for though smaller adapters are faster. Where
-        another GPU stands in for the target, speeds compare within a class of numerics alone.
+        interval beats nobody for sure. The capacity class that would be recommended from and the
+        baseline's are stopped by their like alone, though smaller adapters are faster. So is a
+        class of numerics where another GPU stands in for the target: which of them is the faster
+        there is not sure.
         """
-        is_own = self._space.is_of_baselines_class(config)
-        is_target = self._definition.target.emulated_on is None
+        capacities = {self._space.capacity_class(rival.config) for rival in self._known.values()}
+        own = self._space.capacity_class(config)
+        is_asked = nearest_capacity({*capacities, own}, self._model) == own
+        is_apart = is_asked or self._space.is_of_baselines_class(config)
         return tuple(
             rival
             for rival in self._known.values()
-            if (is_target or rival.config.numerics == config.numerics)
-            and (not is_own or self._space.is_of_baselines_class(rival.config))
+            if (self._is_target or rival.config.numerics == config.numerics)
+            and (not is_apart or self._space.capacity_class(rival.config) == own)
         )
 
 

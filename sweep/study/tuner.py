@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import cached_property
 
 from search_spaces.config import TrialConfig
 from storage.records import Outcome, TrialRecord, Verdict
 from sweep.running.runner import Lane
 from sweep.sampling.encoding import Frontier, identity
-from sweep.study.confirmation import Confirmation, ranking_of
+from sweep.study.confirmation import Confirmation, Plan, ranking_of
 from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import StopReason, StudyFinished
 from sweep.study.stopping import ConsecutiveFailures, Rivals, nothing_concluded, outlook_document
@@ -17,9 +18,10 @@ from sweep.study.stopping import ConsecutiveFailures, Rivals, nothing_concluded,
 def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
     """Run a study until its trials, time or money are spent, nothing is left, or somebody asks.
 
-    Then its winner is confirmed, unless somebody asked to stop; that is no part of the time budget.
-    `trials` of the study's space is the total over all runs; its time budget is for this run alone.
-    What an earlier driver left open is closed first.
+    Then its winner is confirmed, unless somebody asked to stop. That is a part of the time budget,
+    and of the money, of which the search leaves as much as it may take, up to a third. `trials` of
+    the study's space is the total over all runs; its time budget is for this run alone. What an
+    earlier driver left open is closed first.
 
     Args:
         driver: of this run.
@@ -27,11 +29,12 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
             nothing is searched. What was begun of that and not finished goes on.
 
     Raises:
+        InputError: the time budget is too short for one trial; nothing was begun.
         EnvironmentFault: the device or the database is not to be had, trial after trial fails in
             the same way, or no trial that ran came to anything else. What was measured is stored.
     """
     study, interruption = driver.study, driver.interruption
-    with driver.within_money():
+    with driver.within_time():
         with interruption.interruptible():
             driver.recover()
             search = Search(driver)
@@ -39,7 +42,11 @@ def tune(driver: Driver, *, is_anew: bool = False) -> StopReason:
         if reason is not StopReason.INTERRUPTED:
             if not is_anew:
                 with interruption.interruptible():
-                    study.note(ended=outlook_document(reason, driver.limits.outlook(None)))
+                    limits = driver.limits
+                    found = outlook_document(
+                        reason, limits.outlook(None), limits.unmeasured_classes()
+                    )
+                    study.note(ended=found)
             reason = driver.run(Confirmation(driver, then=reason, is_anew=is_anew))
     driver.on_event(StudyFinished(reason))
     fault = None if is_anew else nothing_concluded(study.records())
@@ -59,7 +66,6 @@ class Search(Source):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._study, self._space = driver.study, driver.space
-        self._started_seconds = driver.clock()
         self._since = driver.study.ledger.next_number
         # The guided sampler alone never asks for what a rule forbids.
         rules = driver.forecaster.is_valid if self._space.sampler == "guided" else None
@@ -88,7 +94,10 @@ class Search(Source):
         lacks_baseline = driver.baseline not in ledger and driver.baseline not in running
         to_retry = [c for c in ledger.to_retry(since=self._since) if c not in running]
         spent = ledger.trials_spent(since=self._since) + len(running)
+        kept_seconds = self._kept_seconds()
         reason, config = self._reason_to_stop(spent, lacks_baseline, to_retry)
+        if reason is None and self._is_late(kept_seconds):
+            reason = driver.time.reason
         if reason is not None:
             return reason
         if running and driver.asks_for_loss and self._tokens is None:
@@ -107,7 +116,9 @@ class Search(Source):
         elif retries:
             config = retries[0]
         quality = quality_command(space, tokens=self._tokens)
-        return Wanted(space.steps, config, quality=quality, rivals=self._rivals)
+        return Wanted(
+            space.steps, config, quality=quality, rivals=self._rivals, kept_seconds=kept_seconds
+        )
 
     def told(self, record: TrialRecord) -> None:
         """Learn what trials have to beat from now on."""
@@ -126,10 +137,10 @@ class Search(Source):
         """Return why no further trial should start, None where one should; and what is owed one, as
         the search would end without it."""
         driver, limits = self._driver, self._driver.limits
-        reason, limit = driver.reason_to_stop(), self._space.time_budget_seconds
-        if reason is None and limit is not None:
-            is_late = driver.clock() - self._started_seconds >= limit
-            reason = StopReason.TIME_SPENT if is_late else None
+        reason = driver.reason_to_stop()
+        if reason is not StopReason.INTERRUPTED and not driver.has_launched:
+            # Where nothing is left to be tried, no time was needed.
+            reason = None
         if reason is not None or to_retry:
             return reason, None
         if lacks_baseline and not self._is_left_to_confirm and spent < self._space.trials:
@@ -145,6 +156,25 @@ class Search(Source):
             owed = limits.still_owed(ranking_of(self._study))
             return reason if owed is None else None, owed
         return reason, None
+
+    def _kept_seconds(self) -> float:
+        """Return how much of the run's time is kept for confirming what is the winner now."""
+        time, budget = self._driver.time, self._space.confirm
+        if not time.is_limited or budget is None:
+            return 0.0
+        ranking = ranking_of(self._study)
+        if ranking.winner is None:
+            return 0.0
+        plan = Plan(ranking, budget, ranking.confirmations.newest + 1)
+        return time.kept_seconds(
+            least_seconds=plan.least_seconds, full_seconds=plan.expected_seconds
+        )
+
+    def _is_late(self, kept_seconds: float) -> bool:
+        """Whether another trial would be cut short, as long as trials take in the median."""
+        ran = [record.run_seconds for record in self._study.records() if record.device_seconds]
+        usual_seconds = statistics.median(ran) if ran else 0.0
+        return self._driver.time.left_seconds - kept_seconds <= usual_seconds
 
     @cached_property
     def _is_left_to_confirm(self) -> bool:

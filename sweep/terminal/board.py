@@ -12,7 +12,6 @@ from itertools import islice
 from reports import units, words
 from search_spaces.config import BATCH_KEYS, CAPACITY_KEYS, SIZE_KEYS, TrialConfig
 from search_spaces.space import SearchSpace
-from storage.confirmations import Confirmations
 from storage.definition import StudyDefinition
 from storage.ledger import Ledger
 from storage.ranking import Ranking, rank
@@ -99,7 +98,7 @@ class Board:
         self._started_seconds = clock()
         self._first_number = self.ledger.next_number
         self._finished, self._lanes = 0, 1
-        self._ranked: tuple[Ranking, int] | None = None
+        self._ranked: tuple[Ranking, Plan | None] | None = None
 
     def take(self, event: events.Event) -> None:
         """Take in one event."""
@@ -164,19 +163,20 @@ class Board:
         """The study's trials, ranked by its objectives."""
         return self._known()[0]
 
-    def _known(self) -> tuple[Ranking, int]:
-        """Return the ranking, and how many runs a confirmation takes whatever its budget is.
+    def _known(self) -> tuple[Ranking, Plan | None]:
+        """Return the ranking, and what a confirmation has still to run; None where there is none.
 
         Both are worked out when somebody looks at them first after a trial.
         """
         if self._ranked is None:
             known, budget = self.ledger, self.definition.space.confirm
-            speeds = target_speeds(self.definition, known.records)
+            ran = (*known.records, *known.confirmations)
+            speeds = target_speeds(self.definition, ran)
             ranking = rank(
                 known.records, self.definition, known.confirmations, target_speeds=speeds
             )
-            owed = 0 if budget is None else Plan(ranking, budget, self._series).owed()
-            self._ranked = ranking, owed
+            plan = None if budget is None else Plan(ranking, budget, self._series)
+            self._ranked = ranking, plan
         return self._ranked
 
     @property
@@ -195,24 +195,31 @@ class Board:
 
     @property
     def search_seconds(self) -> float | None:
-        """Seconds that the search still takes, at the pace of its newest trials or of its time
-        budget; None where nothing ended yet, or a trial runs for longer than any of those did.
+        """Seconds that the search still takes, at the pace of its newest trials, or until the time
+        budget ends; None where nothing ended yet, or a trial runs for longer than any of those did.
         """
-        limit = self.definition.space.time_budget_seconds
-        left = None if limit is None else max(0.0, limit - self.elapsed_seconds)
+        left = self.left_seconds
         own = (r.wall_seconds for r in reversed(self.ledger.records) if r.carried is None)
         newest = list(islice(own, _PACE_OF))
         if not newest:
-            return left or None
+            return left
         rests = []
         for ran in self._ran_seconds():
             longer = [seconds for seconds in newest if seconds > ran]
             rests.append(statistics.fmean(longer) - ran if longer else math.inf)
         to_begin = max(0, self.definition.space.trials - self.trials_done - len(rests))
         at_pace = (sum(rests) + to_begin * statistics.fmean(newest)) / self._lanes
-        # What runs when the time budget is spent is waited for.
-        seconds = max(at_pace if left is None else min(left, at_pace), *rests, 0.0)
+        seconds = max(at_pace, *rests, 0.0)
+        if left is not None:
+            seconds = min(seconds, left)
         return seconds if math.isfinite(seconds) else None
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Seconds until the time budget ends; None without one, and once it has ended."""
+        limit = self.definition.space.time_budget_seconds
+        left = math.inf if limit is None else limit - self.elapsed_seconds
+        return left if 0.0 < left < math.inf else None
 
     def _ran_seconds(self) -> list[float]:
         return [self.clock() - trial.began_seconds for trial in self.running.values()]
@@ -222,18 +229,12 @@ class Board:
         """Seconds that measuring the winner again still takes: what its budget leaves, or the runs
         that it needs where those take longer. None where there is none, or where it is overrun.
         """
-        budget = self.definition.space.confirm
-        if budget is None:
+        _, plan = self._known()
+        if plan is None:
             return None
-        runs = [r for r in self.ledger.confirmations if r.series == self._series]
-        measured = [r.measurement for r in runs or self.ledger.records if r.purpose != "soak"]
-        taken = [m.setup_seconds + m.measured_seconds for m in measured if m is not None]
-        spent = Confirmations(tuple(runs)).repeat_seconds(series=self._series)
-        owed = self._known()[1] * (statistics.fmean(taken) if taken else 0.0)
-        is_soaked = any(run.purpose == "soak" for run in runs)
         ran = 0.0 if self.confirming is None else max(self._ran_seconds(), default=0.0)
-        left = max(budget.seconds - spent, owed) + (0.0 if is_soaked else budget.soak_seconds) - ran
-        return left if left > 0 else None
+        seconds = plan.expected_seconds - ran
+        return seconds if seconds > 0 else None
 
     def describe(self, config: TrialConfig) -> str:
         """Return what was searched of a configuration."""

@@ -23,6 +23,7 @@ from search_spaces.redaction import redact
 from search_spaces.space import SearchSpace
 from storage.definition import StudyDefinition, StudySnapshot
 from storage.reading import read_spooled_study, read_study
+from storage.records import RETRYABLE
 from storage.study import OpenStudy
 from storage.surfaces import read_surface
 from storage.urls import parse_url
@@ -37,6 +38,7 @@ from sweep.running.runner import Lanes, Runner
 from sweep.stop_signals import INTERRUPTED
 from sweep.study import recorded, session
 from sweep.study.events import Interruption, Listener, StopReason, undisturbed
+from sweep.study.run_time import MARGIN, CommandStart
 from sweep.study.session import Prepared, Watch, drive, prepare, prepare_again
 from sweep.study.targets import least_weight_bytes
 from sweep.terminal import console, many_models
@@ -54,6 +56,11 @@ _REASONS = {
     StopReason.DOLLARS_SPENT: "The study's dollars are spent; a higher --max-dollars resumes it.",
     StopReason.EXHAUSTED: "Every configuration of the space has been tried.",
     StopReason.INTERRUPTED: "Interrupted; the same command resumes the study.",
+}
+
+_LIMITS = {
+    StopReason.TIME_SPENT: "the time budget",
+    StopReason.DOLLARS_SPENT: "the study's money",
 }
 
 
@@ -210,13 +217,14 @@ def _place(request: RunRequest, where: Where, warn: Callable[[str], None]) -> Lo
 def run(request: RunRequest, where: Where, *, models: Sequence[str] = (), is_dry: bool) -> int:
     """Start or resume a study, or one for each of several models; write its report; print the
     winner, or the document of `best`."""
+    start = CommandStart.of_process()
     if is_dry:
         _say_what_would_run(request, where, models)
         return 0
     url = _driven_url(request.storage)
     if len(models) > 1:
-        return _run_models(request, models, url=url)
-    prepared, reason = tune(request, where, url=url)
+        return _run_models(request, models, url=url, start=start)
+    prepared, reason = tune(request, where, url=url, start=start)
     return _conclude(prepared, reason, storage=request.storage, as_json=request.as_json)
 
 
@@ -233,7 +241,9 @@ def _say_what_would_run(request: RunRequest, where: Where, models: Sequence[str]
         console.say_result(document, text, as_json=request.as_json)
 
 
-def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
+def _run_models(
+    request: RunRequest, models: Sequence[str], *, url: str, start: CommandStart
+) -> int:
     """Start or resume a study for each of several models, on as many GPUs as were typed."""
     if request.carried is not None:
         raise InputError("--from: trials are taken over by a study of one --model")
@@ -254,7 +264,12 @@ def _run_models(request: RunRequest, models: Sequence[str], *, url: str) -> int:
     teams = gpus.teams_of(place.cards, size=size)
     devices = [",".join(str(card.index) for card in team) + "," for team in teams]
     requests = [one for one, _ in studies]
-    return many_models.run(requests, devices=devices or [None], as_json=request.as_json)
+    budget, end_seconds = studies[0][1].space.time_budget_seconds, None
+    if budget is not None:
+        end_seconds = start.at_seconds + budget - start.closing_seconds
+    return many_models.run(
+        requests, devices=devices or [None], as_json=request.as_json, end_seconds=end_seconds
+    )
 
 
 def _prepared(request: RunRequest, place: LocalGpus, *, url: str, read: ReadTexts) -> Prepared:
@@ -336,6 +351,11 @@ def _conclude(prepared: Prepared, reason: StopReason, *, storage: str | None, as
             # Only the real model knows its modules, where its architecture is not known from here.
             why = f"no configuration that was tried is valid: {invalid.rule}: {invalid.detail}"
             raise InputError(f"space '{prepared.space.name}': {why}")
+        if reason in _LIMITS and all(r.verdict in RETRYABLE for r in snapshot.records):
+            raise InputError(
+                f"{_LIMITS[reason]} ended before one trial was measured: give it {MARGIN:g} times "
+                "as much, or more; what was begun is tried again"
+            )
         if not is_cut:
             return 0 if view.winner else NothingFits.exit_code
     return INTERRUPTED
@@ -396,6 +416,7 @@ def tune(
     tell: Callable[[str], None] = console.note_folded,
     warn: Callable[[str], None] = warn,
     read: ReadTexts | None = None,
+    start: CommandStart | None = None,
 ) -> tuple[Prepared, StopReason]:
     """Start or resume a study; return what it is about and why it stopped.
 
@@ -407,9 +428,11 @@ def tune(
         tell: is told what the dataset made of the space.
         warn: is told of what works less well than it could.
         read: reads and tokenizes a dataset.
+        start: of the command, from which on its time budget counts; None for now.
 
     Raises what `prepare` and `drive` raise.
     """
+    start = start or CommandStart.now()
     with closing(_place(request, where, warn)) as place:
         study = _prepared(request, place, url=url, read=read or read_texts)
         prepared, carried = place.given_to(study), request.carried
@@ -422,5 +445,6 @@ def tune(
             warn=warn,
             carried=None if carried is None else carried_source(carried, of=prepared.name, url=url),
             new_runner=place.new_runner,
+            start=start,
         )
     return prepared, reason

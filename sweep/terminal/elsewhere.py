@@ -149,7 +149,7 @@ def on_slurm(request: RunRequest, where: Where, *, is_dry: bool) -> int:
         from sweep.terminal.driving import carried_source
 
         carried_source(request.carried, of=name, url=storage_url(request.storage))
-    each = 0 if on_cpu else max(space.values_of("data_parallel"))
+    each = 0 if on_cpu else space.gpus_per_trial
     allocation = _allocation(where, devices=devices, least=each)
     if not on_cpu and allocation.gpu_count > 1 and devices is None:
         # What was asked of the queue is there to be used.
@@ -309,12 +309,15 @@ def on_rented(
 
 
 def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Machine:
-    """Return the machine that is asked for; with the space's own GPU where none was typed.
+    """Return the machine that is asked for; with the space's own GPU where none was typed, and as
+    many of it as one trial trains on.
 
     Raises:
-        InputError: neither names a GPU of the catalogue, or a setting is none.
+        InputError: neither names a GPU of the catalogue, a setting is none, or fewer GPUs were
+            typed than a trial trains on.
     """
-    typed, devices = request.overrides.get("gpu"), request.devices or "1"
+    typed, each = request.overrides.get("gpu"), space.gpus_per_trial
+    devices = request.devices or str(each)
     if typed in ("auto", "cpu"):
         raise InputError(f"--gpu {typed} is no GPU to rent: name one (`sweep gpus`)")
     if space.gpu in ("auto", "cpu"):
@@ -322,6 +325,9 @@ def _machine(request: RunRequest, where: Where, space: SearchSpace) -> rented.Ma
         raise InputError(f"space '{space.name}' is for gpu {space.gpu}: {cure}")
     if not (devices.isascii() and devices.isdecimal() and int(devices) >= 1):
         raise InputError(f"--devices must be how many GPUs to rent, at least 1, got {devices}")
+    if int(devices) < each:
+        needed = f"data_parallel {each} trains on {each} GPUs at once"
+        raise InputError(f"--devices {devices}: {needed}: rent as many")
     spot, cloud = where.settings.get("spot", "false"), where.settings.get("cloud")
     if spot not in ("true", "false"):
         raise InputError(f"--with spot must be true or false, got {spot}")

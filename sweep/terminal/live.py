@@ -5,6 +5,7 @@ Neither is silent for long: what is being done is said with its seconds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -247,12 +248,16 @@ def time_line(board: Board) -> str:
     if board.is_stopping:
         return done
     search, confirm = board.search_seconds, board.confirm_seconds
+    # A time budget holds for both.
+    most = math.inf if board.left_seconds is None else board.left_seconds
+    if confirm is not None:
+        confirm = min(confirm, most)
     if board.confirming is not None:
         return done if confirm is None else f"{done}, about {_roughly(confirm)} left"
     again = None if confirm is None else f"{_roughly(confirm)} to measure the winner again"
     if search is None:
         return done if again is None else f"{done}, then some {again}"
-    whole = _roughly(search + (confirm or 0.0))
+    whole = _roughly(min(search + (confirm or 0.0), most))
     of_it = "" if again is None else f", {again.replace(' to ', ' of it to ', 1)}"
     if not board.may_end_sooner:
         return f"{done}, about {whole} left{of_it}"

@@ -7,6 +7,7 @@ its lease, its log, its resume.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -63,6 +65,7 @@ def run(
     devices: Sequence[str | None],
     as_json: bool,
     program: Sequence[str] = PROGRAM,
+    end_seconds: float | None = None,
 ) -> int:
     """Drive every study, and print what came of them; return the worst of their exit codes.
 
@@ -72,8 +75,11 @@ def run(
             one that is there.
         as_json: whether a document a line is printed as each study ends.
         program: what drives one study.
+        end_seconds: when the last of them is to have ended, by the monotonic clock; None for
+            whenever it does. Each begins with an equal part of the time that is left by then.
     """
-    drivers, interruption = _Drivers([*program, "run"], devices), Interruption()
+    drivers = _Drivers([*program, "run"], devices, len(studies), end_seconds=end_seconds)
+    interruption = Interruption()
     ended: list[Ended] = []
     with interruption.handling_signals(), ThreadPoolExecutor(len(devices)) as pool:
         waiting: set[Future[Ended | None]] = {pool.submit(drivers.drive, each) for each in studies}
@@ -107,8 +113,16 @@ def run(
 class _Drivers:
     """The drivers that run, one on each place at a time."""
 
-    def __init__(self, command: Sequence[str], devices: Sequence[str | None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        devices: Sequence[str | None],
+        waiting: int,
+        *,
+        end_seconds: float | None,
+    ) -> None:
         self._command = command
+        self._places, self._waiting, self._end_seconds = len(devices), waiting, end_seconds
         self._free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         for each in devices:
             self._free.put(each)
@@ -137,7 +151,9 @@ class _Drivers:
         return end
 
     def _drive(self, study: RunRequest, place: str | None) -> Ended | None:
-        request = study.model_copy(update={"devices": place})
+        request = study.model_copy(
+            update={"devices": place, "overrides": {**study.overrides, **self._time_budget()}}
+        )
         # Not a pipe, which a long document would fill while the other is read.
         with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as answer:
             # Read by nobody else: it may hold a password.
@@ -168,6 +184,16 @@ class _Drivers:
             with suppress(ValueError):
                 document = json.loads(answer.read())
             return Ended(code if code in WORST_FIRST else _FAULT, document)
+
+    def _time_budget(self) -> dict[str, float]:
+        """Return the time that the study which begins now has, where all of them share one."""
+        with self._lock:
+            rounds = max(1, math.ceil(self._waiting / self._places))
+            self._waiting -= 1
+        if self._end_seconds is None:
+            return {}
+        left_seconds = max(1.0, self._end_seconds - time.monotonic())
+        return {"time_budget_seconds": left_seconds / rounds}
 
     def stop(self) -> None:
         """Ask each driver to stop, once, and begin none any more."""

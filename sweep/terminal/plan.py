@@ -19,7 +19,7 @@ from search_spaces.feasibility import refuse_impossible
 from search_spaces.gpus import GpuSpec
 from search_spaces.models import ModelSpec
 from search_spaces.redaction import redacted
-from search_spaces.rules import Setting
+from search_spaces.rules import Setting, attention_of
 from search_spaces.space import SearchSpace
 from storage.definition import StudySnapshot
 from sweep.data.choice import ReadTexts
@@ -358,7 +358,7 @@ def _of_file(question: Question, name: str, progress: Progress) -> Answer:
     """
     (gpu,) = question.gpus
     forecaster, offers = question.forecaster(gpu), question.offers.get(gpu.name, ())
-    lines = read_configurations(name)
+    lines = read_configurations(name, attention=attention_of(question.model))
     for where, config in lines:
         try:
             refuse_impossible(config, Setting(question.model, "cuda", None))

@@ -124,7 +124,9 @@ def _memory_and_time(forecast: Forecast) -> Iterator[str]:
 def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     """Yield what fits by micro-batch and sequence length."""
 
-    def cell(forecast: Forecast) -> Text:
+    def cell(forecast: Forecast | None) -> Text:
+        if forecast is None:
+            return Text("")
         speed, fit = forecast.tokens_per_second, forecast.fit
         words = "fits" if speed is None else units.rate(speed)
         if fit is Fit.NO:
@@ -132,7 +134,8 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
         return Text(f"{words}?" if fit is Fit.UNCERTAIN else words, _FIT_STYLES[fit])
 
     def largest(length: int) -> str:
-        if all(table.cells[batch, length].broken is not None for batch in table.batches):
+        known = [table.cells.get((batch, length)) for batch in table.batches]
+        if all(one is not None and one.broken is not None for one in known):
             return _FORBIDDEN
         sure, possible = table.largest[length].sure, table.largest[length].possible
         words = f"{sure:,}" if sure else "-"
@@ -144,7 +147,7 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     most = max((size.possible for size in table.largest.values()), default=0)
     batches = table.batches[: sum(batch <= most for batch in table.batches) + 1]
     rows: list[list[str | Text]] = [
-        [f"{batch:,}", *(cell(table.cells[batch, length]) for length in table.lengths)]
+        [f"{batch:,}", *(cell(table.cells.get((batch, length))) for length in table.lengths)]
         for batch in batches
     ]
     rows.append(["largest", *map(largest, table.lengths)])
@@ -154,8 +157,7 @@ def _sizes(table: ShapeTable, plan: CardPlan) -> Iterator[RenderableType]:
     yield grid(("micro-batch", *(f">{length:,}" for length in table.lengths)), rows)
     legend = f"{UNSURE}, '-' does not fit"
     if table.base is None:
-        whole = "space's sample" if plan.survey and plan.survey.is_sampled else "space"
-        legend = f"the fastest of the {whole} that fits, of any rank and target modules; {legend}"
+        legend = f"the fastest of the space that fits, of the recommended class; {legend}"
     yield Text(legend, style="dim")
     if rules := sorted({cell.broken.rule for cell in table.cells.values() if cell.broken}):
         words = f"'{_FORBIDDEN}' is forbidden on this model and GPU: {', '.join(rules)}"

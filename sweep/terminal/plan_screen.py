@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -44,9 +44,22 @@ _SPACE_WORDS = {
 }
 
 
-def _answer(sentence: str, table: Sequence[RenderableType], said: Sequence[Fact]) -> Group:
-    """Return a sentence that stands alone, a table where there is one, and facts."""
-    return Group(Text(f"{sentence}\n", style="bold"), *table, facts(said))
+def _answer(
+    sentence: str,
+    table: Sequence[RenderableType],
+    said: Sequence[Fact],
+    shown: Iterable[Forecast | None] = (),
+) -> Group:
+    """Return a sentence that stands alone, a table where there is one, and facts; before them why
+    the speed of any that is shown is not known."""
+    title = Text(f"{sentence}\n", style="bold")
+    return Group(*_unknown_speeds(shown), title, *table, facts(said))
+
+
+def _unknown_speeds(shown: Iterable[Forecast | None]) -> list[RenderableType]:
+    """Return why the speeds of configurations are not known, once each."""
+    told = (forecast.speed_unknown for forecast in shown if forecast is not None)
+    return [Text(words, style="bold") for words in dict.fromkeys(filter(None, told))]
 
 
 def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
@@ -67,7 +80,8 @@ def one_gpu(plan: CardPlan, *, is_detailed: bool) -> RenderableType:
             sentence = f"Recommended {where}: {what}: {numbers}"
         said += _facts(plan, shown, bill)
     said += [*_searched([plan]), *_next(plan), _DETAILS]
-    return Group(_answer(sentence, (), said), *(plan_details.details(plan) if is_detailed else ()))
+    answer = _answer(sentence, (), said, [shown])
+    return Group(answer, *(plan_details.details(plan) if is_detailed else ()))
 
 
 def several_gpus(
@@ -102,7 +116,8 @@ def several_gpus(
     for gpu, forecast in ((plan.gpu.name, chosen[plan.gpu.name]) for plan in able):
         cost = next((b for b in (bills.bills if bills else ()) if b.offer.gpu == gpu), None)
         rows.append(_row(gpu, forecast, cost))
-    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
+    table = [grid(_HEADER, rows)] if rows else []
+    parts: list[RenderableType] = [_answer(sentence, table, said, chosen.values())]
     if is_detailed and bills is not None:
         parts += section(
             "Prices", plan_details.offers(bills.bills), *plan_details.break_even_lines(bills)
@@ -140,7 +155,8 @@ def ways(
     said += [*refused.items(), ("link", _link_words(link_of(best.gpu)))]
     said += [*_searched(plans), *_next(best), _DETAILS]
     rows = [_row(name, of, next(iter(able[name].bills), None)) for name, of in shown.items()]
-    parts: list[RenderableType] = [_answer(sentence, [grid(_HEADER, rows)] if rows else (), said)]
+    table = [grid(_HEADER, rows)] if rows else []
+    parts: list[RenderableType] = [_answer(sentence, table, said, shown.values())]
     for plan in plans if is_detailed else ():
         title = Text(f"\n== {plan.name}\n", style="bold")
         parts += [title, one_gpu(plan, is_detailed=True)]
@@ -292,7 +308,7 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     """Yield what other lengths and capacities come to, and what was passed over."""
     rivals = survey.fastest_by_class
     lengths = {n: f for (capacity, n), f in rivals.items() if capacity == survey.capacity}
-    if len(lengths) > 1:
+    if len(lengths) > 1 and best.tokens_per_second is not None:
         speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
         yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     searched = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
@@ -304,29 +320,39 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
             why = "the standard recipe's"
         length = best.config.seq_len
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
+        others = [f for f in others if f.tokens_per_second is not None]
         ends = [pick(others, key=candidates.speed_order) for pick in (min, max) if others]
         told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
         rates = (f"; {name} is predicted at {speed} tokens/s" for name, speed in told.items())
         yield "capacity", f"{capacity(best.config)} is {why}{''.join(rates)}"
     other = survey.alternative
     if other and other.memory and (times := candidates.speed_ratio(other, best)):
-        peak, error = units.gib(other.peak_allocated_bytes), units.error(other.memory.uncertainty)
-        is_surer = candidates.certainty(other) > candidates.certainty(best)
-        label, surely = ("surer fit", "more surely") if is_surer else ("riskier", "less surely")
+        peak = units.gib(other.peak_allocated_bytes)
+        error = units.error(other.memory.uncertainty)
         change = units.changes(other.config, baseline=best.config)
-        fits = f"its {peak} (within {error}) fit {surely}"
-        yield label, f"{change} is predicted {_times(times)} as fast, and {fits}"
+        fits = f"its {peak} (within {error}) may not fit"
+        yield "riskier", f"{change} is predicted {_times(times)} as fast, and {fits}"
 
 
 def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
-    """Yield what 8 bits are expected to bring, where a space has several classes of numerics."""
+    """Yield how fast other classes of numerics are beside 16-bit compute, where a space has
+    several: the plainest of those that may be the fastest is recommended."""
     classes = survey.fastest_by_numerics
+    wide = classes.get("16-bit")
+    if wide is None:
+        return
     gains = {n: plan.times_16_bit(f) for n, f in classes.items() if n != "16-bit"}
-    if told := " and ".join(f"{n} compute is {_times(of)}" for n, of in gains.items() if of):
-        wide = classes["16-bit"]
-        compute = units.phrase("compute_dtype", wide.config.compute_dtype)
-        speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
-        yield "numerics", f"by prediction {told} as fast as {speed} (--set numerics=16-bit)"
+    told = [f"{numerics} compute is {_times(of)}" for numerics, of in gains.items() if of]
+    if not told:
+        return
+    compute = units.phrase("compute_dtype", wide.config.compute_dtype)
+    speed = f"{compute} at {units.rate(wide.tokens_per_second)} tokens/s"
+    words = f"by prediction {' and '.join(told)} as fast as {speed}"
+    if plan.shown is not None and plan.shown.config.is_8bit_compute:
+        yield "numerics", f"{words} (--set numerics=16-bit)"
+    else:
+        settled = f"`sweep run` on the {plan.gpu.name} itself settles it"
+        yield "numerics", f"{words}: not sure to gain, so that 16 bits are recommended; {settled}"
 
 
 def _times(ratio: Range) -> str:
@@ -343,16 +369,11 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
         return
     spaces, free = dict[str, None](), dict[str, None]()
     for plan, survey in looked:
-        found, total = survey.found, survey.total
+        total = survey.total
         whole = "a continuous space" if total is None else units.plural(total, "configuration")
-        if survey.is_sampled:
-            whole = f"{found.looked_at:,} drawn from {whole}"
         which = _SPACE_WORDS[plan.asked.kind or "file"].format(survey.space.name)
-        fits = ""
-        if len(looked) == 1:
-            cannot = found.looked_at - found.fit - found.uncertain
-            fits = f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
-        spaces[f"{which}, {whole}{fits}"] = None
+        how = _how_searched(survey) if len(looked) == 1 else ""
+        spaces[f"{which}, {whole}{how}"] = None
         space = survey.space
         free |= dict.fromkeys(key for key in space.dimensions if len(space.values_of(key)) != 1)
     yield "searched", "; ".join(spaces)
@@ -360,6 +381,15 @@ def _searched(plans: Sequence[CardPlan]) -> Iterator[Fact]:
     plan, survey = looked[0]
     if held := {key: survey.space.fixed[key] for key in plan.asked.held}:
         yield "you fixed", _in_words(held)
+
+
+def _how_searched(survey: Survey) -> str:
+    """Return how many of a space fit; of a large one, how the fastest was found."""
+    found = survey.found
+    if not found.is_whole:
+        return ", of which bounds rule out all that is slower"
+    cannot = found.looked_at - found.fit - found.uncertain
+    return f"; {found.fit:,} surely fit, {found.uncertain:,} may fit, {cannot:,} cannot"
 
 
 def _in_words(held: Mapping[str, Any]) -> str:
@@ -444,7 +474,9 @@ def calibrating(answers: Sequence[Lessons]) -> RenderableType:
 
 def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
     """Return the longest sequences on each GPU, by micro-batch."""
-    most = candidates.BATCHES_MAX if is_detailed else max(3, _LINES_SHOWN // len(answers))
+    most = max(3, _LINES_SHOWN // len(answers))
+    if is_detailed:
+        most = candidates.VALUES_SHOWN
     parts: list[RenderableType] = []
     for answer in answers:
         best = answer.best
@@ -456,6 +488,7 @@ def longest(answers: Sequence[Longest], *, is_detailed: bool) -> RenderableType:
             what = f"{best.seq_len:,} tokens at micro-batch {best.micro_batch_size}"
             numbers = _numbers(best.forecast, None)
             sentence = f"The longest sequences that surely fit for {where}: {what}: {numbers}"
+        parts += _unknown_speeds(row.forecast for row in answer.rows)
         parts.append(Text(f"{sentence}\n", style="bold"))
         shown = candidates.evenly_spaced((row.micro_batch_size for row in answer.rows), most=most)
         rows = [
@@ -526,7 +559,7 @@ def cheapest(answer: Cheapest, *, is_detailed: bool) -> RenderableType:
             said.append(("next", f"`sweep plan {best.gpu.name} --model {model}` plans it there"))
         said.append(_DETAILS)
     table = [plan_details.offers([card.bill for card in shown]), Text("")] if shown else []
-    return _answer(sentence, table, said)
+    return _answer(sentence, table, said, [card.forecast for card in answer.cards])
 
 
 def _why_unable(card: JobCard) -> str:

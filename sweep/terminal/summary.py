@@ -49,14 +49,18 @@ def last_screen(
 def best_text(snapshot: StudySnapshot, *, width: int | None = None) -> str:
     """Return the winner on one screen, with what comes next to it; the rest is in ``--json``."""
     view = view_of(snapshot)
-    host = "" if view.gpu.emulated_on is None else f" (measured on {view.gpu.emulated_on})"
+    host = ""
+    if view.gpu.emulated_on is not None:
+        told = "predicted on" if view.ranking.is_predicted else "measured on"
+        name = view.gpu.name if view.ranking.is_predicted else view.gpu.emulated_on
+        host = f" ({told} {name})"
     others, fastest = list(sentences.runners_up(view)), list(sentences.classes(view))
     named = "Runners-up"
     if view.front[1:]:
         named = f"The Pareto front ({len(view.front)}) of {words.names_of(view.objectives)}"
     if len(fastest) > _CLASSES_SHOWN:
         fastest[_CLASSES_SHOWN:] = [f"and {len(fastest) - _CLASSES_SHOWN} more in --json"]
-    if len(view.fastest_by_class) < 2:
+    if len(view.fastest_by_class) < 2 and not any(sentences.unmeasured_classes(view)):
         # That is the winner.
         fastest = []
     lines = [

@@ -16,7 +16,7 @@ import torch
 
 from search_spaces.config import SCHEDULE_WARMUP_STEPS, TrialConfig
 from storage.confirmations import binomial_ci95
-from storage.records import Diverged, OutOfMemory, QualityReport
+from storage.records import OUT_OF_TIME, Diverged, Lost, OutOfMemory, QualityReport
 from sweep.data.batches import Batch, Lesson, Texts, held_out_batches, in_parts, loss_tokens
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device
@@ -24,7 +24,7 @@ from sweep.training.exceptions import out_of_memory
 from sweep.training.messages import Progress, QualityCommand
 from sweep.training.model import BaseModel
 from sweep.training.step import TrainingLoop, told_in_evaluation
-from sweep.training.team import gathered, rank, world_size
+from sweep.training.team import NO_LIMIT, TimeLimit, gathered, rank, world_size
 
 _EVALUATED_AT_ONCE = 4096
 """Tokens of a micro-batch of the evaluation at most, unless one text has more: the logits of all
@@ -58,6 +58,7 @@ class Quality:
 
     Attributes:
         report: called now and then.
+        limit: until when it may train; cut short, it says nothing.
         is_apart: whether it ended where other ranks go on, for good.
     """
 
@@ -67,12 +68,13 @@ class Quality:
     question: QualityCommand
     device: Device
     report: Callable[[Progress], object] = lambda _: None
+    limit: TimeLimit = NO_LIMIT
     is_apart: bool = False
     _loop: TrainingLoop | None = None
     _steps: int = 0
     _told: float = field(default_factory=time.perf_counter)
 
-    def run(self) -> QualityReport | Diverged | OutOfMemory | None:
+    def run(self) -> QualityReport | Diverged | OutOfMemory | Lost | None:
         """Return what was learned, or why that is not known; None where memory ran out over a
         single held-out text and training had enough. The base is then as it was.
 
@@ -97,7 +99,7 @@ class Quality:
             self.device.release()
         return outcome
 
-    def _learn(self, attachment: Attached) -> QualityReport | Diverged | None:
+    def _learn(self, attachment: Attached) -> QualityReport | Diverged | Lost | None:
         begun, asked = time.perf_counter(), self.question
         budget = {"tokens": asked.tokens, "seed": asked.seed}
         lesson = Lesson(self.texts, self.config, **budget, rank=rank())
@@ -113,6 +115,8 @@ class Quality:
         )
         losses: list[float] = []
         for step in range(steps):
+            if self.limit.is_over():
+                return OUT_OF_TIME
             loss = loop.step(on_micro_step=self._beat)
             # It is on its way to the host until then.
             self.device.mark().wait()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,23 @@ def agreed(value: bool) -> bool:
     flag = torch.tensor([int(value)])
     dist.broadcast(flag, 0, group=_control)
     return bool(flag)
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Until when a trial may train; rank 0's clock decides for all ranks."""
+
+    stop_at: float | None = None
+    """By the monotonic clock of the machine; None for no limit."""
+
+    def is_over(self, *, ahead_seconds: float = 0.0) -> bool:
+        """Return whether it will be over in so many seconds. Every rank has to ask."""
+        if self.stop_at is None:
+            return False
+        return agreed(time.monotonic() + ahead_seconds >= self.stop_at)
+
+
+NO_LIMIT = TimeLimit()
 
 
 def gathered(value: T) -> list[T]:

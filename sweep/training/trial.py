@@ -20,6 +20,7 @@ from search_spaces.errors import InputError, words_of
 from search_spaces.space import MICRO_STEPS_TIMED, StepBudget
 from storage.records import (
     NEIGHBOUR,
+    OUT_OF_TIME,
     Diverged,
     Faithfulness,
     Ineffective,
@@ -58,7 +59,16 @@ from sweep.training.proof import (
     unfaithful,
 )
 from sweep.training.step import TrainingLoop
-from sweep.training.team import Look, agreed, fingerprint, gathered, rank, world_size
+from sweep.training.team import (
+    NO_LIMIT,
+    Look,
+    TimeLimit,
+    agreed,
+    fingerprint,
+    gathered,
+    rank,
+    world_size,
+)
 
 ROWS_OF_TEXTS = "texts-make-no-micro-batch"
 TOKENS_OF_TEXTS = "tokens-beyond-vocabulary"
@@ -115,6 +125,8 @@ class Trial:
             Both are where a training dies that fitted: in evaluation mode the fused loss holds the
             logits after all, and what was freed between the steps comes back cut up.
         compared: what is known by now of configurations' 8-bit compute.
+        limit: until when it may train. What it measured by then counts if its budget asks for no
+            more steps at least; a soak has to have evaluated and saved, too.
         phase: where the trial is.
         is_apart: whether it ended where other ranks that train it go on, for good.
     """
@@ -131,6 +143,7 @@ class Trial:
     micro_steps_max: int = MICRO_STEPS_TIMED
     is_soak: bool = False
     compared: dict[TrialConfig, Faithfulness] = field(default_factory=dict)
+    limit: TimeLimit = NO_LIMIT
     silence_seconds: float = SILENCE_SECONDS
     phase: Phase = "build"
     report: Callable[[Progress], bool] = lambda _: False
@@ -142,7 +155,11 @@ class Trial:
     """Steps that are not taken in yet, the oldest first."""
     _loss: float = 0.0
     """Of the newest step that is done."""
+    _step_seconds: float = 0.0
+    """That the newest step took, or the newest round of them."""
     _is_slow: bool = False
+    _is_out_of_time: bool = False
+    """Whether no further step is begun; the same on every rank."""
     _doing: str = ""
     """What else than a training step is being done, to begin a sentence with."""
     _soak: dict[str, Any] | None = None
@@ -307,6 +324,8 @@ class Trial:
                 loop.leave_largest()
                 while not agreed(self._meter.is_warm()):
                     self._advance(loop)
+                    if self._is_out_of_time:
+                        raise Ended(OUT_OF_TIME)
                 outcome = self._measure(loop)
             except Ended as ended:
                 outcome = ended.outcome
@@ -325,6 +344,9 @@ class Trial:
             watch = ProductWatch()
         with self.device.observed():
             for index in range(_OBSERVED_STEPS):
+                # The first step may compile, which says nothing of how long the second takes.
+                if self.limit.is_over():
+                    raise Ended(OUT_OF_TIME)
                 # Of compiled layers the second step, without what the compiler itself tries out.
                 is_watched = index == int(config.compile)
                 with watch if watch and is_watched else contextlib.nullcontext():
@@ -352,30 +374,39 @@ class Trial:
         begun, waited = time.perf_counter(), loop.wait_seconds
         meter.energy.begin()
         if self.is_soak:
-            while not agreed(self._is_slow or self._is_half_way(begun)):
+            while not self._is_over(self._is_half_way(begun)):
                 self._advance(loop)
-            if not agreed(self._is_slow):
+            if not self._is_over(False):
                 # With nothing queued in the meantime.
                 self._settle()
                 meter.energy.end()
                 self.evaluate_and_save(loop)
                 meter.energy.begin()
                 self._advance(loop)
-        while not agreed(self._is_slow or meter.is_enough(time.perf_counter() - begun)):
+        while not self._is_over(meter.is_enough(time.perf_counter() - begun)):
             self._advance(loop)
         # Of what is queued by now the device does every step, whether anybody asks or not.
         self._settle()
         meter.energy.end()
         self._check_all_peaks(loop)
+        is_slow = agreed(self._is_slow)
+        has_steps = len(meter.measured) >= self.steps.measured_min
+        is_whole = has_steps and (not self.is_soak or self._soak is not None)
+        if self._is_out_of_time and not is_slow and not is_whole:
+            return OUT_OF_TIME
         elapsed = time.perf_counter() - begun
         measurement = self._measurement(
             loop, elapsed=elapsed, wait_share=(loop.wait_seconds - waited) / elapsed
         )
-        if agreed(self._is_slow):
+        if is_slow:
             return PrunedSlow(measurement=measurement)
         if not self.config.is_8bit_compute:
             return Measured(measurement=measurement)
+        # Asked by every rank, whatever each has compared before.
+        is_over = self.limit.is_over()
         if self.config not in self.compared:
+            if is_over:
+                return OUT_OF_TIME
             self._enter("compare")
             self.compared[self.config] = compared(loop)
         found = self.compared[self.config]
@@ -383,6 +414,10 @@ class Trial:
         if detail is not None:
             return Ineffective(knob="compute_dtype", detail=detail)
         return Measured(measurement=measurement.model_copy(update={"faithfulness": found}))
+
+    def _is_over(self, is_enough: bool) -> bool:
+        """Return whether measuring ends: rank 0 has enough, or an observer or the time ends it."""
+        return self._is_out_of_time or agreed(self._is_slow or is_enough)
 
     def _is_half_way(self, begun: float) -> bool:
         is_late = time.perf_counter() - begun >= self.steps.seconds_max / 2
@@ -418,7 +453,9 @@ class Trial:
     def _advance(self, loop: TrainingLoop) -> None:
         """Queue a step and take in those before it, so that the device is never without work."""
         done = len(self._meter.measured) + len(self._queued)
-        is_last = agreed(done >= self.steps.measured_max)
+        ahead_seconds = (len(self._queued) + 1) * self._step_seconds
+        self._is_out_of_time = self.limit.is_over(ahead_seconds=ahead_seconds)
+        is_last = self._is_out_of_time or agreed(done >= self.steps.measured_max)
         if not is_last:
             # Those of a round are timed as one.
             of_round = self._round and len(self._round.round) // self._micro_steps
@@ -470,6 +507,7 @@ class Trial:
             raise Ended(Diverged(step=step, detail=f"loss {self._loss}"))
         seconds = [mark.seconds_since(queued.begun) for mark in queued.ended]
         if queued.is_round or self._round is None:
+            self._step_seconds = seconds[-1]
             gradients = [mark.seconds_since(queued.begun) for mark in queued.gradients]
             meter.add(seconds, gradients, is_warmup=is_warmup)
         else:

@@ -233,6 +233,35 @@ def test_an_observer_can_stop_a_trial_and_keeps_what_was_measured(
     assert outcome.measurement.tokens_per_second > 0
 
 
+def test_without_time_a_trial_is_no_verdict_and_the_next_is_measured(
+    case: Case, runner: Runner
+) -> None:
+    for is_soak in (False, True):
+        request = TrialRequest(config=case.fits, steps=STEPS, is_soak=is_soak, seconds_left=0.0)
+        with at_once():
+            assert is_interrupted(runner.run(request))
+    timed = TrialRequest(config=case.fits, steps=STEPS, seconds_left=600.0)
+    assert measured(runner.run(timed)).steps_measured >= STEPS.measured_min
+
+
+@pytest.mark.parametrize(
+    "case", ["worker-on-cpu", PARAMS[-1]], indirect=True, ids=["worker-on-cpu", "worker-on-ray"]
+)
+def test_what_was_measured_counts_where_the_time_ends(case: Case, runner: Runner) -> None:
+    measured(runner.run(TrialRequest(config=case.fits, steps=STEPS)))
+    changes = {"measured_max": 100_000, "relative_interval": 1e-9, "seconds_max": 600}
+    endless = STEPS.model_copy(update=changes)
+    for seconds in (2.0, 8.0, 40.0):
+        # On a busy machine the first steps may take longer.
+        outcome = runner.run(TrialRequest(config=case.fits, steps=endless, seconds_left=seconds))
+        if not is_interrupted(outcome):
+            break
+    cut = measured(outcome)
+    assert STEPS.measured_min <= cut.steps_measured < endless.measured_max
+    assert cut.step_seconds_ci95 is not None
+    assert cut.measured_seconds < seconds + cut.step_seconds
+
+
 def test_a_soak_evaluates_and_saves_and_says_so(case: Case, runner: Runner) -> None:
     steps = STEPS.model_copy(update={"measured_max": 20, "seconds_max": 2.0})
     soaked = measured(runner.run(TrialRequest(config=case.fits, steps=steps, is_soak=True))).soak

@@ -15,7 +15,9 @@ from reports.effects import Effect, Ratio, effects_of
 from search_spaces.config import TrialConfig
 from search_spaces.gpus import GIB
 from storage.definition import StudySnapshot
+from sweep.study.recorded import recorded_study as surface_study
 from tests.reports.synthetic import (
+    SURFACES,
     definition,
     fits,
     recorded_study,
@@ -139,6 +141,18 @@ def test_on_trials_that_really_ran_a_fit_of_50_holds_what_all_200_say() -> None:
                 held.append(effect.speed.low <= whole[effect.label] <= effect.speed.high)
     assert len(held) > 200
     assert 0.92 <= sum(held) / len(held) <= 0.99
+
+
+@pytest.mark.parametrize("name", ["mistral-7b-v0.3_h200", "tinyllama-1.1b_h200"])
+def test_recorded_trials_tell_of_speed_without_an_interval_of_their_own(name: str) -> None:
+    study = surface_study(str(SURFACES / f"{name}.jsonl"))
+    effects = effects_of(study)
+    assert effects is not None
+    assert effects.trials == sum(record.measurement is not None for record in study.records)
+    assert all(effect.speed is not None for effect in effects.effects)
+    (change,) = (effect.speed for effect in effects.effects if effect.key == "upcast_fp32")
+    assert change is not None
+    assert change.low > 1.0
 
 
 def _told(study: StudySnapshot) -> list[Effect]:

@@ -80,17 +80,25 @@ def test_what_is_not_known_is_null_and_why_there_is_no_gain_is_said() -> None:
 CLASSES = {"dimensions": {"lora_rank": {"choices": [16, 64]}, "seq_len": {"choices": [64, 512]}}}
 
 
+LARGER = {"dimensions": CLASSES["dimensions"] | {"lora_rank": {"choices": [64, 128]}}}
+
+
 def test_a_winner_of_another_class_has_no_gain_and_the_fastest_of_the_baselines_has() -> None:
+    def of_rank(number: int, rank: int, speed: float, **changes: Any) -> TrialRecord:
+        config = TrialConfig(lora_rank=rank, **changes)
+        return TrialRecord(number=number, config=config, outcome=fits(speed))
+
     found = document(
-        a_record(0, fits(100.0), is_baseline=True),
-        TrialRecord(number=1, config=TrialConfig(lora_rank=64, seq_len=64), outcome=fits(400.0)),
-        TrialRecord(number=2, config=TrialConfig(seq_len=64), outcome=fits(150.0)),
+        of_rank(0, 64, 100.0).model_copy(update={"is_baseline": True}),
+        of_rank(1, 16, 400.0, seq_len=64),
+        of_rank(2, 64, 150.0, seq_len=64),
         is_confirmed=True,
         **CLASSES,
+        baseline={"lora_rank": 64},
     )
     assert (found["gain"], found["no_gain"]) == (None, "not_measured")
     base = found["baseline"]
-    assert base["class"] == {"lora_rank": 16, "target_modules": "attention"}
+    assert base["class"] == {"lora_rank": 64, "target_modules": "attention"}
     assert base["class_gain"]["number"] == 2
     assert base["class_gain"]["gain"]["ratio"] == pytest.approx(1.5)
 
@@ -103,7 +111,8 @@ def test_the_gain_of_another_class_is_over_the_baseline_in_that_class() -> None:
     recipe = {"config": TrialConfig(lora_rank=64), "outcome": fits(80.0)}
     runs = [TrialRecord.model_validate({"number": 2000 + n} | recipe | errand) for n in range(2)]
     again = (*confirmed(base, won), *runs)
-    study = StudySnapshot("study", a_definition(**CLASSES), {}, (base, won), confirmations=again)
+    about = a_definition(**LARGER, baseline={"lora_rank": 16})
+    study = StudySnapshot("study", about, {}, (base, won), confirmations=again)
     gain = view_of(study).document()["gain"]
     assert gain["ratio"] == pytest.approx(5.0)
     assert gain["low"] < 5.0 < gain["high"]

@@ -20,7 +20,7 @@ from search_spaces.gpus import GIB, find_gpu, gpu_catalogue
 from search_spaces.loading import load_space, parse_space
 from search_spaces.models import load_model_spec, shipped_models
 from search_spaces.presets import preset_texts, schema_path, starting_text
-from search_spaces.rules import violation
+from search_spaces.rules import attention_of, violation
 from search_spaces.schema import schema_text, space_schema
 from search_spaces.space import (
     ConfirmBudget,
@@ -143,6 +143,7 @@ def test_every_model_has_one_whose_lengths_and_budget_it_takes(model: str) -> No
     assert space.model == model
     limit = spec.max_positions or 10**9
     assert max(*space.values_of("seq_len"), space.baseline_config().seq_len) <= limit
+    assert space.values_of("attention") == (attention_of(spec),)
     on_cpu = parse_space(starting_text("cpu", model), label="mine.yaml")
     target = Target(gpu="cpu", device="cpu", budget_bytes=int((on_cpu.budget_gib or 0) * GIB))
     check_budget(on_cpu, spec, target)

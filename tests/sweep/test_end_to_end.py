@@ -58,6 +58,27 @@ def worker_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 
 @pytest.mark.slow
+def test_a_time_budget_is_of_the_whole_command(tmp_path: Path) -> None:
+    budget, began = 30.0, time.monotonic()
+    process = start("run", "cpu-demo", "--time-budget", f"{budget:g}s", "--json", home=tmp_path)
+    out, err = process.communicate(timeout=150)
+    # On a machine that is busy with a dozen things it is refused.
+    assert process.returncode == 0 or "too short for one trial" in err
+    assert (time.monotonic() - began) / budget < 1.3
+    if process.returncode == 0:
+        assert json.loads(out)["trials"]["total"] > 1
+
+
+def test_a_time_budget_that_is_too_short_is_refused_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWEEP_HOME", str(tmp_path))
+    assert main(["run", "cpu-demo", "--time-budget", "2s"]) == 2
+    assert "too short for one trial" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
 def test_an_interrupted_study_goes_on_by_the_same_command_to_a_confirmed_winner_and_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

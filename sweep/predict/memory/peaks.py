@@ -7,11 +7,11 @@ split off comes on top (`sweep.predict.memory.replay`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,7 @@ def _resident(step: Step) -> list[int]:
     sharded = config.is_sharded and config.data_parallel
     trained = config.lora_rank, config.adapter_dtype, config.optimizer, sharded
     key = *trained, config.expandable_segments, step.workspace_bytes, step.held_gradients
-    known = step.profile.resident_bytes
+    known: dict[Any, list[int]] = step.profile.worked_out
     if key not in known:
         known[key] = _worked_out_resident(step)
     return known[key]
@@ -133,7 +133,8 @@ def _worked_out_resident(step: Step) -> list[int]:
     if step.config.expandable_segments:
 
         def taken(sizes: Sequence[int]) -> int:
-            return sum(grains(size) for size in sizes) * GRAIN_BYTES
+            counts = Counter(sizes).items()
+            return sum(grains(size) * count for size, count in counts) * GRAIN_BYTES
 
         weights = base.requested_bytes
     else:
@@ -143,7 +144,8 @@ def _worked_out_resident(step: Step) -> list[int]:
             before = allocator.allocated_bytes
             large = [size for size in sizes if size > SMALL_BYTES]
             allocator.run([(grains(size), 0) for size in large], [0])
-            small = sum(grains(size) for size in sizes if size <= SMALL_BYTES)
+            counts = Counter(size for size in sizes if size <= SMALL_BYTES).items()
+            small = sum(grains(size) * count for size, count in counts)
             return small * GRAIN_BYTES + allocator.allocated_bytes - before
 
         weights = base.allocated_bytes
@@ -163,26 +165,20 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
         steps: they differ in their sizes and in which layers are recomputed.
         width: of the numbers.
     """
-    visits = list(steps[0].visits())
-    names = list(steps[0].profile.segments)
-    segments = np.array([names.index(visit.name) for visit in visits])  # (visits,)
-    layers = [_BESIDE.get(visit.name, visit.layer) for visit in visits]
+    walk = _walk(steps[0])
     flags = np.array([step.flags for step in steps], np.bool_)  # (steps, layers)
-    is_recomputed = flags[:, layers].T  # (visits, steps)
-    left = np.zeros((len(visits), len(VARYING), len(steps)), width)
+    is_recomputed = flags[:, walk.layers].T  # (visits, steps)
+    left = np.zeros((len(walk.layers), len(VARYING), len(steps)), width)
     risen: dict[bool, Bytes] = {}
     for flag, profile in steps[0].profiles.items():
         columns = _columns(steps, profile, flags == flag, width)
-        ends = (
-            profile.ends
-            if list(profile.levels) == names
-            else profile.ends[[list(profile.levels).index(name) for name in names]]
-        )
+        ends = profile.ends[[profile.places[name] for name in walk.names]]
         once, repeated = ends[:, :, 0], ends[:, :, 1:]
-        left += np.tensordot(once, columns[0], 1)[segments] * (is_recomputed == flag)[:, None]
+        own = np.tensordot(once, columns[0], 1)[walk.segments]
+        left += own * (is_recomputed == flag)[:, None]
         # What a segment that happens once (embedding, head) lets go of for each layer of one kind
         # stands in the profile of that kind, whichever the segment itself is of.
-        left += np.tensordot(repeated, columns[1:], 2)[segments]
+        left += np.tensordot(repeated, columns[1:], 2)[walk.segments]
         risen[flag] = np.tensordot(profile.births, columns, 2)  # (births, varying, steps)
     # Gradients that earlier micro-batches have left are there throughout.
     left[:, GRADIENTS, [step.held_gradients > 0 for step in steps]] = 0
@@ -192,27 +188,62 @@ def _highest(steps: Sequence[Step], width: Any) -> tuple[NDArray[np.int8], Bytes
     found_visits: list[NDArray[np.intp]] = []
     found_above: list[Bytes] = []
     found_totals: list[Bytes] = []
-    for segment in dict.fromkeys(segments.tolist()):
-        of_segment_visits = np.flatnonzero(segments == segment)
-        for flag, above_of in risen.items():
-            is_own = is_recomputed[of_segment_visits] == flag  # (visits of it, steps)
-            before = np.where(is_own, alive_in_all[of_segment_visits], _NEVER)
+    for flag, above_of_all in risen.items():
+        births_of = steps[0].profiles[flag].births_of
+        for name, visits in walk.visits_of.items():
+            is_own = is_recomputed[visits] == flag  # (visits of it, steps)
+            before = np.where(is_own, alive_in_all[visits], _NEVER)
             first = before.argmax(axis=0)  # (steps,)
-            above = above_of[steps[0].profiles[flag].births_of[names[segment]]]
+            above = above_of_all[births_of[name]]
             found_above.append(above)
-            found_totals.append(
-                np.where(is_own.any(axis=0), before[first, step], _NEVER) + above.sum(axis=1)
-            )
-            found_visits.append(np.broadcast_to(of_segment_visits[first], (len(above), len(steps))))
+            found_totals.append(before[first, step] + above.sum(axis=1))
+            found_visits.append(np.broadcast_to(visits[first], (len(above), len(steps))))
     totals = np.concatenate(found_totals)  # (births, steps)
-    visit = np.concatenate(found_visits)
-    earliest = np.where(totals == totals.max(axis=0), visit, len(visits))
+    visit = np.concatenate(found_visits)  # (births, steps)
+    earliest = np.where(totals == totals.max(axis=0), visit, len(walk.layers))
     birth = earliest.argmin(axis=0)  # (steps,)
     at = visit[birth, step]
-    kinds = [visit.name.partition(" ")[0] for visit in visits]
-    moments = np.array([_MOMENTS.index(_MOMENT_OF.get(kind, kind)) for kind in kinds], np.int8)
     above = np.concatenate(found_above)
-    return moments[at], (alive[at, :, step] + above[birth, :, step]).T
+    return walk.moments[at], (alive[at, :, step] + above[birth, :, step]).T
+
+
+class _Walk(NamedTuple):
+    """The segments of a step in the order in which they are visited."""
+
+    names: Sequence[str]
+    """Of the segments."""
+    segments: NDArray[np.intp]
+    """By visit, which of them it is."""
+    layers: NDArray[np.intp]
+    """By visit, the layer whose kind decides over it."""
+    moments: NDArray[np.int8]
+    """By visit, its place in `_MOMENTS`."""
+    visits_of: Mapping[str, NDArray[np.intp]]
+    """The visits of each segment."""
+
+
+def _walk(step: Step) -> _Walk:
+    """Return the visits of a step, which are the same for all steps of its profile."""
+    known: _Walk | None = step.profile.worked_out.get(_Walk)
+    if known is None:
+        visits = list(step.visits())
+        names = list(step.profile.segments)
+        kinds = [visit.name.partition(" ")[0] for visit in visits]
+        segments = np.array([names.index(visit.name) for visit in visits])
+        known = _Walk(
+            names=names,
+            segments=segments,
+            layers=np.array([_BESIDE.get(visit.name, visit.layer) for visit in visits]),
+            moments=np.array(
+                [_MOMENTS.index(_MOMENT_OF.get(kind, kind)) for kind in kinds], np.int8
+            ),
+            visits_of={
+                names[place]: np.flatnonzero(segments == place)
+                for place in dict.fromkeys(segments.tolist())
+            },
+        )
+        step.profile.worked_out[_Walk] = known
+    return known
 
 
 def _columns(

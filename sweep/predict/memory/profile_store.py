@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from search_spaces.errors import EnvironmentFault, InputError, words_of
 from search_spaces.models import ModelSpec
+from search_spaces.rules import attention_of
 from storage import files
 from sweep.child_environment import child_environment
 from sweep.predict.memory.profiles import Profile, Structure, Untraceable, mixed
@@ -258,7 +259,7 @@ class ProfileStore:
         return self._cache_dir / f"{digest[:32]}.json"
 
 
-def write_cache(path: Path, values: dict[str, Any]) -> None:
+def write_cache(path: Path, values: Any) -> None:
     """Write into a cache, whole or not at all; one that cannot be written costs time only."""
     with contextlib.suppress(OSError):
         files.replace(path, json.dumps(values).encode(), is_durable=False)
@@ -362,17 +363,41 @@ class TracingChildren:
                     self.close()
 
     def _free_child(self) -> _Child:
-        while self._idle:
-            child = self._idle.pop()
-            if not child.process.has_ended():
-                return child
-            # With the thread that started it, or by somebody's hand.
-            child.end()
-        return _Child(self._command)
+        return _idle_child(self._idle) or self._left_over() or _Child(self._command)
+
+    def _left_over(self) -> _Child | None:
+        return _idle_child(_left) if self._command == _COMMAND else None
 
     def close(self) -> None:
         """End the children. Idempotent; a later question starts new ones."""
         _end(self._idle)
+
+
+def trace_layers(model: ModelSpec) -> list[dict[str, Any]]:
+    """Return the kinds of a model's decoder layers, from a process that then traces structures.
+
+    Raises:
+        Untraceable: the model's code cannot be walked.
+        InputError: its config cannot be built.
+        EnvironmentFault: the process does not answer.
+    """
+    try:
+        child = _idle_child(_left) or _Child(_COMMAND)
+    except OSError as error:
+        reason = f"the tracing process cannot be started: {words_of(error)}"
+        raise EnvironmentFault(reason) from error
+    answer = child.ask({"model": model.to_json(), "attention": attention_of(model)})
+    if isinstance(answer, EnvironmentFault):
+        child.end()
+        raise answer
+    _left.append(child)
+    match answer:
+        case {"layers": list(layers)}:
+            return layers
+        case {"untraceable": str(reason)}:
+            raise Untraceable(reason)
+        case _:
+            raise InputError(str(answer.get("input")))
 
 
 class _Child:
@@ -401,7 +426,19 @@ class _Child:
 
     def trace(self, model: ModelSpec, structure: Structure) -> Traced:
         """Return the profile of a structure, or why it has none."""
-        question = {"model": model.to_json(), "structure": structure.to_json()}
+        answer = self.ask({"model": model.to_json(), "structure": structure.to_json()})
+        match answer:
+            case {"profile": dict(profile)}:
+                return profile
+            case {"untraceable": str(reason)}:
+                return Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
+            case {"input": str(reason)}:
+                return InputError(f"model '{model.name}': {reason}")
+        assert isinstance(answer, EnvironmentFault), answer
+        return answer
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any] | EnvironmentFault:
+        """Return the answer to a question, or why there is none."""
         late = threading.Timer(_DEADLINE_SECONDS, self.process.kill)
         late.start()
         # It may have ended before it reads; how, is still to be heard.
@@ -416,12 +453,10 @@ class _Child:
         except ValueError:
             answer = None
         match answer:
-            case {"profile": dict(profile)}:
-                return profile
-            case {"untraceable": str(reason)}:
-                return Untraceable(f"model '{model.name}': memory is not predicted: {reason}")
-            case {"input": str(reason)}:
-                return InputError(f"model '{model.name}': {reason}")
+            case (
+                {"profile": dict()} | {"layers": list()} | {"untraceable": str()} | {"input": str()}
+            ):
+                return dict(answer)
         if said.endswith(b"\n") or len(said) == _ANSWER_BYTES_MAX:
             text = said[:200].decode(errors="replace").rstrip("\n")
             return EnvironmentFault(f"the tracing process said what is no answer: {text!r}")
@@ -437,6 +472,21 @@ class _Child:
         # What was not read by then is lost with it.
         with contextlib.suppress(OSError):
             self._opened.close()
+
+
+_left: list[_Child] = []
+"""Children that read a model's layers; its structures are asked of them next, as a rule."""
+
+
+def _idle_child(idle: list[_Child]) -> _Child | None:
+    """Return one of the children that still runs; None where none does."""
+    while idle:
+        child = idle.pop()
+        if not child.process.has_ended():
+            return child
+        # With the thread that started it, or by somebody's hand.
+        child.end()
+    return None
 
 
 def _end(children: list[_Child]) -> None:

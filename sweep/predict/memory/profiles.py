@@ -281,6 +281,11 @@ class Profile:
         return coefficients(self.sizes, self.monomials)
 
     @cached_property
+    def places(self) -> Mapping[str, int]:
+        """The place of each segment among those of `ends`."""
+        return {name: place for place, name in enumerate(self.levels)}
+
+    @cached_property
     def ends(self) -> NDArray[np.int64]:
         """How much more is alive at the end of each segment than at its beginning (`levels`)."""
         return np.stack([levels[-1] for levels in self.levels.values()])
@@ -301,8 +306,8 @@ class Profile:
         }
 
     @cached_property
-    def resident_bytes(self) -> dict[Hashable, list[int]]:
-        """What was worked out of what is there throughout a step; filled by `peaks`."""
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What `peaks` has worked out of it, and need not work out again."""
         return {}
 
     def scale(self, values: Values, *, one: Any = 1) -> list[Any]:

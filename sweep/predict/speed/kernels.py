@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import TrialConfig
-from search_spaces.linears import linear_shapes, resolve_targets
+from search_spaces.errors import InputError
+from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec
+from sweep.predict.speed.layers import Layers, Product, layers_of
 
 FP32_BYTES = 4.0
 HALF_BYTES = 2.0
@@ -32,9 +34,13 @@ SUM_BYTES = 8.0
 """A sum of products of 8-bit integers, written in 32 bits and read."""
 EAGER_SUM_BYTES = 32.0
 """The same where nothing is fused: made a float, multiplied twice by scales, and narrowed."""
-EAGER_LAUNCHES = 8.0
+EAGER_LAUNCHES = 10.0
 """Operations that the host takes as long over as over an 8-bit product that is not compiled; of one
 step of an H200, 4 x 512 in FP8."""
+UNPACKING_LAUNCHES = 2.0
+"""Operations that the host takes as long over as over what bitsandbytes does in Python around each
+expansion of 4-bit weights. One row of 256 tokens through Llama 2 takes an A100's host 40 ms longer
+with such a base (optimum-benchmark): 90 microseconds an expansion."""
 FUSED_READ = 0.5
 """Share of an 8-bit product's input that a compiled layer reads to round it: the kernel that makes
 the input often rounds it too. About half; not measured apart."""
@@ -52,6 +58,32 @@ MASKED_DOUBT = 0.3
 """How far attention under the mask may be off, relative: 27 % at worst in those models, which the
 slowness was taken from."""
 
+_AFTER_ATTENTION = frozenset({"o_proj", "out_proj", "dense"})
+"""Linear layers that take what attention returns."""
+_AFTER_ACTIVATION = frozenset({"down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out"})
+"""Those that take what an activation returns."""
+_GROUP_TILE = 128
+"""Rows of one group that the kernel for grouped products works on at once (torch's GroupMM.cu):
+half of them, on average, are none in the last tile of each group."""
+_GROUP_START = 1000.0
+"""Columns of a row that such a tile could have multiplied while it starts and ends.
+
+Of torch's kernel on an H100, beside what other products reach there: 5,120 and 8,192 columns 0.87
+(https://github.com/pytorch/ao/pull/2490, 16 experts, 8,192 rows), 2,048 and 768 columns 0.56, 2,048
+and 512 columns 0.45 (https://github.com/ByteDance-Seed/VeOmni/pull/460, 128 and 512 experts, 32,768
+tokens, less the traffic around the products); read 2026-11-28. They come to 800, 1,030 and 1,250.
+"""
+_FULL_TILES = 108
+"""Tiles of `_SMALL_TILE` squared that keep an A100 busy, one for each multiprocessor."""
+_SMALL_TILE = 64
+COMPILED_LAUNCH = 0.4
+"""A compiled layer launches from generated code, which costs less than an eager operation; so does
+a loop within torch, of one product for each expert."""
+_AS_WALKED = TrialConfig(
+    quantization="none", double_quant=False, upcast_fp32=False, checkpoint_fraction=0.0
+)
+"""How layers are walked that are not known by their type."""
+
 Work = NDArray[np.float64]
 """What is asked of a GPU: a row each of `FLOPS`, `BYTES` and `LAUNCHES`, a column a configuration.
 
@@ -66,25 +98,37 @@ Passes = tuple[tuple[Any, Any], tuple[Any, Any]]
 class Layout:
     """Configurations on a model. Widths are features per token, sizes bytes of an element."""
 
-    def __init__(self, configs: Sequence[TrialConfig], model: ModelSpec) -> None:
-        self.configs, self.model = configs, model
-        linears = linear_shapes(model)
-        assert linears is not None, "a step is only of layers that are known"
-        self.linears = linears
-        """Input and output features of one decoder layer's linear layers, by name."""
+    def __init__(
+        self,
+        configs: Sequence[TrialConfig],
+        model: ModelSpec,
+        *,
+        kinds: Sequence[Layers] | None = None,
+        at: int = 0,
+        is_grouped: Mask | bool = True,
+    ) -> None:
+        self.configs = configs
+        self.model = model
+        known = layers_of(model) if kinds is None else kinds
+        assert not isinstance(known, InputError), "a step is only of layers that are known"
+        self.kinds = known
+        """All kinds of decoder layers that the model has."""
+        self.at = at
+        self.kind = known[at]
+        """The one that is looked at."""
+        self.linears = self.kind.linears
+        """Input and output features of such a layer's linear layers, by name."""
         self.layers: int = model.hidden_layers
         self.hidden: int = model.hidden_size
         """Width of the residual stream."""
-        self.queries = linears["o_proj"][0]
+        self.queries = self.kind.queries
         """Width of all heads' queries."""
-        self.keys = (
-            linears["k_proj"][1]
-            if "k_proj" in linears
-            else (linears["qkv_proj"][1] - self.queries) // 2
-        )
+        self.keys = self.kind.keys
         """Width of the keys, and of the values."""
-        self.inner = linears["down_proj"][0]
+        self.inner = self.kind.inner
         """Width between the two halves of the feed-forward part."""
+        self.is_grouped = is_grouped
+        """Whether one kernel multiplies by the matrices of all experts."""
         self._tell_kinds_apart()
         self._count()
         self._weigh()
@@ -138,16 +182,27 @@ class Layout:
         packed = self.sizes(lambda config: config.quantized_count(self.layers))
         self.packed_share = np.where(self.is_quantized, packed / self.layers, 1.0)
         """Share of the decoder layers that are quantized, where the base is."""
-        said = {config.target_modules: config for config in self.configs}
-        targets = {key: set(resolve_targets(one, self.model)) for key, one in said.items()}
-        self.adapted: Mapping[str, Mask] = {
-            name: np.array([name in targets[c.target_modules] for c in self.configs], np.bool_)
-            for name in self.linears
-        }
+        self.adapted = self._adapted(self.kind)
         """For each linear layer, whether it carries an adapter."""
-        of_each = (is_on * float(sum(self.linears[name])) for name, is_on in self.adapted.items())
-        self.adapter_parameters = self.layers * self.rank * sum(of_each, np.zeros(1))
+        self.adapter_parameters = np.zeros(len(self.configs))
         """Of all adapters on the decoder layers."""
+        self.adapters = np.zeros(len(self.configs))
+        """How many of them there are."""
+        for kind in self.kinds:
+            adapted = self._adapted(kind)
+            of_each = [is_on * float(sum(kind.linears[name])) for name, is_on in adapted.items()]
+            self.adapter_parameters += kind.count * self.rank * sum(of_each, np.zeros(1))
+            self.adapters += kind.count * sum(adapted.values(), np.zeros(1))
+
+    def _adapted(self, kind: Layers) -> Mapping[str, Mask]:
+        said = {config.target_modules: config for config in self.configs}
+        targets = {key: resolve_targets(one, self.model) for key, one in said.items()}
+        return {
+            name: np.array(
+                [kind.carries(name, targets[c.target_modules]) for c in self.configs], np.bool_
+            )
+            for name in kind.linears
+        }
 
     def _weigh(self) -> None:
         is_fp32 = self.are(lambda config: config.compute_dtype == "fp32")
@@ -167,11 +222,19 @@ class Layout:
     def unquantized(self) -> Layout:
         """Return the same configurations with 16-bit layers."""
         wide = [config.changed(quantization="none") for config in self.configs]
-        return Layout(wide, self.model)
+        return self.of(wide)
+
+    def of(self, configs: Sequence[TrialConfig]) -> Layout:
+        """Return other configurations on the same layers."""
+        kinds, at = self.kinds, self.at
+        return Layout(configs, self.model, kinds=kinds, at=at, is_grouped=self.is_grouped)
 
     def input_bytes(self, name: str) -> Sizes:
         """Bytes of an element of a linear layer's input."""
-        return {"o_proj": self.compute, "down_proj": self.projected}.get(name, self.stream)
+        end = name.rpartition(".")[2]
+        if end in _AFTER_ATTENTION:
+            return self.compute
+        return self.projected if end in _AFTER_ACTIVATION else self.stream
 
     def output_bytes(self, name: str) -> Sizes:
         """Bytes of an element of what a linear layer returns."""
@@ -203,6 +266,32 @@ def product(layout: Layout, rows: int, columns: int) -> Work:
     return asked(layout, 2.0 * tokens * rows * columns, moved=layout.compute * moved, launches=1)
 
 
+def shared_product(layout: Layout, of: Product) -> Work:
+    """A product with frozen matrices that share the rows, forward or for the rows' gradient.
+
+    Where each row is sent to one of the matrices, as a token is to experts, a kernel of its own
+    takes them in tiles. Where there is none, torch multiplies by one matrix after another, and the
+    host waits to learn how many rows each has (`_grouped_mm_fallback` of torch 2.13).
+    """
+    rows = layout.tokens * of.rows_per_token
+    flops = 2.0 * rows * of.rows * of.columns
+    if not of.is_routed:
+        moved = rows * (of.rows + of.columns) + of.groups * of.rows * of.columns
+        return asked(layout, flops, moved=layout.compute * moved, launches=1)
+    # Of matrices that rows are sent to at random, so many get one.
+    used = of.groups * -np.expm1(rows * np.log1p(-1.0 / of.groups))
+    moved = rows * (of.rows + of.columns) + used * of.rows * of.columns
+    in_tiles = (1.0 + used * _GROUP_TILE / 2.0 / rows) * (1.0 + _GROUP_START / of.rows)
+    tiles = np.maximum(1.0, rows / used / _SMALL_TILE) * of.columns / _SMALL_TILE
+    by_itself = np.maximum(1.0, _FULL_TILES / tiles)
+    return asked(
+        layout,
+        flops * np.where(layout.is_grouped, in_tiles, by_itself),
+        moved=layout.compute * moved,
+        launches=np.where(layout.is_grouped, 1.0, used * COMPILED_LAUNCH),
+    )
+
+
 def eight_bit_product(layout: Layout, rows: int, columns: int) -> Work:
     """The same in 8 bits, where that is asked for: the input is rounded row by row, and sums of
     integers are brought back to 16 bits.
@@ -229,7 +318,8 @@ def dequantization(layout: Layout, rows: int, columns: int) -> Work:
     stored = np.where(is_packed, PACKED_BYTES + scales, BYTE)
     moved = rows * columns * (stored + np.where(is_rounded, BYTE, layout.compute))
     # 8-bit compute has a decoder of its own, in one kernel.
-    launches = np.where(is_double & ~is_rounded, 3.0, 1.0)
+    is_unpacked = is_packed & ~is_rounded
+    launches = np.where(is_double & is_unpacked, 3.0, 1.0) + UNPACKING_LAUNCHES * is_unpacked
     once = asked(layout, moved=moved, launches=launches) * layout.is_quantized
     return np.stack([once * ~(is_rounded & ~is_packed), once])
 
@@ -285,6 +375,24 @@ def _adapter_input(layout: Layout, width: int, given: Sizes) -> Work:
     return _cast(layout, width, taken) + cast + dropped
 
 
+def walked_over_known(layout: Layout) -> Work:
+    """Return how many times as much of what is elementwise the operators of a layer were seen to do
+    as those of a layer of a known type as wide would; 1 where the type is known.
+
+    By that factor it differs in other types, and with other kernels, too.
+    """
+    times = np.ones((2, 3, 1))
+    walked = layout.kind.walked
+    if walked is not None:
+        plain = layout.of([_AS_WALKED])
+        usual = rotation(plain) + activation(plain) + residual(plain)
+        for width in layout.kind.norms:
+            usual = usual + norm(plain, width)
+        times[:, BYTES, 0] = np.array(walked.bytes_per_token) * plain.tokens / usual[:, BYTES, 0]
+        times[:, LAUNCHES, 0] = np.array(walked.launches) / usual[:, LAUNCHES, 0]
+    return times
+
+
 def _cast(layout: Layout, width: int, element: Sizes) -> Work:
     """A cast between ``element`` bytes and the compute type; nothing where they are the same."""
     moved = layout.tokens * width * (element + layout.compute)
@@ -325,15 +433,20 @@ def attention(layout: Layout) -> Work:
     rows = layout.tokens * layout.seq_len
     products = 4.0 * rows * layout.queries
     moved = layout.compute * layout.tokens * 2 * (layout.queries + layout.keys)
-    scores = rows * int(layout.model.config["num_attention_heads"])
+    scores = rows * layout.kind.heads
     # A flash kernel skips what the causal mask hides, and forms the scores again going back.
     flash = (
         asked(layout, products / 2, moved=moved, launches=1),
         asked(layout, products / 2 * 2.5, moved=2 * moved, launches=3),
     )
+    score_bytes, score_launches = (32 * scores, 36 * scores), (9.0, 12.0)
+    walked = layout.kind.walked
+    if walked is not None and walked.score_bytes and walked.score_launches:
+        score_bytes = rows * walked.score_bytes[0], rows * walked.score_bytes[1]
+        score_launches = walked.score_launches
     written = (
-        asked(layout, products, moved=moved + 32 * scores, launches=9),
-        asked(layout, 2 * products, moved=2 * moved + 36 * scores, launches=12),
+        asked(layout, products, moved=moved + score_bytes[0], launches=score_launches[0]),
+        asked(layout, 2 * products, moved=2 * moved + score_bytes[1], launches=score_launches[1]),
     )
     # sdpa under the mask that keeps packed examples apart: the memory-efficient kernel over all
     # scores, which reads the mask for each head; keys and values repeated for grouped heads; truth

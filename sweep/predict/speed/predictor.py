@@ -24,7 +24,16 @@ from search_spaces.models import ModelSpec
 from sweep.predict.on_texts import ShapesOnTexts, full_rows, tokens_per_step
 from sweep.predict.speed.contributed import Contributed, contributed_speed
 from sweep.predict.speed.kernels import MASKED_DOUBT
-from sweep.predict.speed.steps import TERMS, Rows, StepPhases, Term, overlapped, refusal
+from sweep.predict.speed.layers import layers_of
+from sweep.predict.speed.steps import (
+    TERMS,
+    Rows,
+    StepPhases,
+    Term,
+    has_grouped_kernel,
+    overlapped,
+    refusal,
+)
 
 Factor = Term | Literal["launch", "overhead"]
 FACTORS: tuple[Factor, ...] = (*TERMS, "launch", "overhead")
@@ -35,8 +44,8 @@ Array = NDArray[np.float64]
 NINE_IN_TEN = 1.645
 """Standard deviations to either side that hold nine in ten."""
 HOSTS_APART = 0.4
-"""Logarithm of how many times as slow or as fast as usual a rented host is: 15 to 33 microseconds
-an operation, of usually 22."""
+"""Logarithm of how many times as slow or as fast as usual a rented host is: 13 to 30 microseconds
+an operation, of usually 20."""
 EIGHT_BIT_SPREAD = 0.34
 """How far 8-bit products may be from what a GPU's 16-bit ones and its data sheet imply.
 
@@ -45,6 +54,23 @@ H100, 0.82 on an RTX 5090, 0.67 on an H100 PCIe with scales by blocks; of INT8 0
 0.46 by a Triton kernel on an A100. This is the root mean square of their logarithms; sources are in
 `docs/speed.md`. Where trainings in 8 bits were measured, it is as of the other matrix products.
 """
+TYPE_SPREAD = 0.105
+"""How far steps of a model type of which none was measured may be off as a whole, beside all else.
+
+Types of which steps were are 0.066 apart within a session: 14 means of a type over a session's
+steps, of four sessions with several types. This is the upper end of what nineteen in twenty of
+such estimates are below (`pytest tests/sweep/predict/speed/test_other_types.py`).
+"""
+EXPERTS_SPREAD = 0.33
+"""The same of a type with experts, where one kernel multiplies by all of them.
+
+No step of such was measured. The kernel's public rates (`kernels._GROUP_START`) are so far apart
+before the width of the products is looked at: the root mean square of their logarithms.
+"""
+LOOPED_SPREAD = 0.56
+"""The same where torch multiplies by one after another: nine in ten within 2.5 times, by which a
+kernel of Unsloth's is said to be faster on an A100 (https://unsloth.ai/docs/new/faster-moe, read
+2026-11-28)."""
 FACTOR_SPREAD: dict[Factor, float] = {
     "matmul": 0.1,
     "eight_bit": EIGHT_BIT_SPREAD,
@@ -103,10 +129,13 @@ def calibrate(
     configs = [config for config, _ in observations]
     measured = np.array([seconds for _, seconds in observations])
     steps = StepPhases.of(configs, model=model, gpu=gpu)
-    factors = _fitted(steps, measured, *prior_of(gpu))
+    means, spread = prior_of(gpu)
+    of_type = type_spreads(configs, model=model, gpu=gpu).max()
+    spread = spread + _of_all_terms(of_type**2)
+    factors = _fitted(steps, measured, means, spread)
     errors = np.abs(steps.seconds(factors) / measured - 1.0)
     by_name = dict(zip(FACTORS, factors.tolist(), strict=True))
-    left = _left_open(steps.log_slopes(factors), prior_of(gpu)[1], STEP_NOISE)
+    left = _left_open(steps.log_slopes(factors), spread, STEP_NOISE)
     return Calibration(gpu.name, len(observations), by_name, float(np.median(errors)), left)
 
 
@@ -159,8 +188,25 @@ def factor_covariance(gpu: GpuSpec) -> Array:
 
 def _of_gpu(gpu: GpuSpec) -> Array:
     """Return what of that covariance is of the GPU as a whole, and of a session on it."""
-    on_card = np.array([float(factor in TERMS) for factor in FACTORS])
-    return np.asarray((gpu.speed.gpu**2 + gpu.speed.source**2) * np.outer(on_card, on_card))
+    return _of_all_terms(gpu.speed.gpu**2 + gpu.speed.source**2)
+
+
+def _of_all_terms(variance: float) -> Array:
+    """Return the covariance that all of the GPU's terms have by what they are off by together."""
+    on_gpu = np.array([float(factor in TERMS) for factor in FACTORS])
+    return np.asarray(variance * np.outer(on_gpu, on_gpu))
+
+
+def type_spreads(configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> Array:
+    """Return the standard deviation of what log seconds of steps may be off by, because no step of
+    the model's type was measured; 0 where some were."""
+    kinds = layers_of(model)
+    if isinstance(kinds, InputError) or kinds[0].walked is None:
+        return np.zeros(len(configs))
+    if not any(product.is_routed for kind in kinds for product in kind.products):
+        return np.full(len(configs), TYPE_SPREAD)
+    is_grouped = [has_grouped_kernel(config, gpu) for config in configs]
+    return np.where(is_grouped, EXPERTS_SPREAD, LOOPED_SPREAD)
 
 
 def ratio_spread(slopes: Array, others: Array, *, gpu: GpuSpec) -> float:
@@ -280,6 +326,8 @@ class StepTimes:
             if self.evidence is not None:
                 contributed = _spread_by(slopes, self.evidence.spread) + self.own_spread**2
                 within_it = np.minimum(within_it, contributed)
+        if self._calibration is None:
+            within_it = within_it + self.type_spread**2
         beside = (attention * masks / NINE_IN_TEN) ** 2 + (known.shared * is_shared) ** 2
         return np.asarray(np.sqrt(within_it + beside))
 
@@ -292,6 +340,36 @@ class StepTimes:
         pairs = np.array([known.pairs * config.is_on_pairs for config in self._full])
         by_itself = np.hypot((1.0 - host) * known.step, host * known.host)
         return np.asarray(np.hypot(by_itself, pairs))
+
+    @property
+    def waiting_spread(self) -> Array:
+        """Standard deviation of each step's own error as far as it waits for the GPU."""
+        return np.asarray((1.0 - self.host_shares) * self._gpu.speed.step)
+
+    @cached_property
+    def common_spreads(self) -> Array:
+        """How far each of what steps have in common moves each configuration's log seconds, one
+        standard deviation each. (configurations, directions)
+
+        The length of the difference of two rows is how far the ratio of their steps may be off by
+        what they share; what is each step's own (`own_spread`) comes on top. Beside the factors'
+        that is attention over packed rows, and how several GPUs wait for each other.
+        """
+        slopes = self.phases.log_slopes(self._factors)
+        of_factors = slopes @ np.linalg.cholesky(prior_of(self._gpu)[1])
+        doubts = np.array([_attention_doubt(config) for config in self._full])
+        attention = slopes[:, FACTORS.index("attention")] * doubts / NINE_IN_TEN
+        apart = [(config.data_parallel, config.sharding) for config in self._full]
+        ways = sorted({way for way in apart if way[0] > 1})
+        together = [[self._gpu.speed.shared * (way == own) for way in ways] for own in apart]
+        columns = [of_factors, attention[:, None], np.reshape(together, (len(apart), len(ways)))]
+        return np.hstack(columns)
+
+    @cached_property
+    def type_spread(self) -> Array:
+        """Standard deviation of what each step may be off by because no step of the model's type
+        was measured; 0 where some were."""
+        return type_spreads(self._full, model=self._model, gpu=self._gpu)
 
     @cached_property
     def host_shares(self) -> Array:
@@ -346,7 +424,8 @@ class StepTimes:
     @cached_property
     def spread(self) -> Array:
         """Covariance of the factors' logarithms before anything was measured here."""
-        return factor_covariance(self._gpu) if self.evidence is None else self.evidence.spread
+        known = factor_covariance(self._gpu) if self.evidence is None else self.evidence.spread
+        return known + _of_all_terms(self.type_spread.max(initial=0.0) ** 2)
 
     @cached_property
     def launch_shares(self) -> Array:

@@ -19,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search_spaces.config import LOGITS_AT_ONCE, OptimizerName, TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.gpus import GpuSpec, Interconnect
-from search_spaces.linears import linear_shapes, training_flops_per_token
+from search_spaces.linears import resolve_targets, training_flops_per_token
 from search_spaces.models import ModelSpec
 from sweep.predict.speed import kernels
 from sweep.predict.speed.kernels import (
     BYTES,
+    COMPILED_LAUNCH,
     FLOPS,
     FP32_BYTES,
     LAUNCHES,
@@ -34,28 +36,22 @@ from sweep.predict.speed.kernels import (
     Work,
     asked,
 )
-
-HEAD_NORM_TYPES = frozenset({"qwen3", "gemma3_text", "olmo2"})
-"""Model types that normalize queries and keys."""
-FOUR_NORM_TYPES = frozenset({"gemma2", "gemma3_text"})
-"""Model types with a norm after each half of a layer as well as before it."""
+from sweep.predict.speed.layers import layers_of
 
 Term = Literal[
     "matmul", "eight_bit", "lora", "attention", "dequant", "elementwise", "loss", "optimizer"
 ]
 TERMS: tuple[Term, ...] = get_args(Term)
-COMPILED_LAUNCH = 0.4
-"""A compiled layer launches from generated code, which costs less than an eager operation."""
 OPTIMIZER_LAUNCHES: Mapping[OptimizerName, float] = {
     "adamw_8bit": 3.0,
     "paged_adamw_8bit": 5.0,
     "adamw_torch_fused": 0.1,
 }
 """Operations per adapter matrix: bitsandbytes updates one at a time, torch many at once."""
-GATHER_LAUNCHES = 290.0
+GATHER_LAUNCHES = 320.0
 """What the host does to gather a layer in both passes of a micro-batch and to give it up again, as
 so many operations: FSDP2 goes through each of its tensors in Python. Trials of Mistral-7B and of
-Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 230 to 390
+Llama-3.1-70B at 4 x 512, on hosts with two H200, come to 250 to 430
 (`tests/data/several_cards_h200.jsonl`)."""
 MOMENTS_MOVED = 4
 """Elements of an optimizer's state that an update reads and writes per adapter parameter."""
@@ -70,6 +66,10 @@ A profiled step on an H200 makes 677 TFLOP/s in its products, 0.86 of what squar
 at there, with their traffic in it; the rest goes to shapes that fit less well and to the GPU's
 power limit.
 """
+GEFORCE_MATMUL_EFFICIENCY = 1.0
+"""The same of GeForce GPUs, whose matrix units add up in fp32 at half their rate, so that power
+limits them less. With it steps of three frameworks on an RTX 4090 and of one on RTX 3090s take 0.92
+of the prediction in the median, and with the other 0.84."""
 ATTENTION_EFFICIENCY = 0.65
 """Share of the measured matrix rate that a causal flash kernel reaches, forward and backward
 together: FlashAttention-2 on an A100, cuDNN's on an H200."""
@@ -96,6 +96,9 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together (DistributedDataParallel's ``bucket_cap_mb``)."""
 COLLECTIVE_SECONDS = 50e-6
 """For which a collective takes its time however little it sends."""
+GROUPED_KERNEL = (9, 10)
+"""Major compute capabilities that have a kernel for grouped products (`_grouped_mm_cuda` of torch
+2.13); others multiply by one expert's matrix after another."""
 Rows = NDArray[np.intp] | slice
 _LAUNCH, _OVERHEAD = len(TERMS), len(TERMS) + 1
 """Where the host's part and the fixed part are in what has a column for each factor."""
@@ -127,12 +130,18 @@ class StepPhases:
     def of(cls, configs: Sequence[TrialConfig], *, model: ModelSpec, gpu: GpuSpec) -> StepPhases:
         """Return the steps of configurations on a GPU."""
         count = len(configs)
-        if linear_shapes(model) is None:
+        kinds = layers_of(model)
+        if isinstance(kinds, InputError):
             terms = (count, _STRETCHES, len(TERMS))
             shapes = (terms, terms, (count, _STRETCHES), count, count, count)
             return cls(*[np.full(shape, np.nan) for shape in shapes])
-        layout = Layout(configs, model)
-        work = micro_batches(layout)
+        is_grouped = np.array([has_grouped_kernel(config, gpu) for config in configs], np.bool_)
+        layouts = [
+            Layout(configs, model, kinds=kinds, at=at, is_grouped=is_grouped)
+            for at in range(len(kinds))
+        ]
+        layout = layouts[0]
+        work = micro_batches(layouts)
         stretches = np.stack([work, np.zeros_like(work)])
         # The gradient scaler reads back whether one overflowed before the optimizer may step.
         waits = layout.are(lambda config: config.compute_dtype == "fp16")
@@ -140,6 +149,9 @@ class StepPhases:
         stretches[:, TERMS.index("optimizer")] = last * ~waits, last * waits
         peak = layout.sizes(lambda config: gpu.peak_flops.get(config.compute_dtype) or np.nan)
         timed = _seconds(stretches, layout, gpu)
+        is_told = layout.are(lambda config: layers_refusal(config, model) is None)
+        for part in timed:
+            part[~is_told] = np.nan
         phases = cls(*timed, model_flops(layout), peak, np.zeros(count))
         if (layout.gpus == 1).all():
             return phases
@@ -202,12 +214,22 @@ def refusal(config: TrialConfig, *, model: ModelSpec, gpu: GpuSpec) -> str | Non
     dtype = config.compute_dtype
     if gpu.peak_flops.get(dtype) is None or gpu.matrix_rate(dtype) is None:
         return f"{gpu.name} has no matrix rate for {dtype}: it has {', '.join(gpu.peak_flops)}"
-    if linear_shapes(model) is None:
-        return (
-            f"model '{model.name}': the linear layers of model type '{model.model_type}' "
-            "are not known, so its speed cannot be predicted"
-        )
+    return layers_refusal(config, model)
+
+
+def layers_refusal(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return why nothing is known of what a configuration's layers do; None where it is."""
+    kinds = layers_of(model)
+    if isinstance(kinds, InputError):
+        return f"the layers of model type '{model.model_type}' are not known: {kinds}"
+    if "all-linear" in resolve_targets(config, model) and not kinds[0].has_all_linear:
+        return "adapters on experts, as target_modules all-linear has them, are not predicted"
     return None
+
+
+def has_grouped_kernel(config: TrialConfig, gpu: GpuSpec) -> bool:
+    """Whether one kernel multiplies by the matrices of all experts."""
+    return config.compute_dtype == "bf16" and gpu.compute_capability[0] in GROUPED_KERNEL
 
 
 def overlapped(device: NDArray[np.float64], launch: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -241,8 +263,9 @@ def _seconds(
     # Around 8-bit products all else is in 16 bits.
     around = np.where(layout.is_8bit_compute, gpu.matrix_rate(gpu.half) or np.nan, own)
     products, moving = np.empty((2, len(TERMS), len(own)))
+    kept = GEFORCE_MATMUL_EFFICIENCY if gpu.is_geforce else MATMUL_EFFICIENCY
     for row, term in enumerate(TERMS):
-        share = ATTENTION_EFFICIENCY if term == "attention" else MATMUL_EFFICIENCY
+        share = ATTENTION_EFFICIENCY if term == "attention" else kept
         products[row] = (own if term == "eight_bit" else around) * share
         moving[row] = elementwise if term in ("elementwise", "lora") else memory
     # What steps that were measured on the GPU say of its rates.
@@ -290,7 +313,7 @@ def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes
     """
     gpus, layers = layout.gpus, layout.layers
     missing = (gpus - 1.0) / gpus / rate
-    weights = sum(rows * columns for rows, columns in layout.linears.values())
+    weights = sum(kind.count * kind.weights for kind in layout.kinds) / layers
     layer = weights * np.where(layout.is_4bit, 0.5, layout.compute) * missing
     layer = layer + COLLECTIVE_SECONDS
     ends = layout.hidden * layout.model.vocab_size * layout.compute * missing
@@ -298,12 +321,22 @@ def _gathering_seconds(layout: Layout, rate: float, *, backward: Sizes) -> Sizes
     return np.asarray(layout.micro_batches * (2.0 * waited + 2.0 * (ends + COLLECTIVE_SECONDS)))
 
 
-def micro_batches(layout: Layout) -> Work:
-    """Return what forward and backward of all micro-batches of a step ask, by term."""
-    work, packed = _layers(layout), layout.packed_share
-    if (packed < 1).any():
-        # Which of them are recomputed has nothing to do with which are in 4 bits: both are spread.
-        work = work * packed + _layers(layout.unquantized()) * (1 - packed)
+def micro_batches(layouts: Sequence[Layout]) -> Work:
+    """Return what forward and backward of all micro-batches of a step ask, by term.
+
+    Args:
+        layouts: of each kind of layer.
+    """
+    layout = layouts[0]
+    packed = layout.packed_share
+    work = np.zeros((len(TERMS), 3, len(layout.configs)))
+    for kind in layouts:
+        of_kind = _layers(kind)
+        if (packed < 1).any():
+            # Which of them are recomputed has nothing to do with which are in 4 bits: both are
+            # spread.
+            of_kind = of_kind * packed + _layers(kind.unquantized()) * (1 - packed)
+        work += of_kind
     work[:, LAUNCHES] *= np.where(layout.is_compiled, COMPILED_LAUNCH, 1.0)
     work[TERMS.index("elementwise"), LAUNCHES] += (
         GATHER_LAUNCHES * layout.layers * layout.is_sharded
@@ -312,15 +345,19 @@ def micro_batches(layout: Layout) -> Work:
 
 
 def _layers(layout: Layout) -> Work:
-    """Return what all decoder layers ask, as if all were alike."""
+    """Return what all decoder layers of a kind ask."""
+    count, last = layout.kind.count, layout.kind.last
     (reference, _), (forward, backward) = _layer(layout)
     # Recomputation stops at the last tensor that backward needs. Without an adapter on it the last
     # linear layer keeps nothing, so it is not done again, unless the layer is one compiled graph.
-    is_skipped = ~(layout.is_compiled | layout.adapted["down_proj"])
-    again = forward - _by_term(layout, _frozen(layout, "down_proj"))[0] * is_skipped
+    again = forward
+    if last is not None:
+        is_skipped = ~(layout.is_compiled | layout.adapted[last])
+        again = forward - _by_term(layout, _frozen(layout, last))[0] * is_skipped
+    # What is recomputed is spread over the layers, whatever their kinds.
+    recomputed = layout.recomputed * (count / layout.layers)
     return np.asarray(
-        (forward + backward + reference * layout.references) * layout.layers
-        + again * layout.recomputed
+        (forward + backward + reference * layout.references) * count + again * recomputed
     )
 
 
@@ -334,19 +371,21 @@ def _by_term(layout: Layout, parts: Sequence[tuple[Term, Work]]) -> Work:
 
 def _layer(layout: Layout) -> tuple[Work, Work]:
     """Return forward and backward of one decoder layer, without its adapters and with them."""
-    norms = 4 if layout.model.model_type in FOUR_NORM_TYPES else 2
+    times = kernels.walked_over_known(layout)
     parts: list[tuple[Term, Work]] = [
-        ("elementwise", kernels.norm(layout, layout.hidden) * norms),
-        ("elementwise", kernels.rotation(layout)),
+        *(("elementwise", kernels.norm(layout, width) * times) for width in layout.kind.norms),
+        ("elementwise", kernels.rotation(layout) * times),
         ("elementwise", kernels.attention_casts(layout)),
         ("attention", kernels.attention(layout)),
-        ("elementwise", kernels.activation(layout)),
-        ("elementwise", kernels.residual(layout)),
+        ("elementwise", kernels.activation(layout) * times),
+        ("elementwise", kernels.residual(layout) * times),
     ]
-    if layout.model.model_type in HEAD_NORM_TYPES:
-        parts.append(("elementwise", kernels.norm(layout, layout.queries + layout.keys)))
     for name in layout.linears:
         parts += _frozen(layout, name)
+    for product in layout.kind.products:
+        back = replace(product, rows=product.columns, columns=product.rows)
+        passes = [kernels.shared_product(layout, each) for each in (product, back)]
+        parts.append(("matmul", np.stack(passes)))
     bare = _by_term(layout, parts)
     parts = []
     for name, adapted in layout.adapted.items():
@@ -422,7 +461,7 @@ def _head_cast(layout: Layout) -> Work:
 
 def update(layout: Layout) -> Work:
     """Return clipping and the optimizer's step over the adapters."""
-    matrices = 2 * layout.layers * sum(layout.adapted.values(), np.zeros(1))
+    matrices = 2 * layout.adapters
     per_matrix = layout.sizes(lambda config: OPTIMIZER_LAUNCHES[config.optimizer])
     is_unquantized = layout.are(lambda config: config.optimizer == "adamw_torch_fused")
     moment = np.where(is_unquantized, layout.trained, 1.0)
@@ -435,13 +474,13 @@ def update(layout: Layout) -> Work:
 
 def model_flops(layout: Layout) -> Sizes:
     """Return the FLOPs that the model needs for a step; what is recomputed is not counted."""
-    shapes = layout.linears.values()
+    scored = sum(kind.count * kind.queries for kind in layout.kinds) / layout.layers
     per_token = training_flops_per_token(
-        frozen=layout.layers * sum(rows * columns for rows, columns in shapes)
+        frozen=sum(kind.count * kind.frozen_weights for kind in layout.kinds)
         + layout.hidden * layout.model.vocab_size,
         adapters=layout.adapter_parameters,
         layers=layout.layers,
-        attention_width=layout.queries,
+        attention_width=scored,
         seq_len=layout.seq_len,
         references=layout.references,
     )

@@ -47,6 +47,17 @@ def test_a_shipped_model_is_the_standard_recipe_where_no_study_has_its_name() ->
     assert "no study 'demo'" in of("demo").words
 
 
+def test_a_model_without_sdpa_is_trained_with_eager_attention(tmp_path: Path) -> None:
+    file = tmp_path / "alone.json"
+    file.write_text(json.dumps({"lora_rank": 4}))
+    for name in ("gpt-oss-20b", str(file), "a10"):
+        subject = of(name, model="gpt-oss-20b")
+        assert subject.config.attention == "eager"
+        assert "transformers has no sdpa attention" in subject.words
+    file.write_text(json.dumps({"attention": "sdpa"}))
+    assert of(str(file), model="gpt-oss-20b").config.attention == "sdpa"
+
+
 def test_a_file_is_a_configuration_alone_or_as_an_export_writes_it(tmp_path: Path) -> None:
     alone, exported = tmp_path / "alone.json", tmp_path / "exported.json"
     alone.write_text(json.dumps({"lora_rank": 4}))

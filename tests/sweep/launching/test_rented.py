@@ -222,6 +222,8 @@ def test_a_soak_and_a_typed_price_are_what_it_costs(
         ("a10 --on modal --gpu auto", "--gpu auto is no GPU to rent: name one"),
         ("a10 --on modal --devices 5", "--devices: Modal rents at most 4 a10, got 5"),
         ("a10 --on modal --devices all", "--devices must be how many GPUs to rent"),
+        ("a10 --on modal --set data_parallel=2 --devices 1", "data_parallel 2 trains on 2 GPUs"),
+        ("a10 --on modal --set data_parallel=8", "Modal rents at most 4 a10, got 8"),
         ("a10 --on modal --max-dollars 0.01", "--max-dollars 0.01 pays for"),
         ("a10 --on modal --model demo --model tinyllama-1.1b", "several models are for this"),
         ("a10 --on modal --storage sqlite:///x.db", "--storage names what a rented machine"),
@@ -255,6 +257,31 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 def test_no_gpu_is_rented_for_what_does_not_fit_it() -> None:
     with pytest.raises(NothingFits, match="is predicted to fit t4"):
         launch(overrides={"gpu": "t4"}, held={"micro_batch_size": 16, "seq_len": 2048})
+
+
+def test_as_many_gpus_are_rented_as_a_trial_takes_and_lanes_of_them_share_the_study(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hours(gpus: int, *, devices: str | None = None) -> tuple[int, list[float]]:
+        held = {"data_parallel": gpus, "lora_rank": 16}
+        settings = {"price": "1"}
+        overrides = {"trials": 8, "confirm": False, "gpu": "a100-80gb"}
+        launch("skypilot", held=held, devices=devices, settings=settings, overrides=overrides)
+        found = json.loads(capsys.readouterr().out)
+        shutil.rmtree(home / "runs")
+        cost = found["cost"]
+        return found["gpu"]["count"], [end / cost["usd_per_hour"] for end in cost["usd_range"]]
+
+    count, of_one = hours(2)
+    assert count == 2
+    assert hours(4)[0] == 4
+    assert hours(2, devices="2") == (2, of_one)
+    # A second pair halves what the trials take, and nothing else.
+    twice, of_two = hours(2, devices="4")
+    assert twice == 4
+    assert of_one[1] / 2 < of_two[1] < of_one[1]
+    # Three GPUs are one pair.
+    assert hours(2, devices="3")[1] == pytest.approx(of_one)
 
 
 @pytest.mark.parametrize(

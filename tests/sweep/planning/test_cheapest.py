@@ -23,7 +23,7 @@ from sweep.planning.backwards import (
     on_card,
     ranked,
 )
-from sweep.planning.candidates import Asked, is_faster, own_space, rows
+from sweep.planning.candidates import Asked, is_faster, own_space
 from sweep.planning.documents import cheapest_document, longest_document
 from sweep.planning.evidence import evidence_from
 from sweep.planning.plan import TASK_KEYS, Use, few, what_ifs
@@ -79,7 +79,8 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     assert held["effective_batch_size"] >= 16
     for space in spaces:
         asked = with_fixed(space, held)
-        assert all(config.samples_per_step == held["effective_batch_size"] for config in of(asked))
+        assert isinstance(asked, SearchSpace)
+        assert {effective for *_, effective in asked.batches} == {held["effective_batch_size"]}
     alone = job({"data_parallel": gpus})
     assert TrialConfig.model_validate(alone).accumulation_steps >= 1
     typed = job({"data_parallel": gpus, "micro_batch_size": 5})
@@ -87,11 +88,6 @@ def test_nobody_typed_the_effective_batch_so_it_is_one_that_all_gpus_can_make(gp
     # What a space searches of GPUs goes into it too.
     either = a_space(dimensions={"data_parallel": {"choices": [1, gpus]}})
     assert job({}, spaces=[either])["effective_batch_size"] % gpus == 0
-
-
-def of(asked: SearchSpace | TrialConfig) -> list[TrialConfig]:
-    assert isinstance(asked, SearchSpace)
-    return [config for row in rows(asked) for config in row]
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a10", "h200"])

@@ -15,6 +15,7 @@ from search_spaces.config import TrialConfig
 from search_spaces.errors import EnvironmentFault
 from storage.records import Outcome
 from sweep.data.texts import texts_directory
+from sweep.planning.evidence import with_target_speeds
 from sweep.predict.building import shapes_of_study
 from sweep.request import RunRequest
 from sweep.running.replay import ReplayRunner
@@ -100,4 +101,5 @@ def test_where_the_dataset_is_gone_nothing_is_said_and_nothing_wrong(
         shapes_of_study(definition)
     best = json.loads(sweep("best", "own", "--json").out)
     assert best["target_tokens_per_second"] is None
+    assert any("mine.jsonl" in text for text in with_target_speeds(read(url, "own")).warnings)
     assert dict(read_for_report("own", url=url).memory_forecasts) == {}

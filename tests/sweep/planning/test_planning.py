@@ -20,6 +20,7 @@ from search_spaces.gpus import GIB, find_gpu
 from search_spaces.linears import CapacityClass
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec
+from search_spaces.preference import TIE
 from search_spaces.space import SearchSpace
 from storage.records import OutOfMemory, PredictionRecord
 from sweep.planning import candidates
@@ -191,8 +192,8 @@ def test_a_length_that_cannot_be_traced_leaves_the_others_in_the_table() -> None
 
 @pytest.mark.parametrize("budget_gib", [1, 5.7, 7.3, 12.25, 15, 60])
 def test_a_survey_finds_what_asking_of_each_configuration_finds(budget_gib: float) -> None:
-    forecaster, predictor = a_forecaster(budget_gib=budget_gib), ImaginedPredictor()
-    found = survey(a_space(), a_forecaster(budget_gib=budget_gib, predictor=predictor))
+    forecaster = a_forecaster(budget_gib=budget_gib)
+    found = survey(a_space(), forecaster)
     asked = [forecaster.expect(config) for config in every(a_space())]
     fits = [forecast.fit for forecast in asked]
     assert (found.found.fit, found.found.uncertain, found.found.too_large) == tuple(
@@ -201,10 +202,9 @@ def test_a_survey_finds_what_asking_of_each_configuration_finds(budget_gib: floa
     fitting = [forecast for forecast in asked if forecast.fit is Fit.YES]
     if fitting:
         fastest = max(fitting, key=lambda f: f.tokens_per_second)
-        assert found.recommended.config == fastest.config
+        assert found.recommended in fitting
+        assert found.recommended.tokens_per_second * (1 + TIE) >= fastest.tokens_per_second
     assert found.found.looked_at == a_space().size() == 64
-    # Only a part is looked at one by one.
-    assert budget_gib != 15 or len(predictor.shown) <= 24
 
 
 @pytest.mark.parametrize("budget_gib", [1, 9.1, 13.25, 60])
@@ -238,14 +238,14 @@ def test_a_cell_is_the_best_that_the_space_holds_at_that_size(budget_gib: float)
         assert largest.possible == max((b for b in fits if fits[b] is not Fit.NO), default=0)
 
 
-def test_a_sample_misses_no_length_that_something_fits_at() -> None:
+def test_a_search_misses_no_length_that_something_fits_at() -> None:
     ranges = {
-        "lora_rank": {"low": 1, "high": 5000},
-        "seq_len": {"low": 64, "high": 4096},
+        "lora_rank": {"low": 1, "high": 5000, "step": 100},
+        "seq_len": {"low": 64, "high": 4096, "step": 1008},
         "checkpoint_fraction": {"low": 0.0, "high": 1.0},
     }
     batches = choices(micro_batch_size=[1, 2, 64])["dimensions"]
-    # At 4,096 only little ranks and hardly any kept activations fit.
+    # At 4,096 only hardly any kept activations fit.
     table = survey(a_space(dimensions=batches | ranges), a_forecaster(budget_gib=9.3)).table
     assert table.lengths[-1] == 4096
     assert table.cells[1, 4096].fit is Fit.YES
@@ -268,28 +268,26 @@ class UnsureOfCompiled(ImaginedPredictor):
         return replace(memory, peak_allocated_bytes=peak, breakdown=less, uncertainty=0.1)
 
 
-def test_a_gain_inside_the_speeds_error_is_no_reason_to_be_less_sure_of_the_fit() -> None:
+def test_what_surely_fits_is_recommended_however_unsure_its_peak() -> None:
     space = a_space(**choices(micro_batch_size=[1, 2, 4, 8], compile=[False, True]))
     forecaster = a_forecaster(predictor=UnsureOfCompiled(), budget_gib=21)
     found = survey(space, forecaster)
-    compiled, plain = (
-        forecaster.expect(TrialConfig(micro_batch_size=8, compile=on)) for on in (True, False)
-    )
-    assert compiled.fit is plain.fit is Fit.YES
-    assert compiled.tokens_per_second > plain.tokens_per_second
-    assert (found.recommended, found.alternative) == (plain, compiled)
-    document = card_document(planned(space, forecaster))
-    assert document["alternative"]["config"]["compile"] is True
+    compiled = forecaster.expect(TrialConfig(micro_batch_size=8, compile=True))
+    assert compiled.fit is Fit.YES
+    assert found.recommended.config.compile
+    assert found.recommended.tokens_per_second * (1 + TIE) >= compiled.tokens_per_second
 
 
-def test_a_less_sure_one_is_recommended_where_it_is_faster_beyond_the_error() -> None:
+def test_what_may_not_fit_is_named_beside_what_surely_does_however_fast_it_is() -> None:
     # Plain, one row of many tokens is all that fits; compiled, some rows perhaps do.
     dimensions = choices(micro_batch_size=[1, 64], compile=[False, True])
     forecaster = a_forecaster(gpu="h200", predictor=UnsureOfCompiled(), budget_gib=6.9)
     found = survey(a_space(**dimensions, fixed={"seq_len": 64}), forecaster)
-    best, sure = found.recommended, found.alternative
-    assert (best.config.micro_batch_size, best.fit, sure.fit) == (64, Fit.UNCERTAIN, Fit.YES)
-    assert best.tokens_per_second_range[0] > sure.tokens_per_second_range[1]
+    sure, riskier = found.recommended, found.alternative
+    assert (sure.config.micro_batch_size, sure.fit, riskier.fit) == (1, Fit.YES, Fit.UNCERTAIN)
+    assert riskier.tokens_per_second_range[0] > sure.tokens_per_second_range[1]
+    document = card_document(planned(a_space(**dimensions, fixed={"seq_len": 64}), forecaster))
+    assert document["alternative"]["config"]["micro_batch_size"] == 64
 
 
 @pytest.mark.parametrize(
@@ -415,18 +413,18 @@ def test_where_nothing_surely_fits_the_next_best_is_told() -> None:
     assert unknown.study_seconds() is None
 
 
-def test_a_space_without_end_is_judged_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "ROWS_SAMPLED", 150)
+def test_a_space_without_end_is_looked_over_at_some_of_its_values() -> None:
     batches = choices(micro_batch_size=[1, 2, 64])["dimensions"]
     space = a_space(dimensions=batches | {"lora_dropout": {"low": 0.0, "high": 0.2}})
     found, again = (survey(space, a_forecaster()) for _ in range(2))
-    assert found.is_sampled
-    assert found.found.looked_at == 3 * candidates.ROWS_SAMPLED
+    assert not found.found.is_whole
     assert found.found == again.found
-    assert found.recommended is not None
-    # A fine grid of micro-batches is thinned.
+    assert found.recommended.config.lora_dropout == 0.0
     fine = a_space(dimensions={"micro_batch_size": {"low": 1, "high": 10_000}})
-    assert survey(fine, a_forecaster()).found.looked_at == candidates.BATCHES_MAX
+    forecaster = a_forecaster()
+    largest = survey(fine, forecaster).found.largest[512]
+    sizes = (forecaster.expect(TrialConfig(micro_batch_size=n)).fit for n in range(1, 100))
+    assert largest.sure == sum(fit is Fit.YES for fit in sizes)
     assert candidates.evenly_spaced([5, 1, 2, 3, 4, 9, 7], most=3) == [1, 4, 9]
 
 

@@ -14,7 +14,14 @@ import pytest
 from search_spaces.config import TrialConfig
 from search_spaces.models import ModelSpec
 from search_spaces.space import StepBudget
-from storage.records import Crashed, Invalid, Measured, Outcome, OutOfMemory
+from storage.records import (
+    OUT_OF_TIME,
+    Crashed,
+    Invalid,
+    Measured,
+    Outcome,
+    OutOfMemory,
+)
 from sweep.running.supervisor import SupervisedRunner
 from sweep.running.wire import Progress, QualityCommand, TextsSettings, TrialRequest
 from tests.sweep.data.prepared import prepared_settings
@@ -95,6 +102,24 @@ def test_one_two_and_two_that_share_the_model_take_turns(runner: SupervisedRunne
     assert together - alone == pytest.approx(gradients, abs=4096)
     longer = measured(run(runner, TOGETHER.model_copy(update={"effective_batch_size": 4})))
     assert longer.peak_allocated_bytes - alone == pytest.approx(2 * gradients, abs=4096)
+
+
+def test_processes_that_train_together_stop_in_the_same_step_when_their_time_ends(
+    runner: SupervisedRunner,
+) -> None:
+    measured(run(runner, TOGETHER))
+    assert run(runner, TOGETHER, seconds_left=0.0) == OUT_OF_TIME
+    changes = {"measured_max": 100_000, "relative_interval": 1e-9, "seconds_max": 600}
+    endless = STEPS.model_copy(update=changes)
+    for seconds in (3.0, 12.0, 60.0):
+        # On a busy machine the first steps may take longer.
+        request = TrialRequest(config=TOGETHER, steps=endless, seconds_left=seconds)
+        outcome = runner.run(request)
+        if outcome != OUT_OF_TIME:
+            break
+    cut = measured(outcome)
+    assert STEPS.measured_min <= cut.steps_measured < endless.measured_max
+    assert measured(run(runner, TOGETHER)).cards == 2
 
 
 @pytest.mark.integration

@@ -21,6 +21,7 @@ from search_spaces.models import load_model_spec
 from search_spaces.space import StepBudget
 from storage.directory import OutcomeFile
 from storage.records import (
+    OUT_OF_TIME,
     RETRYABLE,
     Attempt,
     Crashed,
@@ -269,6 +270,16 @@ def test_what_fits_is_asked_what_it_learned_and_no_speed_is_measured_twice_for_t
     assert SPEED_REUSED not in again.flags
     assert again.quality is not None
     assert again.quality.eval_loss == pytest.approx(other.quality.eval_loss)
+
+
+def test_what_is_cut_before_it_is_known_what_it_learned_is_no_verdict(
+    runner: SupervisedRunner,
+) -> None:
+    trained(runner, ON_TEXTS, QUALITY)
+    other = ON_TEXTS.model_copy(update={"learning_rate": 3e-3})
+    request = TrialRequest(config=other, steps=STEPS, quality=QUALITY, seconds_left=0.0)
+    assert runner.run(request) == OUT_OF_TIME
+    assert trained(runner, other, QUALITY)[0].quality is not None
 
 
 def test_a_shared_out_base_that_cannot_be_held_once_more_is_the_outcome(

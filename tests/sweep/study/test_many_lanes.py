@@ -305,6 +305,7 @@ def test_what_one_card_measured_again_is_not_set_beside_what_another_did(tmp_pat
 # What a study may cost holds for all that its command does, at the price of the GPU there is
 
 A_DOLLAR_A_SECOND = 3600.0
+DOLLARS = 1000.0
 
 
 class Clock:
@@ -344,7 +345,7 @@ class WaitsForItsEnd(ReplayRunner):
 
 
 def driven(study: OpenStudy, runner: Any, clock: Clock, *, is_anew: bool = False) -> StopReason:
-    space = study.definition.space.model_copy(update={"max_dollars": 0.1})
+    space = study.definition.space.model_copy(update={"max_dollars": DOLLARS})
     study.definition = study.definition.model_copy(update={"space": space})
     stopping = Stopping(space, usd_per_hour=A_DOLLAR_A_SECOND)
     return drive(study, runner, is_anew=is_anew, stopping=stopping, clock=clock)
@@ -381,7 +382,7 @@ def test_where_the_money_is_spent_nothing_is_measured_again(tmp_path: Path, is_a
     with a_grid(tmp_path, **SPACE | {"confirm": False}) as study:
         drive(study, runner)
     with a_grid(tmp_path, **SPACE) as study:
-        study.add_wall_seconds(10.0)
+        study.add_wall_seconds(DOLLARS)
         assert driven(study, runner, Clock(), is_anew=is_anew) is StopReason.DOLLARS_SPENT
         assert study.confirmations() == ()
     assert len(runner.ran) == 3

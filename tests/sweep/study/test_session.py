@@ -145,11 +145,11 @@ class Shipped(MemoryPredictor):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stand_in_spends_one_trial_on_the_class_that_cannot_win(
+def test_a_stand_in_spends_one_trial_on_what_it_cannot_decide(
     url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Of a GPU on which INT8 is faster than predicted: its two bases, then what is predicted to be
-    the fastest with 16 bits, and nothing for surprises of that class, which cannot win by them."""
+    """What is predicted to be the fastest with 16 bits, and of INT8, which may be faster there, one
+    that is known to fit; nothing for surprises, which say next to nothing of the target."""
     monkeypatch.setattr(session, "TracingPredictor", Shipped)
     held, card = {"lora_rank": 16, "target_modules": "attention"}, a_card("h100-80gb")
     request = RunRequest(space="a10", overrides={"seed": seed}, held=held)
@@ -166,10 +166,12 @@ def test_a_stand_in_spends_one_trial_on_the_class_that_cannot_win(
     run(what, url, new_runner=lambda _: ReplayRunner(otherwise=answer))
     found = read(url, what.name)
     searched = [record.config for record in found.records]
-    assert [config.numerics for config in searched] == ["int8", "int8", "16-bit"]
-    assert (searched[2].compile, searched[2].compute_dtype) == (True, "bf16")
+    # The first may be one that fits more surely.
+    assert len(searched) <= 3
+    assert [config.numerics for config in searched[-2:]] == ["16-bit", "int8"]
+    assert all((config.compile, config.compute_dtype) == (True, "bf16") for config in searched[:-1])
     ran = [r.config.numerics for r in found.confirmations if r.purpose == "confirm"]
-    assert ran == ["int8", "16-bit", "16-bit", "int8"]
+    assert ran == ["16-bit"] * 4
 
 
 # What was typed
@@ -251,6 +253,17 @@ def test_a_space_for_the_cpu_does_not_look_for_a_gpu() -> None:
         raise AssertionError("the GPU was read")
 
     prepare(RunRequest(space="cpu-demo"), card=read)
+
+
+def test_a_preset_takes_the_attention_that_the_model_has() -> None:
+    request = RunRequest(space="h200", overrides={"model": "gpt-oss-20b"})
+    what = prepare(request, card=lambda: a_card("h200"))
+    assert what.definition.space.values_of("attention") == ("eager",)
+    assert any("eager" in note for note in what.notes)
+    typed = RunRequest(**dict(request) | {"held": {"attention": "flash_attention_2"}})
+    held = prepare(typed, card=lambda: a_card("h200"))
+    assert held.definition.space.values_of("attention") == ("flash_attention_2",)
+    assert held.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,14 @@ def run(
     """Run a guided study of the simulated GPU to its end."""
     space = a_space(**changes)
     forecaster = a_forecaster(predictor=Exact(), speed=speed or Physical())
-    sampler = make_sampler("guided", space, seed=0, forecaster=forecaster)
+    sampler = make_sampler("guided", space, seed=0, forecaster=forecaster, model=MODEL)
     assert isinstance(sampler, GuidedSampler)
     with a_study(home, sampler=sampler, **changes) as study:
         stopping = Stopping(
             space,
             outlook=lambda besides: sampler.outlook(study.study, besides=besides),
             fastest_of=partial(sampler.fastest_of, study.study),
+            unmeasured_classes=partial(sampler.unmeasured_classes, study.study),
         )
         return drive(study, answer, forecaster=forecaster, stopping=stopping), study
 
@@ -135,24 +136,49 @@ def of_rank(study: OpenStudy, rank: int) -> list[TrialRecord]:
     return [r for r in study.records() if r.config.lora_rank == rank and not r.is_baseline]
 
 
-def test_the_fastest_of_the_baselines_class_is_measured_too(tmp_path: Path) -> None:
+def test_the_class_that_is_asked_for_is_searched_and_of_others_the_fastest_is_predicted(
+    tmp_path: Path,
+) -> None:
     reason, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS)
     assert reason is StopReason.GAIN_SPENT
-    assert of_rank(study, 8)
-    (owed,) = of_rank(study, 16)
-    assert owed.number == max(r.number for r in study.records())
-    assert owed.verdict is Verdict.FITS
-    assert tokens_per_second(owed.config) > 0.99 * best_speed(a_space())
+    assert not of_rank(study, 8)
+    found = read_study("study", url=f"sqlite:///{tmp_path}/sweep.db", home=tmp_path)
+    winner = rank_study(found).winner
+    assert winner.config.lora_rank == 16
+    assert tokens_per_second(winner.config) > 0.98 * best_speed(a_space())
+    (other,) = found.ended["unmeasured_classes"]
+    assert other["config"]["lora_rank"] == 8
+    # It is right but for the factor that all have in common, which trials have shown.
+    speed = 1.5 * tokens_per_second(TrialConfig.model_validate(other["config"]))
+    assert other["tokens_per_second"] == pytest.approx(speed, rel=0.05)
+    assert other["peak_allocated_bytes"] <= BUDGET
 
 
-def test_of_the_baselines_class_two_are_tried_at_most(tmp_path: Path) -> None:
+def test_where_the_class_that_is_asked_for_does_not_fit_the_nearest_is_searched(
+    tmp_path: Path,
+) -> None:
+    few = SPACE["dimensions"] | {
+        "micro_batch_size": {"choices": [4]},
+        "checkpoint_fraction": {"choices": [1.0]},
+        "seq_len": {"choices": [512]},
+        "lora_rank": {"choices": [8, 16]},
+    }
+
     def never(config: TrialConfig) -> Outcome:
-        is_lost = config.lora_rank == 16 and config != a_space(**TWO_RANKS).baseline_config()
+        is_lost = config.lora_rank == 16
         return OutOfMemory(stage="forward") if is_lost else two_ranks(config)
 
-    reason, study = run(tmp_path, never, SmallerIsFaster(), **TWO_RANKS)
-    assert reason is StopReason.GAIN_SPENT
-    assert [r.verdict for r in of_rank(study, 16)] == [Verdict.OOM] * 2
+    _, study = run(tmp_path, never, SmallerIsFaster(), dimensions=few, fixed=TWO_RANKS["fixed"])
+    ranks = [record.config.lora_rank for record in study.records() if not record.is_baseline]
+    assert ranks[0] == 16
+    assert ranks[-1] == 8
+
+
+def test_trials_that_are_to_be_used_up_go_to_other_classes_once_that_one_is_settled(
+    tmp_path: Path,
+) -> None:
+    _, study = run(tmp_path, two_ranks, SmallerIsFaster(), **TWO_RANKS, stop_below_gain=0)
+    assert of_rank(study, 16)[0].number < of_rank(study, 8)[0].number
 
 
 def test_nothing_more_is_owed_where_speed_is_not_asked_for(tmp_path: Path) -> None:
@@ -498,30 +524,27 @@ def study_of(home: Path, *, emulated_on: str | None, **changes: Any) -> Any:
     return with_target_speeds(read_study("study", url=url, home=home))
 
 
-def test_int8_that_is_slow_on_the_stand_in_is_tried_wins_and_is_confirmed(tmp_path: Path) -> None:
+def test_int8_that_may_be_faster_on_the_target_is_tried_and_said_second(tmp_path: Path) -> None:
     found = study_of(tmp_path, emulated_on="NVIDIA H200")
     ranking = rank_study(found)
-    winner, other = ranking.winner, ranking.fastest_with_16_bits
-    assert winner.config.numerics == "int8"
-    assert winner.config.micro_batch_size > 1
-    # Its class was not left at the baseline, and nothing of INT8 was stopped for being slower.
-    assert not other.is_baseline
-    assert other.measurement.tokens_per_second > winner.measurement.tokens_per_second
-    int8 = [r for r in found.records if r.config.numerics == "int8"]
-    assert any(r.verdict is Verdict.FITS for r in int8)
-    # No measurement here makes the other class win, so what is predicted to be its fastest is all.
-    (only,) = (r for r in found.records if r.config.numerics == "16-bit" and not r.is_baseline)
-    assert only.number == other.number
+    winner, other = ranking.winner, ranking.other_numerics
+    assert winner.config.numerics == "16-bit"
+    assert other.config.numerics == "int8"
+    # Nothing of INT8 was stopped for being slower here; on the target it may be faster.
+    assert other.measurement.tokens_per_second < winner.measurement.tokens_per_second
+    ratio = ranking.ratio(other, winner)
+    assert ratio.low < 1.0 < ratio.value < ratio.high
     assert ranking.is_confirmed
     assert {r.config for r in found.confirmations if r.purpose == "soak"} == {winner.config}
+    # What is measured here says next to nothing of the order there: few trials are enough.
+    assert len(found.records) <= 5
 
     document = view_of(found).document()
     assert document["numerics_choice"] == "predicted"
     assert {row["numerics"] for row in document["fastest_by_class"]} == {"16-bit", "int8"}
     for text in (last_screen(found), best_text(found)):
-        assert "int8 compute" in text
-        assert f"The fastest with 16-bit compute is trial {other.number}: " in text
-        assert "only a run on an A10 can measure which is faster." in text
+        assert f"trial {other.number} is {ratio.value:.2f} times" in text
+        assert "on an A10 can measure which is faster." in text
 
 
 def test_on_the_target_itself_what_is_measured_decides(tmp_path: Path) -> None:
@@ -546,8 +569,9 @@ def test_each_class_is_tried_twice_at_most_whatever_became_of_the_others() -> No
     def owed(*left: TrialConfig) -> TrialConfig | None:
         found = Stopping(
             definition.space,
+            # The winner is among what has to be outrun.
             fastest_of=lambda wanted, measured: next(
-                filter(wanted, () if measured else left), None
+                filter(wanted, () if measured[1:] else left), None
             ),
         )
         return found.still_owed(rank(records, definition))

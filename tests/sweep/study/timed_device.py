@@ -11,7 +11,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from search_spaces.config import KNOBS, TrialConfig, canonical
-from storage.records import Measured, Outcome, OutOfMemory, PrunedSlow, SoakReport
+from storage.records import (
+    OUT_OF_TIME,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PrunedSlow,
+    SoakReport,
+)
 from sweep.running.runner import Observer, Runner, keep_going
 from sweep.running.wire import Progress, TrialRequest
 from sweep.training.meter import CardReader, Meter, NeighbourWatch, fastest_median, median_interval
@@ -62,6 +69,9 @@ class TimedRunner(Runner):
 
     def run(self, request: TrialRequest, *, observe: Observer = keep_going) -> Outcome:
         began = self.seconds
+        self._stop_at = math.inf
+        if request.seconds_left is not None:
+            self._stop_at = began + request.seconds_left
         outcome = self._trained(request, observe)
         self.ran.append((request.config, str(outcome.verdict), self.seconds - began))
         return outcome
@@ -83,11 +93,13 @@ class TimedRunner(Runner):
         meter = Meter(config, request.steps, watch, request.is_soak)
         self.seconds += 2 * run
         while not meter.is_warm():
+            if self.seconds >= self._stop_at:
+                return OUT_OF_TIME
             meter.add([self._step(config, run)], (), is_warmup=True)
-        begun, is_slow = self.seconds, False
+        begun, is_slow, is_cut = self.seconds, False, False
         if request.is_soak:
             self.seconds += INTERLUDE_SECONDS
-        while not is_slow and not meter.is_enough(self.seconds - begun):
+        while not (is_slow or is_cut or meter.is_enough(self.seconds - begun)):
             meter.add([self._step(config, run)], (), is_warmup=False)
             tokens, fastest = config.tokens_per_step, fastest_median(meter.measured)
             is_slow = observe(
@@ -98,6 +110,9 @@ class TimedRunner(Runner):
                     tokens_per_second_high=tokens / fastest if fastest else None,
                 )
             )
+            is_cut = self.seconds >= self._stop_at
+        if is_cut and len(meter.measured) < request.steps.measured_min:
+            return OUT_OF_TIME
         median = meter.median_seconds
         soak = SoakReport(
             steps=len(meter.measured),

@@ -359,7 +359,7 @@ CONFIRM = {"seconds": 20, "soak_seconds": 10}
                 started(2),
                 beat(2),
             ],
-            {10: "20 s", 20: "10 s", 240: None},
+            {10: "25 s", 20: "15 s", 240: None},
         ),
     ],
     ids=["longer than others", "beyond the time budget", "a confirmation"],

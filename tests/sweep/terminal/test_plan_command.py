@@ -636,3 +636,39 @@ def test_a_kept_answer_is_of_no_use_once_any_code_that_predicts_changes() -> Non
     assert len(ours) > 30
     ours -= {f"sweep.{name}" for name in DECIDES_NOTHING}
     assert {Path(files[name]) for name in ours} <= set(source_files(*SURVEYED_BY))
+
+
+def test_a_speed_that_is_not_known_says_so_in_the_first_line(ask: Asked) -> None:
+    typed = {"gpus": ("a10g",), "is_exact": True, "configuration": {"compute_dtype": "int8"}}
+    reason = "speed unknown for mistral-7b-v0.3: a10g has no matrix rate for int8"
+    assert ask.shown(**typed).startswith(reason)
+    document = ask.document(**typed)
+    assert document["tokens_per_second"] is None
+    assert document["notes"][0].startswith(reason)
+
+
+@pytest.mark.parametrize("typed", [{}, {"attention": "flash_attention_2"}])
+def test_a_model_without_sdpa_takes_eager_attention_by_itself(
+    ask: Asked, typed: dict[str, str]
+) -> None:
+    held = {"quantization": "none", **typed}
+    asked = {"gpus": ("h200",), "model": "gpt-oss-20b", "configuration": held}
+    expected = typed.get("attention", "eager")
+    for is_exact in (True, False):
+        document = ask.document(**asked, is_exact=is_exact)
+        found = document if is_exact else document["recommended"]
+        assert found["config"]["attention"] == expected
+        assert found["invalid"] is None
+    lines = ask.lines('{"quantization": "none"}')
+    asked = {"gpus": ("h200",), "model": "gpt-oss-20b", "from_file": lines}
+    assert ask.document(**asked)["config"]["attention"] == "eager"
+
+
+def test_a_space_that_names_sdpa_is_kept_as_written(ask: Asked) -> None:
+    named = "gpu: h200\nmodel: gpt-oss-20b\nfixed: {attention: sdpa, quantization: none}\n"
+    free = "dimensions: {micro_batch_size: [1, 2]}\n"
+    with pytest.raises(InputError, match="attention-not-in-model"):
+        ask.shown(space=ask.space(named + free))
+    unnamed = named.replace("attention: sdpa, ", "")
+    found = ask.document(space=ask.space(unnamed + free))
+    assert found["recommended"]["config"]["attention"] == "eager"

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,13 @@ def studies(models: list[str]) -> list[RunRequest]:
     return [one.model_copy(update={"study": name}) for one, name in named]
 
 
-def run(models: list[str], program: str, *, devices: list[str | None]) -> int:
+def run(models: list[str], program: str, *, devices: list[str | None], **options: Any) -> int:
     """Run a study for each model by a program of a few lines."""
     Path("driver.py").write_text(f"import json, os, pathlib, sys, time\n{program}\n")
     command = [sys.executable, "driver.py"]
-    return many_models.run(studies(models), devices=devices, as_json=True, program=command)
+    return many_models.run(
+        studies(models), devices=devices, as_json=True, program=command, **options
+    )
 
 
 @pytest.mark.slow
@@ -206,6 +209,20 @@ def test_what_does_not_go_with_several_models_starts_nothing(
     assert refused.code == 2
     assert words in refused.err
     assert not (tmp_path / "runs" / "sweep.db").exists()
+
+
+@pytest.mark.parametrize(("places", "shares"), [(1, [0.5, 1.0]), (2, [1.0, 1.0])])
+def test_the_studies_of_several_models_share_one_time_budget(
+    models: list[str], capsys: pytest.CaptureFixture[str], places: int, shares: list[float]
+) -> None:
+    program = (
+        "request = json.load(open(sys.argv[-1]))\n"
+        "print(json.dumps({'seconds': request['overrides']['time_budget_seconds']}))"
+    )
+    end_seconds = time.monotonic() + 10_000.0
+    assert run(models, program, devices=[None] * places, end_seconds=end_seconds) == 0
+    told = [json.loads(line)["seconds"] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(told) == pytest.approx([10_000.0 * share for share in shares], rel=0.05)
 
 
 def test_a_study_whose_gpu_fails_is_tried_on_another_and_that_gpu_is_left_out(

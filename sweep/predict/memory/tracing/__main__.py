@@ -32,12 +32,13 @@ def main() -> None:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the profile that was asked for, or why there is none."""
-    trace = _imported()
+    """Return the profile that was asked for, or the model's layers; or why there is none."""
+    trace, trace_layers = _imported()
     model = ModelSpec.from_json(question["model"])
-    structure = Structure.from_json(question["structure"])
     try:
-        return {"profile": trace(model, structure)}
+        if "structure" not in question:
+            return {"layers": trace_layers(model, attention=question["attention"])}
+        return {"profile": trace(model, Structure.from_json(question["structure"]))}
     except Untraceable as error:
         return {"untraceable": str(error)}
     except InputError as error:
@@ -45,14 +46,17 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _imported() -> Callable[[ModelSpec, Structure], dict[str, Any]]:
+def _imported() -> tuple[
+    Callable[[ModelSpec, Structure], dict[str, Any]], Callable[..., list[dict[str, Any]]]
+]:
     """Import torch, transformers and PEFT, with bitsandbytes stood in for."""
     with lean_imports(*OPTIONAL, "pandas", "datasets"):
         from sweep.predict.memory.tracing import stand_ins
 
         stand_ins.install()
+        from sweep.predict.memory.tracing.layers import trace_layers
         from sweep.predict.memory.tracing.profile import trace
-    return trace
+    return trace, trace_layers
 
 
 if __name__ == "__main__":

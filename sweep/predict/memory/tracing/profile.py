@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoConfig, masking_utils
+from transformers import AutoConfig, PreTrainedModel, masking_utils
 
 from search_spaces.config import TrialConfig
 from search_spaces.errors import InputError, in_percent, words_of
@@ -82,11 +82,11 @@ def trace(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
 
 def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     try:
-        config, part = structure.config, _excerpt(spec)
+        config, part = structure.config, excerpt(spec)
         is_whole = len(set(part.positions)) == len(part.positions)
         assert is_whole or not structure.is_mixed, "an excerpt's layers are of one kind"
-        symbols = _symbols(part, structure)
-        base = _build_base(config, part.spec)
+        symbols = symbols_of(part, is_long=structure.is_long)
+        base = build_base(config, part.spec)
         share = base.quantized_share
         # It would be called a 4-bit one and is not; its worker would say so, too late.
         if share is not None and share < LEAST_QUANTIZED_SHARE:
@@ -102,7 +102,7 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"it cannot be built: {_line(error)}") from error
+        raise InputError(f"it cannot be built: {line_of(error)}") from error
     # On completions the head is called chunk by chunk, whatever the kernels.
     fuses_loss = config.kernels != "hf" and not config.is_on_completions
     # The compiler recomputes what is elementwise, as Liger's kernels do; not quite, so the
@@ -138,8 +138,9 @@ def _traced(spec: ModelSpec, structure: Structure) -> dict[str, Any]:
     }
 
 
-def _symbols(part: Excerpt, structure: Structure) -> Symbols:
-    if structure.is_long and part.window is not None:
+def symbols_of(part: Excerpt, *, is_long: bool = False) -> Symbols:
+    """Return what stands for sizes in a walk of an excerpt, longer than its window or not."""
+    if is_long and part.window is not None:
         return _known_symbols(part.dimensions, longer_than=part.window)
     limits = filter(None, (part.longest, part.window and part.window - 1))
     return _known_symbols(part.dimensions, longest=min(limits, default=None))
@@ -159,7 +160,7 @@ def _attach(base: BaseModel, config: TrialConfig, symbols: Symbols) -> Traceable
     except InputError:
         raise
     except Exception as error:
-        raise Untraceable(f"adapters cannot be attached: {_line(error)}") from error
+        raise Untraceable(f"adapters cannot be attached: {line_of(error)}") from error
     return Traceable(base=base.model, model=model.train(), layers=layers)
 
 
@@ -174,18 +175,20 @@ def _walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
     try:
         return walk(target, symbols, structure)
     except PlainLoop as error:
-        raise Untraceable(f"{_module_at_fault(error, target)} {error}") from error
+        raise Untraceable(f"{module_at_fault(error, target.base)} {error}") from error
     except Exception as error:
-        where = _module_at_fault(error, target)
+        where = module_at_fault(error, target.base)
         if isinstance(error, RuntimeError) and any(f in str(error) for f in _SHAPE_FAULTS):
-            raise InputError(f"its config contradicts itself in {where}: {_line(error)}") from error
-        raise Untraceable(f"{where}: {_line(error)}") from error
+            raise InputError(
+                f"its config contradicts itself in {where}: {line_of(error)}"
+            ) from error
+        raise Untraceable(f"{where}: {line_of(error)}") from error
 
 
-def _module_at_fault(error: BaseException, target: Traceable) -> str:
+def module_at_fault(error: BaseException, base: PreTrainedModel) -> str:
     """Return the name of the innermost module that was running."""
-    names = {id(module): name for name, module in target.base.named_modules()}
-    fault = f"model type '{target.base.config.model_type}'"
+    names = {id(module): name for name, module in base.named_modules()}
+    fault = f"model type '{base.config.model_type}'"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if names.get(id(module)):
@@ -193,7 +196,8 @@ def _module_at_fault(error: BaseException, target: Traceable) -> str:
     return fault
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Return what an error says, in one line."""
     return words_of(error)[:300]
 
 
@@ -234,7 +238,7 @@ class Excerpt:
     """Shortest window of its attention; None where it sees everything."""
 
 
-def _excerpt(spec: ModelSpec) -> Excerpt:
+def excerpt(spec: ModelSpec) -> Excerpt:
     """Choose the first layer, the last, and between them one of each kind.
 
     The first differs because nothing before it is trained, so that no gradient goes past it; the
@@ -291,7 +295,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield value
 
 
-def _build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
+def build_base(config: TrialConfig, spec: ModelSpec) -> BaseModel:
     """Return the frozen base as it trains, but without data and without other kernels."""
     # flash-attn's kernel keeps what torch's flash attention keeps, and need not be installed here.
     attention = "eager" if config.attention == "eager" else "sdpa"

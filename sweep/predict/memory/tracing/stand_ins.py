@@ -38,6 +38,7 @@ import torch.nn.functional as functional
 from torch.overrides import TorchFunctionMode
 
 Policy = str
+OnAttention = Callable[..., contextlib.AbstractContextManager[None]]
 
 _LOWER = """
 conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr
@@ -91,19 +92,26 @@ class Cuda(TorchFunctionMode):
         autocast_dtype: the lower precision; None where the training does without autocast.
         padded_length: what stands for a sequence padded to the attention kernel's blocks.
         has_flash: whether the GPU has flash attention.
+        on_attention: entered around each fused attention, with its queries, keys and values.
 
     Attributes:
         tells_halves_apart: whether anything was run that does another thing in fp16 than in bf16.
     """
 
     def __init__(
-        self, autocast_dtype: torch.dtype | None, *, padded_length: int, has_flash: bool
+        self,
+        autocast_dtype: torch.dtype | None,
+        *,
+        padded_length: int,
+        has_flash: bool,
+        on_attention: OnAttention = lambda *_: contextlib.nullcontext(),
     ) -> None:
         super().__init__()
         self._dtype = autocast_dtype
         self._attention = functools.partial(
             scaled_dot_product_attention, padded_length=padded_length, has_flash=has_flash
         )
+        self._on_attention = on_attention
         self._casts: dict[int, torch.Tensor] = {}
         self._depth = 0
         self.tells_halves_apart = False
@@ -140,7 +148,10 @@ class Cuda(TorchFunctionMode):
         if self._dtype is not None and func in _POLICIES:
             args, kwargs = self._cast(_POLICIES[func], args, kwargs)
         if func is functional.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            names = ("query", "key", "value")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            with self._on_attention(*(given[name] for name in names)):
+                return self._attention(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func in _SOFTMAXES:

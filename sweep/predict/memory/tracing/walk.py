@@ -85,8 +85,8 @@ A decoder layer makes some hundreds, forward, recomputed and backward.
 
 LOOPS = (
     " in plain PyTorch, which stands in for the kernels of flash-linear-attention, causal-conv1d "
-    "and mamba-ssm; what those take is not modelled, so memory is not predicted (a trial measures "
-    "it; install those kernels, or it is slow)"
+    "and mamba-ssm; what those take is not modelled (a trial measures it; install those kernels, "
+    "or it is slow)"
 )
 """Why linear attention and state-space layers are not predicted, and what to do."""
 
@@ -164,7 +164,11 @@ class Ledger(TorchDispatchMode):
             self._note(torch.empty_like(args[0]))
         if func.overloadpacket in _TRUTHS:
             self._truths[_key(result)] = _TRUTHS[func.overloadpacket]
+        self.has_run(func, args, result)
         return result
+
+    def has_run(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Hear of an operator that was run; of no use here."""
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -287,7 +291,7 @@ def walk(target: Traceable, symbols: Symbols, structure: Structure) -> Walk:
         found = [(masking_utils, "find_packed_sequence_indices", _texts_of_tokens)]
     # One chunk stands for all of them.
     found += [(preference, "chunks", lambda *_: [slice(0, symbols.c)])] * config.is_on_pairs
-    with ledger, _boundaries(target.layers, ledger), changed(found):
+    with ledger, boundaries(target.layers, ledger), changed(found):
         ledger.mark("embed")
         rows = symbols.b * config.rows_per_sample
         tokens = torch.empty(rows, symbols.s, dtype=torch.int64, device="meta")
@@ -372,7 +376,7 @@ def _texts_of_tokens(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _boundaries(layers: list[torch.nn.Module], ledger: Ledger) -> Iterator[None]:
+def boundaries(layers: list[torch.nn.Module], ledger: Ledger) -> Iterator[None]:
     """Mark where each layer's forward and backward pass begin."""
     done: set[int] = set()
     last = len(layers) - 1

@@ -18,17 +18,27 @@ from typing import Any
 from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 from search_spaces.config import TrialConfig
+from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
+from search_spaces.linears import linear_shapes
 from search_spaces.loading import load_space, shipped_presets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.presets import DEMO, preset_space, preset_texts
 from search_spaces.space import SearchSpace
 from sweep.planning.candidates import single_changes
 from sweep.planning.survey import SURVEYS, shipped_name, survey
 from sweep.predict.forecast import Forecaster
 from sweep.predict.memory.predictor import TracingPredictor, one_of_each_kind
-from sweep.predict.memory.profile_store import Traced, Tracer, TracingChildren, versions
+from sweep.predict.memory.profile_store import (
+    Traced,
+    Tracer,
+    TracingChildren,
+    trace_layers,
+    versions,
+)
 from sweep.predict.memory.profiles import BIRTH, DEATH, Profile, Structure
 from sweep.predict.memory.shipped import PROFILES, VERSIONS, ShippedProfiles, read
+from sweep.predict.speed.layers import SHIPPED as LAYERS
 
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -47,22 +57,19 @@ def predictor_of(space: SearchSpace, model: ModelSpec, **about: Any) -> TracingP
     return TracingPredictor(model, compute_capability=capability, **about)
 
 
-def kinds_of(model: ModelSpec) -> list[TrialConfig]:
-    """A configuration of each structure that a preset has for a model."""
-    found: dict[TrialConfig, None] = {}
-    for space in preset_spaces():
-        if space.gpu == "cpu":
-            kinds = list(one_of_each_kind(space)) if model.name == space.model else []
-        else:
-            kinds = list(filter(forecaster_of(space, model).is_valid, one_of_each_kind(space)))
-        found |= dict.fromkeys(kinds)
-    return list(found)
-
-
-def recommended(space: SearchSpace, predictor: TracingPredictor) -> list[TrialConfig]:
-    """The fastest of each class of numerics, of which a plan shows what single changes would do."""
-    looked_at = survey(space, forecaster_of(space, load_model_spec(space.model), predictor))
-    return [best.config for best in looked_at.fastest_by_numerics.values()]
+def recommended(space: SearchSpace, model: ModelSpec, **about: Any) -> list[TrialConfig]:
+    """What a plan finds of a preset for a model, and the fastest of each class of numerics, of
+    which it shows what single changes would do; the baseline, which a study asks for as well."""
+    predictor = predictor_of(space, model, **about)
+    forecaster = forecaster_of(space, model, predictor)
+    baseline = space.baseline_config()
+    if forecaster.is_valid(baseline):
+        predictor.predict_all([baseline])
+    try:
+        found = survey(space, forecaster).fastest_by_numerics.values()
+    except InputError:
+        return []
+    return [best.config for best in found]
 
 
 class Kept:
@@ -144,10 +151,8 @@ def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
 
 
 def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
-    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not.
-
-    Other models are taken to have the recommendations of the presets' own.
-    """
+    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is
+    not."""
     yield VERSIONS, versions()
     tracer = Kept(tracer)
     with TemporaryDirectory() as empty:
@@ -156,22 +161,28 @@ def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
             shipped = ShippedProfiles(model, kept)
             return {"cache_dir": Path(empty), "tracer": tracer, "shipped": shipped}
 
-        best = [
-            (space, config)
-            for space in preset_spaces()
-            if space.gpu != "cpu"
-            for model in (load_model_spec(space.model),)
-            for config in recommended(space, predictor_of(space, model, **about(model)))
-        ]
         for model in shipped_models():
             asked = TracingPredictor(model, **about(model))
-            asked.predict_all(kinds_of(model))
-            for space, config in best:
-                changes = single_changes(config, forecaster_of(space, model))
-                asked.predict_all(list(changes))
+            for preset in preset_texts():
+                space = preset_space(preset, model=None if preset == DEMO else model.name)
+                if space.gpu != "cpu":
+                    for config in recommended(space, model, **about(model)):
+                        changes = single_changes(config, forecaster_of(space, model))
+                        asked.predict_all(list(changes))
+                elif space.model == model.name:
+                    asked.predict_all(list(one_of_each_kind(space)))
             known = kept_of(model, kept) | tracer.answers.get(model.fingerprint, {})
             print(f"{model.name}: {len(known)} structures", file=sys.stderr)
             yield model.fingerprint, packed(model, known)
+
+
+def layers() -> dict[str, Any]:
+    """The layers of shipped models whose type is not known, by the model's fingerprint."""
+    return {
+        model.fingerprint: trace_layers(model)
+        for model in shipped_models()
+        if linear_shapes(model) is None
+    }
 
 
 def surveys() -> Iterator[tuple[str, Any]]:
@@ -189,6 +200,7 @@ def surveys() -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     kept = PROFILES if sys.argv[1] == "surveys" else None
+    LAYERS.write_text(json.dumps(layers(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with closing(TracingChildren(outlive=True)) as children:
         members = sorted(profiles(children, kept))
     write(PROFILES, members)

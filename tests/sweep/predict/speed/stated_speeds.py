@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import yaml
@@ -37,6 +38,7 @@ ROOT = Path(__file__).parents[4]
 EVIDENCE, PAGE = ROOT / "search_spaces" / "speed_spreads.yaml", ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- coverage: derived -->\n", "<!-- end of coverage -->"
 BOUNDS = ("compute", "bandwidth", "launch")
+_PROJECT = re.compile(r"https://github\.com/([^/]+/[^/ ]+).*")
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,33 @@ class Step:
 
     gpu: str
     source: str
+    """The address that it was published at, or the session that it was measured in."""
     model: ModelSpec
     config: TrialConfig
     seconds: float
     is_published: bool
     is_strong: bool = True
 
+    @property
+    def project(self) -> str:
+        """Whose it is. Steps of one project share hosts, a stack and what was guessed of them."""
+        return _PROJECT.sub(r"\1", self.source) if self.is_published else "our own"
+
     def times(self, spread: SpeedSpread) -> StepTimes:
         gpu: GpuSpec = find_gpu(self.gpu).model_copy(update={"speed": spread})
         return StepTimes([self.config], model=self.model, gpu=gpu, evidence=None)
 
-    @property
+    @cached_property
     def measured(self) -> MeasuredStep:
         times = self.times(SpeedSpread())
-        ratio = math.log(self.seconds / float(times.seconds[0]))
-        shared = self.config.data_parallel > 1
-        share, on_pairs = float(times.host_shares[0]), self.config.is_on_pairs
-        return MeasuredStep(self.gpu, self.source, ratio, share, shared, on_pairs)
+        return MeasuredStep(
+            self.gpu,
+            self.project if self.is_published else self.source,
+            math.log(self.seconds / float(times.seconds[0])),
+            float(times.host_shares[0]),
+            is_shared=self.config.data_parallel > 1,
+            is_on_pairs=self.config.is_on_pairs,
+        )
 
 
 @dataclass(frozen=True)
@@ -117,16 +129,15 @@ def steps() -> tuple[Step, ...]:
     return (*(step for step in published() if step.is_strong), *own())
 
 
-@cache
-def measured() -> tuple[MeasuredStep, ...]:
-    return tuple(step.measured for step in steps())
+def evidence(is_known: Callable[[Step], bool] = lambda step: True) -> SpeedSpreads:
+    """What is stated; of some steps alone, as if no others were known.
 
-
-def evidence(without: str | None = None) -> SpeedSpreads:
-    """What is stated; without the steps of one GPU, as if nothing were known of it."""
-    on_pairs = [row for row in measured() if row.is_on_pairs]
-    others = [row for row in measured() if row.gpu != without and not row.is_on_pairs]
-    return with_pairs(evidence_of(others), on_pairs)
+    What steps on pairs are off by beyond the others is of one session, and is always known.
+    """
+    on_pairs = [step.measured for step in steps() if step.config.is_on_pairs]
+    others = [step for step in steps() if not step.config.is_on_pairs]
+    known = [step.measured for step in others if is_known(step)]
+    return with_pairs(evidence_of(known), on_pairs)
 
 
 def outcome(step: Step, spread: SpeedSpread) -> Outcome:
@@ -137,18 +148,28 @@ def outcome(step: Step, spread: SpeedSpread) -> Outcome:
     return Outcome(step, found.bottleneck, ratio, low <= step.seconds <= high, high / low)
 
 
-@cache
-def in_sample() -> tuple[Outcome, ...]:
-    known = evidence()
-    return tuple(outcome(step, known.gpus[step.gpu]) for step in steps())
+def _held_out(group_of: Callable[[Step], str]) -> tuple[Outcome, ...]:
+    """Each group of steps predicted from the evidence of the others."""
+    known = {}
+    for group in dict.fromkeys(map(group_of, steps())):
+        known[group] = evidence(lambda step, left=group: group_of(step) != left)
+    found = []
+    for step in steps():
+        spreads = known[group_of(step)]
+        found.append(outcome(step, spreads.gpus.get(step.gpu, spreads.others)))
+    return tuple(found)
 
 
 @cache
-def left_out() -> tuple[Outcome, ...]:
-    """Each GPU predicted from the others' evidence."""
-    gpus = dict.fromkeys(step.gpu for step in steps())
-    others = {gpu: evidence(without=gpu).others for gpu in gpus}
-    return tuple(outcome(step, others[step.gpu]) for step in steps())
+def without_its_source() -> tuple[Outcome, ...]:
+    """Each step predicted as if nothing of its project were known."""
+    return _held_out(lambda step: step.project)
+
+
+@cache
+def without_its_gpu() -> tuple[Outcome, ...]:
+    """Each step predicted as if nothing of its GPU were known."""
+    return _held_out(lambda step: step.gpu)
 
 
 def line(name: str, *groups: Iterable[Outcome]) -> str:
@@ -165,14 +186,14 @@ def line(name: str, *groups: Iterable[Outcome]) -> str:
 
 
 def table() -> str:
-    """The page's table: published steps by what bounds them and by GPU, then our own."""
-    seen, unseen = in_sample(), left_out()
+    """The page's table: published steps by what bounds them, by GPU and by project; our own."""
+    of_others, of_other_gpus = without_its_source(), without_its_gpu()
     text = "| steps | n | inside | width | error | median | inside | width | error | median |\n"
     text += "|---|---|---|---|---|---|---|---|---|---|\n"
     for is_published, whose in ((True, "published"), (False, "our own")):
         pairs = [
             (one, other)
-            for one, other in zip(seen, unseen, strict=True)
+            for one, other in zip(of_others, of_other_gpus, strict=True)
             if one.step.is_published is is_published
         ]
         groups: dict[str, Sequence[tuple[Outcome, Outcome]]] = {f"**{whose}**": pairs}
@@ -181,6 +202,8 @@ def table() -> str:
         for gpu in sorted({pair[0].step.gpu for pair in pairs}):
             groups[f"{whose}, {gpu}"] = [pair for pair in pairs if pair[0].step.gpu == gpu]
         groups[f"{whose}, on pairs"] = [pair for pair in pairs if pair[0].step.config.is_on_pairs]
+        for project in sorted({pair[0].step.project for pair in pairs} - {whose}):
+            groups[project] = [pair for pair in pairs if pair[0].step.project == project]
         for name, group in groups.items():
             text += line(name, *zip(*group, strict=True)) if group else ""
     return text

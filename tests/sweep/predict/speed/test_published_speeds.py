@@ -34,9 +34,9 @@ from tests.sweep.predict.speed.stated_speeds import (
     PAGE,
     dumped,
     evidence,
-    in_sample,
-    left_out,
     with_table,
+    without_its_gpu,
+    without_its_source,
 )
 
 H200, MISTRAL = find_gpu("h200"), load_model_spec("mistral-7b-v0.3")
@@ -99,17 +99,21 @@ def test_what_is_stated_is_what_the_committed_steps_show() -> None:
     assert page == with_table(page)
 
 
-@pytest.mark.parametrize("outcomes_of_all", [in_sample, left_out])
-def test_nine_in_ten_published_steps_are_inside_and_the_interval_is_no_wider_than_that_takes(
-    outcomes_of_all: Callable[[], Sequence[stated_speeds.Outcome]],
+@pytest.mark.parametrize("held_out", [without_its_source, without_its_gpu])
+def test_nine_in_ten_steps_of_sources_and_gpus_that_are_not_known_are_inside(
+    held_out: Callable[[], Sequence[stated_speeds.Outcome]],
 ) -> None:
-    outcomes = [one for one in outcomes_of_all() if one.step.is_published]
-    assert 0.85 <= statistics.mean(one.is_inside for one in outcomes) <= 1.0
+    outcomes = [one for one in held_out() if one.step.is_published]
+    assert 0.85 <= statistics.mean(one.is_inside for one in outcomes) <= 0.96
     for bound in ("compute", "bandwidth"):
         assert statistics.mean(one.is_inside for one in outcomes if one.bound == bound) >= 0.85
     assert statistics.median(one.width for one in outcomes) <= 1.65
     assert statistics.median(abs(one.ratio - 1.0) for one in outcomes) <= 0.12
-    assert within(1.0, find_gpu("a10").speed.device)[1] ** 2 <= 2.0
+    # A source counts once, however many steps it has.
+    by_source: dict[str, list[bool]] = {}
+    for one in outcomes:
+        by_source.setdefault(one.step.project, []).append(one.is_inside)
+    assert statistics.mean(statistics.mean(inside) for inside in by_source.values()) >= 0.8
 
 
 def test_a_gpu_of_one_source_moves_less_than_one_of_many_and_both_less_than_their_steps() -> None:
@@ -143,11 +147,11 @@ def ours(file: str, *, by_host: bool) -> list[Outcome]:
     ("file", "by_host", "median", "ninth_of_ten"),
     # Of a GPU that is off by as much as others' steps on it and other GPUs say as well, 3.7 %.
     [
-        ("table", False, 0.03, 0.08),
+        ("table", False, 0.031, 0.085),
         ("table", True, 0.14, 0.43),
-        ("held out", False, 0.045, 0.18),
-        ("held out", True, 0.17, 0.46),
-        ("study", False, 0.06, 0.115),
+        ("held out", False, 0.05, 0.185),
+        ("held out", True, 0.19, 0.43),
+        ("study", False, 0.067, 0.12),
     ],
 )
 def test_steps_on_the_h200_stay_as_well_predicted(
