@@ -61,11 +61,12 @@ REFINED = 2
 """Fastest structures of a class around which settings are turned."""
 CARRIED = 6
 """Fastest structures of a class that are looked at first in another one."""
-BATCHES_TIMED = 4
-"""Micro-batches of a row that bound its speed, evenly spread by their logarithm."""
+BATCHES_TIMED, BATCHES_TIMED_RISING = 10, 3
+"""Micro-batches of a row that bound its speed, evenly spread by their logarithm. A larger one may
+be slower, as rows are padded to the longest or a tensor leaves the GPU's cache; where neither is,
+few do."""
 BETWEEN_TIMED = 0.03
-"""Relative: how much faster a micro-batch between those may be. A larger one may be slower, as rows
-are padded to the longest, or a tensor leaves the GPU's cache."""
+"""Relative: how much faster a micro-batch between those may be."""
 ESTIMATED_WITHIN = 0.04
 """Relative: how much faster than its estimate a row may turn out to be."""
 NEAR_MAX = 16
@@ -296,12 +297,14 @@ class Shortlist:
         found: list[tuple[tuple[int, ...], int, _Row, int]] = []
         for number, row in enumerate(near):
             # Speed hardly falls with the micro-batch, so the smallest needs least.
-            at = min(
+            places = [
                 at
                 for at, known in row.speeds.items()
                 if at <= row.sure and at in row.peaks and known >= least
-            )
-            found.append((plainness(row.configs[at], row.peaks[at]), number, row, at))
+            ]
+            if places:
+                at = min(places)
+                found.append((plainness(row.configs[at], row.peaks[at]), number, row, at))
         _, _, row, at = min(found, key=lambda each: each[:2])
         return row, at
 
@@ -588,7 +591,7 @@ class Shortlist:
             of.rows.append(row)
             found[row.kind] = of
             added.append(row)
-        self._time([(row, at) for row in added for at in _spread(len(row.configs), BATCHES_TIMED)])
+        self._time([(row, at) for row in added for at in self._some_of(len(row.configs))])
         if is_whole:
             self._look_at_memory(added)
         else:
@@ -611,7 +614,7 @@ class Shortlist:
         points: list[tuple[_Row, int]] = []
         for row in rows:
             for last in {row.sure, row.possible} - {-1}:
-                points += [(row, at) for at in (last, *_spread(last + 1, BATCHES_TIMED))]
+                points += [(row, at) for at in self._some_of(last + 1)]
         self._time(points)
 
     def _estimate(self, structures: Sequence[Sequence[_Row]]) -> None:
@@ -629,25 +632,37 @@ class Shortlist:
                 top = len(row.configs) - 1
                 anchors[row] = sorted({0, min(top, math.isqrt(top))})
         self._predict([(row, at) for row, places in anchors.items() for at in places])
-        wanted: list[tuple[_Row, int]] = []
+        largest: dict[_Row, int] = {}
         for alike in structures:
             lines = {row: _line(row, anchors[row]) for row in alike if row in anchors}
-            wanted += self._expected(alike, lines)
-        self._time(wanted)
-        for row, at in wanted:
-            row.estimate = row.speeds[at]
+            largest |= dict(self._expected(alike, lines))
+        self._time([(row, at) for row, last in largest.items() for at in self._some_of(last + 1)])
+        for row, last in largest.items():
+            row.estimate, _ = row.best(last)
+
+    def _some_of(self, count: int) -> list[int]:
+        """Return the places, of so many first ones, whose speeds tell how fast a row may be."""
+        return _spread(count, BATCHES_TIMED_RISING if self._rises else BATCHES_TIMED)
+
+    @cached_property
+    def _rises(self) -> bool:
+        """Whether speed can only rise with the micro-batch: nothing is padded, and no tensor leaves
+        the GPU's cache."""
+        speed = self._forecaster.target_speed or self._forecaster.speed
+        gpu = speed.gpu if isinstance(speed, SpeedForecast) else None
+        return self._forecaster.shapes is None and gpu is not None and gpu.cache is None
 
     def _expected(
         self, alike: Sequence[_Row], lines: Mapping[_Row, tuple[float, float]]
     ) -> Iterator[tuple[_Row, int]]:
-        """Yield rows of one structure with the largest micro-batch that is expected to fit; where
-        not even the smallest is, the row is done.
+        """Yield rows of one structure with the largest micro-batch that may be expected to fit;
+        where not even the smallest is, the row is done.
 
         Args:
             alike: the rows, by their share of recomputed layers.
             lines: peaks of some of them, as constant and slope over the place.
         """
-        budget = SURE_SHARE * self._forecaster.budget_bytes
+        budget = self._forecaster.budget_bytes
         _, least, most = _anchors(alike)
         for row in alike:
             if row in lines:
