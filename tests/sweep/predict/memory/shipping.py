@@ -1,15 +1,16 @@
 """Makes what ships worked out before: profiles of the shipped models, and surveys of the presets.
 
 Run as ``python -m tests.sweep.predict.memory.shipping`` with ``profiles`` (`make profiles`: all is
-traced) or ``surveys`` (`make surveys`: only what is asked and does not ship). The same contents
-make the same file.
+traced, which takes hours) or ``surveys`` (`make surveys`: only what is asked and does not ship),
+and with the names of models where only those are to be looked over. The same contents make the same
+file.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -150,9 +151,11 @@ def write(archive: Path, members: Iterable[tuple[str, Any]]) -> None:
             file.writestr(ZipInfo(name, _DATE), text, ZIP_LZMA)
 
 
-def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
-    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is
-    not."""
+def profiles(
+    tracer: Tracer, kept: Path | None, names: Sequence[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """All that a study or a plan of a preset asks of a shipped model, what is kept and what is not;
+    of models that are not among ``names``, where any are given, what is kept."""
     yield VERSIONS, versions()
     tracer = Kept(tracer)
     with TemporaryDirectory() as empty:
@@ -163,7 +166,7 @@ def profiles(tracer: Tracer, kept: Path | None) -> Iterator[tuple[str, Any]]:
 
         for model in shipped_models():
             asked = TracingPredictor(model, **about(model))
-            for preset in preset_texts():
+            for preset in preset_texts() if not names or model.name in names else ():
                 space = preset_space(preset, model=None if preset == DEMO else model.name)
                 if space.gpu != "cpu":
                     for config in recommended(space, model, **about(model)):
@@ -202,7 +205,7 @@ def main() -> None:
     kept = PROFILES if sys.argv[1] == "surveys" else None
     LAYERS.write_text(json.dumps(layers(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with closing(TracingChildren(outlive=True)) as children:
-        members = sorted(profiles(children, kept))
+        members = sorted(profiles(children, kept, sys.argv[2:]))
     write(PROFILES, members)
     write(SURVEYS, surveys())
 
