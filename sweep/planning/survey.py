@@ -328,6 +328,11 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
             raise InputError(nothing_known(forecaster.model, error)) from error
         raise
     picks = shortlist.picks()
+    chosen = _recommended(picks, shortlist, forecaster)
+    if chosen is not None:
+        config = chosen.config
+        shortlist.look_at_other_capacities(config.seq_len, config.numerics)
+        picks = shortlist.picks()
     fit, uncertain, too_large = shortlist.counts()
     sure = shortlist.surely_fitting()
     step_seconds, step_log_spread = _step_seconds(sure, forecaster)
@@ -343,8 +348,8 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
     batches = shown_batches(space)
     lengths = tuple(evenly_spaced(shortlist.lengths, most=VALUES_SHOWN))
     cells: dict[Size, Pick] = {}
-    if picks:
-        cells = shortlist.at_sizes(batches, lengths, _numerics(picks, shortlist, forecaster))
+    if chosen is not None:
+        cells = shortlist.at_sizes(batches, lengths, chosen.config.numerics)
     shown = [(batch, length) for batch in batches for length in lengths]
     largest = {length: LargestBatch(*shortlist.largest(length)) for length in lengths if cells}
     return Found(
@@ -366,8 +371,10 @@ def _found(space: SearchSpace, forecaster: Forecaster, progress: Progress) -> Fo
     )
 
 
-def _numerics(picks: Sequence[Pick], shortlist: Shortlist, forecaster: Forecaster) -> Numerics:
-    """Return the class of numerics that is recommended from."""
+def _recommended(
+    picks: Sequence[Pick], shortlist: Shortlist, forecaster: Forecaster
+) -> Forecast | None:
+    """Return what is recommended of what was found; None where nothing may fit."""
     forecasts = forecaster.forecast(
         [pick.config for pick in picks], fits=[pick.fit for pick in picks]
     )
@@ -376,9 +383,7 @@ def _numerics(picks: Sequence[Pick], shortlist: Shortlist, forecaster: Forecaste
         for at, pick in enumerate(picks)
         if CapacityClass.of(pick.config, forecaster.model) == shortlist.capacity
     ]
-    chosen = recommended(of_capacity)
-    assert chosen is not None, "something may fit"
-    return chosen.config.numerics
+    return recommended(of_capacity)
 
 
 def fitting(row: Sequence[int], fit: Callable[[int], Fit]) -> tuple[int, int]:

@@ -161,6 +161,11 @@ class _Class:
     rows: list[_Row] = field(default_factory=list)
 
     @property
+    def is_possible(self) -> bool:
+        """Whether anything of it may fit."""
+        return any(row.possible >= 0 for row in self.rows)
+
+    @property
     def fastest(self) -> float:
         """The speed of the fastest that surely fits; minus infinity for none."""
         return max((row.best(row.sure)[0] for row in self.rows), default=float("-inf"))
@@ -346,11 +351,13 @@ class Shortlist:
             for row in self._all_rows
             if row.kind.capacity == self.capacity and row.kind.seq_len == length
         ]
-        leanest = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
+        most = max((row.configs[0].checkpoint_fraction for row in rows), default=0.0)
         left = [
             row
             for row in rows
-            if not row.is_fitted and row.configs[0].checkpoint_fraction == leanest
+            if not row.is_fitted
+            and row.configs[0].checkpoint_fraction == most
+            and self._is_lean(row)
         ]
         self._fit(left)
         places = [(row, at) for row in rows for at in (row.sure,) if at >= 0]
@@ -358,6 +365,11 @@ class Shortlist:
         places = [(row, row.possible) for row in rows if row.possible >= 0]
         possible = max((row.configs[at].micro_batch_size for row, at in places), default=0)
         return sure, possible
+
+    def _is_lean(self, row: _Row) -> bool:
+        """Whether a row holds its base, and computes its loss, in what needs least memory."""
+        keys = ("quantization", "double_quant", "kernels")
+        return all(row.params.get(key) == self._first.get(key) for key in keys)
 
     def at_sizes(
         self, batches: Sequence[int], lengths: Sequence[int], numerics: Numerics
@@ -433,23 +445,46 @@ class Shortlist:
         return leanest
 
     def _search(self) -> None:
-        """Look for the fastest of each class: of the recommended capacity class at every length,
-        and of the others at the length that is the fastest there."""
-        by_need = sorted(self._capacities, key=self._nearness)
-        for capacity in by_need:
-            lengths = self._values.get("seq_len", (None,))
-            for length in sorted(lengths, key=lambda length: length or 0):
-                self._search_class(self._capacities[capacity], length)
+        """Look for the fastest of each class of the recommended capacity: the nearest to the
+        standard recipe's of which anything may fit."""
+        lengths = sorted(self._values.get("seq_len") or self._space.values_of("seq_len"))
+        for capacity in sorted(self._capacities, key=self._nearness):
+            own = dict(self._capacities[capacity])
+            classes: Collection[_Class] = self._search_length(own, lengths[0])
+            for length in lengths[1:]:
+                # What is fast at one length is so at the next one, as far as it fits there.
+                like = [row for of in classes for row in of.fastest_rows(CARRIED)]
+                longer: Collection[_Class]
+                longer = self._look(self._carried(like, own | self._at(length))).values()
+                if not any(of.is_possible for of in longer):
+                    longer = self._search_length(own, length)
+                classes = longer
             if any(row.possible >= 0 for row in self._all_rows):
                 break
-        found = [row for row in self._all_rows if row.possible >= 0]
-        if not found:
+
+    def _at(self, length: int) -> dict[str, Any]:
+        """Return a length as the value of its dimension, where it has one."""
+        return {"seq_len": length} if "seq_len" in self._values else {}
+
+    def _search_length(self, capacity: Params, length: int) -> Collection[_Class]:
+        """Look for the fastest of each class of numerics of a capacity class at a length."""
+        own = {**self._first, **capacity, **self._at(length)}
+        fixed = {key: (value,) for key, value in own.items() if key in self._values}
+        first = {key: self._values[key] for key in _firsts(self._values)}
+        if "compute_dtype" in first:
+            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
+        classes = self._look(self._rows({**fixed, **first})).values()
+        self._refine(classes)
+        return classes
+
+    def look_at_other_capacities(self, seq_len: int, numerics: Numerics) -> None:
+        """Look for the fastest of each other capacity class at a length, in a class of numerics."""
+        capacity = self.capacity
+        if capacity is None or self.is_whole:
             return
-        best = max(found, key=lambda row: row.best(row.possible)[0])
-        of_length = [of for of in self._classes.values() if of.kind.seq_len == best.kind.seq_len]
-        like = [row for of in of_length for row in of.fastest_rows(1)]
-        others = [capacity for capacity in by_need if capacity != best.kind.capacity]
-        self._look(row for other in others for row in self._carried(like, self._capacities[other]))
+        like = self._classes[Kind(capacity, seq_len, numerics)].fastest_rows(1)
+        others = [own for other, own in self._capacities.items() if other != capacity]
+        self._look(row for own in others for row in self._carried(like, own))
 
     def _nearness(self, capacity: CapacityClass) -> int:
         """Return the place of a class in the order in which classes are recommended."""
@@ -461,17 +496,6 @@ class Shortlist:
             order.append(nearest)
             del left[nearest]
         return order.index(capacity)
-
-    def _search_class(self, capacity: Params, length: int | None) -> None:
-        own = dict(capacity) if length is None else {**capacity, "seq_len": length}
-        known = [row for of in self._classes.values() for row in of.fastest_rows(CARRIED)]
-        classes = self._look(self._carried(known, own))
-        fixed = {key: (value,) for key, value in (self._first | own).items() if key in self._values}
-        first = {key: self._values[key] for key in _firsts(self._values)}
-        if "compute_dtype" in first:
-            first["compute_dtype"] = _plainest_of_each_numerics(first["compute_dtype"])
-        classes |= self._look(self._rows({**fixed, **first}))
-        self._refine(classes.values())
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
         """Yield the structures of rows with other values of some settings, and every share."""

@@ -38,6 +38,7 @@ from sweep.predict.memory.predictor import (
     TracingPredictor,
     one_of_each_kind,
 )
+from sweep.predict.memory.profile_store import TracingChildren
 from sweep.predict.on_texts import ShapesOnTexts
 from sweep.request import (
     RunRequest,
@@ -466,6 +467,8 @@ def _get_ready(driver: Driver, sampler: BaseSampler) -> None:
             driver.forecaster.whole_memory(list(kinds), on_progress=on_progress)
         if isinstance(sampler, GuidedSampler):
             sampler.prepare(lambda _: on_progress)
+        if driver.forecaster.tracing is not None:
+            driver.forecaster.tracing.end_children()
 
 
 def _stopping(
@@ -497,7 +500,13 @@ def _forecaster(prepared: Prepared, *, warn: Callable[[str], None]) -> Forecaste
     memory: MemoryPredictor = CpuMemory(model, cache_dir=cache)
     if is_on_card:
         least = resolved.host_capability
-        memory = TracingPredictor(model, cache_dir=cache, compute_capability=least)
+        memory = TracingPredictor(
+            model,
+            cache_dir=cache,
+            compute_capability=least,
+            # What a search asks first comes in several parts.
+            tracer=TracingChildren(outlive=True),
+        )
     has_texts = prepared.texts is not None
     rule: Rule = partial(resolved.violation, model=model, has_texts=has_texts)
     if prepared.surface is not None:

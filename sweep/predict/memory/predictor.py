@@ -132,6 +132,12 @@ class TracingPredictor(MemoryPredictor):
         self._known: dict[_Shape, Profile | InputError] = {}
         self._sharded: dict[Hashable, Profile] = {}
 
+    def end_children(self) -> None:
+        """End the processes that traced; a later question starts new ones."""
+        tracer = self._store["tracer"]
+        if isinstance(tracer, TracingChildren):
+            tracer.close()
+
     def origin(self, config: TrialConfig) -> str | None:
         """Return a digest of the file that ships what a configuration is predicted from; None where
         that was traced here."""
