@@ -31,6 +31,8 @@ from sweep.sampling.samplers import make_sampler
 from tests.sweep.simulated_device import BUDGET, Exact, peak_bytes, train
 
 NAME = "long"
+DRAWN_FOR_EACH = 20
+"""Combinations, of which rules forbid most."""
 _BEGAN = datetime(2026, 11, 21, tzinfo=UTC)
 _KINDS = dict.fromkeys(("datetime_start", "datetime_complete"), sqlalchemy.DateTime())
 
@@ -74,7 +76,7 @@ def records(space: SearchSpace, count: int, *, seed: int = 0) -> Iterator[TrialR
     """Yield so many trials of different configurations, as a random search leaves them."""
     encoding, forecaster = Encoding(space), a_forecaster(space)
     assert encoding.size is not None, "a preset has no continuous dimension"
-    order = random.Random(seed).sample(range(encoding.size), encoding.size)
+    order = random.Random(seed).sample(range(encoding.size), DRAWN_FOR_EACH * count)
     configs = (encoding.config(encoding.combination(index)) for index in order)
     valid = (config for config in configs if forecaster.is_valid(config))
     for number, config in zip(range(count), valid, strict=False):

@@ -303,8 +303,19 @@ def test_values_that_scale_tensors_make_no_kind(dimensions: dict[str, Any], kind
     assert {config.seq_len for config in configs} == {max(space.values_of("seq_len"))}
 
 
-def test_they_need_the_structures_that_the_whole_preset_needs(tmp_path: Any) -> None:
-    space = load_space("a10")
+def test_they_need_the_structures_that_the_whole_space_needs(tmp_path: Any) -> None:
+    few = {
+        "micro_batch_size": [1, 2],
+        "seq_len": [512, 2048],
+        "compute_dtype": ["bf16", "fp16", "int8"],
+        "checkpoint_fraction": [0.0, 0.5, 1.0],
+        "kernels": ["hf", "fused-loss", "liger"],
+        "compile": [False, True],
+        "quantization": ["nf4", "none", "int8"],
+        "quantized_fraction": [0.5, 1.0],
+    }
+    own = {key: {"choices": values} for key, values in few.items()}
+    space = load_space("a10").changed({"dimensions": own})
     tracers = [ImaginedTracer(window=1500, is_same_in_fp16=False) for _ in range(2)]
     every = [space.baseline_config(), *map(space.config, space.combinations())]
     for number, configs in enumerate((list(one_of_each_kind(space)), every)):
