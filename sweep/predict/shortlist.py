@@ -146,6 +146,10 @@ class _Row:
         known = [(speed, at) for at, speed in self.speeds.items() if at <= last]
         return max(known, default=(float("-inf"), -1))
 
+    def size_at(self, place: int) -> int:
+        """Return a micro-batch of it; 0 for none."""
+        return 0 if place < 0 else self.configs[place].micro_batch_size
+
     def order(self, last: int) -> tuple[float, int]:
         """Return what sorts rows by their fastest up to a micro-batch: its speed, then its tokens
         where none is known."""
@@ -321,10 +325,9 @@ class Shortlist:
         """
         found: list[tuple[float, _Row, int]] = []
         for row in self._all_rows:
-            if row.kind.capacity == self.capacity:
-                places = [at for at in row.speeds if at <= row.possible]
-            else:
-                places = [at for at in (row.sure,) if at >= 0]
+            places = [at for at in row.speeds if at <= row.possible]
+            if row.kind.capacity != self.capacity:
+                places = [at for at in places if at == row.sure]
             found += [(row.speeds[at], row, at) for at in places]
         found.sort(key=lambda each: each[0], reverse=True)
         params = [
@@ -360,11 +363,8 @@ class Shortlist:
             and self._is_lean(row)
         ]
         self._fit(left)
-        places = [(row, at) for row in rows for at in (row.sure,) if at >= 0]
-        sure = max((row.configs[at].micro_batch_size for row, at in places), default=0)
-        places = [(row, row.possible) for row in rows if row.possible >= 0]
-        possible = max((row.configs[at].micro_batch_size for row, at in places), default=0)
-        return sure, possible
+        sure = max((row.size_at(row.sure) for row in rows), default=0)
+        return sure, max((row.size_at(row.possible) for row in rows), default=0)
 
     def _is_lean(self, row: _Row) -> bool:
         """Whether a row holds its base, and computes its loss, in what needs least memory."""
@@ -415,13 +415,6 @@ class Shortlist:
         return known
 
     # The search
-
-    @cached_property
-    def _asked_capacity(self) -> CapacityClass:
-        """The class that is searched first: the nearest to the standard recipe's."""
-        nearest = nearest_capacity(self._capacities, self._forecaster.model)
-        assert nearest is not None, "a space has at least one class"
-        return nearest
 
     @cached_property
     def _capacities(self) -> dict[CapacityClass, Params]:
@@ -485,6 +478,14 @@ class Shortlist:
         like = self._classes[Kind(capacity, seq_len, numerics)].fastest_rows(1)
         others = [own for other, own in self._capacities.items() if other != capacity]
         self._look(row for own in others for row in self._carried(like, own))
+
+    def look_beside_fastest(self) -> None:
+        """Look for the fastest of each other capacity class at the length and in the numerics of
+        the fastest that may fit."""
+        able = [row for row in self._all_rows if row.possible >= 0]
+        if able:
+            fastest = max(able, key=lambda row: row.order(row.possible)).kind
+            self.look_at_other_capacities(fastest.seq_len, fastest.numerics)
 
     def _nearness(self, capacity: CapacityClass) -> int:
         """Return the place of a class in the order in which classes are recommended."""

@@ -331,6 +331,7 @@ class ShortlistedCandidates(SpaceCandidates):
     @cached_property
     def _all(self) -> tuple[Candidate, ...]:
         shortlist = Shortlist(self.space, self._forecaster, progress=self._progress)
+        shortlist.look_beside_fastest()
         encoded = ((self.encode(own), config) for own, config in shortlist.candidates(SHORTLISTED))
         return self._valid(
             ({name: params[name] for name in self.free}, config) for params, config in encoded
