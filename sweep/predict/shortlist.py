@@ -196,6 +196,17 @@ class _Class:
         left = [row for row in left if row.hope >= least]
         return sorted(left, key=lambda row: row.hope, reverse=True)
 
+    def near_rows(self) -> list[_Row]:
+        """Return rows that surely reach a speed within a tie of the fastest: the fastest few of
+        each compute dtype."""
+        least = self.fastest / (1.0 + TIE)
+        near = [row for row in self.rows if row.best(row.sure)[0] >= least]
+        near.sort(key=lambda row: row.best(row.sure)[0], reverse=True)
+        by_dtype: dict[str, list[_Row]] = {}
+        for row in near:
+            by_dtype.setdefault(row.configs[0].compute_dtype, []).append(row)
+        return [row for rows in by_dtype.values() for row in rows[:NEAR_MAX]]
+
     def fastest_rows(self, most: int) -> list[_Row]:
         """Return the fastest rows that surely fit, or may where none surely does, of different
         structures."""
@@ -280,6 +291,7 @@ class Shortlist:
     def picks(self) -> list[Pick]:
         """Return of each class the fastest that surely fits and the plainest that is as fast, the
         plainest first; and the fastest that may fit, where it is faster."""
+        self._look_closer()
         found: list[Pick] = []
         for of in self._classes.values():
             found += self._picks_of(of)
@@ -404,7 +416,7 @@ class Shortlist:
             return []
         if self.is_whole:
             return of.rows
-        structures = {row.structure for row in of.fastest_rows(REFINED)}
+        structures = {row.structure for row in of.fastest_rows(1)}
         return [row for row in of.rows if row.structure in structures or not structures]
 
     def _known_fit(self, row: _Row, at: int) -> Fit:
@@ -475,9 +487,19 @@ class Shortlist:
         capacity = self.capacity
         if capacity is None or self.is_whole:
             return
-        like = self._classes[Kind(capacity, seq_len, numerics)].fastest_rows(1)
-        others = [own for other, own in self._capacities.items() if other != capacity]
-        self._look(row for own in others for row in self._carried(like, own))
+        fastest = self._classes[Kind(capacity, seq_len, numerics)].fastest_rows(1)
+        shares = self._values.get(SHARE, ())
+        rows: list[_Row] = []
+        for like in fastest:
+            near = [at for at, share in enumerate(shares) if share == like.params[SHARE]]
+            some = [share for at in near for share in shares[max(0, at - 2) : at + 4]]
+            for other, own in self._capacities.items():
+                if other != capacity:
+                    values = {key: (value,) for key, value in {**like.params, **own}.items()}
+                    if some:
+                        values[SHARE] = tuple(some)
+                    rows += self._rows(values)
+        self._look(rows)
 
     def look_beside_fastest(self) -> None:
         """Look for the fastest of each other capacity class at the length and in the numerics of
@@ -630,7 +652,6 @@ class Shortlist:
                     )
         for of in found.values():
             self._resolve(of, is_whole=is_whole)
-            self._look_closer(of)
         return found
 
     def _look_at_memory(self, rows: Sequence[_Row]) -> None:
@@ -705,20 +726,16 @@ class Shortlist:
             place = int((budget - constant) / slope) if slope > 0 else len(row.configs) - 1
             yield row, min(max(place, 0), len(row.configs) - 1)
 
-    def _look_closer(self, of: _Class) -> None:
-        """Predict what tells the plainest of a class: speeds of all sizes, and peaks, of the rows
-        that are within a tie of the fastest."""
-        least = of.fastest / (1.0 + TIE)
-        near = [row for row in of.rows if row.best(row.sure)[0] >= least]
-        near.sort(key=lambda row: row.best(row.sure)[0], reverse=True)
-        by_dtype: dict[str, list[_Row]] = {}
-        for row in near:
-            by_dtype.setdefault(row.configs[0].compute_dtype, []).append(row)
-        near = [row for rows in by_dtype.values() for row in rows[:NEAR_MAX]]
-        points = [(row, at) for row in near for at in _spread(row.sure + 1, SIZES_LOOKED_AT)]
-        self._time(points)
-        least = of.fastest / (1.0 + TIE)
-        self._predict([(row, at) for row, at in points if row.speeds[at] >= least])
+    def _look_closer(self) -> None:
+        """Predict what tells the plainest of each class: speeds of all sizes, and peaks, of the
+        rows that are within a tie of the fastest."""
+        points: list[tuple[_Class, _Row, int]] = []
+        for of in self._classes.values():
+            for row in of.near_rows():
+                points += [(of, row, at) for at in _spread(row.sure + 1, SIZES_LOOKED_AT)]
+        self._time([(row, at) for _, row, at in points])
+        least = {of.kind: of.fastest / (1.0 + TIE) for of in self._classes.values()}
+        self._predict([(row, at) for of, row, at in points if row.speeds[at] >= least[of.kind]])
 
     def _resolve(self, of: _Class, *, is_whole: bool) -> None:
         """Replay steps where only that tells what fits, as far as it may be the fastest."""
