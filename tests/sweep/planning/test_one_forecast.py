@@ -16,6 +16,7 @@ from search_spaces.errors import EnvironmentFault
 from storage.records import Outcome
 from sweep.data.texts import texts_directory
 from sweep.planning.evidence import with_target_speeds
+from sweep.predict import building
 from sweep.predict.building import shapes_of_study
 from sweep.request import RunRequest
 from sweep.running.replay import ReplayRunner
@@ -75,8 +76,10 @@ def test_best_says_the_plans_speed(url: str, texts: Path, sweep: Sweep) -> None:
     best = json.loads(sweep("best", "own", "--json").out)
     plan = planned(sweep, texts, best["best"]["config"], gpu="a10")
     found = best["target_tokens_per_second"]
-    assert found["value"] == pytest.approx(plan["tokens_per_second"])
-    assert [found["low"], found["high"]] == pytest.approx(plan["tokens_per_second_range"])
+    # What was measured is about what is predicted, and so corrects it by next to nothing.
+    assert found["value"] == pytest.approx(plan["tokens_per_second"], rel=1e-4)
+    ends = [found["low"], found["high"]]
+    assert ends == pytest.approx(plan["tokens_per_second_range"], rel=1e-2)
 
 
 def test_the_report_and_the_driver_say_the_plans_memory(
@@ -96,6 +99,7 @@ def test_where_the_dataset_is_gone_nothing_is_said_and_nothing_wrong(
     url: str, sweep: Sweep
 ) -> None:
     shutil.rmtree(texts_directory())
+    building._shapes_in.cache_clear()
     definition = read(url, "own").definition
     with pytest.raises(EnvironmentFault):
         shapes_of_study(definition)
