@@ -76,7 +76,7 @@ test-gpu: $(READY)  ## the tests that need a GPU, ten minutes; fails where there
 	$(INSTALL) --constraint constraints.txt --editable '.[gpu]'
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and not faults' --require-gpu
 
-profiles: $(READY) ## the memory profiles and surveys that ship, anew: everything is traced, a few minutes
+profiles: $(READY) ## the memory profiles and surveys that ship, anew: everything is traced, an hour or two
 	$(BIN)/python -m tests.sweep.predict.memory.shipping profiles
 
 surveys: $(READY) ## the surveys that ship, anew, and what else plans of the presets ask of profiles

@@ -85,6 +85,7 @@ LOGITS_AT_ONCE = 2**25
 """Tokens times vocabulary whose logits are there together where pairs are trained on: in 16 bits
 64 MiB, in fp32 with their gradient four times that."""
 MICRO_BATCH_MAX = 65_536
+SEQ_LEN_MAX = 10_000_000
 GPUS_MAX = 64
 CONFIGS_KEPT = 2**15
 """Configurations whose canonical form is kept: a page of thousands of trials asks dozens of times
@@ -293,7 +294,7 @@ class TrialConfig(BaseModel):
 
     seq_len: Annotated[
         StrictInt, Knob("sequence length", "length {}", memory="grows", survives_compiler=True)
-    ] = Field(default=512, ge=1, le=10_000_000)
+    ] = Field(default=512, ge=1, le=SEQ_LEN_MAX)
     """Tokens in every sequence."""
 
     effective_batch_size: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from search_spaces.config import SEQ_LEN_MAX
 from search_spaces.dimensions import VALUES_MAX, IntRange
 from search_spaces.linears import parameters
 from search_spaces.models import ModelSpec
@@ -31,7 +32,7 @@ def most_tokens(model: ModelSpec, budget_bytes: int) -> int:
 def offered_lengths(model: ModelSpec, budget_bytes: int) -> tuple[int, ...]:
     """Return sequence lengths: doublings up to what the model takes and the budget may hold."""
     positions = model.max_positions or most_tokens(model, budget_bytes)
-    longest = min(positions, max(SHORTEST, most_tokens(model, budget_bytes)))
+    longest = min(positions, max(SHORTEST, most_tokens(model, budget_bytes)), SEQ_LEN_MAX)
     lengths = [min(SHORTEST, longest)]
     while 2 * lengths[-1] <= longest:
         lengths.append(2 * lengths[-1])

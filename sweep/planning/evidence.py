@@ -271,3 +271,6 @@ class _Nobody:
     ) -> Generator[tuple[Structure, Traced]]:
         for structure in structures:
             yield structure, Untraceable(f"model '{model.name}': nothing is traced here")
+
+    def close(self) -> None:
+        """See `Tracer.close`: it holds nothing."""

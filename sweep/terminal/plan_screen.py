@@ -309,7 +309,8 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
     rivals = survey.fastest_by_class
     lengths = {n: f for (capacity, n), f in rivals.items() if capacity == survey.capacity}
     if len(lengths) > 1 and best.tokens_per_second is not None:
-        speeds = (f"{n:,}: {units.rate(lengths[n].tokens_per_second)}" for n in sorted(lengths))
+        compute = best.config.compute_dtype
+        speeds = (f"{n:,}: {_rate(lengths[n], beside=compute)}" for n in sorted(lengths))
         yield "by length", f"{', '.join(speeds)} tokens/s (--seq-len)"
     searched = math.prod(len(survey.space.values_of(key)) for key in CAPACITY_KEYS)
     if searched > 1:
@@ -322,9 +323,11 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         others = [f for (c, n), f in rivals.items() if c != survey.capacity and n == length]
         others = [f for f in others if f.tokens_per_second is not None]
         ends = [pick(others, key=candidates.speed_order) for pick in (min, max) if others]
-        told = {capacity(f.config): units.rate(f.tokens_per_second) for f in ends}
-        rates = (f"; {name} is predicted at {speed} tokens/s" for name, speed in told.items())
-        yield "capacity", f"{capacity(best.config)} is {why}{''.join(rates)}"
+        compute = best.config.compute_dtype
+        told = {capacity(f.config): _rate(f, beside=compute) for f in ends}
+        rates = ", ".join(f"{name}: {speed}" for name, speed in told.items())
+        predicted = f"; predicted are {rates} tokens/s" if rates else ""
+        yield "capacity", f"{capacity(best.config)} is {why}{predicted}"
     other = survey.alternative
     if other and other.memory and (times := candidates.speed_ratio(other, best)):
         peak = units.gib(other.peak_allocated_bytes)
@@ -332,6 +335,13 @@ def _choices(survey: Survey, best: Forecast) -> Iterator[Fact]:
         change = units.changes(other.config, baseline=best.config)
         fits = f"its {peak} (within {error}) may not fit"
         yield "riskier", f"{change} is predicted {_times(times)} as fast, and {fits}"
+
+
+def _rate(forecast: Forecast, *, beside: str) -> str:
+    """Return a speed, and its compute dtype where that is not the one it stands beside."""
+    dtype = forecast.config.compute_dtype
+    compute = f" ({units.phrase('compute_dtype', dtype)})" if dtype != beside else ""
+    return f"{units.rate(forecast.tokens_per_second)}{compute}"
 
 
 def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
@@ -352,7 +362,7 @@ def _numerics(plan: CardPlan, survey: Survey) -> Iterator[Fact]:
         yield "numerics", f"{words} (--set numerics=16-bit)"
     else:
         settled = f"`sweep run` on the {plan.gpu.name} itself settles it"
-        yield "numerics", f"{words}: not sure to gain, so that 16 bits are recommended; {settled}"
+        yield "numerics", f"{words}: not sure to gain; {settled}"
 
 
 def _times(ratio: Range) -> str:

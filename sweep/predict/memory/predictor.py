@@ -134,9 +134,7 @@ class TracingPredictor(MemoryPredictor):
 
     def end_children(self) -> None:
         """End the processes that traced; a later question starts new ones."""
-        tracer = self._store["tracer"]
-        if isinstance(tracer, TracingChildren):
-            tracer.close()
+        self._store["tracer"].close()
 
     def origin(self, config: TrialConfig) -> str | None:
         """Return a digest of the file that ships what a configuration is predicted from; None where

@@ -87,6 +87,9 @@ class Tracer(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Give back what tracing holds. Idempotent; a later question takes it anew."""
+
 
 class ProfileStore:
     """Profiles of one model's structures, each traced at most once on this machine.
@@ -369,7 +372,7 @@ class TracingChildren:
         return _idle_child(_left) if self._command == _COMMAND else None
 
     def close(self) -> None:
-        """End the children. Idempotent; a later question starts new ones."""
+        """End the children. See `Tracer.close`."""
         _end(self._idle)
 
 

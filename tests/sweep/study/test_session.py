@@ -198,7 +198,7 @@ def test_what_was_typed_overrides_what_the_space_says() -> None:
         ({"model": "qwen3-8b"}, "a10-qwen3-8b"),
         ({"study": "mine", "trials": 3}, "mine"),
         ({"held": {"lora_rank": 8}}, "a10-90cac3"),
-        ({"held": {"double_quant": False}}, "a10"),
+        ({"held": {"upcast_fp32": False}}, "a10"),
         ({"held": {"compile": True, "target_modules": "qv"}}, "a10-4edef8"),
     ],
 )

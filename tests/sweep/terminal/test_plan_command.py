@@ -153,7 +153,7 @@ def test_a_gpus_name_is_the_same_question_however_it_is_asked(ask: Asked, mode: 
 def test_a_gpu_without_a_preset_has_the_space_that_init_writes_for_it(ask: Asked) -> None:
     typed = {"compile": False, "kernels": "hf"}
     shown = ask.shown(space="L4", configuration=typed)
-    assert "the space that `sweep init --gpu l4` writes, 3,456 configurations" in shown
+    assert "the space that `sweep init --gpu l4` writes, " in shown
     assert "`sweep init --gpu l4 -o l4.yaml && sweep run l4.yaml --set compile=false" in shown
     file = str(ask.home / "l4.yaml")
     assert main(["init", "--gpu", "l4", "-o", file]) == 0

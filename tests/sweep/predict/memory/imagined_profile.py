@@ -69,6 +69,9 @@ class ImaginedTracer:
             except (InputError, EnvironmentFault) as error:
                 yield structure, error
 
+    def close(self) -> None:
+        """It holds nothing."""
+
     def trace(self, model: ModelSpec, structure: Structure) -> dict[str, Any]:
         self.asked.append(structure)
         kept = (1 if structure.is_checkpointed else 4) * KIB

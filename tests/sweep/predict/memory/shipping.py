@@ -87,6 +87,9 @@ class Kept:
             self.answers.setdefault(model.fingerprint, {})[structure] = answer
             yield structure, answer
 
+    def close(self) -> None:
+        self._tracer.close()
+
 
 def kept_of(model: ModelSpec, archive: Path | None) -> dict[Structure, Traced]:
     """What ships of a model, as it was traced."""

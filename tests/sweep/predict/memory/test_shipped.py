@@ -21,6 +21,7 @@ from search_spaces.errors import InputError
 from search_spaces.gpus import find_gpu
 from search_spaces.loading import load_space
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
+from search_spaces.presets import preset_space
 from sweep.planning.plan import what_ifs
 from sweep.planning.survey import SURVEYS, Found, Survey, shipped_name, survey
 from sweep.predict.memory.predictor import TracingPredictor
@@ -59,15 +60,24 @@ def imagined(path: Path, of: dict[str, str], **about: Any) -> ShippedProfiles:
     return ShippedProfiles(MODEL, archive(path, of, MODEL, answers))
 
 
-OF_EACH_FAMILY = {model.model_type: model for model in shipped_models()}.values()
-
-
-@pytest.mark.parametrize("model", OF_EACH_FAMILY, ids=lambda model: model.name)
-def test_the_presets_need_no_tracing_of_a_shipped_model(model: ModelSpec, tmp_path: Path) -> None:
-    tracer, shipped = ImaginedTracer(), ShippedProfiles(model, PROFILES)
-    predictor = TracingPredictor(model, cache_dir=tmp_path, tracer=tracer, shipped=shipped)
-    predictor.predict_all(shipping.kinds_of(model))
-    assert not tracer.asked, "run `make profiles`"
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3-8b"),
+        pytest.param("llama-3.1-8b", marks=pytest.mark.integration),
+        pytest.param("qwen2.5-7b", marks=pytest.mark.integration),
+        pytest.param("gemma-3-12b", marks=pytest.mark.integration),
+        pytest.param("phi-4", marks=pytest.mark.integration),
+    ],
+)
+def test_the_presets_need_no_tracing_of_a_shipped_model(name: str, tmp_path: Path) -> None:
+    model, tracer = load_model_spec(name), ImaginedTracer()
+    shipped = ShippedProfiles(model, PROFILES)
+    for gpu in (space.gpu for space in shipping.preset_spaces() if space.gpu != "cpu"):
+        space = preset_space(gpu, model=name)
+        about: dict[str, Any] = {"cache_dir": tmp_path, "tracer": tracer, "shipped": shipped}
+        assert shipping.recommended(space, model, **about)
+    assert not tracer.asked, f"run `make surveys` for {name}"
     assert not list(tmp_path.iterdir())
 
 
