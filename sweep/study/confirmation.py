@@ -21,6 +21,7 @@ from storage.ranking import Ranking, claimed_pair, measured_of, rank
 from storage.records import Errand, Measurement, Purpose, TrialRecord
 from storage.study import OpenStudy
 from sweep.planning.evidence import target_speeds
+from sweep.planning.survey import TRIAL_SECONDS
 from sweep.running.runner import Lane
 from sweep.study.driver import Driver, Source, Wanted, quality_command, tokens_of
 from sweep.study.events import ConfirmationStarted, StopReason
@@ -208,14 +209,18 @@ class Plan:
     @cached_property
     def run_seconds(self) -> float:
         """Expected seconds of a run; 0 where nothing was measured."""
-        known = self._like_its_runs
-        return statistics.fmean(record.run_seconds for record in known) if known else 0.0
+        known = [measured_of(record).measured_seconds for record in self._like_its_runs]
+        return self.setup_seconds + statistics.fmean(known) if known else 0.0
 
     @cached_property
     def setup_seconds(self) -> float:
         """Those of them that go by before anything is measured."""
-        known = self._like_its_runs
-        return statistics.fmean(measured_of(r).setup_seconds for r in known) if known else 0.0
+        known = [measured_of(record).setup_seconds for record in self._like_its_runs]
+        if not known:
+            return 0.0
+        took = statistics.fmean(known)
+        # The search also built the model and compiled its layers, which is done once.
+        return took if self.has_begun else min(took, TRIAL_SECONDS)
 
     @cached_property
     def _like_its_runs(self) -> Sequence[TrialRecord]:

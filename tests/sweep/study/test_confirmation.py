@@ -14,6 +14,7 @@ import pytest
 from optuna.samplers import TPESampler
 
 from search_spaces.config import TrialConfig, canonical
+from search_spaces.space import ConfirmBudget
 from storage.ranking import Ranking, rank
 from storage.records import (
     INTERRUPTED,
@@ -26,7 +27,9 @@ from storage.records import (
     Verdict,
 )
 from storage.study import OpenStudy
+from sweep.planning.survey import TRIAL_SECONDS
 from sweep.running.replay import ReplayRunner
+from sweep.study.confirmation import Plan
 from sweep.study.events import ConfirmationStarted, Event, StopReason, TrialFinished
 from tests.sweep.simulated_device import StopsWhen, a_measurement, a_study, at_speed, train
 from tests.sweep.study.driven import a_forecaster, a_grid, drive
@@ -483,3 +486,17 @@ def test_a_slower_machine_measures_few_again(tmp_path: Path, objectives: list[st
     again = Counter({config: runs - 1 for config, runs in ran.items() if runs > 1})
     assert len(again) <= 8
     assert max(again.values()) <= CONFIRM["repeats"] + 1
+
+
+def test_time_to_build_and_compile_is_not_expected_of_what_was_trained_already(
+    tmp_path: Path,
+) -> None:
+    def slow_to_start(config: TrialConfig) -> Outcome:
+        return Measured(measurement=a_measurement(config, setup_seconds=16.0))
+
+    ranking, _, _ = confirmed(tmp_path, slow_to_start, confirm=None)
+    plan = Plan(ranking, ConfirmBudget(), series=1)
+    assert ranking.winner is not None
+    assert ranking.winner.run_seconds > 16.0
+    assert plan.setup_seconds == TRIAL_SECONDS
+    assert plan.run_seconds < TRIAL_SECONDS + 16.0
