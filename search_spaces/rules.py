@@ -128,6 +128,16 @@ def torch_for(capability: tuple[int, int] | None) -> str | None:
     )
 
 
+def fp16_caveat(config: TrialConfig, model: ModelSpec) -> str | None:
+    """Return why a training in fp16 may come to nothing; None where nothing says so."""
+    if config.compute_dtype != "fp16" or model.model_type not in OVERFLOWS_FP16:
+        return None
+    return (
+        f"activations of {model.model_type} may pass the largest number of fp16, 65,504: "
+        "a trial shows whether the loss stays a number"
+    )
+
+
 def attention_of(model: ModelSpec) -> Attention:
     """Return the attention that a model takes where nobody asks for another one."""
     return "eager" if model.model_type in WITHOUT_SDPA else "sdpa"

@@ -26,7 +26,7 @@ from search_spaces.gpus import GpuSpec
 from search_spaces.linears import nearest_capacity
 from search_spaces.loading import with_fixed
 from search_spaces.prices import Offer
-from search_spaces.rules import Setting
+from search_spaces.rules import Setting, fp16_caveat
 from search_spaces.space import SearchSpace
 from sweep.planning.candidates import (
     NOT_ASKED,
@@ -168,9 +168,16 @@ class CardPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, and why."""
+        """What is missing, and why, and what may come to nothing."""
         shown = self.obstacles if self.shown is None else self.shown.notes
-        return (*self.forecaster.evidence.notes, *shown)
+        caveats = filter(None, [self.fp16_caveat])
+        return (*self.forecaster.evidence.notes, *shown, *caveats)
+
+    @property
+    def fp16_caveat(self) -> str | None:
+        """Why what is shown may come to nothing in fp16; None where nothing says so."""
+        shown = self.shown
+        return None if shown is None else fp16_caveat(shown.config, self.forecaster.model)
 
     @property
     def obstacles(self) -> tuple[str, ...]:

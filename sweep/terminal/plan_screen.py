@@ -407,9 +407,11 @@ def _in_words(held: Mapping[str, Any]) -> str:
 
 
 def _next(plan: CardPlan) -> Iterator[Fact]:
-    """Yield which torch the GPU needs, where not every one does, and the command to go on with."""
+    """Yield what a person has to know before they go on, and the command to go on with."""
     if (needed := torch_for(plan.gpu.compute_capability)) is not None:
         yield "torch", needed
+    if (caveat := plan.fp16_caveat) is not None:
+        yield "fp16", caveat
     if plan.shown is None:
         model = plan.forecaster.model.name
         yield "next", f"`sweep plan --cheapest --model {model}` says which GPUs can train it"

@@ -665,6 +665,20 @@ def test_a_model_without_sdpa_takes_eager_attention_by_itself(
     assert ask.document(**asked)["config"]["attention"] == "eager"
 
 
+@pytest.mark.parametrize(
+    ("model", "compute", "is_told"),
+    [("gemma-3-1b", "fp16", True), ("gemma-3-1b", "fp32", False), ("qwen3-0.6b", "fp16", False)],
+)
+def test_what_may_overflow_fp16_is_not_given_it_without_a_word(
+    ask: Asked, model: str, compute: str, is_told: bool
+) -> None:
+    typed = {"compute_dtype": compute}
+    asked = {"gpus": ("t4",), "model": model, "is_exact": True, "configuration": typed}
+    told = "may pass the largest number of fp16"
+    assert any(told in note for note in ask.document(**asked)["notes"]) is is_told
+    assert (told in ask.shown(**asked).replace("\n", " ")) is is_told
+
+
 def test_a_space_that_names_sdpa_is_kept_as_written(ask: Asked) -> None:
     named = "gpu: h200\nmodel: gpt-oss-20b\nfixed: {attention: sdpa, quantization: none}\n"
     free = "dimensions: {micro_batch_size: [1, 2]}\n"
