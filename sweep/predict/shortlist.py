@@ -330,8 +330,9 @@ class Shortlist:
         return row, at
 
     def candidates(self, most: int) -> list[tuple[dict[str, Any], TrialConfig]]:
-        """Return what a study may try, with the values that the space has for it: of each row the
-        largest micro-batches that surely fit and that may, and smaller ones; the fastest first.
+        """Return what a study may try, with the values that the space has for it: the plainest of
+        those that are as fast as any, and of each row the largest micro-batches that surely fit and
+        that may, and smaller ones, the fastest first.
 
         Of the recommended capacity class they are many, of any other few.
         """
@@ -342,9 +343,13 @@ class Shortlist:
                 places = [at for at in places if at == row.sure]
             found += [(row.speeds[at], row, at) for at in places]
         found.sort(key=lambda each: each[0], reverse=True)
+        self._look_closer()
+        able = [of for of in self._classes.values() if any(row.sure >= 0 for row in of.rows)]
+        plainest = [self._plainest(of, of.fastest) for of in able]
+        wanted = dict.fromkeys([*plainest, *((row, at) for _, row, at in found)])
         params = [
             ({**row.params, "micro_batch_size": row.configs[at].micro_batch_size}, row.configs[at])
-            for _, row, at in found[:most]
+            for row, at in itertools.islice(wanted, most)
         ]
         known = self._space.dimensions
         return [({k: v for k, v in own.items() if k in known}, config) for own, config in params]
@@ -897,8 +902,9 @@ def _largest(row: _Row, budget_bytes: int) -> Generator[list[int], None, None]:
 
 def _anchors(alike: Sequence[_Row]) -> tuple[_Row, _Row, _Row]:
     """Return the rows of a structure by whose peaks the others' are estimated: the first, and the
-    ends of those in which some layers are recomputed and some are not."""
-    inside = alike[1:-1] or alike[-1:]
+    ends of those in which some layers are recomputed and some are not; of fewer than four rows each
+    is one of them."""
+    inside = alike[1:-1] if len(alike) > 3 else alike[1:] or alike
     return alike[0], inside[0], inside[-1]
 
 

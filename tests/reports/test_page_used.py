@@ -125,7 +125,7 @@ class Reader:
 
     def numbers(self) -> list[int]:
         """Return the trials that the table lists, from the top."""
-        cells = self.page.locator("#trials-table tbody td:first-child").all_inner_texts()
+        cells = self.page.locator("#trials-table tbody td:nth-child(2)").all_inner_texts()
         return [int(text.strip().split()[-1]) for text in cells]
 
     def download(self, kind: str) -> str:
@@ -292,7 +292,7 @@ def test_a_click_on_a_mark_or_a_cell_pins_its_trial_and_selects_its_row(reader: 
     def pinned() -> str:
         (number,) = re.findall(r"Trial (\d+)", reader.page.inner_text("#pinned h3"))
         (row,) = reader.page.locator("tr[aria-selected=true]").all()
-        assert row.locator("td").first.inner_text().split()[-1] == number
+        assert row.locator("td").nth(1).inner_text().split()[-1] == number
         reader.page.keyboard.press("Escape")
         assert reader.page.locator("#pinned").is_hidden()
         return str(number)

@@ -6,10 +6,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.sweep.typed import Said, Sweep
+
+if TYPE_CHECKING:
+    from sweep.predict.memory.profile_store import TracingChildren
 
 # As the supervisor does for a worker on the CPU; torch reads it when it is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -43,6 +47,24 @@ def sweep(capsys: pytest.CaptureFixture[str]) -> Sweep:
         return Said(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tracing_child() -> Iterator[TracingChildren]:
+    """Traces real models, started once for all tests."""
+    from sweep.predict.memory.profile_store import TracingChildren
+
+    child = TracingChildren(1, outlive=True)
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="session")
+def profile_cache() -> Path:
+    """Where all tests keep what is traced, from run to run."""
+    from sweep.paths import cache_directory
+
+    return cache_directory() / "memory"
 
 
 @pytest.fixture(scope="session")

@@ -1,33 +1,19 @@
-"""The tracing child, started once for all tests that trace real models, and its cache."""
+"""Predictors that all tests of real models share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from search_spaces.models import ModelSpec
-from sweep.paths import cache_directory
 from sweep.predict.memory.predictor import MemoryPrediction, TracingPredictor
 from sweep.predict.memory.profile_store import TracingChildren
 from tests.sweep.predict.rows import Predict, Row, config_of, model_of
 
 Predictors = Callable[..., TracingPredictor]
-
-
-@pytest.fixture(scope="session")
-def tracing_child() -> Iterator[TracingChildren]:
-    child = TracingChildren(1, outlive=True)
-    yield child
-    child.close()
-
-
-@pytest.fixture(scope="session")
-def profile_cache() -> Path:
-    """Where all tests keep what is traced, from run to run."""
-    return cache_directory() / "memory"
 
 
 @pytest.fixture(scope="session")
