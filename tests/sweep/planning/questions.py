@@ -1,6 +1,6 @@
 """Thirty questions as people ask them, and the best answer that a person could type to each.
 
-    python -m tests.sweep.planning.questions [-o FILE.md] [NUMBER ...]
+    python -m tests.sweep.planning.questions --cache DIRECTORY [-o FILE.md] [NUMBER ...]
 
 prints a table: what a plan recommends, the best by hand, and their ratio. By hand is asking the
 same forecaster about every micro-batch, share of recomputed layers, kernel, base and 16-bit type,
