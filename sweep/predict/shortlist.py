@@ -244,6 +244,10 @@ class Shortlist:
         self._values.pop("micro_batch_size", None)
         self._classes: dict[Kind, _Class] = {}
         self._seen: set[tuple[Any, ...]] = set()
+        self._known_capacities: dict[tuple[Any, Any], CapacityClass] = {}
+        """By rank and target modules as they are spelled."""
+        self._known_batches: dict[tuple[Any, ...], list[int]] = {}
+        """By GPUs and effective batch."""
         self.invalid: Counter[str] = Counter()
         """Configurations that a rule forbids, by rule."""
         self.is_whole = (space.size() or WHOLE_MAX + 1) <= WHOLE_MAX
@@ -458,7 +462,7 @@ class Shortlist:
         """Look for the fastest of each class of the recommended capacity: the nearest to the
         standard recipe's of which anything may fit."""
         lengths = sorted(self._values.get("seq_len") or self._space.values_of("seq_len"))
-        for capacity in sorted(self._capacities, key=self._nearness):
+        for capacity in self._nearest_first():
             own = dict(self._capacities[capacity])
             classes: Collection[_Class] = self._search_length(own, lengths[0])
             for length in lengths[1:]:
@@ -514,16 +518,14 @@ class Shortlist:
             fastest = max(able, key=lambda row: row.order(row.possible)).kind
             self.look_at_other_capacities(fastest.seq_len, fastest.numerics)
 
-    def _nearness(self, capacity: CapacityClass) -> int:
-        """Return the place of a class in the order in which classes are recommended."""
+    def _nearest_first(self) -> Iterator[CapacityClass]:
+        """Yield the capacity classes in the order in which they are recommended."""
         left = dict.fromkeys(self._capacities)
-        order: list[CapacityClass] = []
         while left:
             nearest = nearest_capacity(left, self._forecaster.model)
-            assert nearest is not None
-            order.append(nearest)
+            assert nearest is not None, "there are classes"
+            yield nearest
             del left[nearest]
-        return order.index(capacity)
 
     def _carried(self, rows: Sequence[_Row], own: Params) -> Iterator[_Row]:
         """Yield the structures of rows with other values of some settings, and every share."""
@@ -612,10 +614,6 @@ class Shortlist:
             self._known_capacities[key] = CapacityClass.of(config, self._forecaster.model)
         return self._known_capacities[key]
 
-    @cached_property
-    def _known_capacities(self) -> dict[tuple[Any, Any], CapacityClass]:
-        return {}
-
     def _batches(self, params: Params) -> Sequence[int]:
         """Return the micro-batches that go with a combination, the smallest first."""
         together = tuple(params.get(key) for key in ("data_parallel", "effective_batch_size"))
@@ -627,10 +625,6 @@ class Shortlist:
                 if self._space.holds_batches_of({**params, "micro_batch_size": size})
             ]
         return self._known_batches[together]
-
-    @cached_property
-    def _known_batches(self) -> dict[tuple[Any, ...], list[int]]:
-        return {}
 
     # Predictions
 
