@@ -81,6 +81,8 @@ class Setup(Message):
     rows_left_out: int
     """None of whose supervised tokens are within the length."""
     trainable_parameters: int
+    eight_bit: records.EightBitProducts | None = None
+    """What 8-bit compute makes of the real weights; None on random ones and in 16 bits."""
     documents_apart: bool | None = None
     """Whether the examples of a packed sequence do not see each other, as the model was asked; None
     where no sequence has two."""

@@ -45,6 +45,7 @@ from sweep.training import team
 from sweep.training.adapters import Attached, attached
 from sweep.training.device import Device, open_device
 from sweep.training.exceptions import knob_at_fault, out_of_memory
+from sweep.training.faithfulness import fit_to, keep_in_16_bits, mean_loss, too_many
 from sweep.training.model import Unavailable, build_base, compute_type, name_quantizer
 from sweep.training.preference import REFERENCE, Preference, trained
 from sweep.training.step import (
@@ -332,6 +333,8 @@ class Training(TrainerCallback):
             "rows_left_out": self._rows.left_out,
             "trainable_parameters": sum(p.numel() for p in self._trained),
         }
+        if job.config.is_8bit_compute and job.weights == "pretrained":
+            self._setup["eight_bit"] = self._fit_8_bits(attachment, whole)
         if job.texts is not None:
             with trainer.accelerator.autocast():
                 apart = is_keeping_apart(
@@ -349,6 +352,34 @@ class Training(TrainerCallback):
                 prepare = trainer.accelerator.prepare_model
                 trainer.model_wrapped = prepare(trainer.model, evaluation_mode=True)
         return self._end or self._finish()
+
+    def _fit_8_bits(self, attachment: Attached, whole: Any) -> records.EightBitProducts:
+        """Fit 8-bit products to the real weights, on the first examples, alike on all ranks.
+
+        Raises:
+            InputError: too few of them are close to 16 bits.
+        """
+        config, training = self._job.config, self._rows.training
+        first = [training[index] for index in range(min(config.micro_batch_size, len(training)))]
+        batch = self._rows.collate(first)
+        with self._trainer.accelerator.autocast():
+            found = fit_to(
+                attachment.model,
+                {name: value.to(self._device.torch_device) for name, value in batch.items()},
+                kind=config.compute_dtype,
+                layers=attachment.layers,
+                run=lambda part: mean_loss(whole, part),
+                rows_per_sample=config.rows_per_sample,
+            )
+        found = team.gathered(found)[0]
+        keep_in_16_bits(attachment.model, found.kept_in_16_bits, kind=config.compute_dtype)
+        # What that needed is not what a step needs.
+        self._device.release()
+        self._device.reset_peak()
+        fault = too_many(found, config.compute_dtype)
+        if fault is not None:
+            raise InputError(fault)
+        return found
 
     # What Trainer calls
 

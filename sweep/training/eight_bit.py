@@ -9,9 +9,10 @@ it: it needs torch and bitsandbytes alone.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from types import MethodType
 from typing import Any
 
@@ -27,6 +28,8 @@ except ImportError:  # as where torch was built for CPUs alone
 
 TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
+_LEAST_SPREAD = 1e-3
+"""Of an input feature, relative to the widest: one that is hardly used keeps a scale."""
 _TINY = 1e-30
 """The least that a row's largest value is taken for, so that one of zeros stays zeros."""
 _INT8_ROWS = 16
@@ -54,19 +57,27 @@ def half_dtype() -> torch.dtype:
 
 
 def rounded(
-    values: torch.Tensor, kind: str, times: torch.Tensor | None = None
+    values: torch.Tensor,
+    kind: str,
+    times: torch.Tensor | None = None,
+    less: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values (..., columns) in 8 bits (rows, columns), and scales (rows, 1) in fp32.
 
     Args:
         values: of any floating type.
         kind: ``fp8`` or ``int8``.
-        times: by which each column (columns,) is multiplied first.
+        times: by which each column (columns,) is multiplied before it is rounded.
+        less: what is taken from each column (columns,) before that.
     """
     values = values.reshape(-1, values.shape[-1])
     if values.is_cuda and not torch.compiler.is_compiling():
-        return _rounded_at_once(values, kind, times)
-    values = values.float() if times is None else values.float() * times
+        return _rounded_at_once(values, kind, times, less)
+    values = values.float()
+    if less is not None:
+        values = values - less
+    if times is not None:
+        values = values * times
     scales = values.abs().amax(1, keepdim=True).clamp(min=_TINY) / _LARGEST[kind]
     # By the reciprocal: the kernels that do this are bound by arithmetic.
     values = values * scales.reciprocal()
@@ -94,41 +105,71 @@ def _multiplied(
 class _Product(torch.autograd.Function):
     """x W^T and, going back, dy W: the weight's scales go into the gradient before it is rounded,
     as a sum over output features cannot take them out again. Without a kind it is in 16 bits, by a
-    weight that is held in 8."""
+    weight that is held in 8.
+
+    Of an input whose features have a mean m and scales s, (x - m) / s is rounded and multiplied by
+    W s, and m W^T is added (`adapt`).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, kind: str | None, scales: torch.Tensor, *parts: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        kind: str | None,
+        scales: torch.Tensor,
+        input_scales: torch.Tensor | None,
+        input_mean: torch.Tensor | None,
+        mean_product: torch.Tensor | None,
+        *parts: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(scales, *parts)
+        ctx.save_for_backward(scales, input_scales, *parts)
         ctx.kind, ctx.columns = kind, x.shape[-1]
         if kind is None:
-            return linear(x, _widened(parts[0], scales, x.dtype))
-        narrow, row_scales = rounded(x, kind)
-        weight = _in_8_bits(list(parts), scales, kind, ctx.columns, is_transposed=False)
-        product = _multiplied(narrow, row_scales, weight, scales).to(x.dtype)
-        return product.reshape(*x.shape[:-1], len(scales))
+            return linear(x, _widened(parts[0], scales, x.dtype, input_scales))
+        times = None if input_scales is None else input_scales.reciprocal()
+        narrow, row_scales = rounded(x, kind, times, input_mean)
+        weight = _in_8_bits(
+            list(parts), scales, kind, ctx.columns, input_scales, is_transposed=False
+        )
+        product = _multiplied(narrow, row_scales, weight, scales)
+        if mean_product is not None:
+            product = product + mean_product
+        return product.to(x.dtype).reshape(*x.shape[:-1], len(scales))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        scales, *parts = ctx.saved_tensors
-        gradient, kind = gradients[0], ctx.kind
+        scales, input_scales, *parts = ctx.saved_tensors
+        gradient = gradients[0]
+        nothing = (None,) * (5 + len(parts))
         # By other operators than forward, or the compiler keeps what those decoded.
-        if kind is None:
-            weight = _widened(parts[0], scales, gradient.dtype, is_again=True)
-            return gradient @ weight, None, None, None
-        narrow, row_scales = rounded(gradient, kind, scales)
-        weight = _in_8_bits(parts, scales, kind, ctx.columns, is_transposed=True)
-        product = _multiplied(narrow, row_scales, weight, scales.new_ones(ctx.columns))
+        if ctx.kind is None:
+            weight = _widened(parts[0], scales, gradient.dtype, input_scales, is_again=True)
+            return gradient @ weight, *nothing
+        narrow, row_scales = rounded(gradient, ctx.kind, scales)
+        weight = _in_8_bits(parts, scales, ctx.kind, ctx.columns, input_scales, is_transposed=True)
+        if input_scales is None:
+            column_scales = scales.new_ones(ctx.columns)
+        else:
+            column_scales = input_scales.reciprocal()
+        product = _multiplied(narrow, row_scales, weight, column_scales)
         of_input = product.to(gradient.dtype).reshape(*gradient.shape[:-1], ctx.columns)
-        return of_input, None, None, *(None for _ in parts)
+        return of_input, *nothing
 
 
 def _widened(
-    weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, is_again: bool = False
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    input_scales: torch.Tensor | None = None,
+    *,
+    is_again: bool = False,
 ) -> torch.Tensor:
-    wide, scales = weight.float(), scales[:, None]
-    return (scales * wide if is_again else wide * scales).to(dtype)
+    wide = weight.float()
+    scales = scales[:, None]
+    wide = scales * wide if is_again else wide * scales
+    if input_scales is not None:
+        wide = wide / input_scales
+    return wide.to(dtype)
 
 
 class _Gate(torch.autograd.Function):
@@ -162,7 +203,16 @@ class EightBitLinear(torch.nn.Linear):
         kind: ``fp8`` or ``int8``: what the weight's bytes are.
         products: what it multiplies in: the same, or None for the input's 16-bit type.
         compute_dtype: of what goes in and comes out.
+        row_scales: of the weight's rows (out,).
+        input_scales: by which an input's features (in,) are divided and the weight's columns
+            multiplied before both are rounded; None for 1.
+        input_mean: of an input's features (in,), which is not rounded; None for 0.
+        mean_product: of that and the weight (out,).
     """
+
+    input_scales: torch.Tensor | None = None
+    input_mean: torch.Tensor | None = None
+    mean_product: torch.Tensor | None = None
 
     def __init__(self, wide: torch.nn.Linear, kind: str) -> None:
         torch.nn.Module.__init__(self)
@@ -187,17 +237,37 @@ class EightBitLinear(torch.nn.Linear):
         self.weight = torch.nn.Parameter(narrow.view(torch.int8), requires_grad=False)
         self.row_scales = scales[:, 0]
 
+    def scale_inputs(self, input_scales: torch.Tensor) -> None:
+        """Divide the input's features by scales (in,) before they are rounded, and multiply the
+        weight's columns by them."""
+        scaled = self.dequantized().float() * input_scales
+        self.hold(scaled)
+        self.input_scales = input_scales
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product (..., out) of an input (..., in)."""
         return _forward(self, x, [self.weight.view(TYPES[self.kind])])
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight (out, in) in 16 bits."""
-        return _widened(self.weight.view(TYPES[self.kind]), self.row_scales, self.compute_dtype)
+        weight = self.weight.view(TYPES[self.kind])
+        return _widened(weight, self.row_scales, self.compute_dtype, self.input_scales)
 
 
 class FourBitLinear(bnb.nn.Linear4bit):
-    """bitsandbytes' layer that multiplies in 8 bits. Layers become one, none is made."""
+    """bitsandbytes' layer that multiplies in 8 bits, with the attributes of `EightBitLinear`.
+    Layers become one, none is made."""
+
+    input_scales: torch.Tensor | None = None
+    input_mean: torch.Tensor | None = None
+    mean_product: torch.Tensor | None = None
+
+    def scale_inputs(self, input_scales: torch.Tensor) -> None:
+        """Divide the input's features by scales (in,) before they are rounded, and multiply the
+        weight's columns by them where it is decoded."""
+        scaled = self.dequantized() * input_scales
+        self.row_scales = _largest_of_rows(scaled) / _LARGEST[self.products]
+        self.input_scales = input_scales
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product (..., out) of an input (..., in)."""
@@ -216,7 +286,15 @@ def _forward(layer: Any, x: torch.Tensor, parts: Parts) -> torch.Tensor:
     if layer.products == "nf4":
         product = linear(x, _rounded_to_nf4(layer.dequantized()))
     else:
-        product = _Product.apply(x, layer.products, layer.row_scales, *parts)
+        product = _Product.apply(
+            x,
+            layer.products,
+            layer.row_scales,
+            layer.input_scales,
+            layer.input_mean,
+            layer.mean_product,
+            *parts,
+        )
     return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
 
@@ -292,13 +370,71 @@ def _become_eight_bit(layer: Any, kind: str, name: str) -> None:
     blocks = state.blocksize, state.state2.blocksize if state.nested else _SCALES_BLOCK
     assert blocks == (_BLOCK, _SCALES_BLOCK), "4-bit blocks have bitsandbytes' default sizes"
     wide = bnb.functional.dequantize_4bit(layer.weight.data, state)
-    largest = torch.linalg.vector_norm(wide, torch.inf, dim=1).float()
+    largest = _largest_of_rows(wide)
     _check_finite(largest, name)
     for index, part in enumerate(parts):
         layer.register_buffer(f"part_{index}", part, persistent=False)
-    scales = largest.clamp(min=_TINY) / _LARGEST[kind]
-    layer.register_buffer("row_scales", scales, persistent=False)
+    layer.register_buffer("row_scales", largest / _LARGEST[kind], persistent=False)
     layer.__class__, layer.products, layer.parts = FourBitLinear, kind, len(parts)
+
+
+def _largest_of_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return the largest value of each row (out,) of a weight (out, in), in fp32."""
+    return torch.linalg.vector_norm(weight, torch.inf, dim=1).float().clamp(min=_TINY)
+
+
+def adapt(model: torch.nn.Module, show: Callable[[], object]) -> None:
+    """Let the layers that multiply in 8 bits round as suits what a trained model gives them.
+
+    A few features of such an input are much larger than the others, and most of what they are is
+    their mean. FP8 rounds each value in proportion to itself, INT8 all of a row in proportion to
+    its largest: either way these few decide how far a product is off. So the mean is taken out
+    before rounding and its product added in full; for INT8 each feature is divided by the root of
+    its size as well, and the weight's column multiplied by it (arXiv 2211.10438).
+
+    Args:
+        model: on its device, adapters on it or not; adapted once.
+        show: passes some examples through it, without gradients; layers then multiply in 16 bits.
+    """
+    layers = [m for m in model.modules() if getattr(m, "products", None) in TYPES]
+    layers = [layer for layer in layers if hasattr(layer, "row_scales")]
+    with _observed(layers) as seen:
+        show()
+    for layer in layers:
+        if layer not in seen:
+            continue
+        count, total, squares = seen[layer]
+        mean = total / count
+        layer.mean_product = layer.dequantized().float() @ mean
+        layer.input_mean = mean
+        if layer.products == "int8":
+            spread = (squares / count).sqrt()
+            spread = spread.clamp(min=_LEAST_SPREAD * spread.amax().clamp(min=_TINY))
+            layer.scale_inputs((spread / spread.mean()).sqrt())
+
+
+@contextlib.contextmanager
+def _observed(layers: list[Any]) -> Iterator[dict[Any, tuple[int, torch.Tensor, torch.Tensor]]]:
+    """Let layers multiply in 16 bits; yield by layer how many inputs went in, and their sum and
+    that of their squares (in,) by feature."""
+    seen: dict[Any, tuple[int, torch.Tensor, torch.Tensor]] = {}
+
+    def note(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        x = inputs[0].detach().reshape(-1, layer.in_features).float()
+        count, total, squares = seen.get(layer, (0, 0.0, 0.0))
+        seen[layer] = (count + len(x), total + x.sum(0), squares + x.square().sum(0))
+
+    kinds = [layer.products for layer in layers]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        for layer in layers:
+            layer.products = None
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, kind in zip(layers, kinds, strict=True):
+            layer.products = kind
 
 
 def _check_finite(scales: torch.Tensor, name: str) -> None:
@@ -309,14 +445,23 @@ def _check_finite(scales: torch.Tensor, name: str) -> None:
 
 
 def _in_8_bits(
-    parts: Parts, scales: torch.Tensor, kind: str, columns: int, *, is_transposed: bool
+    parts: Parts,
+    scales: torch.Tensor,
+    kind: str,
+    columns: int,
+    input_scales: torch.Tensor | None,
+    *,
+    is_transposed: bool,
 ) -> torch.Tensor:
     """Return a weight (out, in), or its transpose (in, out), row-major, without its scales."""
     weight = parts[0]
     if len(parts) > 1:
         if weight.is_cuda:
-            return _decoded(parts, scales, kind, columns, is_transposed)
-        values = _unpacked(parts).reshape(-1, columns) / scales[:, None]
+            return _decoded(parts, scales, input_scales, kind, columns, is_transposed)
+        values = _unpacked(parts).reshape(-1, columns)
+        if input_scales is not None:
+            values = values * input_scales
+        values = values / scales[:, None]
         weight = (values.round() if kind == "int8" else values).to(TYPES[kind])
     if weight.is_cuda and is_transposed:
         return _transposed(weight.view(torch.int8)).view(TYPES[kind])
@@ -346,9 +491,9 @@ if triton is not None:
 
     @triton.jit
     def _decode(  # type: ignore[no-untyped-def]
-        packed, scales, code, of_scales, outer_scales, mean, row_scales, out,
-        columns: tl.constexpr, is_nested: tl.constexpr, is_int: tl.constexpr, size: tl.constexpr,
-        reader: tl.constexpr,
+        packed, scales, code, of_scales, outer_scales, mean, row_scales, input_scales, out,
+        columns: tl.constexpr, is_nested: tl.constexpr, has_input_scales: tl.constexpr,
+        is_int: tl.constexpr, size: tl.constexpr, reader: tl.constexpr,
     ):  # fmt: skip
         first = tl.program_id(0).to(tl.int64) * size
         at = first + tl.arange(0, size)
@@ -360,6 +505,9 @@ if triton is not None:
         factor /= tl.load(row_scales + 2 * at // columns)
         high, low = tl.load(code + (byte >> 4)), tl.load(code + (byte & 15))
         values = tl.interleave(high * factor, low * factor)
+        if has_input_scales:
+            column = (2 * first + tl.arange(0, 2 * size)) % columns
+            values *= tl.load(input_scales + column)
         tl.store(out + 2 * first + tl.arange(0, 2 * size), _narrow(values, is_int))
 
     @triton.jit
@@ -373,13 +521,16 @@ if triton is not None:
 
     @triton.jit
     def _round(  # type: ignore[no-untyped-def]
-        values, times, out, scales, columns,
-        has_times: tl.constexpr, is_int: tl.constexpr, largest: tl.constexpr, size: tl.constexpr,
+        values, times, less, out, scales, columns,
+        has_times: tl.constexpr, has_less: tl.constexpr, is_int: tl.constexpr,
+        largest: tl.constexpr, size: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, size)
         is_in = column < columns
         wide = tl.load(values + row * columns + column, mask=is_in, other=0.0).to(tl.float32)
+        if has_less:
+            wide -= tl.load(less + column, mask=is_in, other=0.0)
         if has_times:
             wide *= tl.load(times + column, mask=is_in, other=0.0)
         # The largest of values and no number would be a value.
@@ -393,6 +544,7 @@ if triton is not None:
     def _decoded(
         parts: list[torch.Tensor],
         row_scales: torch.Tensor,
+        input_scales: torch.Tensor | None,
         kind: str,
         columns: int,
         is_transposed: bool,
@@ -403,8 +555,10 @@ if triton is not None:
         out = packed.new_empty(len(row_scales), columns, dtype=TYPES[kind])
         size = math.gcd(packed.numel(), 4096)
         torch.library.wrap_triton(_decode)[(packed.numel() // size,)](
-            packed, scales, code, *outer, row_scales, out,
-            columns=columns, is_nested=len(parts) > 3, is_int=kind == "int8", size=size,
+            packed, scales, code, *outer, row_scales,
+            row_scales if input_scales is None else input_scales, out,
+            columns=columns, is_nested=len(parts) > 3, has_input_scales=input_scales is not None,
+            is_int=kind == "int8", size=size,
             # The compiler would take both for one, and keep what the first decoded.
             reader=int(is_transposed),
         )  # fmt: skip
@@ -425,7 +579,7 @@ if triton is not None:
         return _turned(values)
 
     def _rounded_at_once(
-        values: torch.Tensor, kind: str, times: torch.Tensor | None
+        values: torch.Tensor, kind: str, times: torch.Tensor | None, less: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `rounded` does, by one kernel."""
         values = values.contiguous()
@@ -433,8 +587,9 @@ if triton is not None:
         out = values.new_empty(rows, columns, dtype=TYPES[kind])
         scales = values.new_empty(rows, 1, dtype=torch.float32)
         _round[(rows,)](
-            values, values if times is None else times, out, scales, columns,
-            has_times=times is not None, is_int=kind == "int8", largest=_LARGEST[kind],
-            size=triton.next_power_of_2(columns), num_warps=8,
+            values, values if times is None else times, values if less is None else less,
+            out, scales, columns,
+            has_times=times is not None, has_less=less is not None, is_int=kind == "int8",
+            largest=_LARGEST[kind], size=triton.next_power_of_2(columns), num_warps=8,
         )  # fmt: skip
         return out, scales

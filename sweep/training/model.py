@@ -29,6 +29,7 @@ from search_spaces.config import TrialConfig, liger_kernels
 from search_spaces.errors import InputError, install_extra
 from search_spaces.models import ModelSpec
 from search_spaces.space import Weights
+from storage.records import EightBitProducts
 from sweep.training.eight_bit import (
     EightBitLinear,
     UnfitWeightError,
@@ -74,6 +75,10 @@ class BaseModel:
     on_host: dict[torch.nn.Module, torch.nn.Module] = field(default_factory=dict)
     """Of each module of a base that is to be sharded, the one with its loaded weights; none where
     they are random."""
+    is_pretrained: bool = False
+    """Whether its weights are a trained model's."""
+    eight_bit: EightBitProducts | None = None
+    """What 8-bit compute makes of such weights, once that was looked at."""
 
     def close(self) -> None:
         """Drop the weights and every patch."""
@@ -124,7 +129,8 @@ def build_base(
         with _needing("kernels", cure=install_extra("gpu")):
             _apply_liger(model, config.kernels, undo)
     share = quantized_share(model, config)
-    return BaseModel(config.base(), spec, model, undo, share, device, seed, on_host)
+    is_pretrained = weights == "pretrained"
+    return BaseModel(config.base(), spec, model, undo, share, device, seed, on_host, is_pretrained)
 
 
 @contextlib.contextmanager

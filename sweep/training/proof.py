@@ -1,5 +1,5 @@
 """The proof that every setting took effect: what the first steps left behind, held against what was
-asked; and how close a step in 8 bits comes to the same in 16, on the same examples and adapters.
+asked.
 
 A compile that fell back to eager, an attention kernel that was not used, a checkpoint flag that did
 nothing: the run does not count as that configuration. A setting without a proof is a mistake that a
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import in_percent
 from search_spaces.linears import LEAST_QUANTIZED_SHARE
-from storage.records import Faithfulness, Ineffective
-from sweep.data.batches import Batch, TrialBatches, in_parts, loss_tokens, trained_epoch
+from storage.records import Ineffective
+from sweep.data.batches import TrialBatches, trained_epoch
 from sweep.data.rows import is_flattened
-from sweep.training.adapters import changed, eager, local, recomputed
+from sweep.training.adapters import local
 from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
 from sweep.training.model import DTYPES, compute_type
@@ -56,13 +55,6 @@ _LEAST_8_BIT_SHARE = 0.6
 adapter have none for their input's gradient."""
 _DROPOUTS = ("native_dropout", "bernoulli_")
 _ADAPTER = "default"
-MICRO_BATCHES = 2
-"""On which a step in 8 bits is compared at most."""
-COMPARED_TOKENS = 4096
-"""So many are enough: by 5,120 tokens a gradient was 46.8 and 47.1 % off, by 10,240 it was 46.0 %
-(NF4 in INT8 on an H100, 2026-11-26), where 129 % are accepted."""
-LOSS_RESOLUTION = torch.finfo(torch.bfloat16).eps
-"""A relative difference of the loss that bf16 itself would not show."""
 _SHARE_SLACK = 0.05
 """Of a share of the weights: rows that the GPUs do not divide into go to the first of them."""
 
@@ -528,99 +520,3 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     "sharding": _sharding,
 }
 """By the key of each setting what returns a contradiction to its value, or None."""
-
-
-def compared(loop: TrainingLoop) -> Faithfulness:
-    """Return how loss and gradients of a few micro-batches differ from those in 16 bits.
-
-    The step in 8 bits is the one that trains, compiled or not, but for dropout. Those in 16 bits
-    are eager and recompute every layer, to need less memory than that; where it recomputes as well,
-    in parts of a micro-batch. Of pairs the completions' likelihood is compared: their own loss and
-    its gradients vanish where the chosen one is surely preferred.
-    """
-    attached = loop.attached
-    model, layers, base = attached.model, attached.layers, attached.model.get_base_model()
-    whole = [loop.next_batch()]
-    while len(whole) < MICRO_BATCHES and sum(map(loss_tokens, whole)) < COMPARED_TOKENS:
-        whole.append(loop.next_batch())
-    count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
-    parts = [part for batch in whole for part in in_parts(batch, count, rows)]
-    on_pairs = isinstance(loop.trained, Preference)
-    as_texts = changed([(loop.trained, "is_likelihood", True)] * on_pairs)
-    with _without_dropout(model), as_texts:
-        narrow_loss, narrow = _gradients(loop, whole)
-        recomputing = recomputed(base, layers, range(len(layers)))
-        can_recompute = base.supports_gradient_checkpointing
-        with eager(layers), recomputing if can_recompute else nullcontext():
-            with multiplying_in(model, None):
-                wide_loss, wide = _gradients(loop, parts)
-            with multiplying_in(model, "nf4"):
-                coarse_loss, coarse = _gradients(loop, parts)
-    length, narrow_off, coarse_off = _dot(wide, wide), narrow - wide, coarse - wide
-    return Faithfulness(
-        loss_error=abs(narrow_loss - wide_loss) / abs(wide_loss),
-        gradient_error=(_dot(narrow_off, narrow_off) / length) ** 0.5,
-        gradient_cosine=_dot(narrow, wide) / (_dot(narrow, narrow) * length) ** 0.5,
-        accepted_gradient_error=(_dot(coarse_off, coarse_off) / length) ** 0.5,
-        accepted_loss_error=abs(coarse_loss - wide_loss) / abs(wide_loss),
-    )
-
-
-def unfaithful(found: Faithfulness) -> str | None:
-    """Return why a step in 8 bits does not stand for one in 16; None where it does.
-
-    What everybody accepts of a 4-bit base is the bound: what rounding the weights to NF4 does.
-    """
-    bounds = (
-        ("the loss is", found.loss_error, max(found.accepted_loss_error, LOSS_RESOLUTION)),
-        ("gradients are", found.gradient_error, found.accepted_gradient_error),
-    )
-    for what, error, bound in bounds:
-        if not error <= bound:
-            return (
-                f"{what} {in_percent(error)} off 16-bit compute of the same base, and rounding the "
-                f"weights to NF4 would be {in_percent(bound)}"
-            )
-    return None
-
-
-def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
-    """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
-    of all adapters in one row on the host."""
-    counts = list(map(loss_tokens, batches))
-    loop.optimizer.zero_grad()
-    # The mean over no tokens is no number.
-    loss = sum(
-        loop.add_gradients(batch, weight=count / sum(counts))
-        for batch, count in zip(batches, counts, strict=True)
-        if count
-    )
-    trained = loop.attached.trainable_parameters()
-    gradients = [p.grad.float().cpu().flatten() for p in trained if p.grad is not None]
-    loop.optimizer.zero_grad()
-    return loss, torch.cat(gradients)
-
-
-def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(torch.sum(one * other, dtype=torch.float64))
-
-
-def multiplying_in(model: torch.nn.Module, products: str | None) -> AbstractContextManager[None]:
-    """Let the layers that multiply in 8 bits do otherwise for a while.
-
-    Args:
-        model: whose layers; eager, as what is compiled would be compiled again.
-        products: None for 16 bits; ``nf4`` for 16 bits with weights rounded to NF4 once more.
-    """
-    layers = (m for m in model.modules() if getattr(m, "products", None) is not None)
-    return changed((layer, "products", products) for layer in layers)
-
-
-def _without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Drop nothing: two passes would not drop the same."""
-    return changed(
-        (module, name, 0.0)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, float) and (name == "p" or "dropout" in name)
-    )

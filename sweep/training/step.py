@@ -34,9 +34,10 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import MAX_GRAD_NORM, TrialConfig
-from storage.records import Stage
+from storage.records import EightBitProducts, Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
+from sweep.training.faithfulness import fit_to, mean_loss
 from sweep.training.model import compute_type
 from sweep.training.preference import REFERENCE, trained
 from sweep.training.team import fsdp_plugin, rank, shard_on_cpu, world_size
@@ -84,6 +85,7 @@ class TrainingLoop:
     ) -> None:
         torch.manual_seed(seed + rank())
         self.attached = attached
+        self._config = config
         self.stage: Stage = "load"
         self.micro_step = 0
         self.rows_per_sample = config.rows_per_sample
@@ -228,6 +230,21 @@ class TrainingLoop:
     def largest_batch(self) -> dict[str, torch.Tensor]:
         """Return one of the largest micro-batches, on the device."""
         return next(_endless(self._loaders[0]))
+
+    def fit_8_bits(self) -> EightBitProducts:
+        """Fit 8-bit products to the model's real weights, on one of the largest micro-batches."""
+        batch = self.largest_batch()
+        batch.pop(WEIGHT, None)
+        attached = self.attached
+        with self.as_trained():
+            return fit_to(
+                attached.model,
+                batch,
+                kind=self._config.compute_dtype,
+                layers=attached.layers,
+                run=lambda part: mean_loss(self.trained, part),
+                rows_per_sample=self.rows_per_sample,
+            )
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint as Trainer does: the adapter, the optimizer's and the schedule's

@@ -40,6 +40,7 @@ from sweep.data.probing import are_apart, check_is_causal, takes_positions
 from sweep.training.adapters import attached, held_share, local
 from sweep.training.device import Device, Mark, Memory
 from sweep.training.exceptions import DETAIL_LENGTH, knob_at_fault, out_of_memory
+from sweep.training.faithfulness import compared, too_many, unfaithful
 from sweep.training.messages import Progress
 from sweep.training.meter import (
     CardReader,
@@ -50,14 +51,7 @@ from sweep.training.meter import (
     median_interval,
 )
 from sweep.training.model import BaseModel
-from sweep.training.proof import (
-    KernelWatch,
-    ProductWatch,
-    StepEvidence,
-    compared,
-    ineffective,
-    unfaithful,
-)
+from sweep.training.proof import KernelWatch, ProductWatch, StepEvidence, ineffective
 from sweep.training.step import TrainingLoop
 from sweep.training.team import (
     NO_LIMIT,
@@ -318,8 +312,9 @@ class Trial:
             if world_size() > 1:
                 # What was sent to make all adapters alike is not a step's.
                 self.device.mark().wait()
-            self._enter("warmup")
             try:
+                self._fit_8_bits(loop)
+                self._enter("warmup")
                 self._prove(loop)
                 loop.leave_largest()
                 while not agreed(self._meter.is_warm()):
@@ -331,6 +326,24 @@ class Trial:
                 outcome = ended.outcome
             self._enter("detach")
             return outcome
+
+    def _fit_8_bits(self, loop: TrainingLoop) -> None:
+        """Fit 8-bit products to real weights, once for all trials on this base.
+
+        Raises:
+            Ended: too few of them are close to 16 bits.
+        """
+        config, base = self.config, self.base
+        if not (config.is_8bit_compute and base.is_pretrained) or config.is_sharded:
+            return
+        if base.eight_bit is None:
+            base.eight_bit = loop.fit_8_bits()
+            # What that needed is not what a step needs.
+            self.device.release()
+            self.device.reset_peak()
+        fault = too_many(base.eight_bit, config.compute_dtype)
+        if fault is not None:
+            raise Ended(Ineffective(knob="compute_dtype", detail=fault))
 
     def _prove(self, loop: TrainingLoop) -> None:
         """Do the steps that have the peak.
@@ -566,6 +579,7 @@ class Trial:
             flags=tuple(name for name, is_set in flags.items() if is_set),
             quantized_share=self.base.quantized_share,
             compile_seconds=attachment.compilation and attachment.compilation.seconds,
+            eight_bit=self.base.eight_bit if self.config.is_8bit_compute else None,
             soak=soak or None,
             documents_apart=self._documents_apart,
         )

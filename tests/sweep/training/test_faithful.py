@@ -60,7 +60,7 @@ def test_a_check_leaves_the_base_as_it_was(
             losses.append(measured(trial_on(base, config, steps=BRIEF).run()).final_loss)
         assert not base.model.get_input_embeddings()._forward_hooks
         # One that fails, too.
-        monkeypatch.setattr("sweep.training.proof.multiplying_in", out_of_memory)
+        monkeypatch.setattr("sweep.training.faithfulness.multiplying_in", out_of_memory)
         assert isinstance(trial_on(base, config).run(), OutOfMemory)
         assert not base.model.is_gradient_checkpointing
     assert losses[0] == losses[1]
@@ -92,7 +92,7 @@ def test_adapters_that_are_more_work_than_the_layers_below_are_no_sign_of_16_bit
 
 
 def _without_scales(real: Any) -> Any:
-    return lambda values, kind, times=None: real(values, kind)
+    return lambda values, kind, *_: real(values, kind)
 
 
 def _with_the_gradient_mixed_up(real: Any) -> Any:
@@ -175,7 +175,7 @@ def test_small_gradients_pass_an_8_bit_base_in_fp16(kind: str) -> None:
 
 @pytest.mark.parametrize("row", [r for r in EIGHT_BIT if "faithfulness" in r], ids=describe)
 def test_what_ran_on_a_gpu_is_faithful(row: Row) -> None:
-    from sweep.training.proof import unfaithful
+    from sweep.training.faithfulness import unfaithful
 
     found = Faithfulness.model_validate(row["faithfulness"])
     assert unfaithful(found) is None

@@ -218,7 +218,7 @@ def eight_bit_kernels(*, is_compiled: bool) -> AbstractContextManager[None]:
 
 
 def _rounded(
-    values: torch.Tensor, kind: str, times: torch.Tensor | None = None
+    values: torch.Tensor, kind: str, *_: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     values = values.reshape(-1, values.shape[-1]).contiguous()
     narrow = torch.empty(values.shape, dtype=TYPES[kind], device="meta")
@@ -244,13 +244,13 @@ def _multiplied_when_compiled(
 
 
 def _widened_when_compiled(
-    weight: torch.Tensor, _: torch.Tensor, dtype: torch.dtype, **__: object
+    weight: torch.Tensor, _: torch.Tensor, dtype: torch.dtype, *__: object, **___: object
 ) -> torch.Tensor:
     return torch.empty(weight.shape, dtype=dtype, device="meta")
 
 
 def _in_8_bits(
-    parts: Parts, scales: torch.Tensor, kind: str, columns: int, *, is_transposed: bool
+    parts: Parts, scales: torch.Tensor, kind: str, columns: int, _: None, *, is_transposed: bool
 ) -> torch.Tensor:
     def of(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=TYPES[kind], device="meta")
@@ -262,6 +262,7 @@ def _in_8_bits(
 def _become_eight_bit(layer: Any, kind: str, _: str) -> None:
     """Let the stand-in of bitsandbytes' layer multiply in 8 bits."""
     layer.products = kind
+    layer.input_scales = layer.input_mean = layer.mean_product = None
     layer.register_buffer("row_scales", torch.empty(layer.out_features, device="meta"))
     # Two parts, as one alone would be a weight in 8 bits.
     parts = [layer.weight.data, layer.weight.data]

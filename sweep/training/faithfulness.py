@@ -1,0 +1,331 @@
+"""How close a step in 8 bits comes to the same in 16: on the examples and adapters of a trial, and
+layer by layer on a model's real weights, where products that are too far off stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from search_spaces.errors import in_percent
+from storage.records import EightBitProducts, Faithfulness, ProductErrors
+from sweep.data.batches import Batch, in_parts, loss_tokens
+from sweep.training import eight_bit
+from sweep.training.adapters import changed, eager, recomputed
+from sweep.training.preference import Preference
+
+if TYPE_CHECKING:
+    from sweep.training.step import TrainingLoop
+
+MICRO_BATCHES = 2
+"""On which a step in 8 bits is compared at most."""
+COMPARED_TOKENS = 4096
+"""So many are enough: by 5,120 tokens a gradient was 46.8 and 47.1 % off, by 10,240 it was 46.0 %
+(NF4 in INT8 on an H100, 2026-11-26), where 129 % are accepted."""
+LOSS_RESOLUTION = torch.finfo(torch.bfloat16).eps
+"""A relative difference of the loss that bf16 itself would not show."""
+MOST_ERROR = 0.05
+"""Of a product or of an input's gradient in 8 bits, relative to that in fp32: FP8's own rounding of
+evenly spread values is 0.026 off, INT8's 0.007."""
+MOST_SHARE = 0.25
+"""Of the frozen layers' weights that may stay in 16 bits: beyond it little of the gain is left."""
+_SAMPLED_TOKENS = 128
+"""Of which each layer's inputs and gradients are kept until both are there."""
+_SCALED_UP = 2.0**10
+"""A loss, so that gradients in fp16 do not vanish; the errors are relative."""
+
+
+@dataclass(frozen=True)
+class _LayerErrors:
+    """A layer's relative errors, in 8 bits and in 16, against fp32 on the same weight."""
+
+    name: str
+    forward: float
+    gradient: float
+    forward_16_bit: float
+    gradient_16_bit: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.forward, self.gradient)
+
+
+def fit_to(
+    model: torch.nn.Module,
+    batch: Batch,
+    *,
+    kind: str,
+    layers: Sequence[torch.nn.Module],
+    run: Callable[[Batch], torch.Tensor],
+    rows_per_sample: int = 1,
+) -> EightBitProducts:
+    """Fit 8-bit products to a trained model, and keep those that are too far off in 16 bits.
+
+    What goes into each layer is looked at first (`eight_bit.adapt`). Then one pass in 16 bits
+    compares, layer by layer, what 8 bits make of the same inputs and gradients.
+
+    Args:
+        model: base with adapters, on its device.
+        batch: the first micro-batch, on the device.
+        kind: ``fp8`` or ``int8``: what is computed in.
+        layers: the decoder layers.
+        run: returns the mean loss of a micro-batch, in the precision that trains.
+        rows_per_sample: rows of the batch that belong together.
+    """
+    parts = -(-batch["input_ids"].numel() // COMPARED_TOKENS)
+    shown = next(part for part in in_parts(batch, parts, rows_per_sample) if loss_tokens(part))
+    with _without_dropout(model), eager(layers):
+        with torch.no_grad():
+            eight_bit.adapt(model, lambda: run(shown))
+            narrow_loss = float(run(shown))
+        with _all_recomputed(model, layers), multiplying_in(model, None):
+            errors, wide_loss = _layer_errors(model, kind, lambda: run(shown))
+    kept = [found.name for found in errors if not found.worst <= MOST_ERROR]
+    keep_in_16_bits(model, kept, kind=kind)
+    return EightBitProducts(
+        errors=tuple(_by_projection(errors)),
+        most_error=MOST_ERROR,
+        kept_in_16_bits=tuple(kept),
+        share_in_16_bits=_share(model, kept),
+        loss_8_bit=narrow_loss,
+        loss_16_bit=wide_loss,
+    )
+
+
+def mean_loss(trained: Any, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of a micro-batch; of pairs that of the completions' likelihood."""
+    on_pairs = isinstance(trained, Preference)
+    with changed([(trained, "is_likelihood", True)] * on_pairs):
+        loss: torch.Tensor = trained(**batch).loss
+    return loss
+
+
+def keep_in_16_bits(model: torch.nn.Module, names: Sequence[str], *, kind: str) -> None:
+    """Let the layers of some names multiply in 16 bits, and all others in 8."""
+    for name, layer in _narrow_layers(model).items():
+        layer.products = None if name in names else kind
+
+
+def too_many(found: EightBitProducts, compute_dtype: str) -> str | None:
+    """Return why so many products stay in 16 bits that 8-bit compute is of no use; None where it
+    is."""
+    if found.share_in_16_bits <= MOST_SHARE:
+        return None
+    return (
+        f"on these weights {len(found.kept_in_16_bits)} layers, "
+        f"{in_percent(found.share_in_16_bits)} of the weights, are over {in_percent(MOST_ERROR)} "
+        f"off in {compute_dtype}: train with compute_dtype bf16 (fp16 on a GPU without bf16)"
+    )
+
+
+def _narrow_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that hold what 8-bit products need, by name."""
+    return {name: m for name, m in model.named_modules() if hasattr(m, "row_scales")}
+
+
+def _share(model: torch.nn.Module, names: Sequence[str]) -> float:
+    layers = _narrow_layers(model)
+    weights = {name: m.in_features * m.out_features for name, m in layers.items()}
+    return sum(weights[name] for name in names) / sum(weights.values())
+
+
+def _by_projection(errors: Sequence[_LayerErrors]) -> Iterator[ProductErrors]:
+    """Yield the errors of the layers of one name together, such as all ``down_proj``."""
+    together = defaultdict[str, list[_LayerErrors]](list)
+    for found in errors:
+        projection = found.name.removesuffix(".base_layer").rpartition(".")[2]
+        together[projection].append(found)
+    for projection, of_layers in together.items():
+        forward = [found.forward for found in of_layers]
+        gradient = [found.gradient for found in of_layers]
+        yield ProductErrors(
+            projection=projection,
+            layers=len(of_layers),
+            forward=statistics.median(forward),
+            forward_worst=max(forward),
+            forward_16_bit=statistics.median(found.forward_16_bit for found in of_layers),
+            gradient=statistics.median(gradient),
+            gradient_worst=max(gradient),
+            gradient_16_bit=statistics.median(found.gradient_16_bit for found in of_layers),
+        )
+
+
+def _layer_errors(
+    model: torch.nn.Module, kind: str, run: Callable[[], torch.Tensor]
+) -> tuple[list[_LayerErrors], float]:
+    """Return each layer's errors on what a pass in 16 bits gives it, and the loss of that pass."""
+    found: dict[str, _LayerErrors] = {}
+    layers = _narrow_layers(model)
+
+    def watch(name: str, layer: Any, x: torch.Tensor, output: torch.Tensor) -> None:
+        if not output.requires_grad:
+            return
+        rows = _sampled(x.detach().reshape(-1, x.shape[-1]))
+
+        def compare(gradient: torch.Tensor) -> None:
+            gradients = _sampled(gradient.reshape(-1, gradient.shape[-1]))
+            found[name] = _errors(name, layer, kind, rows, gradients)
+
+        output.register_hook(compare)
+
+    def hook(name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        return lambda layer, inputs, output: watch(name, layer, inputs[0], output)
+
+    hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        loss = run()
+        (loss * _SCALED_UP).backward()
+    finally:
+        for handle in hooks:
+            handle.remove()
+        for parameter in trained:
+            parameter.grad = None
+    return [found[name] for name in layers if name in found], float(loss.detach())
+
+
+def _sampled(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows (`_SAMPLED_TOKENS`, features) of many, evenly spread, the first among them."""
+    step = max(1, len(rows) // _SAMPLED_TOKENS)
+    return rows[::step][:_SAMPLED_TOKENS].clone()
+
+
+def _errors(
+    name: str, layer: Any, kind: str, x: torch.Tensor, gradient: torch.Tensor
+) -> _LayerErrors:
+    """Return a layer's errors on inputs (tokens, in) and on gradients (tokens, out)."""
+    weight = layer.dequantized().float()
+    bias = 0.0 if layer.bias is None else layer.bias.float()
+    exact = x.float() @ weight.t() + bias
+    exact_gradient = gradient.float() @ weight
+
+    def against(products: str | None) -> tuple[float, float]:
+        with changed([(layer, "products", products)]), torch.enable_grad():
+            own = x.detach().requires_grad_()
+            output = layer.forward(own)
+            [of_input] = torch.autograd.grad(output, own, gradient.to(output.dtype))
+        return _off(output.detach(), exact), _off(of_input, exact_gradient)
+
+    forward, backward = against(kind)
+    forward_16_bit, backward_16_bit = against(None)
+    return _LayerErrors(name, forward, backward, forward_16_bit, backward_16_bit)
+
+
+def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return a relative error; 0 where there is nothing to be off from."""
+    size = float(torch.linalg.vector_norm(exact))
+    off = float(torch.linalg.vector_norm(found.float() - exact))
+    return off / size if size else 0.0
+
+
+@contextlib.contextmanager
+def _all_recomputed(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Recompute every layer where the model can, so that a pass needs little memory."""
+    base = model.get_base_model()
+    if not base.supports_gradient_checkpointing:
+        yield
+        return
+    with recomputed(base, layers, range(len(layers))):
+        yield
+
+
+def compared(loop: TrainingLoop) -> Faithfulness:
+    """Return how loss and gradients of a few micro-batches differ from those in 16 bits.
+
+    The step in 8 bits is the one that trains, compiled or not, but for dropout. Those in 16 bits
+    are eager and recompute every layer, to need less memory than that; where it recomputes as well,
+    in parts of a micro-batch. Of pairs the completions' likelihood is compared: their own loss and
+    its gradients vanish where the chosen one is surely preferred.
+    """
+    attached = loop.attached
+    model = attached.model
+    layers = attached.layers
+    whole = [loop.next_batch()]
+    while len(whole) < MICRO_BATCHES and sum(map(loss_tokens, whole)) < COMPARED_TOKENS:
+        whole.append(loop.next_batch())
+    count, rows = 4 if attached.checkpointed else 1, loop.rows_per_sample
+    parts = [part for batch in whole for part in in_parts(batch, count, rows)]
+    on_pairs = isinstance(loop.trained, Preference)
+    as_texts = changed([(loop.trained, "is_likelihood", True)] * on_pairs)
+    with _without_dropout(model), as_texts:
+        narrow_loss, narrow = _gradients(loop, whole)
+        with eager(layers), _all_recomputed(model, layers):
+            with multiplying_in(model, None):
+                wide_loss, wide = _gradients(loop, parts)
+            with multiplying_in(model, "nf4"):
+                coarse_loss, coarse = _gradients(loop, parts)
+    length, narrow_off, coarse_off = _dot(wide, wide), narrow - wide, coarse - wide
+    return Faithfulness(
+        loss_error=abs(narrow_loss - wide_loss) / abs(wide_loss),
+        gradient_error=(_dot(narrow_off, narrow_off) / length) ** 0.5,
+        gradient_cosine=_dot(narrow, wide) / (_dot(narrow, narrow) * length) ** 0.5,
+        accepted_gradient_error=(_dot(coarse_off, coarse_off) / length) ** 0.5,
+        accepted_loss_error=abs(coarse_loss - wide_loss) / abs(wide_loss),
+    )
+
+
+def unfaithful(found: Faithfulness) -> str | None:
+    """Return why a step in 8 bits does not stand for one in 16; None where it does.
+
+    What everybody accepts of a 4-bit base is the bound: what rounding the weights to NF4 does.
+    """
+    bounds = (
+        ("the loss is", found.loss_error, max(found.accepted_loss_error, LOSS_RESOLUTION)),
+        ("gradients are", found.gradient_error, found.accepted_gradient_error),
+    )
+    for what, error, bound in bounds:
+        if not error <= bound:
+            return (
+                f"{what} {in_percent(error)} off 16-bit compute of the same base, and rounding the "
+                f"weights to NF4 would be {in_percent(bound)}"
+            )
+    return None
+
+
+def _gradients(loop: TrainingLoop, batches: Sequence[Batch]) -> tuple[float, torch.Tensor]:
+    """Return the loss of micro-batches together, as a mean over supervised tokens, and the gradient
+    of all adapters in one row on the host."""
+    counts = list(map(loss_tokens, batches))
+    loop.optimizer.zero_grad()
+    # The mean over no tokens is no number.
+    loss = sum(
+        loop.add_gradients(batch, weight=count / sum(counts))
+        for batch, count in zip(batches, counts, strict=True)
+        if count
+    )
+    trained = loop.attached.trainable_parameters()
+    gradients = [p.grad.float().cpu().flatten() for p in trained if p.grad is not None]
+    loop.optimizer.zero_grad()
+    return loss, torch.cat(gradients)
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.sum(one * other, dtype=torch.float64))
+
+
+def multiplying_in(model: torch.nn.Module, products: str | None) -> AbstractContextManager[None]:
+    """Let the layers that multiply in 8 bits do otherwise for a while.
+
+    Args:
+        model: whose layers; eager, as what is compiled would be compiled again.
+        products: None for 16 bits; ``nf4`` for 16 bits with weights rounded to NF4 once more.
+    """
+    layers = (m for m in model.modules() if getattr(m, "products", None) is not None)
+    return changed((layer, "products", products) for layer in layers)
+
+
+def _without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Drop nothing: two passes would not drop the same."""
+    return changed(
+        (module, name, 0.0)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and (name == "p" or "dropout" in name)
+    )

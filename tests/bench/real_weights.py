@@ -1,0 +1,380 @@
+"""What configurations learn on a real pretrained model: many short trainings on one GPU.
+
+    python -m tests.bench.real_weights RUNS.jsonl --model DIRECTORY [--processes 2] [--together 4]
+        -o OUT.jsonl
+
+Each line of RUNS is ``{"config": {...}, "seed": 0, "tokens": 1000000}``: a configuration, the seed
+of its adapters and of the order of the rows, and the tokens that it trains on. Each line of OUT is
+the same with the loss of held-out rows in nats a token, in the products that it trained in
+(``eval_loss``) and in 16-bit compute on the same base (``eval_loss_16_bit``).
+
+Base, adapters and 8-bit layers are those of a trial; a step is captured as one CUDA graph, so that
+a model of 135 million parameters does not wait for its host, and several share the GPU: speeds say
+nothing. The text is Python's standard library in rows without padding, one file in twelve held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import queue
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from search_spaces.config import MAX_GRAD_NORM, WEIGHT_DECAY, TrialConfig, parse_config
+from search_spaces.models import load_model_spec
+from sweep.training.adapters import Attached, attached
+from sweep.training.faithfulness import fit_to, multiplying_in
+from sweep.training.model import build_base, compute_type
+from sweep.training.step import evaluating
+from tests.bench.harness import stamp
+
+HELD_OUT_EVERY = 12
+"""One file in so many is held out."""
+EVAL_TOKENS = 131_072
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_WARMUP_STEPS = 3
+"""That CUDA's libraries need before a step can be captured; they train nothing."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Python's standard library as tokens, each file with the tokenizer's end of text behind it."""
+
+    training: np.ndarray  # (tokens,)
+    held_out: np.ndarray  # (tokens,)
+
+    def training_rows(self, seq_len: int, *, seed: int) -> np.ndarray:
+        """Return rows (rows, seq_len) of the training files in the order of a seed."""
+        rows = _rows(self.training, seq_len)
+        return rows[np.random.default_rng(seed).permutation(len(rows))]
+
+    def held_out_rows(self, seq_len: int) -> np.ndarray:
+        """Return rows (rows, seq_len) of the held-out files, `EVAL_TOKENS` in all at most."""
+        return _rows(self.held_out, seq_len)[: EVAL_TOKENS // seq_len]
+
+
+def _rows(tokens: np.ndarray, seq_len: int) -> np.ndarray:
+    return tokens[: len(tokens) // seq_len * seq_len].reshape(-1, seq_len)
+
+
+def python_sources(model: str) -> Sources:
+    """Return the sources of this Python's standard library as a model's tokenizer reads them."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not _LEFT_OUT & set(file.relative_to(root).parts)
+    ]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokens = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    held_out = tokens[::HELD_OUT_EVERY]
+    training = [ids for index, ids in enumerate(tokens) if index % HELD_OUT_EVERY]
+    return Sources(np.concatenate(training), np.concatenate(held_out))
+
+
+class Step:
+    """An optimizer step of attached adapters on rows of tokens, captured where there is a GPU.
+
+    Args:
+        attachment: base and adapters.
+        config: how it trains.
+    """
+
+    def __init__(self, attachment: Attached, config: TrialConfig) -> None:
+        self._model = attachment.model
+        self._parameters = attachment.trainable_parameters()
+        device = self._parameters[0].device
+        shape = (config.accumulation_steps, config.micro_batch_size, config.seq_len)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._mask = causal_mask(config.seq_len, device)
+        self._autocast = autocast(config, device)
+        self._rate = torch.zeros((), device=device)
+        is_on_gpu = device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=self._rate,
+            weight_decay=WEIGHT_DECAY,
+            fused=is_on_gpu,
+            capturable=is_on_gpu,
+        )
+        self._loss = torch.zeros((), device=device)
+        self._run = self._step
+        if is_on_gpu:
+            self._run = self._captured()
+
+    def _step(self) -> None:
+        self._loss.zero_()
+        for micro_batch in self._tokens:
+            with self._autocast:
+                found = self._model(
+                    input_ids=micro_batch, attention_mask=self._mask, labels=micro_batch
+                )
+                loss = found.loss / len(self._tokens)
+            loss.backward()
+            self._loss += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRAD_NORM, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def _captured(self) -> Any:
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(_WARMUP_STEPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        # At a rate of 0 the steps so far moved no adapter, but Adam's averages.
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        return graph.replay
+
+    def take(self, rows: np.ndarray, *, rate: float) -> torch.Tensor:
+        """Take a step on rows (samples, seq_len) and return its mean loss, on the device."""
+        self._tokens.copy_(torch.from_numpy(rows).reshape(self._tokens.shape))
+        self._rate.fill_(rate)
+        self._run()
+        return self._loss.clone()
+
+
+def causal_mask(seq_len: int, device: torch.device) -> torch.Tensor:
+    """Return the mask (1, 1, seq_len, seq_len) of which position sees which."""
+    return torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def autocast(config: TrialConfig, device: torch.device) -> torch.autocast:
+    """Return the precision that a configuration's products outside the frozen layers have."""
+    dtype = compute_type(config)
+    is_narrow = dtype != torch.float32
+    # A cast weight that is kept from one pass to the next would be an old one in a graph.
+    return torch.autocast(device.type, dtype, enabled=is_narrow, cache_enabled=False)
+
+
+def held_out_loss(attachment: Attached, config: TrialConfig, rows: np.ndarray) -> float:
+    """Return the mean loss of rows (rows, seq_len), in nats a token."""
+    model = attachment.model
+    device = next(model.parameters()).device
+    mask = causal_mask(config.seq_len, device)
+    losses = list[torch.Tensor]()
+    with evaluating(model), autocast(config, device):
+        for part in torch.from_numpy(rows).split(16):
+            tokens = part.to(device)
+            losses.append(model(input_ids=tokens, attention_mask=mask, labels=tokens).loss)
+    return float(torch.stack(losses).mean())
+
+
+@dataclass
+class Training:
+    """A run on a base of its own, which other trainings on the GPU do not wait for."""
+
+    run: dict[str, Any]
+    config: TrialConfig
+    attachment: Attached
+    rows: np.ndarray  # (rows, seq_len)
+    step: Step | None = None
+    """None of a run that trains on no tokens."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    stream: Any = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        return int(self.run["tokens"]) // (self.config.samples_per_step * self.config.seq_len)
+
+    def advance(self) -> bool:
+        """Queue the next step; return whether there was one."""
+        done, samples = len(self.losses), self.config.samples_per_step
+        if done == self.steps or self.step is None:
+            return False
+        places = np.arange(done * samples, (done + 1) * samples) % len(self.rows)
+        rate = self.config.learning_rate * (1 - done / self.steps)
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+            self.losses.append(self.step.take(self.rows[places], rate=rate))
+        return True
+
+    def judged(self, held_out: np.ndarray) -> dict[str, Any]:
+        """Return the run with what was learned."""
+        last = self.losses[-max(1, self.steps // 10) :]
+        eval_loss = held_out_loss(self.attachment, self.config, held_out)
+        with multiplying_in(self.attachment.model, None):
+            eval_loss_16_bit = held_out_loss(self.attachment, self.config, held_out)
+        return {
+            **self.run,
+            "steps": self.steps,
+            "train_loss": float(torch.stack(last).mean()) if last else None,
+            "eval_loss": eval_loss,
+            "eval_loss_16_bit": eval_loss_16_bit,
+            "eval_tokens": held_out.size,
+        }
+
+
+class Judge:
+    """Trains runs and judges them.
+
+    Args:
+        sources: what they train on.
+        together: trainings of one process that share the GPU, each on a stream of its own.
+    """
+
+    def __init__(self, sources: Sources, *, together: int = 1) -> None:
+        self.sources = sources
+        self.together = together
+
+    def judged(self, bases: list[Any], runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield runs with what was learned, each trained on a base of its own."""
+        began = time.perf_counter()
+        with contextlib.ExitStack() as undo:
+            trainings = [
+                self._begun(base, run, undo) for base, run in zip(bases, runs, strict=True)
+            ]
+            left = trainings
+            while left:
+                left = [training for training in left if training.advance()]
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            for training in trainings:
+                held_out = self.sources.held_out_rows(training.config.seq_len)
+                found = training.judged(held_out)
+                yield {
+                    **found,
+                    "training_tokens": self.sources.training.size,
+                    "seconds": time.perf_counter() - began,
+                }
+
+    def _begun(self, base: Any, run: dict[str, Any], undo: contextlib.ExitStack) -> Training:
+        config = parse_config(run["config"])
+        torch.manual_seed(run["seed"])
+        attachment = undo.enter_context(attached(base, config))
+        rows = self.sources.training_rows(config.seq_len, seed=run["seed"])
+        training = Training(run, config, attachment, rows)
+        self.prepare(training)
+        if training.steps:
+            training.step = Step(attachment, config)
+        if torch.cuda.is_available():
+            training.stream = torch.cuda.Stream()
+        return training
+
+    def prepare(self, training: Training) -> None:
+        """Fit 8-bit products to the weights, as a training does."""
+        if training.config.is_8bit_compute and not training.run.get("unfitted"):
+            training.run["eight_bit"] = fitted(training).model_dump(mode="json")
+
+
+def fitted(training: Training) -> Any:
+    """Return what fitting 8-bit products on the first rows came to."""
+    config, attachment = training.config, training.attachment
+    device = next(attachment.model.parameters()).device
+    tokens = torch.from_numpy(training.rows[: config.micro_batch_size]).to(device)
+    with autocast(config, device):
+        return fit_to(
+            attachment.model,
+            {"input_ids": tokens, "labels": tokens},
+            kind=config.compute_dtype,
+            layers=attachment.layers,
+            run=lambda part: attachment.model(**part).loss,
+        )
+
+
+def trained(
+    runs: Iterable[dict[str, Any]], *, model: str, judge: Judge
+) -> Iterator[dict[str, Any]]:
+    """Train some runs at a time, and yield each with what was learned."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    spec = load_model_spec(model)
+    left = iter(runs)
+    while some := list(itertools.islice(left, judge.together)):
+        # Fitted to 8 bits, a base serves one run.
+        bases = [
+            build_base(
+                parse_config(run["config"]), spec=spec, weights="pretrained", device=device, seed=0
+            )
+            for run in some
+        ]
+        try:
+            yield from judge.judged(bases, some)
+        except Exception as error:  # noqa: BLE001 - the other runs go on
+            yield from ({**run, "error": repr(error)[:500]} for run in some)
+        for base in bases:
+            base.close()
+
+
+def _work(waiting: Any, ended: Any, model: str, judge: Judge) -> None:
+    for found in trained(iter(waiting.get, None), model=model, judge=judge):
+        ended.put(found)
+    ended.put(None)
+
+
+def trained_at_once(
+    runs: list[dict[str, Any]],
+    *,
+    model: str,
+    judge: Judge,
+    processes: int,
+    limit_seconds: float = float("inf"),
+) -> Iterator[dict[str, Any]]:
+    """Train runs in some processes at once, in their order, and yield each as it ends."""
+    context = multiprocessing.get_context("spawn")
+    waiting, ended = context.Queue(), context.Queue()
+    for run in [*runs, *[None] * processes]:
+        waiting.put(run)
+    arguments = (waiting, ended, model, judge)
+    workers = [context.Process(target=_work, args=arguments) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    until = time.monotonic() + limit_seconds
+    working = processes
+    while working and time.monotonic() < until and any(w.is_alive() for w in workers):
+        try:
+            found = ended.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        if found is None:
+            working -= 1
+        else:
+            yield found
+    for worker in workers:
+        worker.terminate()
+
+
+def main() -> None:
+    """Train what a file lists, and write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--together", type=int, default=4)
+    parser.add_argument("--limit-seconds", type=float, default=float("inf"))
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    asked = parser.parse_args()
+    lines = asked.runs.read_text(encoding="utf-8").splitlines()
+    with asked.output.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(stamp()) + "\n")
+        for found in trained_at_once(
+            [json.loads(line) for line in lines],
+            model=asked.model,
+            judge=Judge(python_sources(asked.model), together=asked.together),
+            processes=asked.processes,
+            limit_seconds=asked.limit_seconds,
+        ):
+            file.write(json.dumps(found) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
