@@ -173,7 +173,6 @@ def _target_modules(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-LEARNING_RATE = 2e-4
 _LISTED = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
 TargetModules = Annotated[
     str | tuple[str, ...],
@@ -466,12 +465,15 @@ class TrialConfig(BaseModel):
     in a micro-batch (``grouped``), or as many as fit (``packed``); the last two need a dataset."""
 
     learning_rate: Annotated[
-        Number,
-        # Files may write out that it is left to its default, as they do of alpha.
-        BeforeValidator(lambda value: LEARNING_RATE if value is None else value),
-        Knob("learning rate", "learning rate {:g}", memory="untouched"),
-    ] = Field(default=LEARNING_RATE, ge=1e-7, le=1.0)
-    """Highest learning rate of the schedule. Neither speed nor memory depends on it."""
+        Annotated[Number, Field(ge=1e-7, le=1.0)] | None,
+        Knob(
+            "learning rate",
+            {None: "learning rate by the rule", ...: "learning rate {:g}"},
+            memory="untouched",
+        ),
+    ] = None
+    """Highest learning rate of the schedule; null means the one that follows from rank, alpha,
+    batch, method and model (`docs/learning_rates.md`). Neither speed nor memory depends on it."""
 
     data_parallel: Annotated[StrictInt, Knob("GPUs", {1: "one GPU", ...: "{} GPUs"})] = Field(
         default=1, ge=1, le=GPUS_MAX

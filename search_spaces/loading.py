@@ -22,6 +22,7 @@ from search_spaces.documents import (
 )
 from search_spaces.errors import InputError, did_you_mean, in_percent
 from search_spaces.gpus import find_gpu, match_product
+from search_spaces.learning_rates import in_words, learning_rate_of
 from search_spaces.models import ModelSpec, located
 from search_spaces.presets import preset_space, preset_texts
 from search_spaces.rules import attention_of, attention_words
@@ -200,6 +201,28 @@ def with_own_attention(space: SearchSpace, model: ModelSpec, *, is_preset: bool)
     free = {key: of for key, of in space.dimensions.items() if key != "attention"}
     changes = {"dimensions": free, "fixed": {**space.fixed, "attention": attention_of(model)}}
     return Offered(space.changed(changes), (f"{words}.",))
+
+
+def with_learning_rate(space: SearchSpace, model: ModelSpec) -> Offered:
+    """Return a space of held-out loss that begins at the learning rate of the rule.
+
+    Where rates are searched the baseline, which is the first trial, has the rule's. Elsewhere every
+    trial has that of its own configuration.
+
+    Args:
+        space: with held-out loss among its objectives.
+        model: what is trained.
+    """
+    rate = learning_rate_of(space.baseline_config(), hidden_size=model.hidden_size)
+    between = f"{{low: {rate.low:g}, high: {rate.high:g}, log: true}}"
+    if "learning_rate" in space.dimensions:
+        note = f"The search begins at the baseline's learning rate, {rate.words}."
+        baseline = {**space.baseline, "learning_rate": rate.value}
+        return Offered(space.changed({"baseline": baseline}), (note,))
+    if space.fixed.get("learning_rate") is not None:
+        return Offered(space)
+    note = f"Each trial has the learning rate of its own rank and batch, the baseline {rate.words}"
+    return Offered(space, (f"{note}; learning_rate: {between} under dimensions searches it.",))
 
 
 def with_texts(

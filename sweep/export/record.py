@@ -22,6 +22,7 @@ from search_spaces.config import KNOBS, TrialConfig, canonical
 from search_spaces.documents import home_expanded, is_directory, parse_object, read_text
 from search_spaces.errors import InputError, NothingFits, in_percent, quote
 from search_spaces.gpus import match_product
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.linears import resolve_targets
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.space import Weights
@@ -166,6 +167,8 @@ class Record(_Part):
     measurement: RecordedMeasurement
     confirmed: bool = False
     """Whether it was measured again after the search."""
+    learning_rate: LearningRate | None = None
+    """That of the configuration, with its range and what it rests on; None where nothing says."""
     texts: RecordedTexts | None = None
     """None where full random sequences were trained on."""
     provenance: Provenance | None = None
@@ -257,6 +260,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
+    rate = learning_rate_of(trial.config, hidden_size=spec.hidden_size)
     names = resolve_targets(trial.config, spec)
     targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
     place = str(spec.path) if spec.source == "directory" and spec.path else spec.name
@@ -275,9 +279,10 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
         ),
         weights=definition.space.weights,
         gpu=RecordedGpu(name=definition.target.gpu, **definition.target.model_dump()),
-        config=canonical(trial.config).changed(target_modules=targets),
+        config=canonical(trial.config).changed(target_modules=targets, learning_rate=rate.value),
         measurement=RecordedMeasurement(**measured.model_dump(exclude=NOT_SHOWN)),
         confirmed=is_confirmed,
+        learning_rate=rate,
         texts=_texts(snapshot),
         provenance=Provenance(
             study=snapshot.name,
@@ -420,7 +425,8 @@ def parse_record(values: dict[str, Any], *, where: str) -> Record:
 def facts(record: Record) -> tuple[str, ...]:
     """Return what was measured, of what and on what, a sentence or two each."""
     origin = record.provenance
-    assert origin is not None, "a study's record has one"
+    rate = record.learning_rate
+    assert origin is not None and rate is not None, "a study's record has both"
     here, versions = record.environment, record.environment.get("versions") or {}
     known = [f"{name} {v}" for name, v in versions.items() if v and name != "qlora-sweep"]
     kinds = [
@@ -442,6 +448,7 @@ def facts(record: Record) -> tuple[str, ...]:
         f"Model: {record.model.name}, {', '.join(kinds)}. "
         f"Libraries: {', '.join(known) or 'not recorded'}.",
         examples_words(record),
+        f"Learning rate: {rate.words}.",
     )
 
 

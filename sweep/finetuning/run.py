@@ -52,6 +52,7 @@ from sweep.training.step import (
     evaluating,
     keep_from_others,
     make_optimizer,
+    rate_of,
     told_in_evaluation,
 )
 
@@ -306,12 +307,14 @@ class Training(TrainerCallback):
             # Each drops elements of its own.
             torch.manual_seed(job.seed + self._rank)
         keep_from_others(whole)
+        rate = rate_of(job.config, model)
+        optimizer = make_optimizer(job.config, self._trained, rate=rate)
         self._trainer = trainer = AdapterTrainer(
             model=whole,
             args=arguments(job),
             data_collator=self._counting,
             train_dataset=self._rows.training,
-            optimizers=(make_optimizer(job.config, self._trained), None),
+            optimizers=(optimizer, None),
             callbacks=[self],
         )
         trainer.adapters, trainer.on_loss = model, self._add_loss

@@ -21,6 +21,7 @@ from search_spaces.errors import (
     NothingFits,
     SweepError,
 )
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
@@ -80,6 +81,7 @@ class PreparedTraining:
 
     job: TrainingJob
     subject: Subject
+    rate: LearningRate
     texts: PreparedTexts
     tokenizer: TokenizerFiles
     forecaster: Forecaster
@@ -127,9 +129,12 @@ def prepare_training(
     if request.learning_rate is not None:
         changed = {**subject.config.model_dump(), "learning_rate": request.learning_rate}
         subject = replace(subject, config=parse_config(changed, where="options"))
-    measured, config = subject.config, on_devices(subject.config, request.devices)
-    subject = replace(subject, config=config)
     model, study = subject.model, subject.definition
+    measured, config = subject.config, on_devices(subject.config, request.devices)
+    rate = learning_rate_of(config, hidden_size=model.hidden_size)
+    # What is trained, resumed and said of it has the number.
+    config = config.changed(learning_rate=rate.value)
+    subject = replace(subject, config=config)
     weights = _weights(request.weights, model)
     if not request.is_resumed:
         output.refuse_taken(request.output)
@@ -146,6 +151,7 @@ def prepare_training(
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     budget = resolved.target.budget_bytes
     notes = (
+        f"Learning rate {rate.words}.",
         _note_on_steps(config, measured),
         _note_on_weights(weights, model),
         emulation_note(resolved.target),
@@ -174,6 +180,7 @@ def prepare_training(
             checkpoint_steps=request.checkpoint_every,
         ),
         subject=subject,
+        rate=rate,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
         forecaster=build_forecaster(

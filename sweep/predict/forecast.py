@@ -20,6 +20,7 @@ from search_spaces import rules
 from search_spaces.config import TrialConfig, canonical
 from search_spaces.errors import InputError, SweepError
 from search_spaces.gpus import GpuSpec
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
@@ -375,6 +376,11 @@ class Forecast:
         nothing is predicted."""
         is_unsure = self.trial is None and self._row not in self._all.refused
         return float(self._all.errors[self._row]) if is_unsure else 0.0
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That it would train with, which its speed and memory do not depend on."""
+        return learning_rate_of(self.config, hidden_size=self.forecaster.model.hidden_size)
 
     @cached_property
     def _rule(self) -> Violation | None:

@@ -16,7 +16,13 @@ from search_spaces.documents import Document, validate
 from search_spaces.errors import InputError
 from search_spaces.feasibility import refuse_impossible, refuse_without_texts
 from search_spaces.gpus import match_product
-from search_spaces.loading import Offered, preset_name, with_fixed, with_own_attention
+from search_spaces.loading import (
+    Offered,
+    preset_name,
+    with_fixed,
+    with_learning_rate,
+    with_own_attention,
+)
 from search_spaces.models import ModelSpec, load_model_spec
 from search_spaces.rules import Setting, torch_for
 from search_spaces.sizes import with_offered_batches
@@ -207,6 +213,10 @@ def prepare(
             f"{space.trials} trials, or its time budget.",
         )
     name = checked_name(default_study_name(space, changed) if study is None else study)
+    if "eval_loss" in space.objectives:
+        begun = with_learning_rate(space, model)
+        space = begun.space
+        notes += begun.notes
     return _checked(name, space, model, here, texts, notes)
 
 

@@ -205,7 +205,9 @@ def _for_trl(plan: CardPlan) -> dict[str, Any]:
     if not plan.asked.grpo or plan.shown is None:
         return {}
     notes = [*plan.notes, f"generation {plan_screen.GENERATION}"]
-    return {"grpo_config": grpo_config(plan.shown.config, plan.asked.grpo), "notes": notes}
+    rate = plan.shown.learning_rate.value
+    told = grpo_config(plan.shown.config, plan.asked.grpo, learning_rate=rate)
+    return {"grpo_config": told, "notes": notes}
 
 
 def _surveyed(space: SearchSpace, forecaster: Forecaster, *, progress: Progress) -> Survey:

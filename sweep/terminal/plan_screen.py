@@ -276,13 +276,15 @@ def _facts(plan: CardPlan, shown: Forecast, bill: Bill | None) -> Iterator[Fact]
     """Yield what a person needs to decide about one GPU."""
     survey, epoch, speed = plan.survey, shown.epoch, shown.tokens_per_second
     yield "settings", _but(plan_details.settings(shown.config))
+    yield "learning rate", shown.learning_rate.words
     if epoch is not None and speed:
         tokens = f"{epoch.loss_tokens:,} loss tokens in {units.plural(epoch.steps, 'step')}"
         cut = cut_in_words(epoch, shown.config)
         yield "one epoch", f"{units.duration(epoch.loss_tokens / speed)}, {tokens}; {cut}"
     if plan.asked.grpo:
         yield "generation", GENERATION
-        settings = grpo_config(shown.config, plan.asked.grpo)
+        rate = shown.learning_rate.value
+        settings = grpo_config(shown.config, plan.asked.grpo, learning_rate=rate)
         yield "for TRL", f"GRPOConfig({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
     elif bill is not None:
         what = f"{_cost(bill)}, {_took(bill)}, {bill.offer.label}"

@@ -31,7 +31,7 @@ from sweep.training.eight_bit import TYPES as EIGHT_BIT_TYPES
 from sweep.training.eight_bit import EightBitLinear
 from sweep.training.model import DTYPES, compute_type
 from sweep.training.preference import Preference
-from sweep.training.step import TrainingLoop
+from sweep.training.step import TrainingLoop, rate_of
 from sweep.training.team import Look
 
 _SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_dropout_prob")
@@ -513,7 +513,7 @@ PROOFS: dict[str, Callable[[TrialConfig, StepEvidence], str | None]] = {
     ),
     "learning_rate": lambda config, seen: _other(
         # The schedule keeps its highest rate beside the one of the moment.
-        config.learning_rate,
+        rate_of(config, seen.loop.attached.model),
         (group["initial_lr"] for group in seen.loop.optimizer.param_groups),
     ),
     "packing": _packing,

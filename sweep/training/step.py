@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
 from search_spaces.config import MAX_GRAD_NORM, TrialConfig
+from search_spaces.learning_rates import learning_rate_of
 from storage.records import Stage
 from sweep.data.batches import WEIGHT, Batch
 from sweep.training.adapters import Attached, local
@@ -102,7 +103,7 @@ class TrainingLoop:
         self._accelerator = _accelerator(
             config, attached, micro_steps=self.micro_steps, is_on_cpu=is_on_cpu
         )
-        optimizer = make_optimizer(config, self._parameters)
+        optimizer = make_optimizer(config, self._parameters, rate=rate_of(config, attached.model))
         # accelerate takes one of its steps for each process.
         warmup, last = (steps * world_size() for steps in schedule)
         rates = get_linear_schedule_with_warmup(optimizer, warmup, last)
@@ -317,17 +318,29 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train()
 
 
+def rate_of(config: TrialConfig, model: Any) -> float:
+    """Return the highest learning rate that a model is trained with."""
+    hidden_size = int(model.config.get_text_config().hidden_size)
+    return learning_rate_of(config, hidden_size=hidden_size).value
+
+
 def make_optimizer(
-    config: TrialConfig, parameters: list[torch.nn.Parameter]
+    config: TrialConfig, parameters: list[torch.nn.Parameter], *, rate: float
 ) -> torch.optim.Optimizer:
-    """Return the configuration's optimizer over the adapters."""
+    """Return the configuration's optimizer over the adapters.
+
+    Args:
+        config: says which optimizer.
+        parameters: the adapters'.
+        rate: the highest of the schedule.
+    """
     match config.optimizer:
         case "adamw_8bit":
-            return bnb.optim.AdamW8bit(parameters, lr=config.learning_rate)
+            return bnb.optim.AdamW8bit(parameters, lr=rate)
         case "paged_adamw_8bit":
-            return bnb.optim.PagedAdamW8bit(parameters, lr=config.learning_rate)
+            return bnb.optim.PagedAdamW8bit(parameters, lr=rate)
         case "adamw_torch_fused":
-            return torch.optim.AdamW(parameters, lr=config.learning_rate, fused=True)
+            return torch.optim.AdamW(parameters, lr=rate, fused=True)
 
 
 def keep_from_others(model: torch.nn.Module) -> None:
