@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 from search_spaces.config import TrialConfig
 from search_spaces.costs import usd_per_training_second
 from search_spaces.learning_rates import LearningRate, learning_rate_of
-from search_spaces.models import ModelSpec
 from search_spaces.space import Objective
 from storage.definition import StudySnapshot, TargetSpeed
 from storage.ranking import (
@@ -299,11 +298,11 @@ def epoch_of(snapshot: StudySnapshot, record: TrialRecord) -> Epoch | None:
 def _winner(snapshot: StudySnapshot, record: TrialRecord, speed: TargetSpeed | None) -> Trial:
     measurement = measured_of(record).model_dump(mode="json", exclude=NOT_SHOWN)
     is_recorded = bool(snapshot.definition.target.recorded)
-    model = ModelSpec.from_json(snapshot.definition.model)
+    width = snapshot.definition.model.get("config", {}).get("hidden_size")
     return Trial(
         number=record.number,
         config=record.config,
-        learning_rate=learning_rate_of(record.config, hidden_size=model.hidden_size),
+        learning_rate=learning_rate_of(record.config, hidden_size=width),
         measurement=measurement | (dict.fromkeys(_NOT_RECORDED) if is_recorded else {}),
         target_tokens_per_second=speed,
         **_sureness(record),

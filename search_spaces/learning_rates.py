@@ -88,15 +88,16 @@ def rules() -> Mapping[Method, Rule]:
     return {"sft": known.sft, "dpo": known.dpo, "grpo": known.grpo}
 
 
-def learning_rate_of(config: TrialConfig, *, hidden_size: int) -> LearningRate:
+def learning_rate_of(config: TrialConfig, *, hidden_size: int | None) -> LearningRate:
     """Return the learning rate that a configuration trains with.
 
     Args:
         config: the configuration; a rate that it names is kept.
-        hidden_size: of the model, the width of its residual stream.
+        hidden_size: of the model, the width of its residual stream; None where a study does not
+            say, which counts as the rule's reference width.
     """
     rule = rules()[config.method]
-    quantities: dict[Quantity, float] = {
+    quantities: dict[Quantity, float | None] = {
         "alpha": config.alpha,
         "rank": config.lora_rank,
         "width": hidden_size,
@@ -104,7 +105,9 @@ def learning_rate_of(config: TrialConfig, *, hidden_size: int) -> LearningRate:
     }
     rate = rule.rate
     for quantity, factor in rule.factors.items():
-        rate *= factor.of(quantities[quantity])
+        value = quantities[quantity]
+        if value is not None:
+            rate *= factor.of(value)
     recommended = _rounded(rate)
     is_given = config.learning_rate is not None
     return LearningRate(

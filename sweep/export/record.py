@@ -260,7 +260,7 @@ def record_of(snapshot: StudySnapshot, *, number: int | None = None) -> Record:
             "measured to fit"
         )
     measured, spec = measured_of(trial), ModelSpec.from_json(definition.model)
-    rate = learning_rate_of(trial.config, hidden_size=spec.hidden_size)
+    rate = learning_rate_of(trial.config, hidden_size=spec.config.get("hidden_size"))
     names = resolve_targets(trial.config, spec)
     targets = "all-linear" if "all-linear" in names else tuple(sorted(names))
     place = str(spec.path) if spec.source == "directory" and spec.path else spec.name

@@ -14,7 +14,6 @@ from reports.words import reward_accuracy
 from search_spaces.checkpoints import identity_of
 from search_spaces.config import KNOBS, canonical
 from search_spaces.gpus import match_product
-from search_spaces.learning_rates import LearningRate
 from search_spaces.models import ModelSpec, is_hub_id
 from search_spaces.redaction import redacted, shown
 from search_spaces.texts import TextsSummary
@@ -168,7 +167,6 @@ class TrainedAdapter:
     job: TrainingJob
     result: TrainingResult
     subject: Subject
-    rate: LearningRate
     texts: TextsSummary
     environment: Mapping[str, Any]
     """Of the machine, as `storage.environment.fingerprint` returns it."""
@@ -220,7 +218,7 @@ class TrainedAdapter:
             "promised_tokens_per_second": found.speed.promised,
             "promised_peak_allocated_bytes": found.memory.promised,
             **job.model_dump(mode="json", include={"config", "weights", "seed", "eval_fraction"}),
-            "learning_rate": self.rate.model_dump(mode="json"),
+            "learning_rate": self.subject.learning_rate.model_dump(mode="json"),
             "texts": redacted(self.texts.model_dump(mode="json")),
             "versions": self.environment.get("versions"),
             "incomparable": found.incomparable,
@@ -273,6 +271,7 @@ def _sections(trained: TrainedAdapter) -> Iterator[str]:
         yield f"Promised: {shown(record.label)}, measured on {shown(record.device)}."
     # Every default written out, and no setting that has no say here.
     used = canonical(job.config).model_dump(mode="json")
+    used["learning_rate"] = trained.subject.learning_rate.value
     idle = {key for key, knob in KNOBS.items() if knob.applies and not knob.applies(job.config)}
     settings = [(f"`{key}`", f"`{value}`") for key, value in used.items() if key not in idle]
     yield "## Configuration\n\n" + _table(("key", "value"), settings)
@@ -292,7 +291,7 @@ def _facts(trained: TrainedAdapter) -> Iterator[tuple[str, str]]:
     yield "examples held out", units.count(result.rows_held_out)
     yield "examples left out, without a supervised token", units.count(result.rows_left_out)
     yield "broken examples, left out", units.count(texts.broken)
-    yield "learning rate", trained.rate.words
+    yield "learning rate", trained.subject.learning_rate.words
     yield "seed", str(job.seed)
     yield "optimizer steps", f"{units.count(result.steps)}, {result.epochs:.2f} epochs"
     yield "supervised tokens", units.count(result.tokens)

@@ -11,6 +11,7 @@ from reports import units
 from search_spaces.config import TrialConfig, parse_config
 from search_spaces.documents import exists, home_expanded, read_json
 from search_spaces.errors import InputError, NothingFits, did_you_mean, quote
+from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.models import ModelSpec, load_model_spec, shipped_models
 from search_spaces.rules import attention_of, attention_words
 from storage.definition import StudyDefinition, StudySnapshot
@@ -34,6 +35,11 @@ class Subject:
     """Of this configuration on this model."""
     definition: StudyDefinition | None = None
     """Of the study, which says on what device and on what texts it was measured."""
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """That it is trained with."""
+        return learning_rate_of(self.config, hidden_size=self.model.hidden_size)
 
 
 def subject_of(
@@ -75,9 +81,13 @@ def _of_file(name: str, *, model: str | None) -> Subject:
     values, words = read_json(home_expanded(name), label=name), f"the configuration of {name}"
     if "config" in values or "best" in values:
         record = parse_record(values, where=name)
+        config = record.config
+        if record.learning_rate is not None and record.learning_rate.source == "rule":
+            # Another model or number of GPUs has another.
+            config = config.changed(learning_rate=None)
         if model is None:
-            return Subject(record.config, record.model.spec, words, record)
-        return _with_own_attention(record.config, load_model_spec(model), words)
+            return Subject(config, record.model.spec, words, record)
+        return _with_own_attention(config, load_model_spec(model), words)
     config = parse_config(values, where=name)
     if model is None:
         raise InputError(f"{name} says no model: name one with --model")

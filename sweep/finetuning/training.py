@@ -21,7 +21,6 @@ from search_spaces.errors import (
     NothingFits,
     SweepError,
 )
-from search_spaces.learning_rates import LearningRate, learning_rate_of
 from search_spaces.linears import lora_parameters
 from search_spaces.models import ModelSpec
 from search_spaces.rules import Violation
@@ -81,7 +80,6 @@ class PreparedTraining:
 
     job: TrainingJob
     subject: Subject
-    rate: LearningRate
     texts: PreparedTexts
     tokenizer: TokenizerFiles
     forecaster: Forecaster
@@ -131,9 +129,6 @@ def prepare_training(
         subject = replace(subject, config=parse_config(changed, where="options"))
     model, study = subject.model, subject.definition
     measured, config = subject.config, on_devices(subject.config, request.devices)
-    rate = learning_rate_of(config, hidden_size=model.hidden_size)
-    # What is trained, resumed and said of it has the number.
-    config = config.changed(learning_rate=rate.value)
     subject = replace(subject, config=config)
     weights = _weights(request.weights, model)
     if not request.is_resumed:
@@ -151,7 +146,7 @@ def prepare_training(
     seed = request.seed if request.seed is not None else 0 if study is None else study.space.seed
     budget = resolved.target.budget_bytes
     notes = (
-        f"Learning rate {rate.words}.",
+        f"Learning rate {subject.learning_rate.words}.",
         _note_on_steps(config, measured),
         _note_on_weights(weights, model),
         emulation_note(resolved.target),
@@ -164,7 +159,8 @@ def prepare_training(
     )
     prepared = PreparedTraining(
         job=TrainingJob(
-            config=config,
+            # With the number, which a resumed training has to have again.
+            config=config.changed(learning_rate=subject.learning_rate.value),
             model=model.to_json(),
             weights=weights,
             texts=str(texts.directory.absolute()),
@@ -180,7 +176,6 @@ def prepare_training(
             checkpoint_steps=request.checkpoint_every,
         ),
         subject=subject,
-        rate=rate,
         texts=texts,
         tokenizer=find_tokenizer(choice.tokenizer, model),
         forecaster=build_forecaster(

@@ -111,7 +111,6 @@ def _conclude(prepared: PreparedTraining, end: protocol.TrainingOutcome, *, as_j
             prepared.job,
             end,
             prepared.subject,
-            prepared.rate,
             prepared.texts.summary,
             environment_with(prepared.card),
         )
